@@ -15,7 +15,7 @@ import numpy as np
 
 from dhp.core.errors import ConfigError
 from dhp.planner.partition.critical import Elsewhere, critical, nothing_elsewhere
-from dhp.planner.partition.paths import Path, below, least_largest, limit_for
+from dhp.planner.partition.paths import Path, below, least_largest, least_sum, limit_for
 from dhp.planner.partition.problem import Partition, PartitionProblem
 from dhp.planner.partition.tables import Cuts, Tables, all_cuts, choices_of, make_tables, needed_bytes, steps_of
 from dhp.planner.units import Numbers
@@ -23,6 +23,7 @@ from dhp.planner.units import Numbers
 MOST_CUTS = 130_000  # that are simulated
 _ROUNDS = 3  # of what stages recompute
 _BLOCK = 2048
+_BEAM = 16  # paths of several runs a stage that are moved on from
 
 
 def exact(problem: PartitionProblem, most: int = MOST_CUTS) -> Partition:
@@ -81,10 +82,10 @@ def _guesses(problem: PartitionProblem, tables: Tables) -> list[Path]:
 
 
 def _improved(
-    problem: PartitionProblem, tables: Tables, bounds: Numbers | None, starts: list[Path]
+    problem: PartitionProblem, tables: Tables, bounds: Numbers, starts: list[Path]
 ) -> tuple[Path, float, int]:
-    """The best of these paths after moves of single cuts and pairs of them: path, seconds, cuts simulated. bounds:
-    moves whose bound is no lower than the best are left out; None: none is."""
+    """The best of these paths after moves of single cuts and pairs of them: path, seconds, cuts simulated. Moves whose
+    bound is no lower than the best are left out."""
     best, step_s, tried = starts[0], np.inf, 0
     for start in dict.fromkeys(starts):
         own, cuts = np.inf, np.array([start], dtype=np.int_)
@@ -96,8 +97,7 @@ def _improved(
                 break
             own, path = float(steps[at]), tuple(cuts[at].tolist())
             cuts = _moved(path, len(tables.hop) - 1)
-            if bounds is not None:
-                cuts = cuts[_bounds_of(bounds, cuts) < own]
+            cuts = cuts[_bounds_of(bounds, cuts) < own]
         if own < step_s:
             best, step_s = path, own
     return best, step_s, tried
@@ -124,7 +124,7 @@ def _bounds_of(bounds: Numbers, cuts: Cuts) -> Numbers:
 
 
 def _interleaved(problem: PartitionProblem, tables: Tables, most: int) -> tuple[Path, float, int]:
-    """Path, seconds and cuts simulated, where stages have several runs: all of them, or moves from even runs."""
+    """Path, seconds and cuts simulated, where stages have several runs: all of them, or the best that moves find."""
     if _count(problem) <= most:
         cuts = all_cuts(problem)
         steps = steps_of(problem, tables, cuts)
@@ -132,14 +132,29 @@ def _interleaved(problem: PartitionProblem, tables: Tables, most: int) -> tuple[
             return tuple(cuts[int(steps.argmin())].tolist()), float(steps.min()), len(cuts)
         raise _nothing_fits(problem)
     work = tables.forward + tables.backward + tables.replay
-    evenest, start = least_largest(work)
-    if not np.isfinite(evenest):
+    share = float(tables.forward[0, -1] + tables.backward[0, -1]) / problem.runs
+    starts = [least_largest(work), least_sum(np.where(np.isfinite(work), (work - share) ** 2, np.inf))]
+    if not np.isfinite(starts[0][0]):
         raise _nothing_fits(problem)
-    return _improved(problem, tables, None, [start])
+    return _beam(problem, tables, [path for _, path in starts], most)
+
+
+def _beam(problem: PartitionProblem, tables: Tables, starts: list[Path], most: int) -> tuple[Path, float, int]:
+    """The best of what moves of the best few paths lead to, until nothing new is among these or `most` were simulated:
+    path, seconds, cuts simulated."""
+    steps: dict[Path, float] = {}
+    new, best = list(dict.fromkeys(starts)), list[Path]()
+    while new and len(steps) < most + len(starts):
+        found = steps_of(problem, tables, np.array(new, dtype=np.int_))
+        steps |= dict(zip(new, found.tolist(), strict=True))
+        before, best = best, sorted({*best, *new}, key=lambda path: steps[path])[:_BEAM]
+        moved = (map(tuple, _moved(path, len(tables.hop) - 1).tolist()) for path in best if path not in before)
+        new = [path for path in dict.fromkeys(path for paths in moved for path in paths) if path not in steps]
+    return best[0], steps[best[0]], len(steps)
 
 
 def _least_work(problem: PartitionProblem, tables: Tables) -> float:
-    """No step is shorter than the work of all stages, shared out evenly, or than that of the dearest position's."""
+    """No step is shorter than the work of all stages, shared out evenly."""
     return problem.micro_batches * float(tables.forward[0, -1] + tables.backward[0, -1]) / problem.stages
 
 
