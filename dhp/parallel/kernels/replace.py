@@ -75,7 +75,7 @@ def replace_kernels(
 
 def replace_without_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace norms and rotary positions of a model on the meta device by the written kernels, which save what GPUs'
-    kernels save. A norm's proof needs its weights: whoever loads them tries it."""
+    kernels save. A norm's proof needs its weights, so ranks alone try it."""
     cpu = torch.device("cpu")
     for kind, modules in _classes(model).values():
         if kind == "gate":
