@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from dhp.core.errors import ModelError
+from dhp.core.errors import DhpError, ModelError
 from dhp.core.parameters import AdapterSettings
 from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.engine.build import freeze
@@ -75,7 +75,9 @@ def trace_part(source: str, family: Family, name: str, rows: TracedRows, setting
     """
     try:
         usage = _trace(source, family, name, rows, settings)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+    except DhpError:
+        raise
+    except Exception as error:  # a family's own code may raise anything
         raise ModelError(
             f"what the {name} part of {source} keeps for backward is not known before it runs: its code asks for more "
             f"than shapes ({type(error).__name__}: {str(error)[:150]}). Measure it with memory.accounting=true"
@@ -124,6 +126,9 @@ def _model(source: str, family: Family, name: str, settings: TraceSettings) -> A
     elif tensor > family.decoder.kv_heads:
         family.decoder.share_kv_heads(model, tensor)
     replace_without_weights(model, getattr(torch, settings.dtype))
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # its row may be another rank's
     return model
 
 

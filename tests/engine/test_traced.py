@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,13 @@ def test_of_a_tensor_rank(made_model: str) -> None:
         outside = 9 * usage.rows if part == "text" else 0
         own = replace(own, before_bytes=own.before_bytes + outside, peak_bytes=own.peak_bytes + outside)
         assert bytes_of(own) == bytes_of(usage), (choice, part)
+
+
+def test_a_slice_of_the_vocabulary_need_not_have_the_row_that_pads(tiny_assets: Path) -> None:
+    model = str(tiny_assets / "model")
+    family = load_family(model)
+    settings = TraceSettings("float32", 2, ("none",) * len(family.decoder.layers.kinds))
+    assert trace_part(model, family, "text", TracedRows(64, 16, 4), settings).peak_bytes > 0
 
 
 def test_what_is_frozen_keeps_nothing(made_model: str) -> None:
