@@ -19,7 +19,7 @@ from dhp.core.errors import ConfigError
 
 # Degrees that a run's own config.yaml has filled in, resolved again for another parallelism or number of actors.
 _LAYOUT: dict[str, str] = {
-    **dict.fromkeys(("pipeline", "data", "ulysses", "ring", "tensor", "cuts"), "null"),
+    **dict.fromkeys(("pipeline", "data", "ulysses", "ring", "tensor", "cuts", "partition"), "null"),
     **{"expert": "1", "virtual_stages": "1", "zero_stage": "0", "zero_engine": "auto"},
 }
 _IN_TRAINING = {"deepspeed": "data", "autotp": "tensor"}  # the same slices, without the states of training

@@ -43,6 +43,14 @@ _NAMED_DEGREE = {
     "autotp": "tensor",
 }
 SEQUENCE_GROUPS = ("auto", "one")
+EXACT, BMP, PROFILE, LAYERS, PARAMETERS = PARTITIONS = ("exact", "bmp", "profile", "layers", "parameters")
+# Other names of a partition.
+_MEANT_PARTITIONS = {
+    **dict.fromkeys(("even", "uniform", "layer"), LAYERS),
+    **dict.fromkeys(("parameter", "params"), PARAMETERS),
+    **dict.fromkeys(("auto", "balanced", "dp"), EXACT),
+    "omnibal": BMP,
+}
 ZERO_STAGES = ("0", "1", "2", "3")
 ZERO_ENGINES = ("auto", DEEPSPEED, FSDP)
 
@@ -70,6 +78,7 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     check_lora(name, found)
     check_rules(PART_RULES, name, found)
     _check_cuts(name, part, degrees["pipeline"])
+    _check_partition(name, part)
     if found.zero_stage and engine == FSDP:
         _check_fsdp(name, part, degrees["tensor"])
     return found
@@ -142,7 +151,24 @@ def _check_cuts(name: str, part: PartConfig, pipeline: int) -> None:
         raise ConfigError(
             f"{name}.cuts={list(part.cuts)} has {len(part.cuts)} layers, but pipeline({pipeline}) × "
             f"virtual_stages({part.virtual_stages}) - 1 = {wanted} runs of layers begin after the first. Give as many "
-            f"cuts, or leave {name}.cuts unset for even ones."
+            f"cuts, or leave {name}.cuts unset for those of {name}.partition."
+        )
+
+
+def _check_partition(name: str, part: PartConfig) -> None:
+    """Refuse ways to cut layers that do not exist, or beside cuts by hand."""
+    if part.partition is None:
+        return
+    require_choice(f"{name}.partition", part.partition, PARTITIONS, _MEANT_PARTITIONS)
+    if name != "text":
+        raise ConfigError(
+            f"{name}.partition={part.partition} does not exist yet: {name} is never cut into stages. Leave "
+            f"{name}.partition out"
+        )
+    if part.cuts is not None:
+        raise ConfigError(
+            f"{name}.partition={part.partition} with {name}.cuts={list(part.cuts)}: cuts by hand leave nothing to "
+            f"choose. Leave {name}.partition or {name}.cuts out"
         )
 
 

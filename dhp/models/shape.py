@@ -183,6 +183,29 @@ def decoder_sizes(source: str) -> DecoderSizes:
     )
 
 
+def empty_slices(
+    source: str,
+    dropped: Sequence[str],
+    tensor: int = 1,
+    whole_modules: Sequence[str] = (),
+    added_plan: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
+    """The model of `source` on the meta device without the modules `dropped`, its parameters those of the first of
+    `tensor` ranks, as `part_shape` counts them. It sums over no ranks: shapes are a rank's, and values there are
+    none."""
+    model = _without_weights(source, dropped)
+    if tensor == 1:
+        return model
+    plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
+    mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0)
+    for name, _ in list(model.named_parameters()):
+        held = _sharded(model, name, plan, mesh)
+        own = held.to_local() if isinstance(held, DTensor) else held
+        module, _, of_module = name.rpartition(".")
+        setattr(model.get_submodule(module), of_module, nn.Parameter(own.detach()))
+    return model
+
+
 def check_tensor_plan(
     source: str, dropped: Sequence[str], read_plan: ReadPlan, added_plan: Mapping[str, str] = MappingProxyType({})
 ) -> None:

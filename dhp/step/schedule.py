@@ -7,12 +7,12 @@ A *program* is what one stage does, in its order. The programs of all stages, me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dhp.config.ranges import GPIPE, INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL, VISION_AHEAD
 from dhp.core.errors import ConfigError
-from dhp.core.graph import Node, StageGraph, StageSpec
+from dhp.core.graph import Edge, Node, StageGraph, StageSpec
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def clock(programs: Programs, graph: StageGraph) -> list[list[Action]]:
     done: set[Action] = set()
     ticks: list[list[Action]] = []
     while any(left.values()):
-        tick = [p[0] for p in left.values() if p and done.issuperset(_needs(p[0], graph))]
+        tick = [p[0] for p in left.values() if p and done.issuperset(need for need, _ in needs(p[0], graph))]
         if not tick:
             waiting = ", ".join(f"{name} before {program[0]}" for name, program in left.items() if program)
             raise ValueError(f"the programs wait for one another: {waiting}")
@@ -96,18 +96,34 @@ def clock(programs: Programs, graph: StageGraph) -> list[list[Action]]:
     return ticks
 
 
-def draw(schedule: Schedule, graph: StageGraph) -> str:
+def draw(schedule: Schedule, graph: StageGraph, again: Collection[str] = ()) -> str:
     """The clock table: a row for each stage, a column for each unit of time. `0` is micro-batch 0 forward, `0'` its
-    backward, `0b` and `0b'` the same in the stage's second chunk."""
+    backward, `0b` and `0b'` the same in the stage's second chunk. again: stages that recompute some of their layers:
+    `0"` is a backward before which they go forward again (Yao et al. 2025, "OmniBal", figure 3)."""
     programs: dict[str, list[Action]] = {stage.name: [] for stage in graph.stages}
     for action in schedule:
         programs[action.node.stage].append(action)
     ticks = clock(programs, graph)
-    cells = {name: [next((_cell(a) for a in tick if a.node.stage == name), ".") for tick in ticks] for name in programs}
-    widths = [max(len(cells[name][at]) for name in programs) for at in range(len(ticks))]
-    longest = max(map(len, programs))
-    rows = (f"{name:{longest}} " + " ".join(c.ljust(w) for c, w in zip(cells[name], widths)) for name in programs)
-    return "\n".join(row.rstrip() for row in rows)
+    cells = {stage.name: ["."] * len(ticks) for stage in graph.stages}
+    for at, tick in enumerate(ticks):
+        for action in tick:
+            cells[action.node.stage][at] = cell(action, again)
+    return rows(cells)
+
+
+def rows(cells: Mapping[str, Sequence[str]]) -> str:
+    """A line for each stage of as many cells, columns aligned."""
+    widths = [max(map(len, column)) for column in zip(*cells.values())]
+    longest = max(map(len, cells))
+    lines = (f"{name:{longest}} " + " ".join(c.ljust(w) for c, w in zip(own, widths)) for name, own in cells.items())
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def cell(action: Action, again: Collection[str] = ()) -> str:
+    """What `draw` has for an action."""
+    chunk = "abcdefgh"[action.node.chunk] if action.node.chunk else ""
+    way = "" if isinstance(action, Forward) else '"' if action.node.stage in again else "'"
+    return f"{action.micro_batch}{chunk}{way}"
 
 
 def outstanding(schedule: Schedule, graph: StageGraph) -> dict[str, dict[str, int]]:
@@ -211,18 +227,14 @@ def _needed_ahead(program: Sequence[Action]) -> int:
     return most
 
 
-def _needs(action: Action, graph: StageGraph) -> list[Action]:
-    """The actions that must be done before: forward follows the edges, backward goes against them."""
+def needs(action: Action, graph: StageGraph) -> list[tuple[Action, Edge | None]]:
+    """The actions that must be done before, each with the edge over which what it makes is handed on; None where the
+    stage keeps it itself. Forward follows the edges, backward goes against them."""
     m = action.micro_batch
     if isinstance(action, Forward):
-        return [Forward(edge.source, m) for edge in graph.inputs(action.node)]
-    back = [Backward(edge.target, m) for edge in graph.outputs(action.node) if edge.gradients]
-    return [Forward(action.node, m), *back]
-
-
-def _cell(action: Action) -> str:
-    chunk = "abcdefgh"[action.node.chunk] if action.node.chunk else ""
-    return f"{action.micro_batch}{chunk}{chr(39) if isinstance(action, Backward) else ''}"
+        return [(Forward(edge.source, m), edge) for edge in graph.inputs(action.node)]
+    back = [(Backward(edge.target, m), edge) for edge in graph.outputs(action.node) if edge.gradients]
+    return [(Forward(action.node, m), None), *back]
 
 
 _PROGRAMS: dict[str, Callable[[Sequence[StageSpec], int], dict[str, list[Action]]]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from dhp.config.part import PartConfig
-from dhp.config.parts import DECODER, decoder, model_name, parts
+from dhp.config.parts import DECODER, decoder, model_name, parts, resolved
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
@@ -19,10 +19,15 @@ from dhp.models.shape import PartShape, adapt, part_shape
 from dhp.models.types import chunks_of
 from dhp.parallel.tensor.styles import with_fused
 from dhp.step.schedule import draw, make_schedule
+from dhp.trainer.activations import Activations, expected_activations
+from dhp.trainer.expected_step import bubble_lines, expected_step
 from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
+from dhp.trainer.partition import decoder_cuts
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import missing_data
+from dhp.trainer.settings import stage_choices
 from dhp.trainer.table import table_of_training
+from dhp.trainer.units import assumed_rows
 
 CLOCK_MICRO_BATCHES = 8  # of a step that the clock table shows at most
 
@@ -46,13 +51,14 @@ def dry_run(config: Config) -> str:
         "",
         *_zero_stages(config, graph, shapes),
         "",
-        *_devices(graph, memory),
+        *_devices(graph, memory, expected_activations(plan)),
         "",
         *table_of_training(plan),
         "",
     ]
-    lines += _pipeline(config, graph)
+    lines += _pipeline(plan)
     training = config.training
+    lines.append(f"assumed        micro-batches of {assumed_rows(config)}; seconds as operations")
     lines.append(
         f"a step         {training.batch_size} samples = {DECODER}.data {decoder(config).data} × micro_batch_size "
         f"{training.micro_batch_size} × {micro_batches(config)} micro-batches"
@@ -130,35 +136,60 @@ def _row(config: Config, stage: StageSpec, shape: PartShape, memory: RankBytes) 
     return (stage.name, layout, str(stage.degrees.world), *(f"{n:,}" for n in counts), *map(gigabytes, held))
 
 
-def _devices(graph: StageGraph, memory: dict[str, Footprint]) -> list[str]:
-    """The number of devices, the ranks that share one, and the bytes of the fullest."""
+def _devices(graph: StageGraph, memory: dict[str, Footprint], activations: Activations) -> list[str]:
+    """The number of devices, the ranks that share one, and the bytes of the fullest, without activations and with
+    those of an assumed micro-batch."""
     count = graph.device_count()
     on = [[stage for stage in graph.stages if device in stage.devices] for device in range(count)]
     shared = sum(len(stages) > 1 for stages in on)
     several = "both parts" if len(graph.parts()) == 2 else "several parts"
     each = f"{shared} with a rank of {several}, {count - shared} with one rank" if shared else "one rank each"
-    fullest = max(sum(memory[stage.name].total for stage in stages) for stages in on)
+    without = {frozenset(stage.name for stage in stages): sum(memory[s.name].total for s in stages) for stages in on}
+    full = max(own + activations.device_bytes(stages) for stages, own in without.items())
     return [
         f"devices        {count}: {each}",
         *(f"{name + ' rank':14} {_breakdown(m)}" for name, m in memory.items()),
-        f"fullest device {gigabytes(fullest)}; activations not included",
+        *(
+            f"{name + ' keeps':14} {gigabytes(round(activations.stage_bytes(name)))} of activations"
+            for name in activations.costs
+        ),
+        f"fullest device {gigabytes(max(without.values()))} without activations, {gigabytes(round(full))} with them",
+        *(f"activations    not counted: {why}" for why in activations.unknown),
     ]
 
 
-def _pipeline(config: Config, graph: StageGraph) -> list[str]:
-    """The stages of a pipeline and its clock table, where there are several."""
+def _pipeline(plan: RunPlan) -> list[str]:
+    """The stages of a pipeline, why they are cut so, its clock table, and who waits, where there are several."""
+    config, graph = plan.config, plan.graph
     cut = {part: graph.of_part(part) for part in graph.parts() if len(graph.of_part(part)) > 1}
     if not cut:
         return []
     count, most = micro_batches(config), max(map(len, cut.values()))
     shown = min(count, CLOCK_MICRO_BATCHES - CLOCK_MICRO_BATCHES % most or most)
-    table = draw(make_schedule(config.training.schedule, graph, shown), graph).splitlines()
+    again = {s.name for s in graph.stages if set(stage_choices(_recompute(config, s), graph, s)) != {"none"}}
+    table = draw(make_schedule(config.training.schedule, graph, shown), graph, again).splitlines()
+    step = expected_step(plan)
     note = "" if shown == count else f", of {shown} of its {count} micro-batches"
     return [
         *(f"{part + ' layers':14} {'; '.join(map(_layers, stages))}" for part, stages in cut.items()),
-        f"schedule       {config.training.schedule}{note} (columns: time, ' is backward, b the second run of layers):",
+        f"text cuts      {_why(plan)}",
+        f"schedule       {config.training.schedule}{note} (columns: time, ' is backward, b the second run of layers"
+        + (', " backward of layers that go forward again' if again else "")
+        + "):",
         *(f"  {line}" for line in table),
+        *(bubble_lines(step) if step is not None else []),
     ]
+
+
+def _recompute(config: Config, stage: StageSpec) -> str:
+    return resolved(parts(config)[stage.part].recompute)
+
+
+def _why(plan: RunPlan) -> str:
+    if decoder(plan.config).cuts is not None:
+        return "as text.cuts has them"
+    before = any(edge.gradients for edge in plan.graph.inputs(plan.graph.of_part(DECODER)[0].nodes[0]))
+    return decoder_cuts(plan.config, plan.family, plan.source, plan.rules, plan.adapters, before).why
 
 
 def _layers(stage: StageSpec) -> str:

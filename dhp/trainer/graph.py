@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from dhp.batch.assign_images import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
 from dhp.cluster.cluster import RankDevice
+from dhp.config.layout import LAYERS
 from dhp.config.model_rules import check_cuts, check_stages
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, parts, resolved
@@ -18,9 +17,6 @@ from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
 from dhp.models.family import VISION, Family
 from dhp.models.types import chunks_of
 from dhp.trainer.trainable import adapters_of, trained_stage, training_rules
-
-if TYPE_CHECKING:
-    from dhp.models.shape import DecoderSizes
 
 
 def make_graph(config: Config, family: Family, source: str, trains: bool = True) -> StageGraph:
@@ -35,10 +31,16 @@ def make_graph(config: Config, family: Family, source: str, trains: bool = True)
     trained = trained_stage(rules, family, source, adapters) if trains else lambda part, absent: False
     stages: list[StageSpec] = []
     ties: list[Tie] = []
+
+    def cuts() -> Sequence[int]:
+        from dhp.trainer.partition import decoder_cuts  # imports modeling code, which takes a second
+
+        before = any(stage.trains for stage in stages) if trains else None
+        return decoder_cuts(config, family, source, rules, adapters, before).cuts
+
     for name, section in parts(config).items():
         part = family.parts[name]
-        sizes = _sizes(source) if resolved(section.pipeline) > 1 and name == DECODER else None
-        chunks = _chunks(name, section, len(part.layers.kinds), sizes)
+        chunks = _chunks(name, section, len(part.layers.kinds), cuts)
         first = _first_device(config.cluster, name, stages)
         own = [
             replace(stage, trains=trained(name, part.absent(chunks_of(stage.chunks, part.whole))))
@@ -60,51 +62,9 @@ def _first_device(cluster: ClusterConfig, part: str, before: Sequence[StageSpec]
     return tower[-1].devices.start if cluster.chain and part == DECODER else 0
 
 
-def _sizes(source: str) -> DecoderSizes:
-    from dhp.models.shape import decoder_sizes  # imports modeling code, which takes a second
-
-    return decoder_sizes(source)
-
-
 def degrees(part: PartConfig) -> Degrees:
     """The degrees of each stage of a resolved part."""
     return Degrees.read(lambda axis: resolved(getattr(part, axis)))
-
-
-def even_cuts(sizes: DecoderSizes, stages: int) -> list[int]:
-    """The cuts of the layers for which the largest stage has as few parameters as possible.
-
-    Of several such cuts, the one whose first stages are smallest: they hold most micro-batches of 1F1B.
-
-    What comes before the layers counts for the first stage, what comes after them for the last; a tied weight for both.
-    """
-    count, (before, behind) = len(sizes.layers), _outside(sizes)
-    sums = list(accumulate(sizes.layers, initial=0))
-
-    def weight(first: int, end: int) -> int:
-        own = sums[end] - sums[first]
-        return own + (before if first == 0 else 0) + (behind if end == count else 0)
-
-    # best[k][first]: the largest of k stages that hold the layers from `first` on, and where the first of them ends.
-    best: list[dict[int, tuple[int, int]]] = [{}, {first: (weight(first, count), count) for first in range(count)}]
-    for k in range(2, stages + 1):
-        best.append(
-            {
-                first: min(
-                    (max(weight(first, end), best[k - 1][end][0]), end) for end in range(first + 1, count - k + 2)
-                )
-                for first in range(count - k + 1)
-            }
-        )
-    cuts, first = [], 0
-    for k in range(stages, 1, -1):
-        first = best[k][first][1]
-        cuts.append(first)
-    return cuts
-
-
-def _outside(sizes: DecoderSizes) -> tuple[int, int]:
-    return sizes.embedding, sizes.norm + sizes.head
 
 
 def _stages(name: str, section: PartConfig, chunks: Sequence[range], first: int) -> list[StageSpec]:
@@ -118,18 +78,20 @@ def _stages(name: str, section: PartConfig, chunks: Sequence[range], first: int)
     return found
 
 
-def _chunks(name: str, section: PartConfig, layers: int, sizes: DecoderSizes | None) -> list[range]:
-    """The runs of layers in the order in which a micro-batch visits them. Raises ConfigError."""
+def _chunks(name: str, section: PartConfig, layers: int, choose: Callable[[], Sequence[int]]) -> list[range]:
+    """The runs of layers in the order in which a micro-batch visits them. choose: the cuts of a decoder into several,
+    where none are given; a tower's runs have as many layers each. Raises ConfigError."""
     stages = resolved(section.pipeline)
-    runs = stages * section.virtual_stages
     if section.cuts is not None:
         check_cuts(name, section.cuts, layers)
         cuts = list(section.cuts)
     else:
-        check_stages(name, layers, stages, section.virtual_stages)
+        runs = stages * section.virtual_stages
+        if section.partition in (None, LAYERS) or runs > layers:
+            check_stages(name, layers, stages, section.virtual_stages)
         cuts = [layers * run // runs for run in range(1, runs)]
-        if section.virtual_stages == 1 and sizes is not None:
-            cuts = even_cuts(sizes, runs)
+        if runs > 1 and name == DECODER:
+            cuts = list(choose())
     bounds = [0, *cuts, layers]
     return [range(first, end) for first, end in zip(bounds, bounds[1:])]
 

@@ -105,7 +105,8 @@ def _pipeline(part: PartConfig) -> dict[str, Any]:
         return {}
     cuts = {} if part.cuts is None else {"cuts": list(part.cuts)}
     virtual = {"virtual_stages": part.virtual_stages} if part.virtual_stages > 1 else {}
-    return {"pipeline": part.pipeline, **cuts, **virtual}
+    partition = {} if part.partition is None else {"partition": part.partition}
+    return {"pipeline": part.pipeline, **cuts, **partition, **virtual}
 
 
 def kept_settings(config: Config) -> dict[str, Any]:

@@ -188,9 +188,27 @@ def roofline_steps() -> Lines:
         yield cells(row["samples"], row["device"], row["fused"], *times, f"{row['mfu']:.1%}")
 
 
+def partition_search() -> Lines:
+    for row in rows("partition_search", question="chains"):
+        gaps = [f"{row[f'{which}_gap']:.2%}" for which in ("mean", "worst")]
+        yield cells(f"`{row['method']}`", row["equal"], row["fits"], *gaps, fixed(row["seconds"], 1))
+    brute = one("partition_search", question="brute force")
+    yield f"up to {brute['most_cuts']:,} cuts each, {brute['above']} of them with more than 130,000"
+    yield f"Brute force takes {brute['seconds']} s"
+    runs = one("partition_search", question="interleaved")
+    yield f"{runs['chains']} chains of up to {runs['most_cuts']:,} cuts"
+    yield f"as fast as brute force in {runs['equal']}, worst {runs['worst_gap']:.2%}"
+    for row in rows("partition_search", question="48 + 60 layers, 8 stages"):
+        asked = ["trained" if row["tower_trains"] else "frozen", row["micro_batches"]]
+        asked.append("-" if row["budget_gb"] is None else fixed(row["budget_gb"], 0))
+        others = [row[f"{name}_gap"] for name in ("bmp_by_forward", "bmp_by_work", "layers", "parameters")]
+        gaps = ["-" if gap is None else f"+{gap:.1%}" for gap in others]
+        yield cells(*asked, fixed(row["seconds"]), f"{row['proved_gap']:.2%}", row["recomputed"], *gaps)
+
+
 TABLES: list[Callable[[], Lines]] = [
     families, compile_, tensor_host, experts, finetuning, driver_scale, two_hosts, long_context, longest_sequence,
-    layouts, balance, convergence, roofline,
+    layouts, balance, convergence, roofline, partition_search,
 ]  # fmt: skip
 
 

@@ -121,7 +121,8 @@ def test_the_clock_table(kind: str, graph: StageGraph, micro_batches: int, drawi
     assert draw(make_schedule(kind, graph, micro_batches), graph) == dedent(drawing).strip("\n").rstrip()
 
 
-def _all() -> list[tuple[str, StageGraph, int]]:
+def all_schedules() -> list[tuple[str, StageGraph, int]]:
+    """Every kind over graphs of one to four text stages, what trains, and micro-batches."""
     graphs = [
         make_graph(stages=stages, chunks=chunks, layers=stages * chunks, vision_trains=vision, text_trains=text)
         for stages, chunks in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 3)]
@@ -138,7 +139,7 @@ def _all() -> list[tuple[str, StageGraph, int]]:
 
 
 def test_every_schedule_visits_every_node_once_each_way_and_never_too_early() -> None:
-    cases = _all()
+    cases = all_schedules()
     assert len(cases) > 200
     for kind, graph, micro_batches in cases:
         schedule = make_schedule(kind, graph, micro_batches)

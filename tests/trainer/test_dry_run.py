@@ -54,7 +54,7 @@ def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path
         assert line[: len(row)] == row
     states = 14 * VISION + 16 * TEXT_RANK
     loss = 256 * (2048 * 16 + 64 * 8)  # half the vocabulary: logits and slopes of a chunk, the head's gradient twice
-    assert f"fullest device {(states + loss) / 1e6:.3f} MB; activations not included" in printed
+    assert f"fullest device {(states + loss) / 1e6:.3f} MB without activations, " in printed
     assert "[1.379 MB]" in printed and "[1.023 MB]" in printed  # the chosen stage of each part
     assert "8 samples = text.data 1 × micro_batch_size 4 × 2 micro-batches" in printed
 
@@ -121,7 +121,7 @@ def test_a_float64_value_takes_eight_bytes_and_an_unknown_format_is_refused() ->
 )
 def test_each_ready_made_configuration_passes_without_a_download(name: str, device: str, tmp_path: Path) -> None:
     printed = dry_run(prepared(f"qwen2_5_vl_{name}", f"run_dir={tmp_path / 'run'}"))
-    assert f"fullest device {device}; activations not included" in printed
+    assert f"fullest device {device} without activations, " in printed
     assert float(device.split()[0]) <= 58.0  # of 80, so that activations have the rest, which each file counts
     assert "data.data_registry.train.annotation_path=" in printed
     assert printed.endswith("every check but these of the data passed; nothing was started")
@@ -153,6 +153,23 @@ def test_stages_of_a_pipeline_and_their_clock(tiny_assets: Path, made_model: str
     (tower,) = (line for line in printed.splitlines() if line.startswith("vision ") and "float" in line)
     assert "frozen" in tower and tower.split()[-4:] == ["0.000", "MB", "0.000", "MB"]
     assert "  text.0 . 0 1 .  0' 2  1' 3  2' .  3'" in printed
+    assert "text cuts      exact, no cut is faster" in printed
+    assert "assumed        micro-batches of 4 samples of 2,048 tokens" in printed
+    (bubble,) = (line for line in printed.splitlines() if line.startswith("bubble  "))
+    assert all(f"{stage} " in bubble for stage in ("vision", "text.0", "text.1"))
+    (waiting,) = (line for line in printed.splitlines() if line.startswith("waiting "))
+    assert "text.0" in waiting and "for text.1" in waiting
+    kept = [line for line in printed.splitlines() if line.endswith("of activations")]
+    assert [line.split()[0] for line in kept] == ["text.0", "text.1"]  # the tower is frozen
+
+
+def test_layers_that_go_forward_again_are_marked(tiny_assets: Path, made_model: str, tmp_path: Path) -> None:
+    models = (f"vision.model_name={made_model}", f"text.model_name={made_model}")
+    assets = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "text.recompute=0")
+    cut = ("text.parallelism=pipeline", "text.num_actors=2", "training.schedule=1f1b", "training.batch_size=16")
+    printed = dry_run(prepared("tiny", *assets, *models, *cut, "text.cuts=[1]"))
+    assert '  text.0 . 0 1 .  0" 2  1" 3  2" .  3" .' in printed and "  text.1 . . 0 0' 1  1' 2" in printed
+    assert "text cuts      as text.cuts has them" in printed and "go forward again" in printed
 
 
 @pytest.mark.parametrize(

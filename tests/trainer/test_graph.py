@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import pytest
 
 from dhp.config.command_line import compose_config
@@ -11,33 +9,7 @@ from dhp.config.resolve import resolve
 from dhp.core.errors import ConfigError
 from dhp.core.graph import Tie
 from dhp.models.registry import load_family
-from dhp.models.shape import DecoderSizes
-from dhp.trainer.graph import even_cuts, make_graph
-
-SIZES = [
-    DecoderSizes(0, (1,) * 8, 0, 0, False),
-    DecoderSizes(30, (10,) * 6, 1, 30, False),
-    DecoderSizes(30, (10,) * 6, 1, 30, True),
-    DecoderSizes(5, (3, 9, 2, 7, 7, 1, 4), 1, 12, False),
-]
-
-
-def largest(sizes: DecoderSizes, cuts: list[int]) -> int:
-    bounds = [0, *cuts, len(sizes.layers)]
-    own = [sum(sizes.layers[a:b]) for a, b in zip(bounds, bounds[1:])]
-    own[0] += sizes.embedding
-    own[-1] += sizes.norm + sizes.head
-    return max(own)
-
-
-@pytest.mark.parametrize("stages", [2, 3, 4, 6])
-@pytest.mark.parametrize("sizes", SIZES, ids=range(len(SIZES)))
-def test_no_cut_has_a_smaller_largest_stage(sizes: DecoderSizes, stages: int) -> None:
-    found = even_cuts(sizes, stages)
-    every = [list(cuts) for cuts in combinations(range(1, len(sizes.layers)), stages - 1)]
-    best = min(largest(sizes, cuts) for cuts in every)
-    assert largest(sizes, found) == best
-    assert found == min(cuts for cuts in every if largest(sizes, cuts) == best)  # the smallest first stages
+from dhp.trainer.graph import make_graph
 
 
 def graph_of(model: str, *overrides: str):

@@ -71,7 +71,10 @@ def _attend_group(group: States, causal: bool, scale: float, layer: LayerRule) -
     if grouped and must_repeat(q):
         k, v = (s.repeat_interleave(q.shape[1] // s.shape[1], dim=1) for s in (k, v))
         grouped = False
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    if q.is_meta:  # where torch would write out the scores, which no kernel saves
+        attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)[0]
+    else:
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     return attended.transpose(1, 2).flatten(0, 1)
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dhp.config.rules import AUTO, COMPILED, KERNELS, ON_GPUS, PLAIN
+from dhp.config.rules import AUTO, COMPILED, KERNELS, ON_GPUS, PLAIN, WRITTEN
 from dhp.core.errors import PartFailed
 from dhp.core.reports import KernelUse
 from dhp.parallel.comm import largest_in_place
@@ -71,6 +71,19 @@ def replace_kernels(
     for name, (kind, _) in classes.items():
         _require(name, wanted[kind], served[name], device)
     return _uses({name: (kind, served[name], len(modules)) for name, (kind, modules) in classes.items()}, device)
+
+
+def replace_without_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace norms and rotary positions of a model on the meta device by the written kernels, which save what GPUs'
+    kernels save. A norm's proof needs its weights, so ranks alone try it."""
+    cpu = torch.device("cpu")
+    for kind, modules in _classes(model).values():
+        if kind == "gate":
+            continue
+        make = (lambda one: norm.forwards(one, WRITTEN)[0]) if kind == "norm" else None
+        make = make or _find_rotary(modules[0], WRITTEN, cpu, dtype)
+        for module in modules if make is not None else ():
+            module.forward = make(module)
 
 
 def left_to_compiler(wanted: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,192 @@
+"""What a part keeps of a micro-batch for backward, without weights, memory or ranks: its own code on the meta device.
+
+The layers run as a rank's do, under the same recompute and the same count of what autograd saves, so that a family's
+norms, gates and projections are what they are and no formula has to know them. Shapes are those of one tensor rank; a
+sequence that several ranks share is traced by the rows of one of them. Attention saves what a flash kernel does. Gates
+that GPUs compile keep less than is counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from dhp.core.errors import DhpError, ModelError
+from dhp.core.parameters import AdapterSettings
+from dhp.core.reports import RecomputePolicies, StageUsage
+from dhp.engine.build import freeze
+from dhp.models.family import Family
+from dhp.models.part import Part
+from dhp.models.shape import adapt, empty_slices
+from dhp.models.tower import Tower, TowerInputs
+from dhp.models.types import DecoderInputs
+from dhp.objectives.objective import Head
+from dhp.objectives.registry import find_objective
+from dhp.parallel.attention.segment_plan import plan_segments
+from dhp.parallel.attention.segments import packed_attention, segment_attention
+from dhp.parallel.kernels.replace import replace_without_weights
+from dhp.parallel.recompute.layers import ATTENTION, RecomputedLayers, tile_mlps
+from dhp.parallel.recompute.meter import ActivationMeter
+from dhp.parallel.recompute.saved_calls import save_output
+from dhp.parallel.tensor.styles import with_fused
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_TEXT, _TOWER = "dhp_traced", "flash_dhp_traced"  # names of the attention functions, as those of a run
+_AXES = 3  # of positions where rotary angles have sections: time, height, width
+
+
+@dataclass(frozen=True)
+class TracedRows:
+    """A micro-batch as one rank sees it. tokens: of the row; features: rows of the tower among them; targets: tokens
+    with a loss; patches: of the tower's one picture; windows: attention windows of equal size that it has."""
+
+    tokens: int
+    features: int = 0
+    targets: int = 1
+    patches: int = 0
+    windows: int = 1
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """How a part is run. dtype: it computes in. tensor: ranks that cut its matrices. recompute: of each layer. trains:
+    by a parameter's name. receives_gradients: what sends to the decoder trains."""
+
+    dtype: str
+    tensor: int
+    recompute: RecomputePolicies
+    trains: Callable[[str], bool] = lambda name: True
+    receives_gradients: bool = True
+    adapters: Mapping[str, AdapterSettings] = field(default_factory=dict)
+    mlp_chunks: int = 1
+    objective: str = "sft"
+
+
+def trace_part(source: str, family: Family, name: str, rows: TracedRows, settings: TraceSettings) -> StageUsage:
+    """Bytes of the whole part `name` of the model of `source`, as `dhp.parallel.recompute.meter` reports them of a step
+    of one micro-batch. Seconds are without meaning.
+
+    Raises ModelError where the part's code looks at values, as routers of experts do, or saves nothing.
+    """
+    try:
+        usage = _trace(source, family, name, rows, settings)
+    except DhpError:
+        raise
+    except Exception as error:  # a family's own code may raise anything
+        raise ModelError(
+            f"what the {name} part of {source} keeps for backward is not known before it runs: its code asks for more "
+            f"than shapes ({type(error).__name__}: {str(error)[:150]}). Measure it with memory.accounting=true"
+        ) from error
+    if usage is None:
+        raise ModelError(f"the {name} part of {source} was traced without a layer; tell {rows} rows of it")
+    return usage
+
+
+def _trace(source: str, family: Family, name: str, rows: TracedRows, settings: TraceSettings) -> StageUsage | None:
+    part, dtype = family.parts[name], getattr(torch, settings.dtype)
+    model = _model(source, family, name, settings)
+    layers = [model.get_submodule(f"{part.layers.path}.{layer}") for layer in range(len(part.layers.kinds))]
+    if settings.mlp_chunks > 1:
+        tile_mlps(layers, part.layers.mlp, settings.mlp_chunks)
+    meter = ActivationMeter(model, _CPU, part.layers.kinds)
+    RecomputedLayers(layers, part.layers, settings.recompute, meter, _CPU)
+    if isinstance(part, Tower):
+        pictures = _pictures(part, rows)
+        with meter.forward(rows.patches):
+            output = _sum(part.encode(model, pictures))
+    else:
+        run = _decoder(model, family, rows, settings, dtype)
+        with meter.forward(rows.tokens):
+            output = run()
+    if output.requires_grad:
+        _drop_gradients(model)
+        with meter.backward():
+            output.backward(torch.ones((), dtype=output.dtype, device=_META))
+    return meter.take(settings.recompute)
+
+
+def _model(source: str, family: Family, name: str, settings: TraceSettings) -> Any:
+    """The part's, cut for a tensor rank, with what a rank puts into it."""
+    part, tensor = family.parts[name], settings.tensor
+    styles = with_fused(part.tensor_plan, part.fused)
+    model = empty_slices(source, family.outside(name), tensor, part.kept_whole(tensor), styles)
+    own = {of: asked for of, asked in settings.adapters.items() if of == name}
+    adapt(model, family, own)
+    model.to(getattr(torch, settings.dtype))
+    part.freeze_unused(model)
+    freeze(model, settings.trains)
+    _use_attention(model, part)
+    if isinstance(part, Tower):
+        part.split_heads(model, tensor)
+    elif tensor > family.decoder.kv_heads:
+        family.decoder.share_kv_heads(model, tensor)
+    replace_without_weights(model, getattr(torch, settings.dtype))
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # its row may be another rank's
+    return model
+
+
+def _use_attention(model: Any, part: Part) -> None:
+    tower = isinstance(part, Tower)
+    name, function = (_TOWER, segment_attention) if tower else (_TEXT, packed_attention)
+    AttentionInterface.register(name, save_output(ATTENTION, function))
+    part.use_attention(model, name)  # type: ignore[attr-defined]  # both kinds of part have it
+
+
+def _pictures(tower: Tower, rows: TracedRows) -> TowerInputs:
+    positions = _numbers(rows.patches, tower.position_columns)
+    pixels = torch.empty(rows.patches, tower.patch_dim, device=_META)
+    windows = plan_segments([rows.patches // rows.windows] * rows.windows, _CPU)
+    return TowerInputs(pixels, positions, windows, plan_segments([rows.patches], _CPU))
+
+
+def _decoder(
+    model: Any, family: Family, rows: TracedRows, settings: TraceSettings, dtype: torch.dtype
+) -> Callable[[], Tensor]:
+    decoder, text = family.decoder, family.config.get_text_config()
+    features = {
+        name: torch.empty(rows.features, text.hidden_size, dtype=dtype, device=_META)
+        for name in (decoder.takes if rows.features else ())
+    }
+    for rows_of in features.values():
+        rows_of.requires_grad_(settings.receives_gradients)
+    # One storage, as numbers travel to a device: tokens, their positions and kinds, targets twice, places of features.
+    axes = _AXES if "mrope_section" in (getattr(text, "rope_parameters", None) or {}) else 1
+    sizes = (rows.tokens, axes * rows.tokens, rows.tokens, rows.targets, rows.targets, rows.features)
+    tokens, positions, _, *chosen, places = _numbers(sum(sizes)).split(sizes)
+    positions = positions.view(axes, 1, -1) if axes > 1 else positions[None]
+    inputs = DecoderInputs(tokens[None], positions, features, places)
+    plan, objective = plan_segments([rows.tokens], _CPU, True), find_objective(settings.objective)
+    head = Head(model.get_output_embeddings(), decoder.logits)
+
+    def run() -> Tensor:
+        states = decoder.run(model, decoder.whole, inputs, segments=plan)
+        return objective.share(head, states.flatten(0, 1), tuple(chosen), 1.0)
+
+    return run
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.long, device=_META)
+
+
+def _drop_gradients(model: Any) -> None:
+    """Gradients in 16 bits are added to a rank's sums in 32 and are gone; others are the sums."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype.itemsize == 2:
+            parameter.register_post_accumulate_grad_hook(_forget)
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _sum(output: Mapping[str, Tensor]) -> Tensor:
+    """A scalar of all that leaves a tower, whose backward goes through all of it."""
+    return torch.stack([tensor.sum() for tensor in output.values()]).sum()

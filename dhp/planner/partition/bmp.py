@@ -1,0 +1,79 @@
+"""Balanced model partition as OmniBal has it (Yao et al. 2025, "OmniBal", section 4.2), to compare with.
+
+An anchor cuts at equal shares of forward time; all its cuts move within a radius; candidates are ranked by the variance
+of their stages' times plus what they hand over; the best few are measured, and the fastest of these is taken. Units as
+published tables have them: variance in ms², hand-overs in MiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Literal
+
+import numpy as np
+
+from dhp.core.errors import ConfigError
+from dhp.planner.partition.problem import Partition, PartitionProblem
+from dhp.planner.partition.tables import Cuts, Tables, costs_of, make_tables, steps_of
+from dhp.planner.units import Numbers
+
+Score = Callable[[tuple[int, ...]], float]  # cuts by position → seconds of a step, measured or simulated
+_MOST = 2_000_000  # candidates
+_MEASURED = 3  # steps of each candidate
+
+
+def bmp(
+    problem: PartitionProblem,
+    score: Score | None = None,
+    by: Literal["forward", "work"] = "forward",
+    radius: int = 1,
+    best: int = 15,
+) -> Partition:
+    """The cuts of the `best` candidates that take the least seconds by the median of three scores each. score: None to
+    simulate, which is always the same. by: what is balanced, forward as published, or all of a stage's work.
+
+    Raises ConfigError where none of them fits the budget, or a radius has too many candidates.
+    """
+    tables = make_tables(problem)
+    cuts = _candidates(problem, tables, by, radius)
+    chosen = cuts[np.argsort(_rank(problem, tables, cuts, by), kind="stable")[:best]]
+    if score is None:
+        steps = steps_of(problem, tables, chosen)
+    else:
+        named = [tuple(problem.positions.at[row].tolist()) for row in chosen]
+        steps = np.array([np.median([score(one) for _ in range(_MEASURED)]) for one in named])
+    if not len(steps) or not np.isfinite(steps.min()):
+        raise ConfigError(
+            f"text.partition=bmp: none of the {len(chosen)} candidates within {radius} of equal {by} times fits the "
+            "budget. Set text.partition=exact, which searches under it"
+        )
+    at = int(steps.argmin())
+    return Partition(tuple(problem.positions.at[chosen[at]].tolist()), float(steps[at]), tried=len(chosen))
+
+
+def _candidates(problem: PartitionProblem, tables: Tables, by: str, radius: int) -> Cuts:
+    count = (2 * radius + 1) ** (problem.runs - 1)
+    if count > _MOST:
+        raise ConfigError(
+            f"text.partition=bmp: a radius of {radius} around {problem.runs - 1} cuts has {count:,} candidates, more "
+            f"than {_MOST:,}. Set text.partition=exact"
+        )
+    work = tables.forward[0] + (tables.backward[0] if by == "work" else 0.0)
+    shares = np.arange(1, problem.runs) * work[-1] / problem.runs
+    anchor = 1 + np.abs(work[None, 1:-1] - shares[:, None]).argmin(axis=1)
+    moves = np.array(list(product(range(-radius, radius + 1), repeat=problem.runs - 1)), dtype=np.int_)
+    cuts = anchor[None, :] + moves.reshape(-1, problem.runs - 1)
+    last = len(tables.hop) - 1
+    ends = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, last)))
+    cuts = cuts[(np.diff(ends, axis=1) > 0).all(axis=1)]
+    return cuts[np.isfinite(costs_of(tables, cuts).backward).all(axis=0)]
+
+
+def _rank(problem: PartitionProblem, tables: Tables, cuts: Cuts, by: str) -> Numbers:
+    costs = costs_of(tables, cuts)
+    seconds = costs.forward + (costs.backward if by == "work" else 0.0)
+    stages = seconds.reshape(problem.runs // problem.stages, problem.stages, len(cuts)).sum(axis=0)
+    output = np.array([0.0, *(unit.output_bytes for unit in problem.units)])[problem.positions.at]
+    found: Numbers = np.var(stages * 1e3, axis=0) + output[cuts].sum(axis=1) / 2**20
+    return found

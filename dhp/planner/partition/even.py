@@ -1,0 +1,48 @@
+"""Cuts that make stages alike in one figure, without a schedule: parameters, layers, or the time of a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dhp.core.errors import ConfigError
+from dhp.planner.partition.paths import Path, least_largest, least_sum
+from dhp.planner.units import Positions, Unit
+
+
+def by_parameters(units: Sequence[Unit], runs: int) -> tuple[int, ...]:
+    """The cuts for which the largest run has as few parameters as possible; of several, those whose first runs are
+    smallest, since the first stages of 1F1B hold most micro-batches. Raises ConfigError for more runs than units."""
+    positions = Positions(units)
+    sizes = positions.sums([unit.parameters for unit in units])
+    costs = np.where(positions.allowed, sizes, np.inf)
+    return _as_cuts(positions, least_largest(np.broadcast_to(costs, (runs, *costs.shape))), runs)
+
+
+def by_layers(units: Sequence[Unit], runs: int) -> tuple[int, ...]:
+    """The cuts for which the runs' numbers of layers have the least variance. Raises as `by_parameters`."""
+    return _least_variance(units, runs, [unit.layers for unit in units])
+
+
+def by_profile(units: Sequence[Unit], runs: int) -> tuple[int, ...]:
+    """The cuts for which the runs' seconds of forward have the least variance. Raises as `by_parameters`."""
+    return _least_variance(units, runs, [unit.forward_s for unit in units])
+
+
+def _least_variance(units: Sequence[Unit], runs: int, values: Sequence[float]) -> tuple[int, ...]:
+    positions = Positions(units)
+    costs = (positions.sums(values) - sum(values) / runs) ** 2
+    costs = np.where(positions.allowed, costs, np.inf)
+    return _as_cuts(positions, least_sum(np.broadcast_to(costs, (runs, *costs.shape))), runs)
+
+
+def _as_cuts(positions: Positions, found: tuple[float, Path], runs: int) -> tuple[int, ...]:
+    value, path = found
+    if not np.isfinite(value):
+        places = len(positions.at) - 2
+        raise ConfigError(
+            f"a chain with {places} places to cut cannot be cut into {runs} runs: {places} + 1 >= runs({runs}) does "
+            "not hold, or a part has fewer layers than stages. Set text.pipeline lower"
+        )
+    return tuple(int(positions.at[index]) for index in path)

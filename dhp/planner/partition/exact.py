@@ -1,0 +1,176 @@
+"""The fastest cuts by simulation of the schedule itself, and how much faster any other could be.
+
+A first cut comes from dynamic programming on the critical path (`critical`), in a few rounds, since what other stages
+recompute enters it; moves of one or two cuts by simulation improve it. Then every cut whose lower bound is below its
+time is simulated, up to a number of them, the lowest bounds first. Where all fit into that number the cut is the best
+there is; where not, the lowest bound left out says how much may be missing.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from math import comb
+
+import numpy as np
+
+from dhp.core.errors import ConfigError
+from dhp.planner.partition.critical import Elsewhere, critical, nothing_elsewhere
+from dhp.planner.partition.paths import Path, below, least_largest, least_sum, limit_for
+from dhp.planner.partition.problem import Partition, PartitionProblem
+from dhp.planner.partition.tables import Cuts, Tables, all_cuts, choices_of, make_tables, needed_bytes, steps_of
+from dhp.planner.units import Numbers
+
+MOST_CUTS = 130_000  # that are simulated
+_ROUNDS = 3  # of what stages recompute
+_BLOCK = 2048
+_BEAM = 16  # paths of several runs a stage that are moved on from
+
+
+def exact(problem: PartitionProblem, most: int = MOST_CUTS) -> Partition:
+    """The fastest cuts, and what the units recompute under the budget. most: cuts that are simulated.
+
+    Raises ConfigError where no cut fits the budget, or there are fewer units than runs.
+    """
+    tables = make_tables(problem)
+    if problem.runs != problem.stages:
+        path, step_s, tried = _interleaved(problem, tables, most)
+        bound = step_s if _count(problem) <= most else _least_work(problem, tables)
+    else:
+        path, step_s, bound, tried = _in_turn(problem, tables, most)
+    cuts = tuple(int(problem.positions.at[index]) for index in path)
+    recompute = choices_of(problem, cuts) if np.isfinite(problem.budget_bytes) else ()
+    return Partition(cuts, step_s, recompute, min(bound, step_s), tried)
+
+
+def _in_turn(problem: PartitionProblem, tables: Tables, most: int) -> tuple[Path, float, float, int]:
+    """Path, seconds, lower bound and cuts simulated, where each stage has one run."""
+    bounds = critical(problem, tables, nothing_elsewhere(problem, tables))
+    lowest, first = least_largest(bounds)
+    if not np.isfinite(lowest):
+        raise _nothing_fits(problem)
+    best, step_s, tried = _improved(problem, tables, bounds, [first, *_guesses(problem, tables)])
+    limit = limit_for(bounds, most, step_s)
+    paths, largest = below(bounds, limit)
+    for at in range(0, len(paths), _BLOCK):
+        if largest[at] >= step_s:
+            break
+        steps = steps_of(problem, tables, paths[at : at + _BLOCK])
+        tried += len(steps)
+        if steps.min() < step_s:
+            best, step_s = tuple(paths[at + int(steps.argmin())].tolist()), float(steps.min())
+    if limit < step_s:  # some were left out
+        best, step_s, more = _improved(problem, tables, bounds, [best])
+        tried += more
+    return best, step_s, limit, tried
+
+
+def _guesses(problem: PartitionProblem, tables: Tables) -> list[Path]:
+    """Paths with the least estimate, each by what the stages of the one before recompute."""
+    hops = tables.hop[1:-1]
+    none, hop_s = np.zeros(problem.runs), float(np.median(hops)) if len(hops) else 0.0
+    elsewhere, found = Elsewhere(none, none, hop_s), []
+    for _ in range(_ROUNDS):
+        _, path = least_largest(critical(problem, tables, elsewhere))
+        if path in found:
+            break
+        found.append(path)
+        ends = [0, *path, len(tables.hop) - 1]
+        replay = np.array([tables.replay[k, a, b] for k, (a, b) in enumerate(zip(ends, ends[1:]))])
+        total = replay.cumsum()
+        elsewhere = Elsewhere(total - replay, total[-1] - total, hop_s)
+    return found
+
+
+def _improved(
+    problem: PartitionProblem, tables: Tables, bounds: Numbers, starts: list[Path]
+) -> tuple[Path, float, int]:
+    """The best of these paths after moves of single cuts and pairs of them: path, seconds, cuts simulated. Moves whose
+    bound is no lower than the best are left out."""
+    best, step_s, tried = starts[0], np.inf, 0
+    for start in dict.fromkeys(starts):
+        own, cuts = np.inf, np.array([start], dtype=np.int_)
+        while len(cuts):
+            steps = steps_of(problem, tables, cuts)
+            tried += len(cuts)
+            at = int(steps.argmin())
+            if steps[at] >= own:
+                break
+            own, path = float(steps[at]), tuple(cuts[at].tolist())
+            cuts = _moved(path, len(tables.hop) - 1)
+            cuts = cuts[_bounds_of(bounds, cuts) < own]
+        if own < step_s:
+            best, step_s = path, own
+    return best, step_s, tried
+
+
+def _moved(path: Path, last: int) -> Cuts:
+    """The path with one cut moved by up to three positions, or two of them by one or two."""
+    moves: list[dict[int, int]] = [{at: by} for at in range(len(path)) for by in (-3, -2, -1, 1, 2, 3)]
+    pairs = product(combinations(range(len(path)), 2), (-2, -1, 1, 2), (-2, -1, 1, 2))
+    moves += [{one: by, other: with_it} for (one, other), by, with_it in pairs]
+    found = np.tile(np.array(path, dtype=np.int_), (len(moves), 1))
+    for row, move in enumerate(moves):
+        for at, by in move.items():
+            found[row, at] += by
+    ends = np.pad(found, ((0, 0), (1, 1)), constant_values=((0, 0), (0, last)))
+    return found[(np.diff(ends, axis=1) > 0).all(axis=1)]
+
+
+def _bounds_of(bounds: Numbers, cuts: Cuts) -> Numbers:
+    ends = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, bounds.shape[1] - 1)))
+    runs = np.arange(len(bounds))[None, :]
+    found: Numbers = bounds[runs, ends[:, :-1], ends[:, 1:]].max(axis=1)
+    return found
+
+
+def _interleaved(problem: PartitionProblem, tables: Tables, most: int) -> tuple[Path, float, int]:
+    """Path, seconds and cuts simulated, where stages have several runs: all of them, or the best that moves find."""
+    if _count(problem) <= most:
+        cuts = all_cuts(problem)
+        steps = steps_of(problem, tables, cuts)
+        if len(cuts) and np.isfinite(steps.min()):
+            return tuple(cuts[int(steps.argmin())].tolist()), float(steps.min()), len(cuts)
+        raise _nothing_fits(problem)
+    work = tables.forward + tables.backward + tables.replay
+    share = float(tables.forward[0, -1] + tables.backward[0, -1]) / problem.runs
+    starts = [least_largest(work), least_sum(np.where(np.isfinite(work), (work - share) ** 2, np.inf))]
+    if not np.isfinite(starts[0][0]):
+        raise _nothing_fits(problem)
+    return _beam(problem, tables, [path for _, path in starts], most)
+
+
+def _beam(problem: PartitionProblem, tables: Tables, starts: list[Path], most: int) -> tuple[Path, float, int]:
+    """The best of what moves of the best few paths lead to, until nothing new is among these or `most` were simulated:
+    path, seconds, cuts simulated."""
+    steps: dict[Path, float] = {}
+    new, best = list(dict.fromkeys(starts)), list[Path]()
+    while new and len(steps) < most + len(starts):
+        found = steps_of(problem, tables, np.array(new, dtype=np.int_))
+        steps |= dict(zip(new, found.tolist(), strict=True))
+        before, best = best, sorted({*best, *new}, key=lambda path: steps[path])[:_BEAM]
+        moved = (map(tuple, _moved(path, len(tables.hop) - 1).tolist()) for path in best if path not in before)
+        new = [path for path in dict.fromkeys(path for paths in moved for path in paths) if path not in steps]
+    return best[0], steps[best[0]], len(steps)
+
+
+def _least_work(problem: PartitionProblem, tables: Tables) -> float:
+    """No step is shorter than the work of all stages, shared out evenly."""
+    return problem.micro_batches * float(tables.forward[0, -1] + tables.backward[0, -1]) / problem.stages
+
+
+def _count(problem: PartitionProblem) -> int:
+    return comb(len(problem.positions.at) - 2, problem.runs - 1)
+
+
+def _nothing_fits(problem: PartitionProblem) -> ConfigError:
+    places = len(problem.positions.at) - 2
+    if places < problem.runs - 1:
+        return ConfigError(
+            f"{len(problem.units)} units cannot be cut into {problem.runs} runs: they have {places} places to cut. "
+            f"Set text.pipeline × text.virtual_stages to {places + 1} or less"
+        )
+    return ConfigError(
+        f"no cut into {problem.stages} stages keeps within {problem.budget_bytes / 1e9:.2f} GB a device: with "
+        f"everything recomputed the fullest stage takes {needed_bytes(problem) / 1e9:.2f} GB at least. Raise "
+        "memory.budget_gib, lower training.micro_batch_size, or raise text.pipeline or text.tensor"
+    )

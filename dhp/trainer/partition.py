@@ -1,0 +1,134 @@
+"""Where a run's decoder is cut into stages: the method of its configuration, and what can be said of the cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+from dhp.config.layout import BMP, EXACT, LAYERS, PARAMETERS, PROFILE
+from dhp.config.parts import DECODER, decoder, resolved
+from dhp.config.ranges import SEQUENTIAL
+from dhp.config.resolve import micro_batches
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError, ModelError
+from dhp.core.parameters import AdapterSettings, TrainingRules
+from dhp.models.family import Family
+from dhp.models.shape import DecoderSizes, decoder_sizes, list_parameters
+from dhp.planner.partition.bmp import bmp
+from dhp.planner.partition.even import by_layers, by_parameters, by_profile
+from dhp.planner.partition.exact import exact
+from dhp.planner.partition.problem import Partition, PartitionProblem
+from dhp.planner.units import Saved, Unit
+from dhp.trainer.programs import pipeline_programs
+from dhp.trainer.traces import traced_decoder
+from dhp.trainer.units import assumed_rows, decoder_units, link, saved_of
+
+_GIB = 2**30
+_SEARCHED = ("none", "light", "mlp", "linear", "all")  # choices of recompute that the search has
+
+
+@dataclass(frozen=True)
+class LayerCuts:
+    """cuts: layers at which the runs after the first begin. why: which method they are from, and what is known of
+    them, for the user."""
+
+    cuts: tuple[int, ...]
+    why: str
+
+
+def decoder_cuts(
+    config: Config,
+    family: Family,
+    source: str,
+    rules: TrainingRules,
+    adapters: Mapping[str, AdapterSettings],
+    trained_before: bool | None,
+) -> LayerCuts:
+    """The cuts of a resolved configuration whose decoder has several runs of layers and no cuts by hand.
+    trained_before: an encoder trains; None: nothing is trained, and there is no step to be fast. Raises ConfigError
+    where none can be chosen."""
+    section, sizes = decoder(config), decoder_sizes(source)
+    stages, chunks = resolved(section.pipeline), section.virtual_stages
+    method = section.partition or default_method(config, trained_before is not None)
+    runs, before = stages * chunks, bool(trained_before)
+    trained = trained_shares(family, source, rules, adapters)
+    saved, note = _saved(config, family, source, sizes, rules, before, method)
+    units = decoder_units(config, family, sizes, trained, saved)
+    even = {PARAMETERS: by_parameters, LAYERS: by_layers, PROFILE: by_profile}
+    if method in even:
+        return LayerCuts(_layers(units, even[method](units, runs)), f"{method}{note}")
+    programs = pipeline_programs(config.training.schedule, stages, chunks, micro_batches(config))
+    budget = (config.memory.budget_gib or inf) * _GIB if saved else inf
+    problem = PartitionProblem(units, programs, link(), budget, before)
+    search = exact if method == EXACT else bmp
+    try:
+        found = search(problem)
+    except ConfigError as error:
+        if not saved:
+            raise
+        # Rows are assumed: whether a run fits, it says itself when it has measured.
+        problem, note = replace(problem, budget_bytes=inf), f"{note}, which no cut has room for: {error}"
+        found = search(problem)
+    return LayerCuts(_layers(units, found.cuts), f"{method}{_said(found, problem)}{note}")
+
+
+def default_method(config: Config, trains: bool = True) -> str:
+    """How layers are cut where text.partition does not say it."""
+    if decoder(config).virtual_stages > 1:
+        return LAYERS
+    return EXACT if trains and config.training.schedule != SEQUENTIAL else PARAMETERS
+
+
+def trained_shares(
+    family: Family, source: str, rules: TrainingRules, adapters: Mapping[str, AdapterSettings]
+) -> dict[int | None, float] | None:
+    """Of each of the decoder's layers, and of all outside of them under None, the share of the parameters that are
+    trained; None: all are everywhere."""
+    if not rules.selects:
+        return None
+    path = f"{family.decoder.layers.path}."
+    of_layer: dict[int | None, list[tuple[int, bool]]] = {}
+    for one in list_parameters(source, family, adapters):
+        if one.part == DECODER:
+            number = one.name.removeprefix(path).partition(".")[0] if one.name.startswith(path) else None
+            own = of_layer.setdefault(None if number is None else int(number), [])
+            own.append((one.size, one.used and rules.trains(one.name)))
+    return {
+        at: sum(size for size, is_trained in own if is_trained) / sum(size for size, _ in own)
+        for at, own in of_layer.items()
+    }
+
+
+def _saved(
+    config: Config,
+    family: Family,
+    source: str,
+    sizes: DecoderSizes,
+    rules: TrainingRules,
+    trained_before: bool,
+    method: str,
+) -> tuple[list[dict[str, Saved]], str]:
+    """What layers keep under each choice of recompute, where the search is to choose; and a note where it is not
+    known."""
+    section = decoder(config)
+    if method not in (EXACT, BMP) or section.recompute != "auto" or config.memory.budget_gib is None:
+        return [], ""
+    if section.virtual_stages > 1:
+        return [], ", without its budget: each stage has several runs of layers"
+    try:
+        usages = [traced_decoder(config, family, source, rules, trained_before, choice) for choice in _SEARCHED]
+    except ModelError as error:
+        return [], f", without its budget: {error}"
+    return saved_of(config, family, sizes, usages), f", for {assumed_rows(config)} (assumed)"
+
+
+def _layers(units: tuple[Unit, ...], cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Cuts by units as cuts by layers."""
+    return tuple(sum(unit.layers for unit in units[:cut]) for cut in cuts)
+
+
+def _said(found: Partition, problem: PartitionProblem) -> str:
+    """What is known of the cuts."""
+    gap = "" if not found.bound_s else ", no cut is faster" if found.gap < 1e-9 else f", none is {found.gap:.1%} faster"
+    return gap + (", as by parameters" if by_parameters(problem.units, problem.runs) == found.cuts else "")

@@ -1,0 +1,81 @@
+"""What each part of a run keeps of a micro-batch, traced without its weights (`dhp.engine.traced`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dhp.config.parts import DECODER, parts, resolved
+from dhp.config.recompute import read_choices
+from dhp.config.schema import Config
+from dhp.core.axes import Degrees
+from dhp.core.parameters import TrainingRules
+from dhp.core.reports import RecomputePolicies, StageUsage
+from dhp.models.family import Family
+from dhp.trainer.trainable import adapters_of
+from dhp.trainer.units import assumed_rows
+
+if TYPE_CHECKING:
+    from dhp.engine.traced import TracedRows
+
+_WINDOWS = 64  # of the assumed picture
+
+
+def traced_decoder(
+    config: Config,
+    family: Family,
+    source: str,
+    rules: TrainingRules,
+    trained_before: bool,
+    recompute: str | None = None,
+) -> StageUsage:
+    """As `traced`, of all layers of the decoder under one choice; None: as the configuration has it."""
+    layers = len(family.decoder.layers.kinds)
+    choices = None if recompute is None else (recompute,) * layers
+    return traced(config, family, source, DECODER, rules, trained_before, choices)
+
+
+def traced(
+    config: Config,
+    family: Family,
+    source: str,
+    name: str,
+    rules: TrainingRules,
+    trained_before: bool,
+    choices: RecomputePolicies | None = None,
+) -> StageUsage:
+    """Bytes that a rank of the part keeps of an assumed micro-batch (`assumed_rows`). choices: what its layers
+    recompute; None: as the configuration has it, everything with auto. Raises ModelError where it is not known."""
+    from dhp.engine.traced import TraceSettings, trace_part  # imports torch, and modeling code
+
+    section = parts(config)[name]
+    written = read_choices(resolved(section.recompute), len(family.parts[name].layers.kinds))
+    settings = TraceSettings(
+        dtype=section.dtype,
+        tensor=resolved(section.tensor),
+        recompute=written if choices is None else choices,
+        trains=rules.trains,
+        receives_gradients=trained_before,
+        adapters=adapters_of(config),
+        mlp_chunks=section.mlp_chunks,
+        objective=config.training.objective,
+    )
+    return trace_part(source, family, name, traced_rows(config, family, name), settings)
+
+
+def traced_rows(config: Config, family: Family, name: str) -> TracedRows:
+    """Of one rank: an encoder's replicas share a step's pictures, and the ranks of a sequence its rows."""
+    from dhp.engine.traced import TracedRows
+
+    assumed, sections = assumed_rows(config), parts(config)
+    degrees = Degrees.read(lambda axis: resolved(getattr(sections[name], axis)))
+    unit = family.tower.merge_unit
+    replicas = resolved(sections[DECODER].data) / degrees.data if name != DECODER else 1
+    share = replicas * assumed.samples / degrees.sequence
+    pictures = max(1, round(share * assumed.pictures / _WINDOWS)) * _WINDOWS if assumed.pictures else 0
+    return TracedRows(
+        tokens=max(1, round(share * assumed.tokens)),
+        features=pictures,
+        targets=max(1, round(share * assumed.targets)),
+        patches=pictures * unit,
+        windows=_WINDOWS,
+    )

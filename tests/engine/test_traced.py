@@ -1,0 +1,114 @@
+"""Bytes traced without weights or memory are those that ranks count in a real step, for each recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dhp.core.axes import Degrees
+from dhp.core.errors import ModelError
+from dhp.core.reports import StageUsage
+from dhp.engine.encoder import EncoderEngine
+from dhp.engine.text import TextEngine
+from dhp.engine.traced import TracedRows, TraceSettings, trace_part
+from dhp.models.registry import load_family
+from dhp.trainer.recompute import usage_of
+from tests.helpers.layouts import Case, Fault, Running, make_reader
+from tests.helpers.tiny import IMAGE_TOKEN, make_sample, save_llava_with_experts
+
+ONE = Degrees()
+ALL_CHOICES = ("none", "light", "mlp", "linear", "all")
+PATCHES, TARGETS = 32 * 32, 20
+
+
+def measured(
+    model: str, dtype: str, degrees: Degrees, choices: tuple[str, ...], **more: object
+) -> Iterator[tuple[str, str, StageUsage]]:
+    """(recompute, part, usage of the fullest rank) of steps of one sample with one picture."""
+    case = replace(Case(degrees, degrees, 1, dtype, packing=True), **more)
+    samples = [make_sample([(1, 32, 32)], 40, TARGETS, 0, IMAGE_TOKEN)]
+    data = make_reader(model, case, [samples]).step(0)
+    none = {"recompute": lambda stage: ("none",) * len(stage.layers)}
+    with Running(model, case, Fault(EncoderEngine, TextEngine), measure=True, **none) as running:
+        for choice in choices:
+            for stage, group in running.groups.items():
+                layers = len(running.graph.stage(stage).layers)
+                group.execute_all_async("set_recompute", (choice,) * layers, returns=0)
+            for part, reports in running.step(data)[1].items():
+                usage = usage_of(reports)
+                if usage is not None:
+                    yield choice, part, usage
+
+
+def traced(model: str, part: str, usage: StageUsage, dtype: str, tensor: int = 1, **more: object) -> StageUsage:
+    """The same without a rank. 64 windows of 16 patches."""
+    rows = TracedRows(usage.rows, PATCHES // 4, TARGETS, PATCHES, 64)
+    return trace_part(model, load_family(model), part, rows, TraceSettings(dtype, tensor, usage.choices, **more))
+
+
+def bytes_of(usage: StageUsage) -> tuple[object, ...]:
+    layers = [(one.kind, one.choice, one.held_bytes, one.replay_bytes) for one in usage.layers]
+    return usage.peak_bytes, usage.before_bytes, usage.after_bytes, usage.rows, layers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
+def test_every_byte_is_that_of_a_real_step(model: str, dtype: str, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(model)
+    found = list(measured(path, dtype, ONE, ALL_CHOICES))
+    assert len(found) == 2 * len(ALL_CHOICES)
+    for choice, part, usage in found:
+        own = traced(path, part, usage, dtype)
+        if (model, dtype, part) == ("qwen3_vl_model", "bfloat16", "vision"):
+            # Mean and deviation of torch's layer norm: two bytes each on a CPU, four on the meta device and on GPUs.
+            extra = own.layers[-1].held_bytes + own.layers[-1].replay_bytes
+            extra -= usage.layers[-1].held_bytes + usage.layers[-1].replay_bytes
+            assert extra == 2 * 2 * 2 * PATCHES
+            continue
+        assert bytes_of(own) == bytes_of(usage), (choice, part)
+
+
+def test_of_a_tensor_rank(made_model: str) -> None:
+    for choice, part, usage in measured(made_model, "float32", Degrees(tensor=2), ("none", "mlp")):
+        own = traced(made_model, part, usage, "float32", tensor=2)
+        # A slice of the vocabulary keeps which tokens are its own, and their rows: a byte and eight a token.
+        outside = 9 * usage.rows if part == "text" else 0
+        own = replace(own, before_bytes=own.before_bytes + outside, peak_bytes=own.peak_bytes + outside)
+        assert bytes_of(own) == bytes_of(usage), (choice, part)
+
+
+def test_a_slice_of_the_vocabulary_need_not_have_the_row_that_pads(tiny_assets: Path) -> None:
+    model = str(tiny_assets / "model")
+    family = load_family(model)
+    settings = TraceSettings("float32", 2, ("none",) * len(family.decoder.layers.kinds))
+    assert trace_part(model, family, "text", TracedRows(64, 16, 4), settings).peak_bytes > 0
+
+
+def test_what_is_frozen_keeps_nothing(made_model: str) -> None:
+    """The tower and its projector, and gradients that the decoder does not send back."""
+    frozen = ("vision", "projector")
+    decoder_only = {"trains": lambda name: "visual" not in name, "receives_gradients": False}
+    found = list(measured(made_model, "float32", ONE, ("none",), frozen=frozen))
+    assert [part for _, part, _ in found] == ["vision", "text"] and found[0][2].peak_bytes == 0
+    for _, part, usage in found:
+        assert bytes_of(traced(made_model, part, usage, "float32", **decoder_only)) == bytes_of(usage)
+
+
+def test_other_rows_keep_other_bytes(made_model: str) -> None:
+    """The negative control of those above."""
+    ((_, part, usage), *_) = measured(made_model, "float32", ONE, ("none",))
+    assert part == "vision"
+    assert bytes_of(traced(made_model, part, replace(usage), "bfloat16")) != bytes_of(usage)
+    rows = TracedRows(usage.rows, PATCHES // 4, TARGETS, PATCHES - 64, 15)
+    settings = TraceSettings("float32", 1, usage.choices)
+    assert trace_part(made_model, load_family(made_model), part, rows, settings).peak_bytes < usage.peak_bytes
+
+
+def test_a_part_that_looks_at_values_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = str(save_llava_with_experts(tmp_path_factory.mktemp("experts")))
+    settings = TraceSettings("float32", 1, ("none", "none"))
+    with pytest.raises(ModelError, match="the text part of .* is not known before it runs"):
+        trace_part(model, load_family(model), "text", TracedRows(64, 16), settings)

@@ -1,0 +1,60 @@
+"""A step in assumed seconds: shares of work and waiting that follow by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from dhp.core.graph import Node
+from dhp.step.schedule import Backward, Forward
+from dhp.step.timed import Timeline
+from dhp.trainer.expected_step import bubble_lines, expected_step
+from dhp.trainer.plan import plan_run
+from tests.trainer.test_partition import FROZEN_TOWER, PIPELINE, config_of
+
+APART = ("cluster.collocate=false", "vision.num_actors=1", "vision.ulysses=1", "vision.zero_stage=0")
+
+
+def step_of(model: str, *overrides: str) -> Timeline:
+    found = expected_step(plan_run(config_of(model, *PIPELINE, *APART, *overrides)))
+    assert found is not None
+    return found
+
+
+def seconds(timeline: Timeline, kind: type, stage: str) -> float:
+    (found,) = {round(s.end_s - s.start_s, 12) for s in timeline.spans if s.action == kind(Node(stage), 0)}
+    return found
+
+
+def test_stages_take_what_their_layers_do(four_layers_model: str) -> None:
+    timeline = step_of(four_layers_model, "text.cuts=[1]")
+    first, last = (seconds(timeline, Forward, f"text.{at}") for at in range(2))
+    assert last > 3 * first  # three layers, and the head
+    for at in range(2):
+        assert seconds(timeline, Backward, f"text.{at}") == pytest.approx(2 * seconds(timeline, Forward, f"text.{at}"))
+    recomputed = step_of(four_layers_model, "text.cuts=[1]", "text.recompute=0")
+    assert seconds(recomputed, Backward, "text.0") == pytest.approx(3 * first)
+    assert seconds(recomputed, Backward, "text.1") == pytest.approx(2 * last)
+
+
+def test_a_frozen_tower_has_no_backward_and_frozen_layers_less(four_layers_model: str) -> None:
+    timeline = step_of(four_layers_model, "text.cuts=[2]", *FROZEN_TOWER)
+    assert not any(span.action == Backward(Node("vision"), 0) for span in timeline.spans)
+    trained = ("training.trainable=['layers.3']",)
+    timeline = step_of(four_layers_model, "text.cuts=[2]", *FROZEN_TOWER, *trained)
+    assert seconds(timeline, Backward, "text.1") < 0.8 * seconds(timeline, Forward, "text.1") * 2
+    assert not any(span.action == Backward(Node("text.0"), 0) for span in timeline.spans)
+
+
+def test_the_better_cut_has_the_smaller_bubble(four_layers_model: str) -> None:
+    uneven, exact = (
+        step_of(four_layers_model, f"text.{how}", *FROZEN_TOWER) for how in ("cuts=[1]", "partition=exact")
+    )
+    assert exact.step_s < uneven.step_s and exact.bubble < uneven.bubble
+
+
+def test_the_lines_name_shares_of_the_step(four_layers_model: str) -> None:
+    timeline = step_of(four_layers_model, "text.cuts=[1]")
+    bubble, waiting = bubble_lines(timeline)
+    assert bubble.startswith(f"bubble         {timeline.bubble:.0%} of the devices' time (by operations; vision ")
+    waits = timeline.waits()["text.0"]["text.1"] / timeline.step_s
+    assert waits > 0.3 and f"text.0 {waits:.0%} for text.1" in waiting
