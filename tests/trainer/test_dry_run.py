@@ -85,6 +85,47 @@ def test_torch_keeps_a_share_of_the_weights_in_the_optimizers_format_alone() -> 
     assert gathered_bytes(part, PartShape(200, 100, 0), 10, None) == 2 * 10 * 2 + 10 * 2 + 10 * 4
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "zero_stage", "expected"),
+    [
+        (18, 0, (200, 400, 1200)),
+        (16, 0, (200, 200, 1200)),
+        (12, 0, (200, 400, 600)),  # compensation and two moments, 2 bytes each
+        (10, 0, (200, 200, 600)),
+        (16, 2, (200, 50, 300)),  # of 25 elements: sums, master weight, moments
+        (12, 2, (200, 100, 200)),
+        (16, 3, (0, 50, 300)),  # FSDP2 gathers the optimizer's copy
+        (12, 3, (0, 100, 200)),
+        (10, 3, (0, 50, 200)),
+    ],
+)
+def test_what_each_form_of_states_takes(nbytes: int, zero_stage: int, expected: tuple[int, int, int]) -> None:
+    part = PartConfig(
+        num_actors=4, tensor=1, dtype="bfloat16", zero_stage=zero_stage, zero_engine="fsdp", state_bytes=nbytes
+    )
+    held = rank_bytes(part, spec(data=4), PartShape(100, 100, 100))
+    assert held == RankBytes(*expected)
+    assert zero_stage or held.total == 100 * nbytes
+    assert by_zero_stage(replace(part, data=4), spec(data=4), PartShape(100, 100, 100))[zero_stage] == sum(expected)
+
+
+def test_sums_in_16_bits_are_sent_so() -> None:
+    part = PartConfig(num_actors=4, tensor=1, dtype="bfloat16", zero_stage=3, zero_engine="fsdp")
+    shape = PartShape(100, 100, 100)
+    sent = [gathered_bytes(replace(part, state_bytes=nbytes), shape, 10, None) for nbytes in (18, 16, 12, 10)]
+    assert sent == [2 * 10 * 2 + 10 * 2 + 10 * each for each in (4, 2, 4, 2)]
+
+
+def test_a_dry_run_names_the_form_of_a_part_that_has_another(tmp_path: Path) -> None:
+    asked = ("text.state_bytes=12", f"run_dir={tmp_path / 'run'}")
+    printed = dry_run(prepared("qwen2_5_vl_32b", *asked))
+    (line,) = (line for line in printed.splitlines() if line.startswith("text ") and "bfloat16" in line)
+    assert "zero_stage 3, bfloat16, state_bytes 12 " in line
+    assert line.split()[-6:] == ["0.000", "MB", "8.2", "GB", "16.4", "GB"]  # 4 and 8 bytes of 32.8 B over 16 ranks
+    (row,) = (line for line in printed.splitlines() if line.startswith("text ") and "[" in line)
+    assert row.split()[1:] == ["393.2", "GB", "-", "90.1", "GB", "[24.6", "GB]"]
+
+
 def test_matrices_in_four_bits_take_a_quarter_and_no_zero_stage_cuts_them() -> None:
     part = PartConfig(num_actors=4, tensor=1, dtype="bfloat16", lora=LoraConfig(rank=8, quantization="nf4"))
     shape = PartShape(1 << 16, 1 << 16, 1 << 16, trained=0, quantized=1 << 15)
