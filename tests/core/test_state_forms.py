@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -27,3 +29,13 @@ def test_equations() -> None:
     assert [FORMS[n].format(SUM) for n in FORMS] == ["float32", "bfloat16", "float32", "bfloat16"]
     with pytest.raises(KeyError):
         FORMS[12].format(MASTER)
+
+
+def test_the_page_about_memory_has_each_form() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    for nbytes, form in FORMS.items():
+        kinds = {piece.kind: piece for piece in form.pieces}
+        (copy,) = kinds.keys() - {WEIGHT, SUM, *MOMENTS}
+        formats = (kinds[WEIGHT].format, f"{copy}, {kinds[copy].format}", kinds[SUM].format, kinds[MOMENTS[0]].format)
+        gathered = nbytes if form.compensated else nbytes - kinds[WEIGHT].nbytes  # from the master weight itself
+        assert f"| {' | '.join(map(str, (nbytes, *formats, gathered)))} |" in page
