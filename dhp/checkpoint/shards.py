@@ -264,9 +264,14 @@ def _own_piece(weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     # A rank of a fused weight holds a slice of each half, which is no block of the whole: exchanged for one here,
     # on all tensor ranks at once.
     blocks = tuple(Shard(p.dim) if isinstance(p, _StridedShard) else p for p in weight.placements)
-    weight = weight.redistribute(placements=blocks)
-    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return weight.to_local(), tuple(offset)
+    local = weight.to_local()
+    if blocks != weight.placements:
+        sent = local.view(torch.bfloat16) if local.dtype == torch.int16 else local  # no library sends 16-bit integers
+        mesh, shape, stride = weight.device_mesh, weight.shape, weight.stride()
+        held = DTensor.from_local(sent, mesh, weight.placements, shape=shape, stride=stride)
+        local = held.redistribute(placements=blocks).to_local().view(local.dtype)
+    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, blocks)
+    return local, tuple(offset)
 
 
 def _put(piece: Tensor, whole: Tensor, extent: PieceExtent, where: str) -> None:

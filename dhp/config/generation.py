@@ -163,7 +163,7 @@ def answering(config: Config, dataset: str = "") -> Config:
 
 
 def _answering_part(name: str, part: PartConfig) -> PartConfig:
-    part = resolve_part(name, part)
+    part = resolve_part(name, replace(part, state_bytes=PartConfig.state_bytes))  # answers keep no states
     if name == DECODER:
         check_layout(part, f"set {name}.parallelism=tensor, sequence or none, with {name}.num_actors to match")
         replicas = resolved(part.data)

@@ -10,7 +10,7 @@ from dhp.config.part import PartConfig
 from dhp.config.ranges import require_choice, require_positive
 from dhp.config.recompute import resolve_recompute
 from dhp.config.rule import check_rules
-from dhp.config.rules import DEEPSPEED, FSDP, PART_RULES, check_formats, check_lora
+from dhp.config.rules import DEEPSPEED, FSDP, PART_RULES, check_formats, check_lora, check_state_bytes
 from dhp.core.errors import ConfigError
 
 DEGREES = ("pipeline", "data", "ulysses", "ring", "tensor")
@@ -65,6 +65,7 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     require_choice(f"{name}.sequence_groups", part.sequence_groups, SEQUENCE_GROUPS)
     require_choice(f"{name}.zero_stage", str(part.zero_stage), ZERO_STAGES)
     require_choice(f"{name}.zero_engine", part.zero_engine, ZERO_ENGINES)
+    check_state_bytes(name, part)
     _check_none(name, part)
     degrees = _filled(name, part, {degree: getattr(part, degree) for degree in DEGREES})
     _check_product(name, part.num_actors, degrees)

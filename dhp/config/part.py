@@ -96,7 +96,8 @@ class PartConfig:
 
     dtype: str = "float32"
     """Number format in which the part computes: bfloat16 | float32 | float64. With bfloat16 the optimizer keeps the
-    weights in float32, and gradients are summed in float32 over micro-batches and actors."""
+    weights in float32, and gradients are summed in float32 over micro-batches and actors, as far as state_bytes says
+    nothing else."""
 
     attention_backend: str = "auto"
     """Attention kernel: auto | sdpa, both PyTorch's own, with flash attention in them | flash_attention_2, the package
@@ -134,5 +135,11 @@ class PartConfig:
     zero_engine: str = "auto"
     """Who does the ZeRO stage: deepspeed (stages 1 to 3 with tensor=1; 3 only with training.schedule=sequential) | fsdp
     (torch's FSDP2: stages 2 and 3 with any tensor) | auto (fsdp where tensor > 1, else deepspeed)."""
+
+    state_bytes: int = 18
+    """Bytes that a trained parameter costs with dtype=bfloat16, its gradient included: 18, the weight, and in float32 a
+    master weight, the sum of gradients and AdamW's two moments | 16, with sums in bfloat16 | 12, with moments in
+    bfloat16, rounded stochastically, and in the place of the master weight the 16 bits that the weight lacks of it |
+    10, as 12 with sums in bfloat16. Those below 18 with zero_stage=0 or zero_engine=fsdp."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)

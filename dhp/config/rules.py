@@ -14,6 +14,7 @@ from dhp.config.schema import Config
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import ConfigError
 from dhp.core.parameters import NF4
+from dhp.core.state_forms import BFLOAT16, EXACT_STATES, FORMS
 
 FLASH_ATTENTION_2 = "flash_attention_2"
 DEEPSPEED, FSDP = "deepspeed", "fsdp"
@@ -58,6 +59,14 @@ PART_RULES: tuple[Rule, ...] = (
          lambda p: p.zero_stage and p.zero_engine == DEEPSPEED and p.tensor > 1,
          ": DeepSpeed cuts what all actors of a part hold alike, but tensor({p.tensor}) > 1 gives them different "
          "slices of each matrix. Set {name}.zero_engine=fsdp with {name}.zero_stage=2 or 3, or {name}.tensor=1."),
+    Rule("{name}.state_bytes {name}.dtype", lambda p: p.state_bytes != EXACT_STATES and p.dtype != BFLOAT16,
+         ": the forms of states are of a part that computes in 16 bits; in {p.dtype}, weight, sum and moments have its "
+         f"format. Set {{name}}.dtype={BFLOAT16}, or leave {{name}}.state_bytes out."),
+    Rule("{name}.state_bytes {name}.zero_engine {name}.zero_stage",
+         lambda p: p.state_bytes != EXACT_STATES and p.zero_stage and p.zero_engine == DEEPSPEED,
+         f": DeepSpeed's ZeRO holds {FORMS[EXACT_STATES].equation} bytes a parameter and no other form. Set "
+         "{name}.zero_engine=fsdp with {name}.zero_stage=2 or 3 (and {name}.parallelism=data in the place of "
+         f"deepspeed), {{name}}.zero_stage=0, or {{name}}.state_bytes={EXACT_STATES}."),
     *goes_with(
         "compile", lambda p: p.compile, "{name}.compile=false",
         ("recompute", "none", "what a layer keeps is chosen call by call, and a compiled layer has no such calls"),
@@ -244,7 +253,17 @@ def check_lora(name: str, part: PartConfig) -> None:
             )
 
 
-_DTYPES = ("bfloat16", "float32", "float64")
+def check_state_bytes(name: str, part: PartConfig) -> None:
+    """Raises ConfigError for bytes that no form of states has. Which layouts hold which form is in `PART_RULES`."""
+    if part.state_bytes not in FORMS:
+        forms = "; ".join(form.equation for form in FORMS.values())
+        raise ConfigError(
+            f"{name}.state_bytes={part.state_bytes} does not exist; choose from {', '.join(map(str, FORMS))}, bytes of "
+            f"a parameter with dtype={BFLOAT16}: {forms}"
+        )
+
+
+_DTYPES = (BFLOAT16, "float32", "float64")
 _BACKENDS = ("auto", "sdpa", FLASH_ATTENTION_2)
 AUTO, PLAIN = "auto", "plain"
 TORCH, COMPILED, WRITTEN = "torch", "compiled", "written"

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from dhp.core.parameters import Group
 from dhp.core.reports import KernelUse
+from dhp.core.state_forms import EXACT_STATES, FORMS
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.lora import adapted_modules, add_adapters, find_targets
 from dhp.models.part import Part
@@ -27,6 +28,7 @@ from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels
 from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, exact_dtype, learning_rate_at, make_adamw
 from dhp.parallel.optim.frozen import Frozen
 from dhp.parallel.optim.fsdp import FullySharded
+from dhp.parallel.optim.narrow_adamw import make_narrow_adamw
 from dhp.parallel.optim.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optim.zero import ZeroSharded
 from dhp.parallel.tensor.slices import cut_adapters
@@ -82,17 +84,17 @@ def make_optimizer(
     model: nn.Module, layers: Sequence[nn.Module], settings: StageSettings, mesh: DeviceMesh
 ) -> StageOptimizer:
     """The optimizer of the stage, with as much of its states on this rank as zero_stage leaves there."""
-    dtype, make = getattr(torch, settings.dtype), optimizer_maker(settings)
+    dtype, make, form = getattr(torch, settings.dtype), optimizer_maker(settings), FORMS[settings.state_bytes]
     if not settings.spec.trains:
         passes = any(settings.graph.goes_back(node) for node in settings.spec.nodes)
         return Frozen(model, dtype, passes)
     if not settings.zero_stage:
         group = replicas_mesh(mesh).get_group()
-        return Replicated(model, make, group, dtype, exclusive=settings.exclusive_sums)
+        return Replicated(model, make, group, dtype, exclusive=settings.exclusive_sums, form=form)
     if settings.zero_engine == DEEPSPEED:
         return ZeroSharded(model, make, settings.zero_stage, dtype, saves_frozen=settings.adapters is None)
     tensor_rank = mesh.get_local_rank("tensor")
-    return FullySharded(model, layers, make, replicas_mesh(mesh), tensor_rank, settings.zero_stage, dtype)
+    return FullySharded(model, layers, make, replicas_mesh(mesh), tensor_rank, settings.zero_stage, dtype, form)
 
 
 def tie_weight(optimizer: StageOptimizer, model: PreTrainedModel, settings: StageSettings) -> None:
@@ -108,7 +110,10 @@ def tie_weight(optimizer: StageOptimizer, model: PreTrainedModel, settings: Stag
 def optimizer_maker(settings: StageSettings) -> MakeOptimizer:
     """AdamW as configured, for whatever parameters an optimizer hands it."""
     update, group = settings.update, partial(settings.rules.group, default=default_group(settings))
-    return partial(make_adamw, group=group, betas=update.betas, eps=update.eps)
+    if settings.state_bytes == EXACT_STATES:
+        return partial(make_adamw, group=group, betas=update.betas, eps=update.eps)
+    form, seed = FORMS[settings.state_bytes], settings.seed
+    return partial(make_narrow_adamw, group=group, betas=update.betas, eps=update.eps, form=form, seed=seed)
 
 
 def trained_groups(model: nn.Module, settings: StageSettings) -> tuple[Group, ...]:

@@ -9,6 +9,7 @@ from dhp.core.batch import KeepSettings
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.parameters import AdapterSettings, TrainingRules
 from dhp.core.reports import RecomputePolicies
+from dhp.core.state_forms import EXACT_STATES
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class StageSettings:
     recompute: what each of its layers recomputes at first. measure: report what activations take.
 
     zero_stage: what is sharded over ranks that hold the same slices; zero_engine: deepspeed or fsdp shards it.
+
+    state_bytes: of a trained parameter, which say in what form its states are kept (`dhp.core.state_forms`).
 
     autotp: DeepSpeed splits the matrices over tensor ranks, not transformers.
 
@@ -88,4 +91,5 @@ class StageSettings:
     resume_states: bool = True
     deterministic: bool = False
     kernels: Mapping[str, str] = field(default_factory=dict)
+    state_bytes: int = EXACT_STATES
     objective: str = "sft"

@@ -11,6 +11,7 @@ from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.parameters import TrainingRules, is_inside
+from dhp.core.state_forms import EXACT_STATES
 from dhp.core.text import aligned
 from dhp.models.family import Family
 from dhp.models.pretrained import config_source
@@ -129,6 +130,8 @@ def _zero_stages(config: Config, graph: StageGraph, shapes: dict[str, PartShape]
 def _row(config: Config, stage: StageSpec, shape: PartShape, memory: RankBytes) -> tuple[str, ...]:
     part: PartConfig = getattr(config, stage.part)
     layout = str(stage.degrees) + (f", zero_stage {part.zero_stage}" if part.zero_stage else "") + f", {part.dtype}"
+    if stage.trains and part.state_bytes != EXACT_STATES:
+        layout += f", state_bytes {part.state_bytes}"
     share = 1.0 if shape.trained is None else shape.trained / max(shape.per_rank, 1)
     layout += ", frozen" if not stage.trains else f", trains {100 * share:.3g}%" if share < 1 else ""
     counts = (shape.total, shape.per_rank, shape.replicated)

@@ -13,13 +13,25 @@ from dhp.config.parts import resolved
 from dhp.config.rules import DEEPSPEED, FSDP
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageSpec
+from dhp.core.state_forms import (
+    BFLOAT16,
+    COMPENSATION,
+    EXACT_STATES,
+    FLOAT32,
+    FLOAT64,
+    FORMAT_BYTES,
+    FORMS,
+    MASTER,
+    MOMENTS,
+    SUM,
+    WEIGHT,
+)
 from dhp.models.quantized import BYTES_A_VALUE
 from dhp.models.shape import PartShape
 from dhp.models.types import HeadShape
 from dhp.parallel.tensor.loss import CHUNK_ROWS
 
-VALUE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-SUM_BYTES = 4  # gradient sums and optimizer state are never in 16 bits
+VALUE_BYTES = {name: FORMAT_BYTES[name] for name in (BFLOAT16, FLOAT32, FLOAT64)}
 CONTEXT_BYTES = 600 << 20  # a CUDA context with torch's kernels loaded; each process has its own
 COMMUNICATOR_BYTES = 400 << 20  # NCCL's buffers for one group of ranks
 
@@ -70,35 +82,47 @@ def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankByte
     """Weights, gradients and AdamW's state of one rank.
 
     AdamW keeps two averages of each parameter, and its own copy of the weights where it may not update the module's: in
-    16 bits, where sums and state have 32, and under ZeRO, whose ranks update a share and then exchange it. Stage 1 cuts
-    the optimizer to the share, stage 2 the gradients too, stage 3 the weights too, so that they need no copy: torch
-    keeps the share in the optimizer's format alone, DeepSpeed in both. AdamW's own temporaries are none where it is
-    fused, as on GPUs. Raises ConfigError for a number format whose memory is not known here.
+    16 bits, where the state has 32 (or the other half of each weight, as the form of states is), and under ZeRO, whose
+    ranks update a share and then exchange it. Stage 1 cuts the optimizer to the share, stage 2 the gradients too, stage
+    3 the weights too, so that they need no copy: torch keeps the share in the optimizer's format alone, DeepSpeed in
+    both. AdamW's own temporaries are none where it is fused, as on GPUs, and of some numbers at a time for forms other
+    than the default. Raises ConfigError for a number format whose memory is not known here.
     """
-    if part.dtype not in VALUE_BYTES:
-        raise ConfigError(f"dtype={part.dtype}: a dry run knows {' and '.join(VALUE_BYTES)} only; choose one")
-    size = VALUE_BYTES[part.dtype]
-    exact = max(size, SUM_BYTES)
+    size, pieces = _value_bytes(part), _piece_bytes(part)
     whole, zero = shape.per_rank, part.zero_stage
     if not stage.trains:
         return RankBytes(size * whole, 0, 0)
     share = -(-whole // stage.degrees.shards) if zero else whole
-    copies = int(size < exact or zero in (1, 2))
+    copy = pieces.get(MASTER, pieces.get(COMPENSATION, size if zero in (1, 2) else 0))
     weights = size * (share if zero == 3 else whole) - int((size - BYTES_A_VALUE) * shape.quantized)
-    if zero == 3 and part.zero_engine == FSDP:
-        weights = 0  # gathered for a layer at a time from the optimizer's copy
-        copies = 1
+    if zero >= 2 and part.zero_engine == FSDP:
+        copy = max(size, FORMAT_BYTES[FLOAT32])  # the master weight: with a compensation, both halves at once
+        weights = 0 if zero == 3 else weights  # gathered for a layer at a time from the optimizer's copy
     # Weights that are not trained have no gradient and no state.
     trained = 1.0 if shape.trained is None else shape.trained / max(whole, 1)
-    held = exact * (share if zero >= 2 else whole)
-    return RankBytes(weights, int(held * trained), int(exact * (2 + copies) * share * trained))
+    held = pieces[SUM] * (share if zero >= 2 else whole)
+    state = copy + sum(pieces[moment] for moment in MOMENTS)
+    return RankBytes(weights, int(held * trained), int(state * share * trained))
+
+
+def _value_bytes(part: PartConfig) -> int:
+    if part.dtype not in VALUE_BYTES:
+        raise ConfigError(f"dtype={part.dtype}: a dry run knows {' and '.join(VALUE_BYTES)} only; choose one")
+    return VALUE_BYTES[part.dtype]
+
+
+def _piece_bytes(part: PartConfig) -> dict[str, int]:
+    """Bytes of each piece of a trained parameter, by kind; in wider formats than 16 bits all have the part's."""
+    if part.dtype == BFLOAT16:
+        return {piece.kind: piece.nbytes for piece in FORMS[part.state_bytes].pieces}
+    return dict.fromkeys((WEIGHT, SUM, *MOMENTS), VALUE_BYTES[part.dtype])
 
 
 def loss_bytes(part: PartConfig, head: HeadShape) -> int:
     """The most that the loss's chunk takes on one tensor rank: logits in the part's format and twice exactly, and the
     gradient of the head, exactly and rounded."""
     size = VALUE_BYTES[part.dtype]
-    exact, vocabulary = max(size, SUM_BYTES), -(-head.vocabulary // resolved(part.tensor))
+    exact, vocabulary = max(size, FORMAT_BYTES[FLOAT32]), -(-head.vocabulary // resolved(part.tensor))
     logits = CHUNK_ROWS * vocabulary * (2 * size + 2 * exact)
     return logits + vocabulary * head.hidden * (exact + size)
 
@@ -112,7 +136,7 @@ def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadSh
     layer = -(-shape.per_rank // layers)
     ends = 0 if head is None else head.matrices * -(-head.vocabulary // resolved(part.tensor)) * head.hidden
     weights = (2 * layer + ends) * size if part.zero_stage == 3 else 0
-    return weights + layer * size + layer * max(size, SUM_BYTES)
+    return weights + layer * size + layer * _piece_bytes(part)[SUM]
 
 
 def runtime_bytes(stage: StageSpec) -> int:
@@ -126,7 +150,7 @@ def by_zero_stage(part: PartConfig, stage: StageSpec, shape: PartShape) -> dict[
     """Bytes of states on one rank under each ZeRO stage; None: there is no engine for it in this layout."""
     found: dict[int, int | None] = {}
     for zero in range(4):
-        engine = FSDP if resolved(part.tensor) > 1 else DEEPSPEED
+        engine = FSDP if resolved(part.tensor) > 1 or part.state_bytes != EXACT_STATES else DEEPSPEED
         alone = not stage.trains or stage.degrees.shares_experts or part.lora.quantization is not None
         missing = (zero == 1 and engine == FSDP) or (zero > 0 and alone)
         other = replace(part, zero_stage=zero, zero_engine=engine)

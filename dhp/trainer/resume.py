@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.checkpoint.resume import CONTENTS
-from dhp.config.parts import DECODER, model_name, read_datasets
+from dhp.config.parts import DECODER, model_name, parts, read_datasets
 from dhp.config.schema import Config
 from dhp.core.files import fingerprint
 from dhp.data.sample.chat import read_template
@@ -36,7 +36,7 @@ _OF_AN_ENTRY = ("annotation_path", "data_path", "weight")  # held as files, free
 
 def recipe(config: Config) -> dict[str, Any]:
     """What decides how samples are made and weights are updated, by key, as JSON gives it back."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {f"{name}.state_bytes": part.state_bytes for name, part in parts(config).items()}
     for section in HELD:
         values = asdict(getattr(config, section))
         found |= {f"{section}.{key}": values[key] for key in values if key not in HELD[section] | BESIDE[section]}

@@ -9,7 +9,8 @@ from statistics import mean
 
 from PIL import Image, ImageDraw, ImageFont
 
-from experiments.convergence.summary import BASE, Row, methods_of
+from experiments.convergence.methods import base_of
+from experiments.convergence.summary import Row, methods_of
 
 Point = tuple[float, float]
 
@@ -38,18 +39,20 @@ class Axes:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG: for each method the mean over seeds, and grey from the lowest to the highest seed of random."""
+    """Write a PNG: for each method the mean over seeds, and grey from the lowest to the highest seed of the first one's
+    base."""
     curves = {method: _curve(rows, method) for method in methods_of(rows)}
+    base = base_of(next(iter(curves)))
     axes = Axes((0, max(row["samples"] for row in rows)), _range([row["heldout_loss"] for row in rows]))
     image = Image.new("RGB", tuple(FINER * side for side in SIZE), "white")
     canvas = ImageDraw.Draw(image)
-    _draw_band(canvas, axes, curves.get(BASE, []))
+    _draw_band(canvas, axes, curves.get(base, []))
     _draw_grid(canvas, axes)
     for number, (method, points) in enumerate(curves.items()):
         width = WIDTHS[min(number, len(WIDTHS) - 1)]
         _draw_curve(canvas, axes, [(x, mean(ys)) for x, ys in points], COLOURS.get(method, OTHER), width)
         _draw_label(canvas, number, method)
-    _text(canvas, LEFT, 12, "held-out loss, nats a token (mean over seeds; grey: all seeds of random)")
+    _text(canvas, LEFT, 12, f"held-out loss, nats a token (mean over seeds; grey: all seeds of {base})")
     _text(canvas, (SIZE[0] - RIGHT + LEFT) / 2, SIZE[1] - 18, "samples seen", "mm")
     image.resize(SIZE, Image.Resampling.LANCZOS).save(path)
 

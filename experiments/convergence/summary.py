@@ -7,8 +7,9 @@ from math import sqrt
 from statistics import mean, stdev
 from typing import Any
 
+from experiments.convergence.methods import base_of
+
 Row = dict[str, Any]
-BASE = "random"
 
 
 def last_rows(rows: Sequence[Row], method: str) -> list[Row]:
@@ -23,23 +24,25 @@ def methods_of(rows: Sequence[Row]) -> list[str]:
 
 
 def summaries(rows: Sequence[Row]) -> list[Row]:
-    """One for each method: held-out loss at the end, mean and standard deviation over seeds, and the difference to
-    random batches of the same seed, for each and in the mean, the latter also in units of the noise. Null: too few
-    seeds, or no random batches.
+    """One for each method: held-out loss at the end, mean and standard deviation over seeds, and the difference to the
+    base of the same seed, for each and in the mean, the latter also in units of the noise. Null: too few seeds, or no
+    base.
     """
-    base = {row["seed"]: row["heldout_loss"] for row in last_rows(rows, BASE)}
-    noise = _noise([[row["heldout_loss"] for row in last_rows(rows, method)] for method in methods_of(rows)])
-    return [_summary(method, last_rows(rows, method), base, noise) for method in methods_of(rows)]
+    return [_summary(method, rows) for method in methods_of(rows)]
 
 
 def _noise(of_methods: Sequence[Sequence[float]]) -> float | None:
-    """Standard deviation of one seed's loss from its method's mean, over all methods: a method alone has few seeds."""
+    """Standard deviation of one seed's loss from its method's mean, over several: a method alone has few seeds."""
     freedom = sum(len(losses) - 1 for losses in of_methods)
     squares = sum((loss - mean(losses)) ** 2 for losses in of_methods for loss in losses)
     return sqrt(squares / freedom) if freedom else None
 
 
-def _summary(method: str, ends: Sequence[Row], base: dict[int, float], noise: float | None) -> Row:
+def _summary(method: str, rows: Sequence[Row]) -> Row:
+    ends, own = last_rows(rows, method), base_of(method)
+    base = {row["seed"]: row["heldout_loss"] for row in last_rows(rows, own)}
+    beside = [other for other in methods_of(rows) if base_of(other) == own]
+    noise = _noise([[row["heldout_loss"] for row in last_rows(rows, other)] for other in beside])
     losses = [row["heldout_loss"] for row in ends]
     differences = [row["heldout_loss"] - base[row["seed"]] for row in ends if row["seed"] in base]
     difference = mean(differences) if differences else None

@@ -25,6 +25,7 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph
 from dhp.core.parameters import AdapterSettings, Selector, TrainingRules
+from dhp.core.state_forms import MASTER
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
 from dhp.engine.build import DEEPSPEED
@@ -32,7 +33,6 @@ from dhp.engine.kinds import make_rank
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.parallel.optim.base import MASTER
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step

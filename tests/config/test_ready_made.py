@@ -11,7 +11,10 @@ READY = {
     "qwen2_5_vl_7b": (4, (1, 4), (4, 1)),
     "qwen2_5_vl_32b": (16, (2, 8), (16, 1)),
     "qwen2_5_vl_72b": (64, (8, 8), (8, 8)),
+    "qwen2_5_vl_32b_8gpus": (8, (1, 8), (4, 1)),
+    "qwen2_5_vl_72b_32gpus": (32, (4, 8), (16, 1)),
 }
+FEWER_GPUS = ("qwen2_5_vl_32b_8gpus", "qwen2_5_vl_72b_32gpus")
 
 
 @pytest.mark.parametrize("name", READY)
@@ -20,10 +23,19 @@ def test_degrees_model_and_groups(name):
     vision, text = config.vision, config.text
     found = (vision.num_actors, (vision.data, vision.ulysses), (text.data, text.tensor))
     assert (found, text.num_actors) == (READY[name], READY[name][0])
-    size = name.rpartition("_")[2].upper()
+    size = name.removeprefix("qwen2_5_vl_").partition("_")[0].upper()
     assert vision.model_name == text.model_name == f"Qwen/Qwen2.5-VL-{size}-Instruct"
-    assert (config.name, vision.zero_stage, config.data.datasets) == (name, 1, ["train"])
+    zero_stage = 3 if name in FEWER_GPUS else 1
+    assert (config.name, vision.zero_stage, config.data.datasets) == (name, zero_stage, ["train"])
     assert micro_batches(config) >= 2
+
+
+@pytest.mark.parametrize("name", FEWER_GPUS)
+def test_two_actors_share_rows_of_16k_with_12_bytes_of_states(name):
+    config = resolve(compose_config(name))
+    text = config.text
+    assert (text.ulysses, text.state_bytes, text.recompute, config.data.limits.text) == (2, 12, "full", 16384)
+    assert config.vision.state_bytes == 18
 
 
 @pytest.mark.parametrize("name", READY)

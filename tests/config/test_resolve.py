@@ -148,6 +148,29 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             {"text__parallelism": "deepspeed", "text__num_actors": 8, "text__tensor": 8, "text__zero_stage": 2},
             ["text.tensor=8 makes FSDP2 the engine of ZeRO", "Set text.parallelism=data, or text.tensor=1."],
         ),
+        (
+            {"text__state_bytes": 14},
+            [
+                "text.state_bytes=14 does not exist; choose from 18, 16, 12, 10",
+                "weight(2) + compensation(2) + sum(4) + exp_avg(2) + exp_avg_sq(2) = 12",
+            ],
+        ),
+        (
+            {"vision__state_bytes": 12},
+            ["vision.state_bytes=12 with vision.dtype=float32", "in float32,", "Set vision.dtype=bfloat16"],
+        ),
+        (
+            {
+                **{"text__parallelism": "data", "text__num_actors": 2, "text__zero_stage": 3},
+                **{"text__dtype": "bfloat16", "text__state_bytes": 10},
+            },
+            [
+                "text.state_bytes=10 with text.zero_engine=deepspeed and text.zero_stage=3",
+                "weight(2) + master(4) + sum(4) + exp_avg(4) + exp_avg_sq(4) = 18 bytes a parameter",
+                "Set text.zero_engine=fsdp with text.zero_stage=2 or 3",
+                "text.zero_stage=0, or text.state_bytes=18",
+            ],
+        ),
         ({"text__zero_engine": "torch"}, ["text.zero_engine=torch does not exist; choose from auto, deepspeed, fsdp"]),
         (
             {"vision__zero_stage": 2, "vision__zero_engine": "deepspeed", "vision__dtype": "float64"},
@@ -421,6 +444,13 @@ def test_model_directories(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text("{}")
     check_model_dir("model")
     check_model_dir("Qwen/Qwen2.5-VL-3B-Instruct")
+
+
+@pytest.mark.parametrize("nbytes", [18, 16, 12, 10])
+@pytest.mark.parametrize("zero", [{}, {"zero_stage": 2, "zero_engine": "fsdp"}, {"zero_stage": 3, "tensor": 2}])
+def test_torch_and_whole_states_take_every_form(nbytes, zero):
+    given = {"parallelism": "data", "num_actors": 4, "dtype": "bfloat16", "state_bytes": nbytes, **zero}
+    assert resolve(config(**{f"text__{key}": value for key, value in given.items()})).text.state_bytes == nbytes
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from dhp.config.command_line import compose_config
+from dhp.config.resolve import resolve
+from dhp.core.state_forms import FORMS
 from experiments.convergence.__main__ import main
+from experiments.convergence.methods import METHODS
 from experiments.convergence.plot import SIZE
 from experiments.convergence.summary import Row, summaries
+from experiments.convergence.trained import CONFIG
 
 
 def rows(method: str, ends: dict[int, float]) -> list[Row]:
@@ -55,3 +60,18 @@ def test_rows_of_earlier_runs_are_summed_up_and_drawn(tmp_path: Path, capsys: py
     assert told[1]["difference"] == 0.2
     with Image.open(picture) as image:
         assert image.size == SIZE
+
+
+def test_forms_of_states_are_compared_with_the_exact_one_and_their_noise_is_their_own() -> None:
+    exact, random, narrow = rows("bytes_18", {0: 1.0, 1: 2.0}), rows("random", {0: 9.0, 1: 19.0}), {0: 1.5, 1: 2.5}
+    found = {line["summary"]: line for line in summaries([*exact, *random, *rows("bytes_12", narrow)])}
+    assert found["bytes_12"]["differences"] == [0.5, 0.5]
+    assert found["bytes_12"]["difference_in_sd"] == pytest.approx(0.5 / 0.5**0.5, abs=1e-5)
+    assert found["random"]["difference"] == 0.0
+
+
+def test_every_form_of_states_has_a_method() -> None:
+    for nbytes in FORMS:
+        config = resolve(compose_config(CONFIG.stem, str(CONFIG.parent), METHODS[f"bytes_{nbytes}"]))
+        for part in (config.vision, config.text):
+            assert (part.dtype, part.state_bytes) == ("bfloat16", nbytes)

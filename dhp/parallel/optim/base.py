@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 from dhp.core.errors import ConfigError
 from dhp.core.parameters import Group
 from dhp.core.state import StateSink, StateSource
+from dhp.core.state_forms import MOMENTS, SUM, StateForm
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of a parameter besides its step count
-MASTER = "master"  # the optimizer's own copy of a weight
 STEP = "step"  # optimizer steps taken; parameters of a part step together
 
 
@@ -97,6 +96,12 @@ def set_rates(groups: Sequence[dict[str, Any]], rates: Rates) -> None:
         group["lr"] = rates[group[NAME]] if isinstance(rates, Mapping) else rates
 
 
+class ScalingOptimizer(torch.optim.Optimizer):
+    """An optimizer that multiplies gradients by `coefficient` where it reads them."""
+
+    coefficient = 1.0
+
+
 def clipped_step(
     optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], rates: Rates, coefficient: float
 ) -> None:
@@ -105,6 +110,10 @@ def clipped_step(
     A fused optimizer divides by a scale where it reads each gradient, so that they are not written once more.
     """
     set_rates(optimizer.param_groups, rates)
+    if isinstance(optimizer, ScalingOptimizer):
+        optimizer.coefficient = coefficient
+        optimizer.step()
+        return
     scaled = coefficient != 1.0 and len(gradients) > 0
     if scaled and optimizer.defaults.get("fused") and gradients[0].dtype != torch.float64:  # the scale is float32
         optimizer.grad_scale = torch.full((), 1.0 / coefficient, dtype=torch.float32, device=gradients[0].device)
@@ -124,6 +133,22 @@ _EXACT = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.flo
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
     """The format of master weights, gradient sums and optimizer state for a module that computes in `dtype`."""
     return _EXACT[dtype]
+
+
+class Formats(NamedTuple):
+    """Number formats of the states of a module. halved: its weights are halves of their master weights."""
+
+    sums: torch.dtype
+    moments: torch.dtype
+    halved: bool
+
+    @classmethod
+    def of(cls, form: StateForm, dtype: torch.dtype) -> Formats:
+        """Those of a form, where the module computes in 16 bits; else all are exact."""
+        exact = exact_dtype(dtype)
+        if dtype == exact:
+            return cls(exact, exact, False)
+        return cls(getattr(torch, form.format(SUM)), getattr(torch, form.format(MOMENTS[0])), form.compensated)
 
 
 def widen(module: nn.Module, dtype: torch.dtype) -> None:
@@ -176,16 +201,29 @@ def make_adamw(
 ) -> torch.optim.AdamW:
     """torch's AdamW by its fused kernel: one pass, and no temporary copy of a moment. The parameters of each `group`,
     by name, have a group of the optimizer, which keeps its name."""
-    members: dict[Group, list[torch.nn.Parameter]] = {}
-    for name, parameter in named:
-        members.setdefault(group(name), []).append(parameter)
-    groups = [
-        {NAME: of.name, "params": params, "lr": of.learning_rate, "weight_decay": of.weight_decay}
-        for of, params in members.items()
-    ]
-    there = {parameter.device.type for params in members.values() for parameter in params}
+    groups = group_parameters(named, group)
+    there = {parameter.device.type for one in groups for parameter in one["params"]}
     fused = True if there and there <= _FUSED else None  # None: as torch chooses
     return torch.optim.AdamW(groups, betas=tuple(betas), eps=eps, fused=fused)
+
+
+def group_parameters(
+    named: Iterable[tuple[str, torch.nn.Parameter]], group: Callable[[str], Group]
+) -> list[dict[str, Any]]:
+    """Groups of an optimizer's parameters, with the parameters' own names."""
+    members: dict[Group, dict[str, torch.nn.Parameter]] = {}
+    for name, parameter in named:
+        members.setdefault(group(name), {})[name] = parameter
+    return [
+        {
+            NAME: of.name,
+            "names": list(own),
+            "params": list(own.values()),
+            "lr": of.learning_rate,
+            "weight_decay": of.weight_decay,
+        }
+        for of, own in members.items()
+    ]
 
 
 def clip_coefficient(norm_sq_parts: Sequence[float], max_norm: float | None) -> tuple[float, float]:

@@ -7,12 +7,14 @@ embedding, norms, head.
 Facts this adapter stands on, each with a canary test: FSDP divides gradients by its ranks unless it is given a factor
 of 1, and forced to sum (a scaling sum fails on gloo); weights are gathered around a module's forward, so the
 computation of a part, which takes the head's weight from outside, runs as the root's forward; the local tensor of a
-sharded parameter keeps its memory from step to step, so an optimizer may hold it.
+sharded parameter keeps its memory from step to step, so an optimizer may hold it; a sharded parameter's hooks run
+behind each gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dhp.core.state import StateSink, StateSource
+from dhp.core.state_forms import EXACT_STATES, FORMS, MASTER, MOMENTS, StateForm
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.optim.base import (
-    MASTER,
-    MOMENTS,
     STEP,
+    Formats,
     Rates,
     clipped_step,
     exact_dtype,
@@ -33,7 +35,9 @@ from dhp.parallel.optim.base import (
     steps_taken,
     widen,
 )
+from dhp.parallel.optim.compensation import saved_master
 from dhp.parallel.optim.fsdp_parts import Computation, RowBlock, held_blocks, shard_rows
+from dhp.parallel.optim.narrow_adamw import Extent, NarrowAdamW
 from dhp.parallel.optim.replicated import MakeOptimizer, sum_of_squares
 from dhp.parallel.tensor.slices import Cut, cut_of, owned_parameters
 from dhp.parallel.tensor.styles import PARTIAL_OVER
@@ -51,10 +55,32 @@ class _Shard:
         self.shape = tuple(parameter.shape if self.cut is None else self.cut.shape)
         self.blocks: Sequence[RowBlock] = held_blocks(shard_rows(parameter.shape, mesh), parameter.shape, self.cut)
 
-    def adopt(self, parameter: Tensor) -> None:
-        """Take the parameter that FSDP has made."""
+    def adopt(self, parameter: Tensor, sums: torch.dtype) -> None:
+        """Take the parameter that FSDP has made, to sum its gradients in `sums`."""
         self.parameter = parameter
         self.weight = nn.Parameter(parameter.detach().to_local(), requires_grad=self.trained)
+        self.weight.grad_dtype = None
+        self.narrow_sum: Tensor | None = None
+        if sums != self.weight.dtype and self.trained:
+            parameter.register_post_accumulate_grad_hook(partial(self._add, sums))
+
+    def _add(self, sums: torch.dtype, parameter: Tensor) -> None:
+        """Take a micro-batch's gradient over, which FSDP widens to the weight's format where it was sent in `sums`."""
+        gradient, parameter.grad = parameter.grad.to_local(), None
+        if self.narrow_sum is None:
+            self.narrow_sum = gradient.to(sums)
+        else:
+            self.narrow_sum += gradient.to(sums)
+
+    def summed(self) -> Tensor | None:
+        """This rank's rows of the summed gradient, if there is one."""
+        if self.narrow_sum is not None:
+            return self.narrow_sum
+        return None if self.parameter.grad is None else self.parameter.grad.to_local()
+
+    def drop(self) -> None:
+        """Forget the gradient."""
+        self.weight.grad = self.parameter.grad = self.narrow_sum = None
 
     def rows(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """This rank's values, block by block, and where each begins in the whole parameter."""
@@ -86,17 +112,21 @@ class FullySharded:
         tensor_rank: int,
         stage: int,
         dtype: torch.dtype = torch.float32,
+        form: StateForm = FORMS[EXACT_STATES],
     ):
         self._replicas, self._writes_whole, self._stage = mesh.get_group(), tensor_rank == 0, stage
         self._dtype, self._cast = dtype, dtype != exact_dtype(dtype)
+        self._formats = Formats.of(form, dtype)
         owned = owned_parameters(module)
         self._shards = [_Shard(name, owner, own, mesh) for name, owner, own in owned]
         self._root = Computation(module)
-        _shard_fully(self._root, layers, mesh, stage, dtype)
+        _shard_fully(self._root, layers, mesh, stage, dtype, self._formats.sums)
         for shard, (_, owner, own) in zip(self._shards, owned, strict=True):
-            shard.adopt(owner.get_parameter(own))
+            shard.adopt(owner.get_parameter(own), self._formats.sums)
         self._trained = [shard for shard in self._shards if shard.trained]
         self.optimizer = make_optimizer((shard.name, shard.weight) for shard in self._trained)
+        if isinstance(self.optimizer, NarrowAdamW):
+            self.optimizer.extents = {shard.weight: Extent(shard.shape, shard.blocks) for shard in self._trained}
         self._summed = False
         self._tied: tuple[str, bool] | None = None
 
@@ -141,8 +171,8 @@ class FullySharded:
 
     def gradient_bytes(self) -> int:
         """Bytes of the step's gradients now, beyond what is there between steps."""
-        found = (shard.parameter.grad for shard in self._trained)
-        return sum(gradient.to_local().nbytes for gradient in found if gradient is not None)
+        found = (shard.summed() for shard in self._trained)
+        return sum(gradient.nbytes for gradient in found if gradient is not None)
 
     def step(self, rates: Rates, coefficient: float) -> None:
         """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""
@@ -153,7 +183,7 @@ class FullySharded:
     def drop(self) -> None:
         """Forget the step's gradients, and what was gathered of the weights."""
         for shard in self._trained:
-            shard.weight.grad = shard.parameter.grad = None
+            shard.drop()
         self._summed = False
         if self._stage == 2:
             for unit in _units(self._root):
@@ -174,20 +204,22 @@ class FullySharded:
                 continue
             state = self.optimizer.state.get(shard.weight, {})
             kinds = {MASTER: shard.weight.detach()} if self._cast else {}
-            kinds |= {kind: state[kind] for kind in MOMENTS if state}
+            kinds |= {kind: state[kind] for kind in MOMENTS if kind in state}
             for kind, values in kinds.items():
                 self._hand_over(sink, shard, f"{shard.name}.{kind}", values)
 
     def load_state(self, source: StateSource) -> None:
         """Take back what `save_state` handed over."""
-        step = source.whole(STEP)
+        step, saved = source.whole(STEP), frozenset(source.names)
         for shard in self._trained:
-            if self._cast:
-                _fill(shard, shard.weight.detach(), source, MASTER)
+            for rows, offset in shard.rows(shard.weight.detach()) if self._cast else ():
+                read = partial(source.block, offset=offset, shape=tuple(rows.shape))
+                rows.copy_(saved_master(shard.name, rows, saved, read))
             if step:
-                state = {kind: torch.zeros_like(shard.weight) for kind in MOMENTS}
+                state = {kind: torch.zeros_like(shard.weight, dtype=self._formats.moments) for kind in MOMENTS}
                 for kind, values in state.items():
-                    _fill(shard, values, source, kind)
+                    for rows, offset in shard.rows(values):
+                        rows.copy_(source.block(f"{shard.name}.{kind}", offset, tuple(rows.shape)))
                 self.optimizer.state[shard.weight] = {STEP: step_for(self.optimizer, shard.weight, step), **state}
 
     def _tied_shard(self) -> _Shard:
@@ -209,18 +241,24 @@ class FullySharded:
             return
         self._summed = True
         for shard in self._trained:
-            gradient = shard.parameter.grad
-            shard.weight.grad = torch.zeros_like(shard.weight) if gradient is None else gradient.to_local()
+            gradient = shard.summed()
+            zeros = lambda held: torch.zeros_like(held, dtype=self._formats.sums)
+            shard.weight.grad = zeros(shard.weight) if gradient is None else gradient
             if shard.partial is not None:
                 sum_in_place(shard.weight.grad, shard.partial)
 
 
 def _shard_fully(
-    root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, stage: int, dtype: torch.dtype
+    root: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    stage: int,
+    dtype: torch.dtype,
+    sums: torch.dtype,
 ) -> None:
     exact = exact_dtype(dtype)
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype if dtype != exact else None, reduce_dtype=exact, cast_forward_inputs=False
+        param_dtype=dtype if dtype != exact else None, reduce_dtype=sums, cast_forward_inputs=False
     )
     for layer in layers:
         widen(layer, exact)
@@ -236,8 +274,3 @@ def _shard_fully(
 
 def _units(root: nn.Module) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
-
-
-def _fill(shard: _Shard, values: Tensor, source: StateSource, kind: str) -> None:
-    for rows, offset in shard.rows(values):
-        rows.copy_(source.block(f"{shard.name}.{kind}", offset, tuple(rows.shape)))

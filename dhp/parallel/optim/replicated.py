@@ -6,6 +6,7 @@ The same methods as `dhp.parallel.optim.zero.ZeroSharded`, so that an engine can
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dhp.core.state import StateSink, StateSource
+from dhp.core.state_forms import COMPENSATION, EXACT_STATES, FORMS, MASTER, MOMENTS, StateForm
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.expert.shares import summed_over
 from dhp.parallel.optim.base import (
-    MASTER,
-    MOMENTS,
     STEP,
+    Formats,
     Rates,
     cast_parameters,
     clipped_step,
@@ -26,8 +27,11 @@ from dhp.parallel.optim.base import (
     step_for,
     steps_taken,
 )
+from dhp.parallel.optim.compensation import saved_master
+from dhp.parallel.optim.fsdp_parts import held_blocks
 from dhp.parallel.optim.gradient_buckets import Gradients
-from dhp.parallel.tensor.slices import as_dtensors
+from dhp.parallel.optim.narrow_adamw import Extent, NarrowAdamW
+from dhp.parallel.tensor.slices import as_dtensors, cut_of, owned_parameters
 from dhp.parallel.tensor.styles import partial_parameters
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]  # of named parameters
@@ -38,7 +42,8 @@ class Replicated:
     (`dhp.parallel.tensor.slices`) are cut over their own mesh.
 
     dtype: what the module is to compute in. Its parameters come in `exact_dtype(dtype)`; where that is another
-    format, they become the optimizer's master weights and the module gets rounded copies.
+    format, they become the optimizer's master weights and the module gets rounded copies, or, with a form of states
+    that has compensations, halves of them.
     """
 
     def __init__(
@@ -49,9 +54,10 @@ class Replicated:
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
         exclusive: bool = False,
+        form: StateForm = FORMS[EXACT_STATES],
     ):
-        # Without a cast, the optimizer's weights share the parameters' memory and keep gradients of their own.
-        self._masters = [nn.Parameter(p.detach()) for p in module.parameters() if p.requires_grad]
+        self._formats = Formats.of(form, dtype)
+        masters = [p.detach() for p in module.parameters() if p.requires_grad]
         self._cast = dtype != exact_dtype(dtype)
         if self._cast:
             cast_parameters(module, dtype)
@@ -60,13 +66,33 @@ class Replicated:
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         layouts = as_dtensors(module)
         self._layouts = [layouts[name].detach() for name in self._names]
+        # Without a cast, or as halves, the optimizer's weights share the parameters' memory and keep gradients of their
+        # own, of any format.
+        own = self._parameters if self._formats.halved else masters
+        self._masters = [nn.Parameter(values.detach()) for values in own]
         self.optimizer = make_optimizer(zip(self._names, self._masters))
+        self._hold(module, masters)
         partial_over = {id(parameter): over for parameter, over in partial_parameters(module)}
         self._tied: tuple[str, bool] | None = None
         self._summed = False
         self._gradients = Gradients(
-            self._parameters, exact_dtype(dtype), group, partial_over, overlap, exclusive, summed_over(module)
+            self._parameters, self._formats.sums, group, partial_over, overlap, exclusive, summed_over(module)
         )
+
+    def _hold(self, module: nn.Module, masters: Sequence[Tensor]) -> None:
+        """Let the optimizer know which elements its weights are, and what they lack of the `masters`."""
+        for weight in self._masters:
+            weight.grad_dtype = None
+        if not isinstance(self.optimizer, NarrowAdamW):
+            return
+        owners = {name: (owner, own) for name, owner, own in owned_parameters(module)}
+        for name, weight, master in zip(self._names, self._masters, masters, strict=True):
+            cut, shape = cut_of(*owners[name]), weight.shape
+            if shape:
+                whole = shape if cut is None else cut.shape
+                self.optimizer.extents[weight] = Extent(tuple(whole), held_blocks(range(shape[0]), shape, cut))
+            if weight.dtype != master.dtype:
+                self.optimizer.hold_halves(weight, master)
 
     def forward(self, compute: Callable[[], Tensor]) -> Tensor:
         """The tensor that `compute` returns."""
@@ -148,8 +174,8 @@ class Replicated:
             if self._is_others(name):
                 continue
             state = self.optimizer.state.get(master, {})
-            kinds = {MASTER: master.detach()} if self._cast else {}
-            kinds |= {kind: state[kind] for kind in MOMENTS if state}
+            kinds = {MASTER: master.detach()} if self._cast and COMPENSATION not in state else {}
+            kinds |= {kind: state[kind] for kind in (COMPENSATION, *MOMENTS) if kind in state}
             for kind, values in kinds.items():
                 sink.add(f"{name}.{kind}", _as_dtensor_like(layout, values))
 
@@ -157,26 +183,34 @@ class Replicated:
         """Take back what `save_state` handed over."""
         named = list(zip(self._names, self._layouts, strict=True))
         if self._cast:
-            with torch.no_grad():
-                for (name, layout), master in zip(named, self._masters, strict=True):
-                    master.copy_(source.like(f"{name}.{MASTER}", layout))
+            saved = frozenset(source.names)
+            for (name, layout), weight in zip(named, self._masters, strict=True):
+                read = partial(source.like, held=layout)
+                self._take_master(weight, saved_master(name, weight.detach(), saved, read))
             self._round()
         step = source.whole(STEP)
         if not step:
             return
         for (name, layout), master in zip(named, self._masters, strict=True):
-            taken = {STEP: step_for(self.optimizer, master, step)}
-            moments = {kind: source.like(f"{name}.{kind}", layout).to(master) for kind in MOMENTS}
-            self.optimizer.state[master] = taken | moments
+            read = {kind: source.like(f"{name}.{kind}", layout) for kind in MOMENTS}
+            moments = {kind: values.to(master.device, self._formats.moments) for kind, values in read.items()}
+            self.optimizer.state[master] |= {STEP: step_for(self.optimizer, master, step), **moments}
 
     def _is_others(self, name: str) -> bool:
         """Whether another stage owns the parameter."""
         return self._tied is not None and self._tied == (name, False)
 
     @torch.no_grad()
+    def _take_master(self, weight: nn.Parameter, master: Tensor) -> None:
+        if COMPENSATION in self.optimizer.state.get(weight, ()):
+            self.optimizer.hold_halves(weight, master)
+        else:
+            weight.copy_(master)
+
+    @torch.no_grad()
     def _round(self) -> None:
         """Give the module the master weights, rounded to what it computes in."""
-        if self._cast:
+        if self._cast and not self._formats.halved:
             torch._foreach_copy_([parameter.detach() for parameter in self._parameters], self._masters)
 
 
@@ -200,5 +234,6 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Squared L2 norm of all elements together, a scalar in float64; 0 of none."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(torch._foreach_norm(list(tensors))).double()
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)  # squares of 16-bit sums are not rounded to 16 bits
+    norms = torch.stack(torch._foreach_norm(list(tensors), dtype=wide)).double()
     return (norms * norms).sum()

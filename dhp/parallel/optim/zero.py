@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dhp.core.state import StateSink, StateSource
+from dhp.core.state_forms import MASTER, MOMENTS
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.deepspeed import import_deepspeed
-from dhp.parallel.optim.base import MASTER, MOMENTS, STEP, Rates, set_rates, step_for, steps_taken
+from dhp.parallel.optim.base import STEP, Rates, set_rates, step_for, steps_taken
 from dhp.parallel.optim.fsdp_parts import Computation
 from dhp.parallel.optim.replicated import MakeOptimizer
 from dhp.parallel.optim.zero_partitions import ScatteredPartitions, partitions_of
