@@ -56,6 +56,12 @@ def use_exact_turns(put: Callable[[Any, str, Any], None]) -> None:
         put(module, "apply_rotary_pos_emb_vision", _turn)
 
 
+def rounding() -> tuple[object, ...]:
+    """What computes norms, routers and rotary positions now: results of a plain model are the same as long as it is."""
+    turns = (module.apply_rotary_pos_emb_vision for module in TOWERS)
+    return (*(kind.forward for kind in (*KINDS, *ROUTERS)), *turns)
+
+
 def _norm(self: Any, states: Tensor) -> Tensor:
     return self.weight * (states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.variance_epsilon))
 
