@@ -21,6 +21,7 @@ from dhp.trainer.preflight import prepare
 
 ONE_TEXT = ("text.parallelism=none", "text.num_actors=1")
 FROZEN = ("training.frozen=[vision,projector]", "vision.zero_stage=0")
+FSDP = ("text.zero_stage=3", "text.zero_engine=fsdp")
 KINDS: dict[str, tuple[str, ...]] = {
     "limits of balanced": ("data.balance=balanced", "data.limits.text=200", "training.schedule=vision_ahead"),
     "all limits": (
@@ -48,7 +49,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "1f1b": ("text.parallelism=pipeline", "text.cuts=[1]", "training.schedule=1f1b"),
     "deepspeed": ("text.parallelism=deepspeed", "text.zero_stage=3", "vision.parallelism=deepspeed"),
-    "a shared row by FSDP2": ("text.parallelism=sequence", "text.zero_stage=3", "text.zero_engine=fsdp"),
+    "a shared row by FSDP2": ("text.parallelism=sequence", *FSDP),
+    "12 bytes of states": ("text.parallelism=sequence", "text.dtype=bfloat16", "text.state_bytes=12", *FSDP),
     "adapters": ("text.lora.rank=2", "text.lora.dropout=0.1", "training.resume=auto", "data.on_bad_sample=skip"),
 }
 LAID_OUT = {"interleaved": ONE_TEXT, "1f1b": ONE_TEXT}  # a pipeline cannot answer, as generate says

@@ -34,6 +34,9 @@ CASES = [
     on_demand(Case(Degrees(data=2), Degrees(data=2), 3, "bfloat16", 3, checkpointing=True, text_zero_stage=3)),
     on_demand(Case(ONE, Degrees(data=2, tensor=2), 2, dtype="bfloat16", packing=True, autotp=True)),
     on_demand(CUT),
+    Case(ONE, Degrees(tensor=2), dtype="bfloat16", state_bytes=12),
+    *(on_demand(replace(CUT, state_bytes=nbytes)) for nbytes in (16, 12, 10)),
+    *(on_demand(Case(ONE, Degrees(data=2), dtype="bfloat16", state_bytes=nbytes)) for nbytes in (16, 10)),
     on_demand(
         Case(ONE, Degrees(data=3, tensor=2), 2, "bfloat16", 0, True, "vision_ahead", text_zero_stage=2, fsdp=True)
     ),

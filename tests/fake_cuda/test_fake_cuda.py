@@ -41,6 +41,8 @@ BOTH = {
     "packed rows of 2 replicas": ["text.num_actors=2"],
     "fsdp, stage 2": [*FSDP, *both("zero_stage=2")],
     "fsdp, stage 3": [*FSDP, *both("zero_stage=3")],
+    "12 bytes of states": both("state_bytes=12"),
+    "fsdp, stage 3, 10 bytes of states": [*FSDP, *both("zero_stage=3", "state_bytes=10")],
     "offload, chunks": both("recompute=offload", "mlp_chunks=3"),
 }
 # Of these the text part alone is driven.

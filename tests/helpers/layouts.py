@@ -25,6 +25,7 @@ from dhp.core.batch import Batch, StepData
 from dhp.core.graph import StageGraph, StageSpec, part_of
 from dhp.core.parameters import AdapterSettings, GroupRule, TrainingRules
 from dhp.core.reports import EvaluatedShare
+from dhp.core.state_forms import COMPENSATION
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
@@ -37,6 +38,7 @@ from dhp.models.registry import load_family
 from dhp.models.types import chunks_of
 from dhp.objectives.registry import find_objective
 from dhp.parallel.optim import zero
+from dhp.parallel.optim.compensation import join_master
 from dhp.parallel.optim.frozen import Frozen
 from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.tensor.slices import as_dtensors
@@ -95,6 +97,7 @@ class Case:
     sequence_groups: str = "one"
     checked: bool = False  # ranks agree on each collective before it begins
     objective: str = "sft"
+    state_bytes: int = 18  # of both parts
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
@@ -115,6 +118,7 @@ class Case:
         packed += f", {self.mlp_chunks} chunks" if self.mlp_chunks > 1 else ""
         packed += ", in groups" if self.sequence_groups != "one" else ""
         packed += f", {self.objective}" if self.objective != "sft" else ""
+        packed += f", {self.state_bytes} bytes" if self.state_bytes != 18 else ""
         packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')}"
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
@@ -178,7 +182,7 @@ class Inspected:
             return {n: _whole(layouts[n].detach(), layouts[n]) for n in named}
         masters = zip(update._names, update._layouts, update._masters, strict=True)
         frozen = {n: _whole(layouts[n].detach(), layouts[n]) for n, p in named.items() if not p.requires_grad}
-        return frozen | {n: _whole(master.detach(), layout) for n, layout, master in masters}
+        return frozen | {n: _whole(_master(update, weight), layout) for n, layout, weight in masters}
 
     def rounded(self) -> bool:
         """Whether every weight that the module computes with is its master weight, rounded."""
@@ -206,6 +210,12 @@ def _gathered(shard: Any, rows: Tensor) -> Tensor:
         rows.detach(), parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
     ).full_tensor()
     return own.clone() if shard.cut is None else shard.cut.around(own).full_tensor().clone()
+
+
+def _master(update: Any, weight: Tensor) -> Tensor:
+    """What the optimizer updates, of which it may hold the halves."""
+    state = update.optimizer.state.get(weight, {})
+    return join_master(weight.detach(), state[COMPENSATION]) if COMPENSATION in state else weight.detach()
 
 
 def _whole(value: Tensor, like: Tensor) -> Tensor:
@@ -274,6 +284,7 @@ def settings(stage: StageSpec, graph: StageGraph, model: str, case: Case) -> Sta
         mlp_chunks=case.mlp_chunks,
         zero_stage=zero_stage[stage.part],
         zero_engine="fsdp" if case.fsdp else "deepspeed",
+        state_bytes=case.state_bytes,
         autotp=case.autotp and stage.part == "text",
         packing=case.packing,
         update=UPDATE,
