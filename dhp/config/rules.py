@@ -67,6 +67,12 @@ PART_RULES: tuple[Rule, ...] = (
          f": DeepSpeed's ZeRO holds {FORMS[EXACT_STATES].equation} bytes a parameter and no other form. Set "
          "{name}.zero_engine=fsdp with {name}.zero_stage=2 or 3 (and {name}.parallelism=data in the place of "
          f"deepspeed), {{name}}.zero_stage=0, or {{name}}.state_bytes={EXACT_STATES}."),
+    Rule("{name}.host_moments {name}.zero_engine {name}.zero_stage",
+         lambda p: p.host_moments and p.zero_stage and p.zero_engine == DEEPSPEED,
+         ": DeepSpeed's ZeRO keeps its states where the weights are. Set {name}.zero_engine=fsdp with "
+         "{name}.zero_stage=2 or 3, {name}.zero_stage=0, or {name}.host_moments=false."),
+    Rule("{name}.host_moments {name}.dtype", lambda p: p.host_moments and p.dtype == "float64",
+         ": rows are updated in float32. Set {name}.dtype=float32, or {name}.host_moments=false."),
     *goes_with(
         "compile", lambda p: p.compile, "{name}.compile=false",
         ("recompute", "none", "what a layer keeps is chosen call by call, and a compiled layer has no such calls"),

@@ -140,11 +140,13 @@ def _devices(graph: StageGraph, memory: dict[str, Footprint]) -> list[str]:
     shared = sum(len(stages) > 1 for stages in on)
     several = "both parts" if len(graph.parts()) == 2 else "several parts"
     each = f"{shared} with a rank of {several}, {count - shared} with one rank" if shared else "one rank each"
+    host = {name: one.states.host for name, one in memory.items()}
     fullest = max(sum(memory[stage.name].total for stage in stages) for stages in on)
     return [
         f"devices        {count}: {each}",
         *(f"{name + ' rank':14} {_breakdown(m)}" for name, m in memory.items()),
         f"fullest device {gigabytes(fullest)}; activations not included",
+        *(f"host memory    {gigabytes(held)} of moments a {name} rank" for name, held in host.items() if held),
     ]
 
 
