@@ -16,6 +16,7 @@ from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.schema import Config
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import ConfigError
+from dhp.core.state_forms import EXACT_STATES
 
 # Degrees that a run's own config.yaml has filled in, resolved again for another parallelism or number of actors.
 _LAYOUT: dict[str, str] = {
@@ -163,7 +164,7 @@ def answering(config: Config, dataset: str = "") -> Config:
 
 
 def _answering_part(name: str, part: PartConfig) -> PartConfig:
-    part = resolve_part(name, replace(part, state_bytes=PartConfig.state_bytes))  # answers keep no states
+    part = resolve_part(name, replace(part, state_bytes=EXACT_STATES, host_moments=False))  # answers need none
     if name == DECODER:
         check_layout(part, f"set {name}.parallelism=tensor, sequence or none, with {name}.num_actors to match")
         replicas = resolved(part.data)

@@ -6,11 +6,12 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from dhp.config.lora import check_lora
 from dhp.config.part import PartConfig
 from dhp.config.ranges import require_choice, require_positive
 from dhp.config.recompute import resolve_recompute
 from dhp.config.rule import check_rules
-from dhp.config.rules import DEEPSPEED, FSDP, PART_RULES, check_formats, check_lora, check_state_bytes
+from dhp.config.rules import DEEPSPEED, FSDP, PART_RULES, check_formats, check_state_bytes
 from dhp.core.errors import ConfigError
 
 DEGREES = ("pipeline", "data", "ulysses", "ring", "tensor")

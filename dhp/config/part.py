@@ -142,4 +142,8 @@ class PartConfig:
     bfloat16, rounded stochastically, and in the place of the master weight the 16 bits that the weight lacks of it |
     10, as 12 with sums in bfloat16. Those below 18 with zero_stage=0 or zero_engine=fsdp."""
 
+    host_moments: bool = False
+    """true: AdamW's two moments of each parameter lie in host memory, and some rows at a time come to the device while
+    others are updated. With zero_stage=0 or zero_engine=fsdp, and dtype=bfloat16 or float32."""
+
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from dhp.config.data import DataConfig, LimitsConfig
-from dhp.config.part import LoraConfig, PartConfig
-from dhp.config.parts import DECODER, HEARING, parts
-from dhp.config.ranges import require, require_choice, require_positive
+from dhp.config.part import PartConfig
+from dhp.config.parts import DECODER, parts
+from dhp.config.ranges import require_choice
 from dhp.config.rule import Rule, check_rules, goes_with
 from dhp.config.schema import Config
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import ConfigError
-from dhp.core.parameters import NF4
 from dhp.core.state_forms import BFLOAT16, EXACT_STATES, FORMS
 
 FLASH_ATTENTION_2 = "flash_attention_2"
@@ -67,6 +66,12 @@ PART_RULES: tuple[Rule, ...] = (
          f": DeepSpeed's ZeRO holds {FORMS[EXACT_STATES].equation} bytes a parameter and no other form. Set "
          "{name}.zero_engine=fsdp with {name}.zero_stage=2 or 3 (and {name}.parallelism=data in the place of "
          f"deepspeed), {{name}}.zero_stage=0, or {{name}}.state_bytes={EXACT_STATES}."),
+    Rule("{name}.host_moments {name}.zero_engine {name}.zero_stage",
+         lambda p: p.host_moments and p.zero_stage and p.zero_engine == DEEPSPEED,
+         ": DeepSpeed's ZeRO keeps its states where the weights are. Set {name}.zero_engine=fsdp with "
+         "{name}.zero_stage=2 or 3, {name}.zero_stage=0, or {name}.host_moments=false."),
+    Rule("{name}.host_moments {name}.dtype", lambda p: p.host_moments and p.dtype == "float64",
+         ": rows are updated in float32. Set {name}.dtype=float32, or {name}.host_moments=false."),
     *goes_with(
         "compile", lambda p: p.compile, "{name}.compile=false",
         ("recompute", "none", "what a layer keeps is chosen call by call, and a compiled layer has no such calls"),
@@ -232,25 +237,6 @@ def _check_limits(limits: LimitsConfig, method: str, packs: bool) -> None:
         most, full = getattr(limits, name), getattr(limits, f"full_{name}")
         if most is not None and full is not None and full > most:
             raise ConfigError(f"data.limits.full_{name}={full} > data.limits.{name}={most}: no row would ever be full")
-
-
-def check_lora(name: str, part: PartConfig) -> None:
-    """Raises ConfigError for values out of range. Which layouts have adapters is in `PART_RULES`."""
-    lora, key = part.lora, f"{name}.lora"
-    require(lora.rank >= 0, f"{key}.rank", lora.rank, "rank >= 0; 0 is none")
-    if not lora.rank:
-        if lora != LoraConfig():
-            raise ConfigError(f"{key} has settings, but {key}.rank=0: there are no adapters. Set {key}.rank, as 16")
-        return
-    require_positive(f"{key}.alpha", float(lora.alpha or 0.0))
-    require(0.0 <= lora.dropout < 1.0, f"{key}.dropout", lora.dropout, "0 <= dropout < 1")
-    if lora.quantization is not None:
-        require_choice(f"{key}.quantization", lora.quantization, (NF4,))
-        if name == HEARING:
-            raise ConfigError(
-                f"{key}.quantization={lora.quantization}: layers of audio towers were never tested in four bits. Leave "
-                f"{key}.quantization out."
-            )
 
 
 def check_state_bytes(name: str, part: PartConfig) -> None:

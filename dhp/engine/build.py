@@ -26,9 +26,9 @@ from dhp.parallel.comm import replicas_mesh
 from dhp.parallel.expert.modules import GATE_UP, takes_groups
 from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels
 from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, exact_dtype, learning_rate_at, make_adamw
+from dhp.parallel.optim.chunked_adamw import make_chunked_adamw
 from dhp.parallel.optim.frozen import Frozen
 from dhp.parallel.optim.fsdp import FullySharded
-from dhp.parallel.optim.narrow_adamw import make_narrow_adamw
 from dhp.parallel.optim.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optim.zero import ZeroSharded
 from dhp.parallel.tensor.slices import cut_adapters
@@ -110,10 +110,11 @@ def tie_weight(optimizer: StageOptimizer, model: PreTrainedModel, settings: Stag
 def optimizer_maker(settings: StageSettings) -> MakeOptimizer:
     """AdamW as configured, for whatever parameters an optimizer hands it."""
     update, group = settings.update, partial(settings.rules.group, default=default_group(settings))
-    if settings.state_bytes == EXACT_STATES:
+    if settings.state_bytes == EXACT_STATES and not settings.host_moments:
         return partial(make_adamw, group=group, betas=update.betas, eps=update.eps)
-    form, seed = FORMS[settings.state_bytes], settings.seed
-    return partial(make_narrow_adamw, group=group, betas=update.betas, eps=update.eps, form=form, seed=seed)
+    form, seed, host = FORMS[settings.state_bytes], settings.seed, settings.host_moments
+    chunked = partial(make_chunked_adamw, form=form, seed=seed, host=host)
+    return partial(chunked, group=group, betas=update.betas, eps=update.eps)
 
 
 def trained_groups(model: nn.Module, settings: StageSettings) -> tuple[Group, ...]:

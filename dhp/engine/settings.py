@@ -41,6 +41,7 @@ class StageSettings:
     zero_stage: what is sharded over ranks that hold the same slices; zero_engine: deepspeed or fsdp shards it.
 
     state_bytes: of a trained parameter, which say in what form its states are kept (`dhp.core.state_forms`).
+    host_moments: the optimizer's moments lie in host memory.
 
     autotp: DeepSpeed splits the matrices over tensor ranks, not transformers.
 
@@ -92,4 +93,5 @@ class StageSettings:
     deterministic: bool = False
     kernels: Mapping[str, str] = field(default_factory=dict)
     state_bytes: int = EXACT_STATES
+    host_moments: bool = False
     objective: str = "sft"

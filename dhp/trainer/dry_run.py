@@ -147,6 +147,7 @@ def _devices(graph: StageGraph, memory: dict[str, Footprint], activations: Activ
     shared = sum(len(stages) > 1 for stages in on)
     several = "both parts" if len(graph.parts()) == 2 else "several parts"
     each = f"{shared} with a rank of {several}, {count - shared} with one rank" if shared else "one rank each"
+    host = {name: one.states.host for name, one in memory.items()}
     without = {frozenset(stage.name for stage in stages): sum(memory[s.name].total for s in stages) for stages in on}
     full = max(own + activations.device_bytes(stages) for stages, own in without.items())
     return [
@@ -158,6 +159,7 @@ def _devices(graph: StageGraph, memory: dict[str, Footprint], activations: Activ
         ),
         f"fullest device {gigabytes(max(without.values()))} without activations, {gigabytes(round(full))} with them",
         *(f"activations    not counted: {why}" for why in activations.unknown),
+        *(f"host memory    {gigabytes(held)} of moments a {name} rank" for name, held in host.items() if held),
     ]
 
 

@@ -38,11 +38,13 @@ COMMUNICATOR_BYTES = 400 << 20  # NCCL's buffers for one group of ranks
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes that one rank of a stage keeps between steps; gradients at the end of the backward pass."""
+    """Bytes that one rank of a stage keeps between steps; gradients at the end of the backward pass. host: of the
+    optimizer in host memory, which are not in the total."""
 
     weights: int
     gradients: int
     optimizer: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -101,8 +103,10 @@ def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankByte
     # Weights that are not trained have no gradient and no state.
     trained = 1.0 if shape.trained is None else shape.trained / max(whole, 1)
     held = pieces[SUM] * (share if zero >= 2 else whole)
-    state = copy + sum(pieces[moment] for moment in MOMENTS)
-    return RankBytes(weights, int(held * trained), int(state * share * trained))
+    moments = sum(pieces[moment] for moment in MOMENTS)
+    optimizer = copy if part.host_moments else copy + moments
+    host = int(moments * share * trained) if part.host_moments else 0
+    return RankBytes(weights, int(held * trained), int(optimizer * share * trained), host)
 
 
 def _value_bytes(part: PartConfig) -> int:
@@ -150,7 +154,8 @@ def by_zero_stage(part: PartConfig, stage: StageSpec, shape: PartShape) -> dict[
     """Bytes of states on one rank under each ZeRO stage; None: there is no engine for it in this layout."""
     found: dict[int, int | None] = {}
     for zero in range(4):
-        engine = FSDP if resolved(part.tensor) > 1 or part.state_bytes != EXACT_STATES else DEEPSPEED
+        torchs = resolved(part.tensor) > 1 or part.state_bytes != EXACT_STATES or part.host_moments
+        engine = FSDP if torchs else DEEPSPEED
         alone = not stage.trains or stage.degrees.shares_experts or part.lora.quantization is not None
         missing = (zero == 1 and engine == FSDP) or (zero > 0 and alone)
         other = replace(part, zero_stage=zero, zero_engine=engine)

@@ -168,6 +168,7 @@ def stage_settings(
         zero_stage=part.zero_stage,
         zero_engine=part.zero_engine,
         state_bytes=part.state_bytes,
+        host_moments=part.host_moments,
         autotp=part.parallelism == "autotp",
         packing=config.data.packing,
         update=_optimizer_settings(config, steps),

@@ -171,6 +171,17 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
                 "text.zero_stage=0, or text.state_bytes=18",
             ],
         ),
+        (
+            {"text__parallelism": "data", "text__num_actors": 2, "text__zero_stage": 2, "text__host_moments": True},
+            [
+                "text.host_moments=true with text.zero_engine=deepspeed and text.zero_stage=2",
+                "Set text.zero_engine=fsdp with text.zero_stage=2 or 3",
+            ],
+        ),
+        (
+            {"vision__host_moments": True, "vision__dtype": "float64"},
+            ["vision.host_moments=true with vision.dtype=float64", "Set vision.dtype=float32"],
+        ),
         ({"text__zero_engine": "torch"}, ["text.zero_engine=torch does not exist; choose from auto, deepspeed, fsdp"]),
         (
             {"vision__zero_stage": 2, "vision__zero_engine": "deepspeed", "vision__dtype": "float64"},

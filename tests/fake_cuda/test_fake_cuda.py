@@ -43,6 +43,7 @@ BOTH = {
     "fsdp, stage 3": [*FSDP, *both("zero_stage=3")],
     "12 bytes of states": both("state_bytes=12"),
     "fsdp, stage 3, 10 bytes of states": [*FSDP, *both("zero_stage=3", "state_bytes=10")],
+    "moments in host memory": both("host_moments=true"),
     "offload, chunks": both("recompute=offload", "mlp_chunks=3"),
 }
 # Of these the text part alone is driven.

@@ -109,6 +109,19 @@ def test_what_each_form_of_states_takes(nbytes: int, zero_stage: int, expected: 
     assert by_zero_stage(replace(part, data=4), spec(data=4), PartShape(100, 100, 100))[zero_stage] == sum(expected)
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "dtype", "expected"),
+    [(18, "bfloat16", (0, 100, 100, 200)), (12, "bfloat16", (0, 100, 100, 100)), (18, "float32", (0, 100, 100, 200))],
+)
+def test_moments_in_host_memory_are_not_the_devices(
+    nbytes: int, dtype: str, expected: tuple[int, int, int, int]
+) -> None:
+    part = PartConfig(num_actors=4, tensor=1, dtype=dtype, zero_stage=3, zero_engine="fsdp", state_bytes=nbytes)
+    held = rank_bytes(replace(part, host_moments=True), spec(data=4), PartShape(100, 100, 100))
+    assert held == RankBytes(*expected)
+    assert held.total + held.host == rank_bytes(part, spec(data=4), PartShape(100, 100, 100)).total
+
+
 def test_sums_in_16_bits_are_sent_so() -> None:
     part = PartConfig(num_actors=4, tensor=1, dtype="bfloat16", zero_stage=3, zero_engine="fsdp")
     shape = PartShape(100, 100, 100)
@@ -124,6 +137,9 @@ def test_a_dry_run_names_the_form_of_a_part_that_has_another(tmp_path: Path) -> 
     assert line.split()[-6:] == ["0.000", "MB", "8.2", "GB", "16.4", "GB"]  # 4 and 8 bytes of 32.8 B over 16 ranks
     (row,) = (line for line in printed.splitlines() if line.startswith("text ") and "[" in line)
     assert row.split()[1:] == ["393.2", "GB", "-", "90.1", "GB", "[24.6", "GB]"]
+    assert "host memory" not in printed
+    elsewhere = dry_run(prepared("qwen2_5_vl_32b", *asked, "text.host_moments=true"))
+    assert "\nhost memory    8.2 GB of moments a text rank\n" in elsewhere  # 4 bytes of 32.8 B over 16 ranks
 
 
 def test_matrices_in_four_bits_take_a_quarter_and_no_zero_stage_cuts_them() -> None:

@@ -34,7 +34,9 @@ def step_for(optimizer: torch.optim.Optimizer, weight: Tensor, step: Tensor) -> 
 
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> Tensor:
-    """The number of steps that the optimizer took, a scalar; 0 before its first."""
+    """The number of steps that the optimizer took, a scalar; 0 before its first. Its states can be read then."""
+    if isinstance(optimizer, ScalingOptimizer):
+        optimizer.settle()
     states: list[Mapping[str, Any]] = list(optimizer.state.values())
     return states[0][STEP].detach().clone() if states else torch.tensor(0.0)
 
@@ -100,6 +102,9 @@ class ScalingOptimizer(torch.optim.Optimizer):
     """An optimizer that multiplies gradients by `coefficient` where it reads them."""
 
     coefficient = 1.0
+
+    def settle(self) -> None:
+        """Wait until all states can be read."""
 
 
 def clipped_step(

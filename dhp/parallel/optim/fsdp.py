@@ -35,9 +35,9 @@ from dhp.parallel.optim.base import (
     steps_taken,
     widen,
 )
+from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_moments
 from dhp.parallel.optim.compensation import saved_master
 from dhp.parallel.optim.fsdp_parts import Computation, RowBlock, held_blocks, shard_rows
-from dhp.parallel.optim.narrow_adamw import Extent, NarrowAdamW
 from dhp.parallel.optim.replicated import MakeOptimizer, sum_of_squares
 from dhp.parallel.tensor.slices import Cut, cut_of, owned_parameters
 from dhp.parallel.tensor.styles import PARTIAL_OVER
@@ -125,7 +125,7 @@ class FullySharded:
             shard.adopt(owner.get_parameter(own), self._formats.sums)
         self._trained = [shard for shard in self._shards if shard.trained]
         self.optimizer = make_optimizer((shard.name, shard.weight) for shard in self._trained)
-        if isinstance(self.optimizer, NarrowAdamW):
+        if isinstance(self.optimizer, ChunkedAdamW):
             self.optimizer.extents = {shard.weight: Extent(shard.shape, shard.blocks) for shard in self._trained}
         self._summed = False
         self._tied: tuple[str, bool] | None = None
@@ -216,7 +216,7 @@ class FullySharded:
                 read = partial(source.block, offset=offset, shape=tuple(rows.shape))
                 rows.copy_(saved_master(shard.name, rows, saved, read))
             if step:
-                state = {kind: torch.zeros_like(shard.weight, dtype=self._formats.moments) for kind in MOMENTS}
+                state = new_moments(self.optimizer, shard.weight)
                 for kind, values in state.items():
                     for rows, offset in shard.rows(values):
                         rows.copy_(source.block(f"{shard.name}.{kind}", offset, tuple(rows.shape)))

@@ -27,10 +27,10 @@ from dhp.parallel.optim.base import (
     step_for,
     steps_taken,
 )
+from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_moments
 from dhp.parallel.optim.compensation import saved_master
 from dhp.parallel.optim.fsdp_parts import held_blocks
 from dhp.parallel.optim.gradient_buckets import Gradients
-from dhp.parallel.optim.narrow_adamw import Extent, NarrowAdamW
 from dhp.parallel.tensor.slices import as_dtensors, cut_of, owned_parameters
 from dhp.parallel.tensor.styles import partial_parameters
 
@@ -83,7 +83,7 @@ class Replicated:
         """Let the optimizer know which elements its weights are, and what they lack of the `masters`."""
         for weight in self._masters:
             weight.grad_dtype = None
-        if not isinstance(self.optimizer, NarrowAdamW):
+        if not isinstance(self.optimizer, ChunkedAdamW):
             return
         owners = {name: (owner, own) for name, owner, own in owned_parameters(module)}
         for name, weight, master in zip(self._names, self._masters, masters, strict=True):
@@ -192,8 +192,9 @@ class Replicated:
         if not step:
             return
         for (name, layout), master in zip(named, self._masters, strict=True):
-            read = {kind: source.like(f"{name}.{kind}", layout) for kind in MOMENTS}
-            moments = {kind: values.to(master.device, self._formats.moments) for kind, values in read.items()}
+            moments = new_moments(self.optimizer, master)
+            for kind, values in moments.items():
+                values.copy_(source.like(f"{name}.{kind}", layout))
             self.optimizer.state[master] |= {STEP: step_for(self.optimizer, master, step), **moments}
 
     def _is_others(self, name: str) -> bool:

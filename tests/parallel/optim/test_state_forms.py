@@ -23,9 +23,9 @@ from dhp.checkpoint.source import load_shards
 from dhp.core.parameters import Group
 from dhp.core.state_forms import COMPENSATION, FORMS, MASTER, MOMENTS, SUM
 from dhp.parallel.optim.base import StageOptimizer, make_adamw
+from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, make_chunked_adamw
 from dhp.parallel.optim.compensation import saved_master
 from dhp.parallel.optim.fsdp import FullySharded
-from dhp.parallel.optim.narrow_adamw import NarrowAdamW, make_narrow_adamw
 from dhp.parallel.optim.replicated import Replicated
 from dhp.parallel.tensor.slices import as_dtensors, cut_of, use_local_slices
 from tests.helpers.ranks import run_on_ranks
@@ -42,6 +42,7 @@ class Layout(NamedTuple):
     zero_stage: int
     ranks: int
     tensor: int = 1
+    host: bool = False  # moments in host memory
 
 
 LAYOUTS = (Layout(0, 1), Layout(0, 2), Layout(0, 2, 2), Layout(2, 2), Layout(3, 3), Layout(3, 4, 2))
@@ -100,8 +101,8 @@ class _Rank:
     def _optimizer(self, layout: Layout) -> StageOptimizer:
         group, form, bf16 = lambda _: Group("text", 1e-2, DECAY, 0), self.form, torch.bfloat16
         exact = lambda named: make_adamw(named, group, BETAS, EPS)
-        narrow = lambda named: make_narrow_adamw(named, group, BETAS, EPS, form, SEED)
-        make: Any = exact if form.nbytes == 18 else narrow
+        narrow = lambda named: make_chunked_adamw(named, group, BETAS, EPS, form, SEED, layout.host)
+        make: Any = exact if form.nbytes == 18 and not layout.host else narrow
         if not layout.zero_stage:
             return Replicated(self.net, make, self.mesh["data"].get_group(), bf16, form=form)
         own = list(self.net.layers)
@@ -199,6 +200,21 @@ def test_every_layout_has_the_states_of_one_process_to_the_bit(layout: Layout, n
         assert torch.equal((master - weight.float()).abs(), nearest), name
 
 
+@pytest.mark.parametrize("nbytes", [18, 12])
+@pytest.mark.parametrize("layout", [Layout(0, 2, host=True), Layout(3, 2, host=True)], ids=str)
+def test_moments_in_host_memory_are_the_same_and_go_on_after_a_resume(
+    layout: Layout, nbytes: int, tmp_path: Path
+) -> None:
+    half, resumed = tmp_path / "half", tmp_path / "resumed"
+    run_on_ranks(_train, layout.ranks, layout, nbytes, range(2), str(half))
+    run_on_ranks(_train, layout.ranks, layout, nbytes, range(2, 4), str(resumed), str(half))
+    _, states = plain(nbytes, layout.ranks, 4)
+    for name, (master, *moments, _) in read(resumed).items():
+        assert torch.equal(master, states[name].master), name
+        for mine, theirs in zip(moments, states[name].moments, strict=True):
+            assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), name
+
+
 def test_sums_in_16_bits_are_rounded_at_every_addition_and_those_in_32_are_not() -> None:
     """A gradient of 1 added to 256 is nothing in bfloat16."""
     for nbytes, expected in ((16, 256.0), (10, 256.0), (12, 257.0), (18, 257.0)):
@@ -261,7 +277,7 @@ def _kept(layout: Layout, nbytes: int) -> list[int]:
     for tensor in held:
         seen[tensor.data_ptr()] = tensor.nbytes
     elements = sum(weight.numel() for weight in weights)
-    return [sum(seen.values()), elements, int(isinstance(optimizer, NarrowAdamW))]
+    return [sum(seen.values()), elements, int(isinstance(optimizer, ChunkedAdamW))]
 
 
 @pytest.mark.parametrize("nbytes", FORMS)

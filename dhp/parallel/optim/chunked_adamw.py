@@ -1,4 +1,5 @@
-"""AdamW for the forms of states that have 16-bit sums, moments or halves of weights, widened as they are read.
+"""AdamW for the forms of states that have 16-bit sums, moments or halves of weights, widened as they are read, and for
+moments in host memory.
 
 Some rows at a time are widened to float32 and take AdamW's step there (Loshchilov and Hutter 2019, algorithm 2); what
 is kept in 16 bits is rounded behind it. Operations are elementary ones, each rounded by itself: fused kernels contract
@@ -19,6 +20,7 @@ from dhp.core.state_forms import COMPENSATION, MOMENTS, StateForm
 from dhp.parallel.optim.base import STEP, ScalingOptimizer, group_parameters
 from dhp.parallel.optim.compensation import join_master, split_master
 from dhp.parallel.optim.fsdp_parts import RowBlock
+from dhp.parallel.optim.host_moments import HostMoments
 from dhp.parallel.optim.stochastic import draw_halves, draw_key, round_stochastically
 
 CHUNK_ELEMENTS = 1 << 21  # that are in float32 at a time, some 90 MB with all temporaries
@@ -46,6 +48,21 @@ class Extent(NamedTuple):
                 yield taken, (offset[0] + begin, *offset[1:])
 
 
+class _Chunk(NamedTuple):
+    """Rows of a weight with all that a step takes of them, on their memory. They begin at `offset` in a parameter of
+    shape `whole`."""
+
+    weight: Tensor
+    gradient: Tensor
+    moments: list[Tensor]
+    compensation: Tensor | None
+    offset: tuple[int, ...]
+    whole: tuple[int, ...]
+    key: int
+    step: int
+    rates: Rates
+
+
 class Rates(NamedTuple):
     """What a step does with a gradient: `factor` is what it is multiplied by before anything else."""
 
@@ -56,17 +73,19 @@ class Rates(NamedTuple):
     eps: float
 
 
-class NarrowAdamW(ScalingOptimizer):
+class ChunkedAdamW(ScalingOptimizer):
     """AdamW of weights in float32, or in bfloat16 with a compensation (`hold_halves`); gradients in any format.
 
-    form: the formats of the moments. seed: of stochastic rounding. extents: by weight, what of a parameter it is; one
-    that has none is whole.
+    form: the formats of the moments. seed: of stochastic rounding. host: moments lie in host memory. extents: by
+    weight, what of a parameter it is; one that has none is whole.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], form: StateForm, seed: int):
+    def __init__(self, groups: Sequence[dict[str, Any]], form: StateForm, seed: int, host: bool = False):
         super().__init__(groups, {})
         self._formats = {kind: getattr(torch, form.format(kind)) for kind in MOMENTS}
         self._seed = seed
+        there = next((weight.device for group in groups for weight in group["params"]), torch.device("cpu"))
+        self._host = HostMoments(there) if host else None
         self.extents: dict[Tensor, Extent] = {}
 
     def hold_halves(self, weight: nn.Parameter, master: Tensor) -> None:
@@ -79,33 +98,62 @@ class NarrowAdamW(ScalingOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update every weight that has a gradient, times `coefficient`. There is no closure."""
+        if self._host is None:
+            for chunk in self._chunks():
+                _update(chunk, chunk.moments)
+            return
+        for chunk, moments in self._host.ahead(self._chunks()):
+            _update(chunk, moments)
+            self._host.put_back(chunk.moments, moments)
+
+    def new_moments(self, weight: Tensor) -> dict[str, Tensor]:
+        """Moments of a weight that no step has updated, where they lie."""
+        if self._host is None:
+            return {kind: torch.zeros_like(weight, dtype=format) for kind, format in self._formats.items()}
+        return {kind: self._host.allocate(weight.shape, format) for kind, format in self._formats.items()}
+
+    def settle(self) -> None:
+        """Wait until moments are in host memory, where they lie there."""
+        if self._host is not None:
+            self._host.settle()
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        """Rows of each weight that has a gradient, some at a time, for the weight's next step."""
         for group in self.param_groups:
             rates = Rates(self.coefficient, group["lr"], group["weight_decay"], group["betas"], group["eps"])
             for name, weight in zip(group["names"], group["params"], strict=True):
                 if weight.grad is not None:
-                    self._update(name, weight, rates)
+                    yield from self._chunks_of(name, weight, rates)
 
-    def _update(self, name: str, weight: nn.Parameter, rates: Rates) -> None:
+    def _chunks_of(self, name: str, weight: nn.Parameter, rates: Rates) -> Iterator[_Chunk]:
         state = self.state[weight]
         if MOMENTS[0] not in state:
             state.setdefault(STEP, torch.tensor(0.0))
-            state |= {kind: torch.zeros_like(weight, dtype=format) for kind, format in self._formats.items()}
+            state |= self.new_moments(weight)
         state[STEP] += 1
         step = int(state[STEP])
         key, extent = draw_key(self._seed, name, step), self.extents.get(weight) or Extent.whole(weight)
-        pieces = [state[kind] for kind in (*MOMENTS, COMPENSATION) if kind in state]
-        for rows, offset in extent.chunks(weight):
-            own, gradient, *held = (_rows_of(values)[rows] for values in (weight.detach(), weight.grad, *pieces))
-            moments = [moment.float() for moment in held[:2]]
-            master = join_master(own, held[2]) if len(held) > 2 else own
-            step_adamw(master, gradient.float(), *moments, step, rates)
-            if len(held) > 2:
-                for half, values in zip((own, held[2]), split_master(master), strict=True):
-                    half.copy_(values)
-            if moments[0].dtype != held[0].dtype:
-                drawn = draw_halves(offset, own.shape, extent.shape, key, own.device)
-                for moment, values, bits in zip(held, moments, drawn):
-                    moment.copy_(round_stochastically(values, bits))
+        for taken, offset in extent.chunks(weight):
+            own, gradient, *moments = (
+                _rows_of(values)[taken] for values in (weight.detach(), weight.grad, *(state[k] for k in MOMENTS))
+            )
+            half = _rows_of(state[COMPENSATION])[taken] if COMPENSATION in state else None
+            yield _Chunk(own, gradient, moments, half, offset, extent.shape, key, step, rates)
+
+
+def _update(chunk: _Chunk, moments: Sequence[Tensor]) -> None:
+    """Update a chunk's rows, and `moments`, on their device, in place."""
+    wide = [moment.float() for moment in moments]
+    halves = chunk.compensation is not None
+    master = join_master(chunk.weight, chunk.compensation) if halves else chunk.weight
+    step_adamw(master, chunk.gradient.float(), *wide, chunk.step, chunk.rates)
+    if halves:
+        for half, values in zip((chunk.weight, chunk.compensation), split_master(master), strict=True):
+            half.copy_(values)
+    if wide[0].dtype != moments[0].dtype:
+        drawn = draw_halves(chunk.offset, chunk.weight.shape, chunk.whole, chunk.key, chunk.weight.device)
+        for moment, values, bits in zip(moments, wide, drawn, strict=True):
+            moment.copy_(round_stochastically(values, bits))
 
 
 def step_adamw(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, rates: Rates) -> None:
@@ -119,18 +167,26 @@ def step_adamw(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, 
     weight.sub_(first.div(divisor).mul_(rate / (1 - beta_1**step)))
 
 
-def make_narrow_adamw(
+def make_chunked_adamw(
     named: Iterable[tuple[str, nn.Parameter]],
     group: Callable[[str], Group],
     betas: Sequence[float],
     eps: float,
     form: StateForm,
     seed: int,
-) -> NarrowAdamW:
+    host: bool = False,
+) -> ChunkedAdamW:
     """The optimizer of named parameters, those of each `group` in a group of it, which keeps its name."""
     groups = group_parameters(named, group)
     own = {"betas": tuple(betas), "eps": eps}
-    return NarrowAdamW([one | own for one in groups], form, seed)
+    return ChunkedAdamW([one | own for one in groups], form, seed, host)
+
+
+def new_moments(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
+    """Moments of a weight that no step has updated, as the optimizer keeps them."""
+    if isinstance(optimizer, ChunkedAdamW):
+        return optimizer.new_moments(weight)
+    return {kind: torch.zeros_like(weight) for kind in MOMENTS}
 
 
 def _rows_of(values: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from dhp.core.parameters import Group
 from dhp.core.state_forms import COMPENSATION, FORMS, MOMENTS, SUM
-from dhp.parallel.optim import narrow_adamw
+from dhp.parallel.optim import chunked_adamw
 from dhp.parallel.optim.base import clipped_step
+from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, make_chunked_adamw
 from dhp.parallel.optim.compensation import join_master
 from dhp.parallel.optim.fsdp_parts import RowBlock
-from dhp.parallel.optim.narrow_adamw import Extent, NarrowAdamW, make_narrow_adamw
 from tests.parallel.optim.plain_states import PlainStates
 
 STEPS, NAME, DECAY, BETAS, EPS, SEED = 5, "layer.weight", 0.1, (0.9, 0.999), 1e-8, 3
@@ -27,13 +27,13 @@ def gradient(step: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(step + 1))
 
 
-def optimizer_of(weights: dict[str, nn.Parameter], form: int) -> NarrowAdamW:
+def optimizer_of(weights: dict[str, nn.Parameter], form: int) -> ChunkedAdamW:
     for weight in weights.values():
         weight.grad_dtype = None
-    return make_narrow_adamw(weights.items(), lambda _: Group("text", 1e-2, DECAY, 0), BETAS, EPS, FORMS[form], SEED)
+    return make_chunked_adamw(weights.items(), lambda _: Group("text", 1e-2, DECAY, 0), BETAS, EPS, FORMS[form], SEED)
 
 
-def held(master: Tensor, form: int) -> tuple[nn.Parameter, NarrowAdamW]:
+def held(master: Tensor, form: int) -> tuple[nn.Parameter, ChunkedAdamW]:
     """A weight as the form keeps it."""
     halves = FORMS[form].compensated
     weight = nn.Parameter(master.to(torch.bfloat16) if halves else master.clone())
@@ -43,7 +43,7 @@ def held(master: Tensor, form: int) -> tuple[nn.Parameter, NarrowAdamW]:
     return weight, optimizer
 
 
-def states_of(weight: nn.Parameter, optimizer: NarrowAdamW) -> list[Tensor]:
+def states_of(weight: nn.Parameter, optimizer: ChunkedAdamW) -> list[Tensor]:
     state = optimizer.state[weight]
     own = weight.detach()
     return [join_master(own, state[COMPENSATION]) if COMPENSATION in state else own, *(state[kind] for kind in MOMENTS)]
@@ -57,7 +57,7 @@ def plain(form: int, shape: tuple[int, ...], coefficient: float) -> list[Tensor]
     return [states.master, *states.moments]
 
 
-def train(weight: nn.Parameter, optimizer: NarrowAdamW, form: int, rows: slice, coefficient: float) -> None:
+def train(weight: nn.Parameter, optimizer: ChunkedAdamW, form: int, rows: slice, coefficient: float) -> None:
     for step in range(STEPS):
         whole = gradient(step, (9, 5) if weight.ndim == 2 else tuple(weight.shape))
         weight.grad = (whole[rows] if weight.ndim else whole).to(getattr(torch, FORMS[form].format(SUM)))
@@ -70,7 +70,7 @@ def train(weight: nn.Parameter, optimizer: NarrowAdamW, form: int, rows: slice, 
 def test_steps_of_a_plain_process(
     form: int, coefficient: float, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(narrow_adamw, "CHUNK_ELEMENTS", 10)  # two rows of five
+    monkeypatch.setattr(chunked_adamw, "CHUNK_ELEMENTS", 10)  # two rows of five
     weight, optimizer = held(start(shape), form)
     train(weight, optimizer, form, slice(None), coefficient)
     for found, expected in zip(states_of(weight, optimizer), plain(form, shape, coefficient), strict=True):
