@@ -47,8 +47,6 @@ ROWS = [
     Row("windows", Case(ONE, Degrees(tensor=2), 1, schedule="vision_ahead", packing=True, recompute="linear",
         mlp_chunks=3, trainable=SOME, frozen=("vision",), groups=GROUPS)),
     Row("tied", Case(ONE, ONE, 2, schedule="gpipe", stages=2, recompute="linear", mlp_chunks=3)),
-    Row("tied", Case(ONE, Degrees(tensor=2), 1, autotp=True, schedule="vision_ahead", packing=True,
-        recompute="linear", mlp_chunks=3, groups=GROUPS)),
     Row("tied", Case(Degrees(data=2, tensor=2), Degrees(ulysses=2, tensor=2), 2, "bfloat16", 2, text_zero_stage=3,
         fsdp=True, schedule="vision_ahead", packing=True, recompute="linear", mlp_chunks=3)),
     Row("tied", Case(Degrees(ring=2), Degrees(ring=2), 2, "float64", 3, text_zero_stage=3, fsdp=True,
