@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -28,6 +29,16 @@ _STATUS = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-minutes", type=float, default=5.0, help="how long `-m fuzz` draws layouts")
     parser.addoption("--fuzz-seed", type=int, default=24, help="which layouts `-m fuzz` draws")
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers() -> Iterator[None]:
+    """What a command that a test calls does at a signal stays until the test ends, not until its process does."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
+            signal.signal(number, handler)
 
 
 @pytest.hookimpl(trylast=True)

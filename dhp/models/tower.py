@@ -77,8 +77,8 @@ class Tower(Part):
         """Raises ConfigError where a pipeline should divide a tower that runs as a whole alone."""
         if resolved(asked.pipeline) > 1 and not self.divisible:
             raise ConfigError(
-                f"{part}.pipeline={asked.pipeline} with a {self.config.model_type} model: its {part} tower takes "
-                f"pictures whole, and runs of its layers alone are not known here. Set {part}.pipeline=1, and "
+                f"{part}.pipeline={asked.pipeline} with a {self.config.model_type} model: runs of layers of its {part} "
+                f"tower alone are not known here. Set {part}.pipeline=1, and "
                 f"{part}.parallelism=data, sequence or tensor"
             )
 

@@ -80,7 +80,10 @@ def _encoder(plan: RunPlan, stage: StageSpec, work: VisionWork) -> tuple[float, 
     pictures = assumed_rows(plan.config).samples if rows.patches else 0
     each = rows.patches / max(pictures, 1)
     pairs = pictures * (work.window_pair * each * each / rows.windows + work.segment_pair * each * each)
-    done = rows.patches * (work.patch + work.token) + pairs + work.embedding * rows.features
+    layers = len(plan.family.parts[stage.part].layers.kinds)
+    done = (rows.patches * work.token + pairs) * len(stage.layers) / layers
+    done += rows.patches * work.patch if 0 in stage.layers else 0
+    done += work.embedding * rows.features if layers - 1 in stage.layers else 0
     forward_s = OPERATIONS * done / stage.degrees.tensor / SPEED
     passes = find_passes(plan.family, plan.parameters, plan.rules)[stage.part].layers
     goes = any(map(plan.graph.goes_back, stage.nodes))

@@ -45,6 +45,15 @@ def test_a_frozen_tower_has_no_backward_and_frozen_layers_less(four_layers_model
     assert not any(span.action == Backward(Node("text.0"), 0) for span in timeline.spans)
 
 
+def test_stages_of_a_tower_take_together_what_the_whole_takes(four_layers_model: str) -> None:
+    whole = seconds(step_of(four_layers_model, "text.cuts=[2]"), Forward, "vision")
+    staged = ("vision.parallelism=pipeline", "vision.num_actors=2", "vision.cuts=[1]")
+    timeline = step_of(four_layers_model, "text.cuts=[2]", *staged)
+    first, last = (seconds(timeline, Forward, f"vision.{at}") for at in range(2))
+    assert first + last == pytest.approx(whole) and last > 1.5 * first
+    assert {span.action.node.stage for span in timeline.spans} == {"vision.0", "vision.1", "text.0", "text.1"}
+
+
 def test_the_better_cut_has_the_smaller_bubble(four_layers_model: str) -> None:
     uneven, exact = (
         step_of(four_layers_model, f"text.{how}", *FROZEN_TOWER) for how in ("cuts=[1]", "partition=exact")

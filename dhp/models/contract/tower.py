@@ -46,6 +46,7 @@ class WholeTower(Tower):
         return self._contract.dummy
 
     def check(self, asked: PartConfig) -> None:
+        self.check_stages("vision", asked)
         self.check_cut(resolved(asked.tensor))
         ring = resolved(asked.ring)
         if ring > 1:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForImageTextToText
 
+from dhp.config.layout import resolve_part
+from dhp.config.part import PartConfig
+from dhp.core.errors import ConfigError
 from dhp.core.graph import HIDDEN_STATES
 from dhp.models.registry import load_family
 from dhp.models.tower import TowerInputs
@@ -20,7 +23,10 @@ from dhp.parallel.attention.segments import segment_attention
 from tests.helpers.tiny_families import save_family
 
 GRIDS = [(1, 6, 10), (1, 4, 4)]
-DIVISIBLE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
+DIVISIBLE = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen3_omni",
+    "glm4v", "glm46v", "glm4v_moe",
+)  # fmt: skip
 
 
 def _cut(chunks: tuple[Chunk, ...], family, model, inputs: TowerInputs) -> dict[str, Tensor]:  # noqa: ANN001
@@ -64,6 +70,18 @@ def test_chunks_one_behind_another_make_what_the_whole_makes(name: str, tmp_path
     after = family.tower.encode(model, inputs)
     assert all(torch.equal(after[key], rows) for key, rows in whole.items())
     assert model.config.to_dict() == config
+
+
+@pytest.mark.parametrize("name", ["llava_clip", "internvl", "kimi_k25"])
+def test_a_tower_that_runs_as_a_whole_alone_is_not_cut(name: str, tmp_path: Path) -> None:
+    """Of its own family, by contract, and of this kind but for its embedding."""
+    tower = load_family(str(save_family(name, tmp_path / "model"))).tower
+    whole, cut = (
+        resolve_part("vision", PartConfig("a/model", kind, actors)) for kind, actors in (("none", 1), ("pipeline", 2))
+    )
+    tower.check(whole)
+    with pytest.raises(ConfigError, match=r"vision\.pipeline=2 with a .* are not known here"):
+        tower.check(cut)
 
 
 @pytest.mark.parametrize("name", DIVISIBLE)
