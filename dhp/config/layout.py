@@ -164,8 +164,8 @@ def _check_partition(name: str, part: PartConfig) -> None:
     require_choice(f"{name}.partition", part.partition, PARTITIONS, _MEANT_PARTITIONS)
     if name != "text":
         raise ConfigError(
-            f"{name}.partition={part.partition} does not exist yet: {name} is never cut into stages. Leave "
-            f"{name}.partition out"
+            f"{name}.partition={part.partition} does not exist yet: a way to cut is chosen for the decoder's layers "
+            f"alone. Leave {name}.partition out: stages have as many layers each, or those that {name}.cuts says"
         )
     if part.cuts is not None:
         raise ConfigError(
