@@ -135,7 +135,9 @@ def test_kernels_that_it_would_not_call_are_refused(tower: AudioTower) -> None:
 @pytest.mark.parametrize("name", ["llava_clip", "llava_next"])
 def test_so_they_are_of_towers_that_take_pictures_whole(name: str, tmp_path: Path) -> None:
     make_config(name).save_pretrained(tmp_path)
-    asked = PartConfig("m", "data", 2, pipeline=1, data=2, ulysses=1, ring=1, tensor=1, attention_backend="flash_attention_2")
+    asked = PartConfig(
+        "m", "data", 2, pipeline=1, data=2, ulysses=1, ring=1, tensor=1, attention_backend="flash_attention_2"
+    )
     with pytest.raises(ConfigError, match=r"vision\.attention_backend=flash_attention_2 with a llava.*Set vision"):
         load_family(str(tmp_path)).tower.check(asked)
 
