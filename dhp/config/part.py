@@ -136,6 +136,11 @@ class PartConfig:
     """Who does the ZeRO stage: deepspeed (stages 1 to 3 with tensor=1; 3 only with training.schedule=sequential) | fsdp
     (torch's FSDP2: stages 2 and 3 with any tensor) | auto (fsdp where tensor > 1, else deepspeed)."""
 
+    sequence_sharded_norms: bool = False
+    """true: between the blocks of a layer each tensor actor holds the states of its own tokens, so that what norms and
+    residuals keep is divided as well (Megatron-LM's sequence parallelism); an all-gather and a reduce-scatter take the
+    place of each all-reduce. With tensor > 1, and parallelism other than autotp."""
+
     state_bytes: int = 18
     """Bytes that a trained parameter costs with dtype=bfloat16, its gradient included: 18, the weight, and in float32 a
     master weight, the sum of gradients and AdamW's two moments | 16, with sums in bfloat16 | 12, with moments in

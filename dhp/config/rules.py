@@ -66,6 +66,13 @@ PART_RULES: tuple[Rule, ...] = (
          f": DeepSpeed's ZeRO holds {FORMS[EXACT_STATES].equation} bytes a parameter and no other form. Set "
          "{name}.zero_engine=fsdp with {name}.zero_stage=2 or 3 (and {name}.parallelism=data in the place of "
          f"deepspeed), {{name}}.zero_stage=0, or {{name}}.state_bytes={EXACT_STATES}."),
+    Rule("{name}.sequence_sharded_norms {name}.tensor", lambda p: p.sequence_sharded_norms and p.tensor == 1,
+         ": it is tensor actors that share out a sequence's tokens between blocks. Set {name}.tensor=2 or more, or "
+         "leave {name}.sequence_sharded_norms out."),
+    Rule("{name}.sequence_sharded_norms {name}.parallelism",
+         lambda p: p.sequence_sharded_norms and p.parallelism == "autotp",
+         ": DeepSpeed's layers sum over all tokens. Set {name}.parallelism=tensor, or leave "
+         "{name}.sequence_sharded_norms out."),
     Rule("{name}.host_moments {name}.zero_engine {name}.zero_stage",
          lambda p: p.host_moments and p.zero_stage and p.zero_engine == DEEPSPEED,
          ": DeepSpeed's ZeRO keeps its states where the weights are. Set {name}.zero_engine=fsdp with "

@@ -18,6 +18,7 @@ from dhp.core.parameters import is_inside
 from dhp.core.reports import KernelUse
 from dhp.engine.build import freeze, place_kernels
 from dhp.engine.cached_features import FeatureKeeper
+from dhp.engine.shard_norms import shard_tower
 from dhp.engine.stage import StageEngine
 from dhp.engine.transfer import gradient_of, joined, move_with_plans, to_device
 from dhp.models.load import load_part
@@ -29,6 +30,7 @@ from dhp.parallel.attention.segments import segment_attention
 from dhp.parallel.attention.shard_plan import plan_of_shards
 from dhp.parallel.comm import sequence_group
 from dhp.parallel.tensor.plan import local_plan
+from dhp.parallel.tensor.sequence_norms import TensorRanks
 from dhp.parallel.tensor.slices import use_local_slices
 from dhp.parallel.tensor.styles import with_fused
 
@@ -78,6 +80,8 @@ class EncoderEngine(StageEngine):
         tower.freeze_unused(model)
         freeze(model, lambda name: not is_inside(name, self.family.idle))
         tower.split_heads(model, self.spec.degrees.tensor)
+        if self.settings.sequence_sharded_norms and mesh.size() > 1:
+            shard_tower(model, tower, self._chunk, TensorRanks(mesh.size(), mesh.get_group()))
         AttentionInterface.register(ATTENTION, self.attention(segment_attention))
         tower.use_attention(model, ATTENTION)
         if self.settings.zero_stage == 3:  # which gathers a module's weights for each of its calls

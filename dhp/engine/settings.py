@@ -40,6 +40,8 @@ class StageSettings:
 
     zero_stage: what is sharded over ranks that hold the same slices; zero_engine: deepspeed or fsdp shards it.
 
+    sequence_sharded_norms: of tensor ranks, between whose blocks each holds the states of its own tokens.
+
     state_bytes: of a trained parameter, which say in what form its states are kept (`dhp.core.state_forms`).
     host_moments: the optimizer's moments lie in host memory.
 
@@ -92,6 +94,7 @@ class StageSettings:
     resume_states: bool = True
     deterministic: bool = False
     kernels: Mapping[str, str] = field(default_factory=dict)
+    sequence_sharded_norms: bool = False
     state_bytes: int = EXACT_STATES
     host_moments: bool = False
     objective: str = "sft"

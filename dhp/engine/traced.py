@@ -20,6 +20,7 @@ from dhp.core.errors import DhpError, ModelError
 from dhp.core.parameters import AdapterSettings
 from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.engine.build import freeze
+from dhp.engine.shard_norms import shard_without_ranks
 from dhp.models.family import Family
 from dhp.models.part import Part
 from dhp.models.shape import adapt, empty_slices
@@ -33,6 +34,7 @@ from dhp.parallel.kernels.replace import replace_without_weights
 from dhp.parallel.recompute.layers import ATTENTION, RecomputedLayers, tile_mlps
 from dhp.parallel.recompute.meter import ActivationMeter
 from dhp.parallel.recompute.saved_calls import save_output
+from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import with_fused
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -64,6 +66,7 @@ class TraceSettings:
     receives_gradients: bool = True
     adapters: Mapping[str, AdapterSettings] = field(default_factory=dict)
     mlp_chunks: int = 1
+    sequence_sharded_norms: bool = False
     objective: str = "sft"
 
 
@@ -125,6 +128,9 @@ def _model(source: str, family: Family, name: str, settings: TraceSettings) -> A
         part.split_heads(model, tensor)
     elif tensor > family.decoder.kv_heads:
         family.decoder.share_kv_heads(model, tensor)
+    if settings.sequence_sharded_norms and tensor > 1:
+        local_plan(model, model._expand_parallel_plan(model.tp_plan | dict(styles)))  # names what is cut, and how
+        shard_without_ranks(model, part, tensor)
     replace_without_weights(model, getattr(torch, settings.dtype))
     for module in model.modules():
         if isinstance(module, nn.Embedding):

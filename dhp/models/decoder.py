@@ -210,7 +210,7 @@ class Decoder(Part):
             return unchanged
         layer = decoder.layers.get_submodule(str(index))
         added = [inputs.images[name] for name, place in self.enters.items() if place == index and name in inputs.images]
-        return partial(_run_and_add, layer, added, inputs.image_positions) if added else layer
+        return partial(_run_and_add, layer, added, inputs) if added else layer
 
 
 def embed(model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:
@@ -236,15 +236,14 @@ def _rope_types(parameters: Mapping[str, Any]) -> set[str]:
 
 
 def _run_and_add(
-    layer: Callable[..., Tensor], added: Sequence[Tensor], positions: Tensor, states: Tensor, **named: Any
+    layer: Callable[..., Tensor], added: Sequence[Tensor], inputs: DecoderInputs, states: Tensor, **named: Any
 ) -> Tensor:
-    """A layer, and then its states with `added` [n, hidden] at `positions`. Outside of the layer's own call, which may
-    run again in backward."""
+    """A layer, and then its states with `added` [n, hidden] at the images' places. Outside of the layer's own call,
+    which may run again in backward."""
     output = layer(states, **named)
-    flat = output.flatten(0, 1)
     for images in added:
-        flat = flat.index_add(0, positions, images.to(flat.dtype))
-    return flat.view_as(output)
+        output = inputs.add(output, images.to(output.dtype), inputs.image_positions)
+    return output
 
 
 def unchanged(states: Tensor, *_: Any, **__: Any) -> Tensor:

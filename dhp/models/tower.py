@@ -74,12 +74,19 @@ class Tower(Part):
         check_tower(self.heads, resolved(asked.ulysses), resolved(asked.tensor))
 
     def check_stages(self, part: str, asked: PartConfig) -> None:
-        """Raises ConfigError where a pipeline should divide a tower that runs as a whole alone."""
+        """Raises ConfigError where a pipeline should divide a tower that runs as a whole alone, or its states between
+        layers be cut."""
         if resolved(asked.pipeline) > 1 and not self.divisible:
             raise ConfigError(
                 f"{part}.pipeline={asked.pipeline} with a {self.config.model_type} model: runs of layers of its {part} "
                 f"tower alone are not known here. Set {part}.pipeline=1, and "
                 f"{part}.parallelism=data, sequence or tensor"
+            )
+        if asked.sequence_sharded_norms and not self.divisible:
+            raise ConfigError(
+                f"{part}.sequence_sharded_norms=true with a {self.config.model_type} model: its {part} tower runs as a "
+                "whole, and that the states between its layers may be cut by tokens is not known. Leave "
+                f"{part}.sequence_sharded_norms out"
             )
 
     def check_backend(self, part: str, asked: PartConfig) -> None:

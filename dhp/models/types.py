@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -141,6 +141,11 @@ class LayerParts:
     kinds: tuple[str, ...]
 
 
+def add_rows(states: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """[rows, tokens, hidden] with `rows` [n, hidden] added at `places` of the flattened tokens."""
+    return states.flatten(0, 1).index_add(0, places, rows).view_as(states)
+
+
 @dataclass(frozen=True)
 class DecoderInputs:
     """The decoder's inputs, on its device.
@@ -156,6 +161,8 @@ class DecoderInputs:
     part.
 
     hidden: states from the chunk before, [rows, tokens, hidden]; None for a first chunk.
+
+    add: adds rows [n, hidden] to a layer's states at places of the flattened tokens.
     """
 
     input_ids: Tensor
@@ -166,6 +173,7 @@ class DecoderInputs:
     kinds: Tensor | None = None
     others: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     other_positions: Mapping[str, Tensor] = field(default_factory=dict)
+    add: Callable[[Tensor, Tensor, Tensor], Tensor] = add_rows
 
 
 @dataclass(frozen=True)

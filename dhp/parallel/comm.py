@@ -112,7 +112,16 @@ def gather_alike(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     every = source.new_empty((dist.get_world_size(group) * source.shape[0], *source.shape[1:]))
     dist.all_gather_into_tensor(every, source, group=group)
     every = every.to(tensor.device) if staged else every
-    return every.unflatten(0, (-1, source.shape[0]))
+    return every.view(dist.get_world_size(group), *source.shape)
+
+
+def sum_scattered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Of the sum over the group of `rows`, [ranks × n, …], this rank's n; no autograd."""
+    staged = _must_stage(rows, group)
+    source = rows.contiguous().cpu() if staged else rows.contiguous()
+    own = source.new_empty((len(source) // dist.get_world_size(group), *source.shape[1:]))
+    dist.reduce_scatter_tensor(own, source, group=group)
+    return own.to(rows.device) if staged else own
 
 
 def send_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -240,11 +240,13 @@ def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None
                 f"Set {name}.parallelism=tensor, where dhp has its own."
             )
         return
+    from dhp.engine.shard_norms import check_norms
     from dhp.models.shape import check_tensor_plan
     from dhp.parallel.tensor.plan import local_plan
     from dhp.parallel.tensor.styles import with_fused
 
-    check_tensor_plan(source, family.outside(name), local_plan, with_fused(own.tensor_plan, own.fused))
+    read = check_norms(own, resolved(part.tensor)) if part.sequence_sharded_norms else local_plan
+    check_tensor_plan(source, family.outside(name), read, with_fused(own.tensor_plan, own.fused))
 
 
 def _check_rules(plan: RunPlan) -> None:

@@ -167,6 +167,7 @@ def stage_settings(
         measure=measures(config) and goes_back,
         zero_stage=part.zero_stage,
         zero_engine=part.zero_engine,
+        sequence_sharded_norms=part.sequence_sharded_norms,
         state_bytes=part.state_bytes,
         host_moments=part.host_moments,
         autotp=part.parallelism == "autotp",

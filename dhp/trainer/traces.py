@@ -57,6 +57,7 @@ def traced(
         receives_gradients=trained_before,
         adapters=adapters_of(config),
         mlp_chunks=section.mlp_chunks,
+        sequence_sharded_norms=section.sequence_sharded_norms,
         objective=config.training.objective,
     )
     return trace_part(source, family, name, traced_rows(config, family, name), settings)

@@ -179,6 +179,14 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ],
         ),
         (
+            {"text__parallelism": "data", "text__sequence_sharded_norms": True},
+            ["text.sequence_sharded_norms=true with text.tensor=1", "Set text.tensor=2 or more"],
+        ),
+        (
+            {"text__parallelism": "autotp", "text__num_actors": 2, "text__sequence_sharded_norms": True},
+            ["text.sequence_sharded_norms=true with text.parallelism=autotp", "Set text.parallelism=tensor"],
+        ),
+        (
             {"vision__host_moments": True, "vision__dtype": "float64"},
             ["vision.host_moments=true with vision.dtype=float64", "Set vision.dtype=float32"],
         ),

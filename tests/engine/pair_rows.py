@@ -1,6 +1,7 @@
 """The rows that always run: each pair of features that can stand together is in one of them.
 
-Found by drawing layouts and taking, again and again, the one with the most pairs that were missing for its ranks. For a
+Found by drawing layouts and taking, again and again,
+        the one with the most pairs that were missing for its ranks. For a
 new feature: give it to rows here until tests/engine/test_pairs.py is content.
 """
 
@@ -44,8 +45,6 @@ ROWS = [
         stages=2, recompute="mlp", mlp_chunks=3)),
     Row("windows", Case(Degrees(ring=2), Degrees(data=2), 1, "float32", 2, text_zero_stage=2, schedule="1f1b",
         stages=2, recompute="offload", mlp_chunks=3, frozen=("vision",), lora=OF_TEXT)),
-    Row("windows", Case(ONE, Degrees(tensor=2), 1, schedule="vision_ahead", packing=True, recompute="linear",
-        mlp_chunks=3, trainable=SOME, frozen=("vision",), groups=GROUPS)),
     Row("tied", Case(ONE, ONE, 2, schedule="gpipe", stages=2, recompute="linear", mlp_chunks=3)),
     Row("tied", Case(Degrees(data=2, tensor=2), Degrees(ulysses=2, tensor=2), 2, "bfloat16", 2, text_zero_stage=3,
         fsdp=True, schedule="vision_ahead", packing=True, recompute="linear", mlp_chunks=3)),
@@ -167,9 +166,6 @@ ROWS = [
     Row("deepstack", Case(Degrees(tensor=2), Degrees(data=2), 2, dtype="float32", schedule="interleaved",
         packing=True, text_zero_stage=1, recompute="offload", stages=2, tower_stages=2, chunks=2,
         mlp_chunks=3)),
-    Row("windows", Case(Degrees(data=2), Degrees(data=2), 2, dtype="bfloat16", zero_stage=1,
-        schedule="vision_ahead", packing=True, text_zero_stage=2, recompute="mlp", tower_stages=2,
-        groups=GROUPS, mlp_chunks=3)),
     Row("windows", Case(Degrees(data=2), ONE, 2, dtype="float32", zero_stage=2, schedule="vision_ahead",
         fsdp=True, tower_stages=2, groups=GROUPS, lora=BOTH)),
     Row("windows", Case(ONE, ONE, 2, dtype="bfloat16", zero_stage=2, schedule="vision_ahead", recompute="light",
@@ -180,4 +176,28 @@ ROWS = [
         schedule="1f1b", text_zero_stage=2, stages=2, tower_stages=2)),
     Row("windows", Case(ONE, Degrees(tensor=2), 2, dtype="float32", zero_stage=2, schedule="vision_ahead",
         autotp=True, recompute="linear", fsdp=True, tower_stages=2)),
+    Row("deepstack", Case(Degrees(ring=2), Degrees(tensor=2), 1, dtype="bfloat16", zero_stage=2, checkpointing=True,
+        text_zero_stage=3, fsdp=True, stages=2, tower_stages=2, groups=GROUPS, mlp_chunks=3, sharded_norms=True)),
+    Row("tied", Case(Degrees(tensor=2), Degrees(data=2), 2, dtype="float32", zero_stage=3, schedule="vision_ahead",
+        text_zero_stage=2, recompute="offload", fsdp=True, sharded_norms=True)),
+    Row("whole images", Case(Degrees(ulysses=2), Degrees(tensor=2), 2, dtype="float32", zero_stage=2,
+        schedule="1f1b", packing=True, recompute="light", stages=2, mlp_chunks=3, sharded_norms=True)),
+    Row("windows", Case(Degrees(tensor=2), Degrees(ulysses=2), 1, packing=True, recompute="linear", tower_stages=2,
+        mlp_chunks=3, sharded_norms=True)),
+    Row("experts", Case(Degrees(data=2), Degrees(tensor=2), 2, dtype="float32", zero_stage=1, checkpointing=True,
+        schedule="gpipe", stages=2, groups=GROUPS, sharded_norms=True)),
+    Row("tied", Case(Degrees(tensor=2), ONE, 2, dtype="float32", schedule="interleaved", text_zero_stage=2,
+        recompute="mlp", stages=2, tower_stages=2, chunks=2, mlp_chunks=3, sharded_norms=True)),
+    Row("windows", Case(Degrees(tensor=2), Degrees(ring=2), 1, dtype="float32", text_zero_stage=1, stages=2,
+        groups=GROUPS, sharded_norms=True)),
+    Row("windows", Case(ONE, Degrees(tensor=2), 1, zero_stage=2, recompute="light", fsdp=True, trainable=SOME,
+        sharded_norms=True)),
+    Row("experts", Case(ONE, Degrees(tensor=2), 1, dtype="float32", zero_stage=3, packing=True, recompute="light",
+        groups=GROUPS, sharded_norms=True)),
+    Row("whole images", Case(ONE, Degrees(tensor=2), 2, dtype="float32", zero_stage=3, schedule="vision_ahead",
+        packing=True, recompute="light", fsdp=True, groups=GROUPS, lora=OF_TEXT, mlp_chunks=3, sharded_norms=True)),
+    Row("experts", Case(ONE, Degrees(tensor=2), 1, dtype="float32", checkpointing=True, schedule="vision_ahead",
+        packing=True, frozen=("vision",), sharded_norms=True)),
+    Row("deepstack", Case(Degrees(tensor=2), Degrees(data=2), 1, dtype="float32", text_zero_stage=3,
+        recompute="offload", groups=GROUPS, mlp_chunks=3, sharded_norms=True)),
 ]  # fmt: skip

@@ -33,7 +33,7 @@ AXES: dict[str, tuple[str, ...]] = {
 OTHERS = (
     *(f"vision {axis}" for axis in ("data", "ulysses", "ring", "tensor", "stages")),
     *(f"text {axis}" for axis in ("data", "ulysses", "ring", "tensor", "autotp", "expert", "stages")),
-    *("lora", "a frozen part", "some by pattern", "groups", "mlp chunks"),
+    *("lora", "a frozen part", "some by pattern", "groups", "mlp chunks", "sharded norms"),
 )
 # Weights that stay as they are show no mistake: rows with one of these count for its own pairs alone.
 LEAVES = {"lora", "a frozen part", "some by pattern"}
@@ -72,6 +72,7 @@ def features_of(row: Row) -> set[str]:
         "some by pattern": bool(case.trainable or set(case.frozen) - {"vision", "text"}),
         "groups": bool(case.groups),
         "mlp chunks": case.mlp_chunks > 1,
+        "sharded norms": case.sharded_norms,
     }
     return found | {name for name, it_has in has.items() if it_has}
 
@@ -112,10 +113,12 @@ def _apart() -> Iterator[tuple[tuple[str, str], str]]:
         yield (f"text {kind}", "text expert"), "ZeRO cuts what all replicas hold alike"
     for kind in ("tensor", "autotp", *SEQUENCE):
         yield ("text expert", f"text {kind}"), "experts are shared out among replicas alone"
+    yield ("text autotp", "sharded norms"), "DeepSpeed's own layers sum over all tokens"
     for kind in ("text tensor", "text stages", "lora", *(f"text {axis}" for axis in SEQUENCE)):
         yield ("text autotp", kind), "DeepSpeed's own layers know none of it"
     for model in ("experts", "deepstack"):
         yield ("text autotp", model), "what DeepSpeed makes of its layers is not known to be exact"
+    yield ("text expert", "sharded norms"), "experts go with tensor=1, and the tower of their model cannot be cut"
     for model in set(AXES["model"]) - {"experts"}:
         yield ("text expert", model), "it has no experts"
     for model in ("whole images", "experts"):

@@ -143,6 +143,24 @@ def test_the_tensor_plan_of_the_decoder(made_model: str, autotp: bool) -> None:
     assert found.update[TEXT] == [{"all_reduce": all_reduced(4, NORM)}] * 4
 
 
+def test_sharded_norms_gather_and_scatter_where_states_were_summed(made_model: str) -> None:
+    """Forward, a sum becomes a scatter of it and a gather; backward too, and each block gathers its input again. Whole
+    states leave the last layer, and enter the first one's gradient."""
+    case = Case(ONE, Degrees(tensor=4), 1, sharded_norms=True)
+    found = traffic(made_model, case, [large_image()])
+    states, rows = -(-TOKENS // 4) * 4 * WIDTH * 8, TARGETS * 8
+    once = states * 3 // 4
+    embedded = all_reduced(4, TOKENS * WIDTH * 8 + 3 * rows)
+    assert (
+        found.forward[TEXT]
+        == [{"all_reduce": embedded, "all_gather": (2 * LAYERS + 1) * once, "reduce_scatter": 2 * LAYERS * once}] * 4
+    )
+    back = {"all_gather": (4 * LAYERS + 1) * once, "reduce_scatter": 2 * LAYERS * once}
+    assert found.backward[TEXT] == [{"all_reduce": all_reduced(4, rows * WIDTH), **back}] * 4
+    norms = (2 * LAYERS + 1) * WIDTH * 8
+    assert found.update[TEXT] == [{"all_reduce": all_reduced(4, norms + NORM)}] * 4
+
+
 def test_the_tensor_plan_of_the_tower(made_model: str) -> None:
     """Two sums a block in each direction; the merger adds one of its output forward, and of its input backward."""
     found = traffic(made_model, Case(Degrees(tensor=2), ONE, 1), [large_image()])

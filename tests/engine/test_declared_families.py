@@ -204,3 +204,17 @@ ALWAYS = [
 @pytest.mark.parametrize(("name", "case"), ALWAYS, ids=[name for name, _ in ALWAYS])
 def test_each_mechanism_equals_the_plain_model(name: str, case: Case, made: dict[str, Made]) -> None:
     assert_exact(run(made[name], case))
+
+
+SHARDED = [
+    "qwen3_5_moe",  # layers that carry state along the row, a router with experts and one beside them
+    pytest.param("gemma3", marks=pytest.mark.families),
+    pytest.param("glm4v_moe", marks=pytest.mark.families),
+    pytest.param("qwen3_omni", marks=pytest.mark.families),
+]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_norms_equal_the_plain_model(name: str, made: dict[str, Made]) -> None:
+    vision = Degrees(tensor=2) if load_family(made[name].folder).tower.divisible else Degrees()
+    assert_exact(run(made[name], Case(vision, Degrees(tensor=2), 2, packing=True, sharded_norms=True)))

@@ -80,6 +80,19 @@ def test_of_a_tensor_rank(made_model: str) -> None:
         assert bytes_of(own) == bytes_of(usage), (choice, part)
 
 
+@pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
+def test_of_a_tensor_rank_with_sharded_norms(model: str, request: pytest.FixtureRequest) -> None:
+    """Each layer keeps less than without, and what is traced is what a rank keeps."""
+    path, sharded = request.getfixturevalue(model), {"sharded_norms": True}
+    for choice, part, usage in measured(path, "float32", Degrees(tensor=2), ("none", "light", "all"), **sharded):
+        own = traced(path, part, usage, "float32", tensor=2, sequence_sharded_norms=True)
+        outside = 9 * usage.rows if part == "text" else 0
+        own = replace(own, before_bytes=own.before_bytes + outside, peak_bytes=own.peak_bytes + outside)
+        assert bytes_of(own) == bytes_of(usage), (choice, part)
+        whole = traced(path, part, usage, "float32", tensor=2)
+        assert own.peak_bytes < whole.peak_bytes and own.layers[0].held_bytes < whole.layers[0].held_bytes
+
+
 def test_a_slice_of_the_vocabulary_need_not_have_the_row_that_pads(tiny_assets: Path) -> None:
     model = str(tiny_assets / "model")
     family = load_family(model)

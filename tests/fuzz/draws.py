@@ -23,6 +23,11 @@ _NAMED = {name for names in KINDS.values() for name in names}
 KINDS["pictures of one shape"] = tuple(name for name in FAMILIES if name not in _NAMED)
 STATES = ("whole", "deepspeed 1", "deepspeed 2", "deepspeed 3", "fsdp 2", "fsdp 3")
 BY_RANKS = ("data", "data", "data", "tensor", "ulysses", "ring", "none", "data and tensor")
+# Families between whose layers states cannot be cut by tokens.
+WHOLE_STATES = {
+    "text": {"gemma4", "gemma4_moe"},
+    "vision": {name for name in FAMILIES if name not in KINDS["tower by patch"]} | {"kimi_k25"},
+}
 RULES = (
     ("training.frozen=[]",),
     ("training.frozen=[embed_tokens]",),
@@ -81,6 +86,9 @@ def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -
     for part in ("vision", "text"):
         axes[f"{part} recompute"] = rng.choice(("none", "none", "full", "mlp", "light"))
     axes["mlp_chunks"] = rng.choice(("1", "1", "2"))
+    for part in ("vision", "text"):
+        able = "tensor" in axes[f"{part} ranks"] and family not in WHOLE_STATES[part]
+        axes[f"{part} norms"] = rng.choice(("sharded", "whole")) if able else "whole"
     axes["audio states"] = rng.choice(STATES) if kind == "hears" else "no such part"
     rules = rng.choice(RULES)
     axes["trains"] = " ".join(rule.partition(".")[2] for rule in rules)
@@ -99,6 +107,7 @@ def _overrides(axes: dict[str, str]) -> Iterator[str]:
         stages = int(axes["stages"]) if part == "text" else 1
         yield from _part(part, axes[f"{part} ranks"], axes[f"{part} states"], stages)
         yield f"{part}.recompute={axes[f'{part} recompute']}"
+        yield f"{part}.sequence_sharded_norms={str(axes[f'{part} norms'] == 'sharded').lower()}"
     if axes["audio states"] in STATES:
         yield from _part("audio", "none" if axes["audio states"] == "whole" else "data", axes["audio states"], 1)
     yield f"text.mlp_chunks={axes['mlp_chunks']}"

@@ -98,6 +98,7 @@ class Case:
     checked: bool = False  # ranks agree on each collective before it begins
     objective: str = "sft"
     state_bytes: int = 18  # of both parts
+    sharded_norms: bool = False  # of each part with tensor ranks
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
@@ -119,6 +120,7 @@ class Case:
         packed += ", in groups" if self.sequence_groups != "one" else ""
         packed += f", {self.objective}" if self.objective != "sft" else ""
         packed += f", {self.state_bytes} bytes" if self.state_bytes != 18 else ""
+        packed += ", sharded norms" if self.sharded_norms else ""
         packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')}"
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
@@ -285,6 +287,7 @@ def settings(stage: StageSpec, graph: StageGraph, model: str, case: Case) -> Sta
         zero_stage=zero_stage[stage.part],
         zero_engine="fsdp" if case.fsdp else "deepspeed",
         state_bytes=case.state_bytes,
+        sequence_sharded_norms=case.sharded_norms,
         autotp=case.autotp and stage.part == "text",
         packing=case.packing,
         update=UPDATE,

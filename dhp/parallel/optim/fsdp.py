@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -39,8 +38,7 @@ from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_moments
 from dhp.parallel.optim.compensation import saved_master
 from dhp.parallel.optim.fsdp_parts import Computation, RowBlock, held_blocks, shard_rows
 from dhp.parallel.optim.replicated import MakeOptimizer, sum_of_squares
-from dhp.parallel.tensor.slices import Cut, cut_of, owned_parameters
-from dhp.parallel.tensor.styles import PARTIAL_OVER
+from dhp.parallel.tensor.slices import Cut, cut_of, owned_parameters, partial_over
 
 
 class _Shard:
@@ -51,7 +49,7 @@ class _Shard:
         self.name, self.trained = name, parameter.requires_grad
         cut = cut_of(owner, own)
         self.cut: Cut | None = None if cut is None or all(p.is_replicate() for p in cut.placements) else cut
-        self.partial: dist.ProcessGroup | None = owner.__dict__.get(PARTIAL_OVER)
+        self.partial = partial_over(owner, own)
         self.shape = tuple(parameter.shape if self.cut is None else self.cut.shape)
         self.blocks: Sequence[RowBlock] = held_blocks(shard_rows(parameter.shape, mesh), parameter.shape, self.cut)
 

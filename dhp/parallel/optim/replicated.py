@@ -31,8 +31,7 @@ from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_moments
 from dhp.parallel.optim.compensation import saved_master
 from dhp.parallel.optim.fsdp_parts import held_blocks
 from dhp.parallel.optim.gradient_buckets import Gradients
-from dhp.parallel.tensor.slices import as_dtensors, cut_of, owned_parameters
-from dhp.parallel.tensor.styles import partial_parameters
+from dhp.parallel.tensor.slices import as_dtensors, cut_of, owned_parameters, partial_over
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]  # of named parameters
 
@@ -72,11 +71,12 @@ class Replicated:
         self._masters = [nn.Parameter(values.detach()) for values in own]
         self.optimizer = make_optimizer(zip(self._names, self._masters))
         self._hold(module, masters)
-        partial_over = {id(parameter): over for parameter, over in partial_parameters(module)}
+        found = [(owner.get_parameter(own), partial_over(owner, own)) for _, owner, own in owned_parameters(module)]
+        parts = {id(parameter): over for parameter, over in found if over is not None}
         self._tied: tuple[str, bool] | None = None
         self._summed = False
         self._gradients = Gradients(
-            self._parameters, self._formats.sums, group, partial_over, overlap, exclusive, summed_over(module)
+            self._parameters, self._formats.sums, group, parts, overlap, exclusive, summed_over(module)
         )
 
     def _hold(self, module: nn.Module, masters: Sequence[Tensor]) -> None:

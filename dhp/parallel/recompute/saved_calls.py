@@ -120,6 +120,11 @@ def _in_force(calls: _Calls | None) -> Iterator[None]:
         _here.calls = outer
 
 
+def runs_again() -> bool:
+    """Whether what runs here is inside of a layer that backward runs again."""
+    return getattr(_here, "calls", None) is not None
+
+
 @contextmanager
 def keeping_nothing() -> Iterator[None]:
     """In the block every call runs, whatever a recomputed layer around it keeps: another checkpoint runs it again."""

@@ -15,7 +15,17 @@ from torch import nn
 from dhp.core.errors import ModelError
 from dhp.parallel.expert.modules import is_experts, require_known
 from dhp.parallel.expert.shares import SHARE
-from dhp.parallel.tensor.styles import COLWISE, EMBEDDING, HEAD, PART, ROWWISE, WHOLE, fused_style, share_entry
+from dhp.parallel.tensor.styles import (
+    COLWISE,
+    EMBEDDING,
+    HEAD,
+    PART,
+    ROWWISE,
+    WHOLE,
+    fused_style,
+    name_style,
+    share_entry,
+)
 
 GATHERED, SPLIT_INPUT, GATE_UP = "colwise_gather_output", "rowwise_split_input", "gate_up_proj"
 
@@ -68,6 +78,8 @@ def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         ours |= {f"{name}.{own}": SHARE for own, _ in modules[name].named_parameters()}  # `cut_widths` does the rest
     siblings: dict[str, list[nn.Module]] = defaultdict(list)
     for name, style in ours.items():
+        if name in modules:
+            name_style(modules[name], style)
         if name in modules and style.startswith(_CUTS_OUTPUTS):
             siblings[name.rpartition(".")[0]].append(modules[name])
     for parent, members in siblings.items():

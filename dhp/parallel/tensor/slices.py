@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from dhp.core.parameters import ADAPTER
-from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWS, Entry, entry_of, sum_of_ranks
+from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWS, Entry, entry_of, exit_of, sum_of_ranks
 
 _CUTS = "dhp_cuts"  # on a module: by parameter, its `Cut`
 
@@ -97,6 +98,14 @@ def owned_parameters(module: nn.Module) -> Sequence[tuple[str, nn.Module, str]]:
     return [(name, *owners[name]) for name, _ in module.named_parameters()]
 
 
+def partial_over(module: nn.Module, name: str) -> dist.ProcessGroup | None:
+    """The ranks over which gradients of the module's own parameter `name` are parts of a sum; None where a rank's are
+    whole: they see all, or only it has these values."""
+    cut = cut_of(module, name)
+    whole = cut is None or all(placement.is_replicate() for placement in cut.placements)
+    return module.__dict__.get(PARTIAL_OVER) if whole else None
+
+
 class _Entering(nn.Module):
     """An adapter's input: it enters the ranks' cut, as the matrix's input does; then dropout is applied."""
 
@@ -126,7 +135,9 @@ def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
             _enter(layer, base, into, group)
         else:
             _take_slice(into, mesh, Shard(1))
-            _sum_output(into, group)
+            _sum_output(into, base, group)
+            if exit_of(base) is not None:
+                setattr(out, PARTIAL_OVER, group)
 
 
 def _enter(layer: Any, base: nn.Module, into: nn.Linear, group: dist.ProcessGroup) -> None:
@@ -143,8 +154,10 @@ def _take_slice(module: nn.Linear, mesh: DeviceMesh, placement: Placement) -> No
     mark(module, "weight", Cut(mesh, (placement,), whole.shape))
 
 
-def _sum_output(module: nn.Linear, group: dist.ProcessGroup) -> None:
-    module.forward = lambda states: sum_of_ranks(F.linear(states, module.weight), group)
+def _sum_output(module: nn.Linear, base: nn.Module, group: dist.ProcessGroup) -> None:
+    """Its output leaves the cut as that of the matrix it stands beside does."""
+    make = exit_of(base) or partial(sum_of_ranks, group=group)
+    module.forward = lambda states: make(F.linear(states, module.weight))
 
 
 def _compute_rows(module: nn.Linear, rows: slice) -> None:

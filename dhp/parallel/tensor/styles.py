@@ -13,7 +13,7 @@ each rank has the part that its query heads give, are summed over the tensor ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ from dhp.parallel.comm import sum_in_place
 PARTIAL_OVER = "dhp_partial_over"  # on a module: the ranks over which its gradients are parts of a sum
 ROWS = "dhp_rows"  # on a module that every rank holds whole: the rows with which this one computes
 _ENTRY = "dhp_entry"  # on a module: the `Entry` that it shares with its siblings
+_EXIT = "dhp_exit"  # on a module whose inputs are cut: what makes its output of this rank's part, if not g
+_STYLE = "dhp_style"  # on a module: the name of its style
 
 
 class _ToAllRanks(torch.autograd.Function):
@@ -75,6 +77,7 @@ class Entry:
 
     def __init__(self, siblings: int = 1):
         self._siblings, self._left = siblings, 0
+        self.entered = False  # inputs come from what sums their gradients itself
         self._given: Tensor | None = None
         self._entered: Tensor | None = None
 
@@ -84,6 +87,8 @@ class Entry:
 
     def enter(self, states: Tensor, group: dist.ProcessGroup) -> Tensor:
         """`states` as all ranks hold them; their gradient will be the sum over the ranks, for every consumer."""
+        if self.entered:
+            return states
         if self._given is not states:
             self._given, self._left = states, self._siblings
             self._entered = _ToAllRanks.apply(states, group)
@@ -104,6 +109,26 @@ def entry_of(module: nn.Module) -> Entry:
     return module.__dict__.setdefault(_ENTRY, Entry())
 
 
+def exit_by(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Let a module whose inputs are cut make its output of this rank's part by `make`, in the place of g."""
+    setattr(module, _EXIT, make)
+
+
+def exit_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """What `exit_by` has set."""
+    return module.__dict__.get(_EXIT)
+
+
+def name_style(module: nn.Module, style: str) -> None:
+    """Remember the style of a module."""
+    setattr(module, _STYLE, style)
+
+
+def style_of(module: nn.Module) -> str | None:
+    """The name of the module's style; None where the plan leaves it out."""
+    return module.__dict__.get(_STYLE)
+
+
 class Colwise(ColwiseParallel):
     """A linear layer whose outputs are cut: [..., in] → this rank's [..., out / ranks]."""
 
@@ -122,7 +147,8 @@ class Rowwise(RowwiseParallel):
         group = mesh.get_group()
 
         def forward(states: Tensor) -> Tensor:
-            output = _SumOfRanks.apply(F.linear(states, module.weight), group)
+            make, part = exit_of(module), F.linear(states, module.weight)
+            output = sum_of_ranks(part, group) if make is None else make(part)
             return output if module.bias is None else output + module.bias
 
         module.forward = forward
@@ -234,6 +260,14 @@ for _name, _style in (
     ALL_PARALLEL_STYLES.register(_name, _style)
 
 
+def is_cut_whole(block: nn.Module) -> bool:
+    """Whether all that has parameters in a block is cut, or sees this rank's heads alone: siblings whose outputs are
+    cut, and one module behind them whose inputs are."""
+    owners = [module for module in block.modules() if any(True for _ in module.parameters(recurse=False))]
+    styles = [style_of(module) for module in owners]
+    return styles.count(ROWWISE) == 1 and all(style not in (None, WHOLE, EMBEDDING, HEAD) for style in styles)
+
+
 def with_fused(plan: Mapping[str, str], fused: Mapping[str, int]) -> dict[str, str]:
     """A tensor plan (style by module) with the modules that are several matrices in one, by their number.
 
@@ -254,12 +288,3 @@ def shared_heads_style(heads: int) -> str:
     name = f"dhp_shared_heads_{heads}"
     ALL_PARALLEL_STYLES.register(name, SharedHeads(heads))
     return name
-
-
-def partial_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
-    """Parameters whose gradients are parts of a sum over the tensor ranks, and these ranks."""
-    for module in model.modules():
-        group = module.__dict__.get(PARTIAL_OVER)
-        if group is not None:
-            for parameter in module.parameters(recurse=False):
-                yield parameter, group
