@@ -30,7 +30,7 @@ from dhp.parallel.attention.segments import segment_attention
 from dhp.parallel.attention.shard_plan import plan_of_shards
 from dhp.parallel.comm import sequence_group
 from dhp.parallel.tensor.plan import local_plan
-from dhp.parallel.tensor.sequence_norms import TensorRanks
+from dhp.parallel.tensor.sequence_shares import TensorRanks
 from dhp.parallel.tensor.slices import use_local_slices
 from dhp.parallel.tensor.styles import with_fused
 
@@ -80,8 +80,8 @@ class EncoderEngine(StageEngine):
         tower.freeze_unused(model)
         freeze(model, lambda name: not is_inside(name, self.family.idle))
         tower.split_heads(model, self.spec.degrees.tensor)
-        if self.settings.sequence_sharded_norms and mesh.size() > 1:
-            shard_tower(model, tower, self._chunk, TensorRanks(mesh.size(), mesh.get_group()))
+        if self.settings.sequence_sharded_norms:
+            shard_tower(model, tower, self._chunk, TensorRanks.of(mesh))
         AttentionInterface.register(ATTENTION, self.attention(segment_attention))
         tower.use_attention(model, ATTENTION)
         if self.settings.zero_stage == 3:  # which gathers a module's weights for each of its calls

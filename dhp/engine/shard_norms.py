@@ -12,7 +12,8 @@ from dhp.models.part import Part
 from dhp.models.tower import Tower
 from dhp.models.types import Chunk
 from dhp.parallel.tensor.plan import local_plan
-from dhp.parallel.tensor.sequence_norms import SequenceNorms, TensorRanks
+from dhp.parallel.tensor.sequence_norms import SequenceNorms
+from dhp.parallel.tensor.sequence_shares import TensorRanks
 
 
 def shard_decoder(model: nn.Module, decoder: Decoder, chunks: Sequence[Chunk], ranks: TensorRanks) -> SequenceNorms:

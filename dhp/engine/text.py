@@ -40,7 +40,7 @@ from dhp.parallel.expert.shares import share_out, share_plan
 from dhp.parallel.tensor.autotp import split_by_autotp
 from dhp.parallel.tensor.expert_widths import cut_widths
 from dhp.parallel.tensor.plan import local_plan
-from dhp.parallel.tensor.sequence_norms import SequenceNorms, TensorRanks
+from dhp.parallel.tensor.sequence_shares import TensorRanks
 from dhp.parallel.tensor.slices import use_local_slices
 from dhp.parallel.tensor.styles import shared_heads_style
 
@@ -71,7 +71,8 @@ class TextEngine(StageEngine):
         classes = {type(module).__name__ for module in model.modules()}  # a stage may hold no layer of a kind
         run_by_segment(model, classes.intersection(self.family.decoder.mixers))
         choose_product(model, self.dtype)
-        self._norms = self._shard_norms(model)
+        ranks = TensorRanks.of(self.mesh["tensor"]) if self.settings.sequence_sharded_norms else None
+        self._norms = ranks and shard_decoder(model, self.family.decoder, self._chunks, ranks)
         decoder = self.family.decoder
         balance = decoder.experts and decoder.experts.balance
         self._routers = Routers(model.get_submodule(decoder.path)) if balance else None
@@ -214,12 +215,6 @@ class TextEngine(StageEngine):
         split_by_autotp(model, self.mesh["tensor"])
         return model
 
-    def _shard_norms(self, model: PreTrainedModel) -> SequenceNorms | None:
-        if not self.settings.sequence_sharded_norms or self.spec.degrees.tensor == 1:
-            return None
-        ranks = TensorRanks(self.spec.degrees.tensor, self.mesh.get_group("tensor"))
-        return shard_decoder(model, self.family.decoder, self._chunks, ranks)
-
     def _load(self, plan: dict[str, str], mesh: DeviceMesh | None, read_plan: ReadPlan) -> PreTrainedModel:
         dropped = (*self.family.outside(self.spec.part), *self.family.decoder.absent(self._chunks))
         return load_part(self.settings.model_name, dropped, self.loaded_dtype, mesh, plan or None, read_plan)
@@ -252,9 +247,8 @@ class TextEngine(StageEngine):
         (input_ids, position_ids, kinds, *rest), (segments,) = move_with_plans(given, [plan], self.device)
         chosen, rows = rest[: -len(encoders)], dict(zip(encoders, rest[-len(encoders) :], strict=True))
         made = {one: self._joined(self._from(one, received, chunk, work)) for one in encoders}
-        images, at = made.pop(VISION), rows.pop(VISION)
-        add = add_rows if self._norms is None else self._norms.add
-        inputs = DecoderInputs(input_ids, position_ids, images, at, hidden, kinds, made, rows, add)
+        add, first = self._norms.add if self._norms else add_rows, (made.pop(VISION), rows.pop(VISION))
+        inputs = DecoderInputs(input_ids, position_ids, *first, hidden, kinds, made, rows, add)
         return inputs, tuple(chosen), {"segments": segments}
 
     def _from(

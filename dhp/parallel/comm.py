@@ -120,7 +120,7 @@ def sum_scattered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     staged = _must_stage(rows, group)
     source = rows.contiguous().cpu() if staged else rows.contiguous()
     own = source.new_empty((len(source) // dist.get_world_size(group), *source.shape[1:]))
-    dist.reduce_scatter_tensor(own, source, group=group)
+    dist.reduce_scatter_single(own, source, group=group)
     return own.to(rows.device) if staged else own
 
 

@@ -62,6 +62,7 @@ _BLOCKING = (
     "barrier",
     "broadcast",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
 )
 _MARK = "_dhp_timed"

@@ -29,7 +29,7 @@ def longest(model: str, name: str, ranks: int, recompute: str, budget_mib: int) 
 
 def rows(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """For each layout and number of ranks one row by vision's activations and one by both parts'."""
-    for name in layouts(1):
+    for name in given.only or layouts(1):
         one: dict[str, int] = {}
         for ranks in given.ranks:
             found = longest(model, name, ranks, given.recompute, given.budget_mib)
@@ -51,6 +51,7 @@ def main() -> None:
     """Print a JSON line for each row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="the first is what ratios refer to")
+    parser.add_argument("--only", nargs="+", choices=layouts(1), help="these layouts")
     parser.add_argument("--recompute", default="none", help="of both parts, as vision.recompute")
     parser.add_argument("--budget-mib", type=int, default=64, help="for the activations of a rank")
     parser.add_argument("--shape", choices=DECODERS, default="balanced")

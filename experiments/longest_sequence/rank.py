@@ -35,6 +35,8 @@ class Layout:
     vision: Degrees
     text: Degrees
     zero_stage: int = 0
+    zero_engine: str = "deepspeed"
+    sharded_norms: bool = False
 
 
 def layouts(ranks: int) -> dict[str, Layout]:
@@ -42,8 +44,11 @@ def layouts(ranks: int) -> dict[str, Layout]:
     split, copies = Degrees(tensor=ranks), Degrees(data=ranks)
     return {
         "SP+TP": Layout(Degrees(ulysses=ranks), split),
+        "SP+TP, sharded norms": Layout(Degrees(ulysses=ranks), split, sharded_norms=True),
         "TP": Layout(split, split),
+        "TP, sharded norms": Layout(split, split, sharded_norms=True),
         "ZeRO-3": Layout(copies, copies, 3),
+        "FSDP2": Layout(copies, copies, 3, "fsdp"),
     }
 
 
@@ -61,9 +66,11 @@ class Device:
     def __init__(self, model: str, layout: Layout, recompute: str):
         self._model, self._layout = model, layout
         self._graph = pair_of(load_family(model), layout.vision, layout.text)
-        own = {"measure": True, "zero_stage": layout.zero_stage}
-        self._vision = EncoderEngine(settings_of(self._graph, VISION, model, UPDATE, recompute, **own))
-        self._text = TextEngine(settings_of(self._graph, TEXT, model, UPDATE, recompute, **own))
+        own = {"measure": True, "zero_stage": layout.zero_stage, "zero_engine": layout.zero_engine}
+        norms = [layout.sharded_norms and part.tensor > 1 for part in (layout.vision, layout.text)]
+        of_vision, of_text = ({"sequence_sharded_norms": sharded, **own} for sharded in norms)
+        self._vision = EncoderEngine(settings_of(self._graph, VISION, model, UPDATE, recompute, **of_vision))
+        self._text = TextEngine(settings_of(self._graph, TEXT, model, UPDATE, recompute, **of_text))
         self._known: dict[int, Peaks] = {}
 
     def peaks(self, size: int) -> Peaks:

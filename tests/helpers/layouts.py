@@ -287,7 +287,7 @@ def settings(stage: StageSpec, graph: StageGraph, model: str, case: Case) -> Sta
         zero_stage=zero_stage[stage.part],
         zero_engine="fsdp" if case.fsdp else "deepspeed",
         state_bytes=case.state_bytes,
-        sequence_sharded_norms=case.sharded_norms,
+        sequence_sharded_norms=case.sharded_norms and stage.degrees.tensor > 1,
         autotp=case.autotp and stage.part == "text",
         packing=case.packing,
         update=UPDATE,

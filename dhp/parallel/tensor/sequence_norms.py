@@ -11,88 +11,21 @@ multiple of the ranks. Nothing of what fills up comes back out of a block, so it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dhp.core.errors import ModelError
-from dhp.parallel.comm import gather_alike, sum_scattered
 from dhp.parallel.expert.modules import is_experts
 from dhp.parallel.recompute.saved_calls import runs_again
-from dhp.parallel.recompute.saved_tensors import note, top_hooks
+from dhp.parallel.tensor.sequence_shares import Shape, TensorRanks, gather, keeping_shares, scatter
 from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWWISE, entry_of, exit_by, exit_of, is_cut_whole, style_of
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TensorRanks:
-    """The ranks that share out tokens. group: None on the meta device, where there are shapes alone."""
-
-    size: int
-    group: dist.ProcessGroup | None = None
-
-    def share(self, tokens: int) -> int:
-        """Tokens of one rank, with what fills them up."""
-        return -(-tokens // self.size)
-
-    def gather(self, share: Tensor, tokens: int) -> Tensor:
-        """[share, hidden] → [tokens, hidden]."""
-        if self.group is None:
-            return share.new_empty(self.size * len(share), *share.shape[1:])[:tokens]
-        return gather_alike(share, self.group).flatten(0, 1)[:tokens]
-
-    def sum(self, states: Tensor) -> Tensor:
-        """[tokens, hidden], a part of a sum → this rank's [share, hidden] of the sum."""
-        filled = self._filled(states)
-        if self.group is None:
-            return filled.new_empty(len(filled) // self.size, *filled.shape[1:])
-        return sum_scattered(filled, self.group)
-
-    def own(self, states: Tensor) -> Tensor:
-        """[tokens, hidden] → this rank's [share, hidden], in memory of its own."""
-        rank = 0 if self.group is None else dist.get_rank(self.group)
-        return self._filled(states).chunk(self.size)[rank].clone()
-
-    def _filled(self, states: Tensor) -> Tensor:
-        missing = self.share(len(states)) * self.size - len(states)
-        return F.pad(states, (0, 0, 0, missing)) if missing else states
-
-
-class _Gather(torch.autograd.Function):
-    """[1, share, hidden] → [*shape, hidden] on every rank. summed: ranks have parts of its gradient; else all of it."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, shape: Shape, ranks: TensorRanks, summed: bool) -> Tensor:
-        ctx.ranks, ctx.summed = ranks, summed
-        return ranks.gather(share[0], prod(shape)).view(*shape, share.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        flat = grad.reshape(-1, grad.shape[-1])
-        return (ctx.ranks.sum(flat) if ctx.summed else ctx.ranks.own(flat))[None], None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """[*shape, hidden] → [1, share, hidden]. summed: ranks have parts of a sum; else the same states."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, ranks: TensorRanks, summed: bool) -> Tensor:
-        ctx.ranks, ctx.shape = ranks, states.shape[:-1]
-        flat = states.reshape(-1, states.shape[-1])
-        return (ranks.sum(flat) if summed else ranks.own(flat))[None]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.ranks.gather(grad[0], prod(ctx.shape)).view(*ctx.shape, grad.shape[-1]), None, None
 
 
 class SequenceNorms:
@@ -141,16 +74,16 @@ class SequenceNorms:
         if not self._spread:
             return states.flatten(0, 1).index_add(0, places, rows).view_as(states)
         whole = rows.new_zeros(prod(self._shape), rows.shape[-1]).index_add(0, places, rows)
-        return states + _Scatter.apply(whole, self._ranks, False)
+        return states + scatter(whole, self._ranks, False)
 
     def _begin(self, _layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         states, put = _states(args, named)
         self._spread, self._shape = True, states.shape[:-1]
-        return put(_Scatter.apply(states, self._ranks, False))
+        return put(scatter(states, self._ranks, False))
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         self._spread = False
-        return _change(output, lambda states: _Gather.apply(states, self._shape, self._ranks, False))
+        return _change(output, lambda states: gather(states, self._shape, self._ranks, False))
 
     def _install(self, layer: nn.Module, name: str, child: nn.Module) -> None:
         if not any(True for _ in child.parameters()):
@@ -178,7 +111,7 @@ class SequenceNorms:
         for module in block.modules():
             style = style_of(module)
             if style == ROWWISE:
-                exit_by(module, lambda part: _Scatter.apply(part, self._ranks, True))
+                exit_by(module, lambda part: scatter(part, self._ranks, True))
                 if self._ranks.group is None:
                     _leave_without_ranks(module)
                 if getattr(module, "bias", None) is not None:
@@ -197,14 +130,14 @@ class SequenceNorms:
         @wraps(inner)
         def forward(*args: Any, **named: Any) -> Any:
             output = self._run_whole(inner, args, named, cut)
-            return output if cut else _change(output, lambda own: _Scatter.apply(own, self._ranks, False))
+            return output if cut else _change(output, lambda own: scatter(own, self._ranks, False))
 
         block.forward = forward
 
     def _run_whole(self, inner: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], summed: bool) -> Any:
         """What `inner` makes of the gathered states. summed: ranks have parts of their gradient."""
         share, put = _states(args, named)
-        full = _Gather.apply(share, self._shape_of(share), self._ranks, summed)
+        full = gather(share, self._shape_of(share), self._ranks, summed)
         with self._gathering_again(full, share):
             args, named = put(full)
             return inner(*args, **named)
@@ -230,51 +163,15 @@ class SequenceNorms:
     def _gathering_again(self, full: Tensor, share: Tensor) -> AbstractContextManager[None]:
         """In the block, gathered states that autograd saves are kept as this rank's share. A layer that will run again
         gathers them again by itself."""
-        return nullcontext() if runs_again() or not torch.is_grad_enabled() else _saving(full, share, self._ranks)
+        return (
+            nullcontext() if runs_again() or not torch.is_grad_enabled() else keeping_shares(full, share, self._ranks)
+        )
 
     def _refuse(self, layer: nn.Module, why: str) -> None:
         raise ModelError(
             f"sequence_sharded_norms=true: a {type(layer).__name__} {why}, and that its states may be cut by tokens is "
             "not known. Leave sequence_sharded_norms out"
         )
-
-
-class _Again:
-    """Gathered states of one call, as the share that they are gathered from again when backward first asks for them,
-    until the last of those that saved them has had them."""
-
-    def __init__(self, share: Any, unpack: Callable[[Any], Tensor], tokens: int, ranks: TensorRanks):
-        self._share, self._unpack, self._tokens, self._ranks = share, unpack, tokens, ranks
-        self._full: Tensor | None = None
-
-    def take(self, size: Shape, stride: Shape, offset: int) -> Tensor:
-        if self._full is None:
-            self._full = self._ranks.gather(self._unpack(self._share)[0], self._tokens)
-            note(self._full)
-        return self._full.as_strided(size, stride, offset)
-
-
-@contextmanager
-def _saving(full: Tensor, share: Tensor, ranks: TensorRanks) -> Iterator[None]:
-    pack, unpack = top_hooks() or (_same, _same)
-    storage, tokens = full.untyped_storage()._cdata, prod(full.shape[:-1])
-    again: list[_Again] = []
-
-    def save(tensor: Tensor) -> Any:
-        if tensor.untyped_storage()._cdata != storage:
-            return pack(tensor if pack is not _same or tensor.is_leaf else tensor.detach())
-        if not again:
-            again.append(_Again(pack(share.detach()), unpack, tokens, ranks))
-        return again[0], tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-
-    def get(saved: Any) -> Tensor:
-        if isinstance(saved, tuple) and saved and isinstance(saved[0], _Again):
-            return saved[0].take(*saved[1:])
-        return unpack(saved)
-
-    with torch.autograd.graph.saved_tensors_hooks(save, get):
-        yield
-    again.clear()  # or the hooks, which the graph keeps, would keep it
 
 
 def _states(
@@ -305,7 +202,3 @@ def _leave_without_ranks(module: Any) -> None:
 
 def _is_norm(module: nn.Module) -> bool:
     return all(parameter.dim() == 1 for parameter in module.parameters()) and not list(module.children())
-
-
-def _same(saved: Any) -> Any:
-    return saved

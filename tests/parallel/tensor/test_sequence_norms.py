@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from dhp.parallel.recompute.saved_tensors import SavedTensors
-from dhp.parallel.tensor.sequence_norms import SequenceNorms, TensorRanks
+from dhp.parallel.tensor.sequence_norms import SequenceNorms
+from dhp.parallel.tensor.sequence_shares import TensorRanks
 from tests.helpers.ranks import run_on_ranks
 
 TOKENS, WIDTH = 7, 4
