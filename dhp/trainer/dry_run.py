@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from dhp.config.part import PartConfig
@@ -21,9 +22,9 @@ from dhp.models.types import chunks_of
 from dhp.parallel.tensor.styles import with_fused
 from dhp.step.schedule import draw, make_schedule
 from dhp.trainer.activations import Activations, expected_activations
+from dhp.trainer.chain import Model, part_cuts
 from dhp.trainer.expected_step import bubble_lines, expected_step
 from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
-from dhp.trainer.partition import decoder_cuts
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import missing_data
 from dhp.trainer.settings import stage_choices
@@ -177,7 +178,7 @@ def _pipeline(plan: RunPlan) -> list[str]:
     note = "" if shown == count else f", of {shown} of its {count} micro-batches"
     return [
         *(f"{part + ' layers':14} {'; '.join(map(_layers, stages))}" for part, stages in cut.items()),
-        f"text cuts      {_why(plan)}",
+        *_why(plan, cut),
         f"schedule       {config.training.schedule}{note} (columns: time, ' is backward, b the second run of layers"
         + (', " backward of layers that go forward again' if again else "")
         + "):",
@@ -190,11 +191,11 @@ def _recompute(config: Config, stage: StageSpec) -> str:
     return resolved(parts(config)[stage.part].recompute)
 
 
-def _why(plan: RunPlan) -> str:
-    if decoder(plan.config).cuts is not None:
-        return "as text.cuts has them"
-    before = any(edge.gradients for edge in plan.graph.inputs(plan.graph.of_part(DECODER)[0].nodes[0]))
-    return decoder_cuts(plan.config, plan.family, plan.source, plan.rules, plan.adapters, before).why
+def _why(plan: RunPlan, cut: Iterable[str]) -> list[str]:
+    """A line for each part with several stages: which method its cuts are from, and what is known of them."""
+    chosen = part_cuts(plan.config, Model(plan.family, plan.source, plan.rules, plan.adapters))
+    why = {name: chosen[name].why if name in chosen else f"as {name}.cuts has them" for name in cut}
+    return [f"{name + ' cuts':14} {said}" for name, said in why.items()]
 
 
 def _layers(stage: StageSpec) -> str:

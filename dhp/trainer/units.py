@@ -69,8 +69,8 @@ def decoder_units(
     """
     section, rows = decoder(config), assumed_rows(config)
     sequence = resolved(section.ulysses) * resolved(section.ring)
-    output = VALUE_BYTES[section.dtype] * _hidden(family) * rows.samples * rows.tokens / sequence
-    fixed = _fixed(section, len(sizes.layers))
+    output = VALUE_BYTES[section.dtype] * hidden_width(family) * rows.samples * rows.tokens / sequence
+    fixed = fixed_choices(section, len(sizes.layers))
     layers = []
     for at, forward_s in enumerate(layer_seconds(config, family, sizes)):
         part = _share(trained, at)
@@ -106,7 +106,7 @@ def _visited(family: Family, sizes: DecoderSizes) -> list[float]:
     experts = family.decoder.experts
     if experts is None:
         return list(map(float, sizes.layers))
-    idle = 3 * _hidden(family) * experts.width * (experts.count - experts.visits)
+    idle = 3 * hidden_width(family) * experts.width * (experts.count - experts.visits)
     return [own - idle * sparse for own, sparse in zip(sizes.layers, experts.sparse, strict=True)]
 
 
@@ -115,7 +115,11 @@ def replay_shares(family: Family, parameters: int) -> dict[str, float]:
     matrices."""
     text = family.config.get_text_config()
     inner = 3 * text.hidden_size * text.intermediate_size
-    mlp = 2 / 3 * min(1.0, inner / parameters)
+    return replays(2 / 3 * min(1.0, inner / parameters))
+
+
+def replays(mlp: float) -> dict[str, float]:
+    """The same, where this share of a layer's parameters is in an MLP's matrices before its activation function."""
     return {NONE: 0.0, "light": LIGHT, "mlp": LIGHT + 0.9 * mlp, "linear": 0.9, "all": 1.0, "offload": 1.0}
 
 
@@ -141,11 +145,12 @@ def _share(trained: Mapping[int | None, float] | None, at: int | None) -> float:
     return 1.0 if trained is None else trained.get(at, 0.0)
 
 
-def _fixed(section: PartConfig, layers: int) -> tuple[str, ...]:
-    """What layers recompute, where the configuration says it."""
+def fixed_choices(section: PartConfig, layers: int) -> tuple[str, ...]:
+    """What layers recompute, where the configuration says it; else none."""
     recompute = resolved(section.recompute)
     return () if recompute == "auto" else read_choices(recompute, layers)
 
 
-def _hidden(family: Family) -> int:
+def hidden_width(family: Family) -> int:
+    """Of a decoder's states."""
     return int(family.config.get_text_config().hidden_size)

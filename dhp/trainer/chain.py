@@ -1,0 +1,121 @@
+"""Where the parts of a run are cut into stages: each by itself, or the tower and the decoder together as one chain.
+
+In a chain (`cluster.chain`) the tower's last stage and the decoder's first share devices, and the cuts on either side
+decide how much of each part these hold. A search sees one stage there, which takes a micro-batch through both actors at
+once; in the run the tower's actor is one micro-batch further ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from dhp.config.layout import EXACT
+from dhp.config.model_rules import check_stages
+from dhp.config.parts import DECODER, decoder, encoders, parts, resolved
+from dhp.config.ranges import INTERLEAVED, ONE_F_ONE_B
+from dhp.config.resolve import micro_batches
+from dhp.config.schema import Config
+from dhp.core.parameters import AdapterSettings, TrainingRules
+from dhp.models.family import VISION, Family
+from dhp.models.shape import decoder_sizes, list_parameters
+from dhp.planner.partition.problem import PartitionProblem
+from dhp.planner.units import Held, Unit, layer_cuts
+from dhp.trainer.partition import LayerCuts, choose, decoder_cuts, default_method, trained_shares
+from dhp.trainer.programs import chain_programs, pipeline_programs
+from dhp.trainer.tower_units import tower_units
+from dhp.trainer.trainable import trained_stage
+from dhp.trainer.units import decoder_units, link
+
+
+@dataclass(frozen=True)
+class Model:
+    """Of a run. family: with the parts of the run. adapters: by part. trains: anything is trained."""
+
+    family: Family
+    source: str
+    rules: TrainingRules
+    adapters: Mapping[str, AdapterSettings]
+    trains: bool = True
+
+
+def part_cuts(config: Config, model: Model) -> dict[str, LayerCuts]:
+    """Of each part that has several runs of layers and no cuts by hand, those that `text.partition` chooses. Raises
+    ConfigError where it cannot."""
+    asked = [name for name, part in parts(config).items() if _runs(config, name) > 1 and part.cuts is None]
+    if asked and is_joint(config):
+        return _chain(config, model)
+    by_part: dict[str, Callable[[Config, Model], LayerCuts]] = {VISION: _tower, DECODER: _decoder}
+    return {name: by_part[name](config, model) for name in asked}
+
+
+def is_joint(config: Config) -> bool:
+    """Whether both parts are cut together: a chain with cuts by hand in neither, each stage with one run."""
+    by_hand = any(parts(config)[name].cuts is not None for name in (VISION, DECODER))
+    return config.cluster.chain and not by_hand and decoder(config).virtual_stages == 1
+
+
+def _runs(config: Config, name: str) -> int:
+    section = parts(config)[name]
+    return resolved(section.pipeline) * section.virtual_stages
+
+
+def _decoder(config: Config, model: Model) -> LayerCuts:
+    return decoder_cuts(config, model.family, model.source, model.rules, model.adapters, _before(config, model))
+
+
+def _before(config: Config, model: Model) -> bool | None:
+    """Whether an encoder trains; None: nothing is trained."""
+    trained = trained_stage(model.rules, model.family, model.source, model.adapters)
+    return any(trained(name, ()) for name in encoders(config)) if model.trains else None
+
+
+def _tower(config: Config, model: Model) -> LayerCuts:
+    """A tower's, by itself: a pipeline with nothing behind it."""
+    stages, schedule = _runs(config, VISION), config.training.schedule
+    check_stages(VISION, len(model.family.tower.layers.kinds), stages, 1)
+    units = _tower_units(config, model)
+
+    def problem() -> PartitionProblem:
+        kind = ONE_F_ONE_B if schedule == INTERLEAVED else schedule
+        return PartitionProblem(units, pipeline_programs(kind, stages, 1, micro_batches(config)), link())
+
+    cuts, why = choose(_method(config, model), units, stages, problem)
+    return LayerCuts(tuple(layer_cuts(units, cuts)[VISION]), why)
+
+
+def _chain(config: Config, model: Model) -> dict[str, LayerCuts]:
+    """Of both parts, as many stages together as they have devices."""
+    count = {VISION: _runs(config, VISION), DECODER: _runs(config, DECODER)}
+    for name, stages in count.items():
+        check_stages(name, len(model.family.parts[name].layers.kinds), stages, 1)
+    tower = _tower_units(config, model)
+    units, held = (*tower, *_decoder_units(config, model)), Held(len(tower) - 1, count[VISION] - 1)
+    method = _method(config, model)
+
+    def problem() -> PartitionProblem:
+        programs = chain_programs(config.training.schedule, count[VISION], count[DECODER], micro_batches(config))
+        return PartitionProblem(units, programs, link(), held=held)
+
+    note = ", over vision and text as one chain"
+    if decoder(config).recompute == "auto" and config.memory.budget_gib is not None and method == EXACT:
+        note += ", without its budget"
+    cuts, why = choose(method, units, sum(count.values()) - 1, problem, note, held)
+    found = layer_cuts(units, cuts)
+    return {name: LayerCuts(tuple(found[name]), why) for name, stages in count.items() if stages > 1}
+
+
+def _tower_units(config: Config, model: Model) -> tuple[Unit, ...]:
+    parameters = list_parameters(model.source, model.family, model.adapters)
+    return tower_units(config, model.family, parameters, model.rules)
+
+
+def _decoder_units(config: Config, model: Model) -> tuple[Unit, ...]:
+    """Behind the tower. An audio encoder that trains sends gradients back through all of them too."""
+    trained = trained_shares(model.family, model.source, model.rules, model.adapters)
+    first, *others = decoder_units(config, model.family, decoder_sizes(model.source), trained)
+    return (replace(first, trains=first.trains or bool(_before(config, model))), *others)
+
+
+def _method(config: Config, model: Model) -> str:
+    return decoder(config).partition or default_method(config, model.trains)
