@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from dhp.config.parts import DECODER
 from dhp.config.resolve import micro_batches
-from dhp.core.graph import Edge, Node
+from dhp.core.graph import Edge, Node, StageGraph
 from dhp.models.family import VISION
 from dhp.models.flops import VisionWork
 from dhp.models.shape import decoder_sizes
 from dhp.planner.units import Unit, first_trained
 from dhp.step.schedule import Action, Forward, make_schedule
-from dhp.step.timed import Timeline, play
+from dhp.step.timed import Timeline, draw_timeline, play
 from dhp.trainer.partition import trained_shares
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.tower_units import tower_units
 from dhp.trainer.units import decoder_units, link
 
 MOST_MICRO_BATCHES = 64  # of a step that is played
+_WIDEST = 118  # characters of a line that is drawn
+_COLUMNS = (56, 52, 48, 44, 40, 36, 32, 28)  # in which a step is drawn
 _LEAST = 0.01  # of a step: who waits less is not named
 
 Seconds = Mapping[Node, tuple[float, float]]  # forward and backward of one micro-batch
@@ -72,6 +74,20 @@ def _run(plan: RunPlan, units: tuple[Unit, ...], part: str, node: Node, layers: 
     begins = first_trained(units, before)
     backward = sum(units[at].backward_s for at in own if at >= begins)
     return sum(units[at].forward_s for at in own), backward if plan.graph.goes_back(node) else 0.0
+
+
+def timeline_lines(timeline: Timeline, graph: StageGraph, again: Collection[str]) -> list[str]:
+    """The step with seconds to scale, in as many columns as a line has room for; none where that is too few. again: see
+    `draw`."""
+    names = [stage.name for stage in graph.stages]
+    for columns in _COLUMNS:
+        drawn = draw_timeline(timeline, names, timeline.step_s / columns, again).splitlines()
+        if max(map(len, drawn)) <= _WIDEST:
+            seen = sum(cell not in (".", "-") for line in drawn for cell in line.split()[1:])
+            hidden = f"; {len(timeline.spans) - seen} too short to be seen" if seen < len(timeline.spans) else ""
+            head = f"in time        a column is {timeline.step_s / columns:.2g} s, - goes on{hidden}:"
+            return [head, *(f"  {line}" for line in drawn)]
+    return []
 
 
 def bubble_lines(timeline: Timeline) -> list[str]:
