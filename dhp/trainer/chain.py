@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from dhp.config.layout import EXACT
+from dhp.config.layout import BMP, EXACT
 from dhp.config.model_rules import check_stages
 from dhp.config.parts import DECODER, decoder, encoders, parts, resolved
 from dhp.config.ranges import INTERLEAVED, ONE_F_ONE_B
@@ -98,8 +98,8 @@ def _chain(config: Config, model: Model) -> dict[str, LayerCuts]:
         return PartitionProblem(units, programs, link(), held=held)
 
     note = ", over vision and text as one chain"
-    if decoder(config).recompute == "auto" and config.memory.budget_gib is not None and method == EXACT:
-        note += ", without its budget"
+    if config.memory.budget_gib is not None and method in (EXACT, BMP):
+        note += ", without memory.budget_gib"
     cuts, why = choose(method, units, sum(count.values()) - 1, problem, note, held)
     found = layer_cuts(units, cuts)
     return {name: LayerCuts(tuple(found[name]), why) for name, stages in count.items() if stages > 1}
