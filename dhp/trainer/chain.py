@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from dhp.config.layout import BMP, EXACT
+from dhp.config.layout import BMP, EXACT, LAYERS
 from dhp.config.model_rules import check_stages
 from dhp.config.parts import DECODER, decoder, encoders, parts, resolved
 from dhp.config.ranges import INTERLEAVED, ONE_F_ONE_B
@@ -43,10 +43,19 @@ def part_cuts(config: Config, model: Model) -> dict[str, LayerCuts]:
     """Of each part that has several runs of layers and no cuts by hand, those that `text.partition` chooses. Raises
     ConfigError where it cannot."""
     asked = [name for name, part in parts(config).items() if _runs(config, name) > 1 and part.cuts is None]
+    for name in asked:
+        _check(config, name, len(model.family.parts[name].layers.kinds))
     if asked and is_joint(config):
         return _chain(config, model)
     by_part: dict[str, Callable[[Config, Model], LayerCuts]] = {VISION: _tower, DECODER: _decoder}
     return {name: by_part[name](config, model) for name in asked}
+
+
+def _check(config: Config, name: str, layers: int) -> None:
+    """Each run has a layer at least, and by layers as many as the others. Raises ConfigError."""
+    section = parts(config)[name]
+    if section.partition in (None, LAYERS) or _runs(config, name) > layers:
+        check_stages(name, layers, resolved(section.pipeline), section.virtual_stages)
 
 
 def is_joint(config: Config) -> bool:
@@ -73,7 +82,6 @@ def _before(config: Config, model: Model) -> bool | None:
 def _tower(config: Config, model: Model) -> LayerCuts:
     """A tower's, by itself: a pipeline with nothing behind it."""
     stages, schedule = _runs(config, VISION), config.training.schedule
-    check_stages(VISION, len(model.family.tower.layers.kinds), stages, 1)
     units = _tower_units(config, model)
 
     def problem() -> PartitionProblem:
@@ -87,8 +95,6 @@ def _tower(config: Config, model: Model) -> LayerCuts:
 def _chain(config: Config, model: Model) -> dict[str, LayerCuts]:
     """Of both parts, as many stages together as they have devices."""
     count = {VISION: _runs(config, VISION), DECODER: _runs(config, DECODER)}
-    for name, stages in count.items():
-        check_stages(name, len(model.family.parts[name].layers.kinds), stages, 1)
     tower = _tower_units(config, model)
     units, held = (*tower, *_decoder_units(config, model)), Held(len(tower) - 1, count[VISION] - 1)
     method = _method(config, model)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from dhp.batch.assign_images import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
 from dhp.cluster.cluster import RankDevice
-from dhp.config.layout import LAYERS
-from dhp.config.model_rules import check_cuts, check_stages
+from dhp.config.model_rules import check_cuts
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.schema import ClusterConfig, Config
@@ -91,10 +90,7 @@ def _chunks(name: str, section: PartConfig, layers: int, choose: Callable[[], Ma
         check_cuts(name, section.cuts, layers)
         cuts = list(section.cuts)
     else:
-        runs = stages * section.virtual_stages
-        if section.partition in (None, LAYERS) or runs > layers:
-            check_stages(name, layers, stages, section.virtual_stages)
-        cuts = list(choose()[name].cuts) if runs > 1 else []
+        cuts = list(choose()[name].cuts) if stages * section.virtual_stages > 1 else []
     bounds = [0, *cuts, layers]
     return [range(first, end) for first, end in zip(bounds, bounds[1:])]
 

@@ -89,9 +89,10 @@ def _pieces(family: Family, parameters: Iterable[Parameter], rules: TrainingRule
         if one.name.startswith(path):
             at, inner = int(number) + 1, is_inside(inside, part.layers.mlp)
         else:
-            holder = next((at for at, modules in enumerate(absent) if not is_inside(one.name, modules)), 0)
-            leads_out = holder == count - 1 or (holder == 0 and is_inside(one.name, part.projector))
-            at, inner = (count + 1 if leads_out else holder + (holder > 0)), False
+            holders = [at for at, modules in enumerate(absent) if not is_inside(one.name, modules)] or [0]
+            merges = is_inside(one.name, part.projector)
+            leads_out = count - 1 in holders and (merges or 0 not in holders)
+            at, inner = (count + 1 if leads_out else holders[0] + (merges or holders[0] > 0)), False
         trained = one.size * (one.used and rules.trains(one.name))
         found[at] += _Piece(one.size, trained, one.size * inner)
     return found
