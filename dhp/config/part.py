@@ -65,7 +65,7 @@ class PartConfig:
     recompute=auto and memory.budget_gib, together with what is recomputed) | bmp (OmniBal's balanced model partition,
     by forward) | profile (even forward times) | layers | parameters (embedding and head counted). Of text, without
     cuts; a tower's stages follow it too: with cluster.chain=true, and cuts in neither part, both parts are cut together
-    as one chain (without the budget), else each by itself. Null: exact; layers with virtual_stages; parameters with
+    as one chain, else each by itself. Null: exact; layers with virtual_stages; parameters with
     training.schedule=sequential, under which every cut takes as long."""
 
     virtual_stages: int = 1

@@ -7,8 +7,9 @@ once; in the run the tower's actor is one micro-batch further ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from dhp.config.layout import BMP, EXACT, LAYERS
 from dhp.config.model_rules import check_stages
@@ -16,16 +17,26 @@ from dhp.config.parts import DECODER, decoder, encoders, parts, resolved
 from dhp.config.ranges import INTERLEAVED, ONE_F_ONE_B
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
+from dhp.core.errors import ModelError
 from dhp.core.parameters import AdapterSettings, TrainingRules
 from dhp.models.family import VISION, Family
 from dhp.models.shape import decoder_sizes, list_parameters
 from dhp.planner.partition.problem import PartitionProblem
-from dhp.planner.units import Held, Unit, layer_cuts
-from dhp.trainer.partition import LayerCuts, choose, decoder_cuts, default_method, trained_shares
+from dhp.planner.units import Held, Saved, Unit, layer_cuts
+from dhp.trainer.partition import (
+    GIB,
+    LayerCuts,
+    budget_note,
+    choose,
+    decoder_cuts,
+    default_method,
+    traced_usages,
+    trained_shares,
+)
 from dhp.trainer.programs import chain_programs, pipeline_programs
-from dhp.trainer.tower_units import tower_units
+from dhp.trainer.tower_units import tower_replays, tower_units
 from dhp.trainer.trainable import trained_stage
-from dhp.trainer.units import decoder_units, link
+from dhp.trainer.units import decoder_units, link, replay_shares, saved_of
 
 
 @dataclass(frozen=True)
@@ -94,21 +105,47 @@ def _tower(config: Config, model: Model) -> LayerCuts:
 
 def _chain(config: Config, model: Model) -> dict[str, LayerCuts]:
     """Of both parts, as many stages together as they have devices."""
-    count = {VISION: _runs(config, VISION), DECODER: _runs(config, DECODER)}
-    tower = _tower_units(config, model)
-    units, held = (*tower, *_decoder_units(config, model)), Held(len(tower) - 1, count[VISION] - 1)
-    method = _method(config, model)
+    count, method = {name: _runs(config, name) for name in (VISION, DECODER)}, _method(config, model)
+    tower, behind = _tower_units(config, model), _decoder_units(config, model)
+    units, held = (*tower, *behind), Held(len(tower) - 1, count[VISION] - 1)
+    saved, note = _saved(config, model, tower, behind) if method in (EXACT, BMP) else ([], "")
+    if saved:
+        units = tuple(replace(unit, saved=own) for unit, own in zip(units, saved, strict=True))
 
     def problem() -> PartitionProblem:
         programs = chain_programs(config.training.schedule, count[VISION], count[DECODER], micro_batches(config))
-        return PartitionProblem(units, programs, link(), held=held)
+        budget = (config.memory.budget_gib or inf) * GIB if saved else inf
+        return PartitionProblem(units, programs, link(), budget, held=held)
 
-    note = ", over vision and text as one chain"
-    if config.memory.budget_gib is not None and method in (EXACT, BMP):
-        note += ", without memory.budget_gib"
+    note = f", over vision and text as one chain{note}"
     cuts, why = choose(method, units, sum(count.values()) - 1, problem, note, held)
     found = layer_cuts(units, cuts)
     return {name: LayerCuts(tuple(found[name]), why) for name, stages in count.items() if stages > 1}
+
+
+def _saved(
+    config: Config, model: Model, tower: Sequence[Unit], behind: Sequence[Unit]
+) -> tuple[list[dict[str, Saved]], str]:
+    """What the units of both parts keep, where something is to be recomputed as a budget needs it; and a note."""
+    automatic = {name: parts(config)[name].recompute == "auto" for name in (VISION, DECODER)}
+    if config.memory.budget_gib is None or not any(automatic.values()):
+        return [], ""
+    family, source, rules = model.family, model.source, model.rules
+    parameters = list_parameters(source, family, model.adapters)
+    shares = {
+        VISION: tower_replays(family, parameters, rules),
+        DECODER: [replay_shares(family, unit.parameters) for unit in behind[1:-1]],
+    }
+    found: list[dict[str, Saved]] = []
+    try:
+        for name, units in ((VISION, tower), (DECODER, behind)):
+            trained_before = name == DECODER and bool(_before(config, model))
+            usages = traced_usages(config, family, source, name, rules, trained_before)
+            forward_s = [unit.forward_s for unit in units[1:-1]]
+            found += saved_of(forward_s, shares[name], usages, not automatic[name])
+    except ModelError as error:
+        return [], f", without its budget: {error}"
+    return found, budget_note(config)
 
 
 def _tower_units(config: Config, model: Model) -> tuple[Unit, ...]:

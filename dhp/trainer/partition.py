@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from math import inf, isinf
 
 from dhp.config.layout import BMP, EXACT, LAYERS, PARAMETERS, PROFILE
-from dhp.config.parts import DECODER, decoder, resolved
+from dhp.config.parts import DECODER, decoder, parts, resolved
 from dhp.config.ranges import SEQUENTIAL
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import AdapterSettings, TrainingRules
+from dhp.core.reports import StageUsage
 from dhp.models.family import Family
 from dhp.models.shape import DecoderSizes, decoder_sizes, list_parameters
 from dhp.planner.partition.bmp import bmp
@@ -21,10 +22,10 @@ from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import Partition, PartitionProblem
 from dhp.planner.units import Held, Saved, Unit
 from dhp.trainer.programs import pipeline_programs
-from dhp.trainer.traces import traced_decoder
-from dhp.trainer.units import assumed_rows, decoder_units, link, saved_of
+from dhp.trainer.traces import traced
+from dhp.trainer.units import assumed_rows, decoder_units, layer_seconds, link, replay_shares, saved_of
 
-_GIB = 2**30
+GIB = 2**30
 _EVEN = {PARAMETERS: by_parameters, LAYERS: by_layers, PROFILE: by_profile}
 _SEARCHED = ("none", "light", "mlp", "linear", "all")  # choices of recompute that the search has
 
@@ -56,7 +57,7 @@ def decoder_cuts(
     trained = trained_shares(family, source, rules, adapters)
     saved, note = _saved(config, family, source, sizes, rules, before, method)
     units = decoder_units(config, family, sizes, trained, saved)
-    budget = (config.memory.budget_gib or inf) * _GIB if saved else inf
+    budget = (config.memory.budget_gib or inf) * GIB if saved else inf
 
     def problem() -> PartitionProblem:
         programs = pipeline_programs(config.training.schedule, stages, chunks, micro_batches(config))
@@ -134,10 +135,27 @@ def _saved(
     if section.virtual_stages > 1:
         return [], ", without its budget: each stage has several runs of layers"
     try:
-        usages = [traced_decoder(config, family, source, rules, trained_before, choice) for choice in _SEARCHED]
+        usages = traced_usages(config, family, source, DECODER, rules, trained_before)
     except ModelError as error:
         return [], f", without its budget: {error}"
-    return saved_of(config, family, sizes, usages), f", for {assumed_rows(config)} (assumed)"
+    shares = [replay_shares(family, size) for size in sizes.layers]
+    return saved_of(layer_seconds(config, family, sizes), shares, usages, False), budget_note(config)
+
+
+def traced_usages(
+    config: Config, family: Family, source: str, name: str, rules: TrainingRules, trained_before: bool
+) -> list[StageUsage]:
+    """What a part keeps: under each choice of recompute that a search has, where its section says auto, else under
+    that which it says. Raises ModelError where it is not known."""
+    layers = len(family.parts[name].layers.kinds)
+    automatic = parts(config)[name].recompute == "auto"
+    choices = [(choice,) * layers for choice in _SEARCHED] if automatic else [None]
+    return [traced(config, family, source, name, rules, trained_before, choice) for choice in choices]
+
+
+def budget_note(config: Config) -> str:
+    """For what a budget was kept."""
+    return f", for {assumed_rows(config)} (assumed)"
 
 
 def _layers(units: tuple[Unit, ...], cuts: tuple[int, ...]) -> tuple[int, ...]:

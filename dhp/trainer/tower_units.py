@@ -66,6 +66,11 @@ def tower_units(
     return (ends[0], *units, replace(ends[1], output_bytes=value * hidden_width(family) * rows.features))
 
 
+def tower_replays(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> list[dict[str, float]]:
+    """Of each layer, by choice of recompute, the share of its forward that backward runs again."""
+    return [replays(piece.inner / piece.size) for piece in _pieces(family, parameters, rules)[1:-1]]
+
+
 def _layers(section: PartConfig, family: Family, seconds: Sequence[float], pieces: Sequence[_Piece]) -> list[Unit]:
     fixed = fixed_choices(section, len(seconds)) or (NONE,) * len(seconds)
     found = []

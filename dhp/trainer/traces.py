@@ -20,20 +20,6 @@ if TYPE_CHECKING:
 _WINDOWS = 64  # of the assumed picture
 
 
-def traced_decoder(
-    config: Config,
-    family: Family,
-    source: str,
-    rules: TrainingRules,
-    trained_before: bool,
-    recompute: str | None = None,
-) -> StageUsage:
-    """As `traced`, of all layers of the decoder under one choice; None: as the configuration has it."""
-    layers = len(family.decoder.layers.kinds)
-    choices = None if recompute is None else (recompute,) * layers
-    return traced(config, family, source, DECODER, rules, trained_before, choices)
-
-
 def traced(
     config: Config,
     family: Family,

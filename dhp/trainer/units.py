@@ -124,15 +124,16 @@ def replays(mlp: float) -> dict[str, float]:
 
 
 def saved_of(
-    config: Config, family: Family, sizes: DecoderSizes, usages: Sequence[StageUsage]
+    forward_s: Sequence[float], shares: Sequence[Mapping[str, float]], usages: Sequence[StageUsage], chosen: bool
 ) -> list[dict[str, Saved]]:
-    """Of each unit, what was traced under each choice, with its seconds."""
-    found: list[dict[str, Saved]] = [{} for _ in sizes.layers]
+    """Of each unit, what was traced. forward_s: of each layer; shares: see `replay_shares`. chosen: the configuration
+    says what is recomputed, whose seconds units have in their backward; else each usage is of one choice."""
+    found: list[dict[str, Saved]] = [{} for _ in forward_s]
     before, after = (max(getattr(usage, f"{end}_bytes") for usage in usages) for end in ("before", "after"))
     for usage in usages:
-        for at, (layer, forward_s) in enumerate(zip(usage.layers, layer_seconds(config, family, sizes), strict=True)):
-            share = replay_shares(family, sizes.layers[at])[layer.choice]
-            found[at][layer.choice] = Saved(layer.held_bytes, layer.replay_bytes, share * forward_s)
+        for own, layer, seconds, share in zip(found, usage.layers, forward_s, shares, strict=True):
+            replay = Saved(layer.held_bytes, layer.replay_bytes, share[layer.choice] * seconds)
+            own[NONE if chosen else layer.choice] = Saved(layer.held_bytes) if chosen else replay
     return [{NONE: Saved(before)}, *found, {NONE: Saved(after)}]
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 
 from dhp.core.errors import ConfigError
+from dhp.planner.partition.problem import bounds_of
+from dhp.planner.partition.tables import needed_bytes
+from dhp.trainer import partition
 from dhp.trainer.chain import Model, is_joint, part_cuts
 from dhp.trainer.expected_step import expected_step
 from dhp.trainer.partition import LayerCuts
@@ -110,3 +115,35 @@ def test_without_a_schedule_or_training_it_is_by_parameters(four_layers_model: s
 def test_more_stages_than_layers_are_refused(four_layers_model: str, given: str, message: str, apart: bool) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of(four_layers_model, *(APART if apart else CHAIN), given)
+
+
+AUTO = ("text.recompute=auto", "vision.recompute=auto", "cluster.device=cpu")
+
+
+@pytest.mark.parametrize("vision", ["auto", "none", "mlp"])
+def test_a_budget_is_kept_by_both_parts(four_layers_model: str, monkeypatch: pytest.MonkeyPatch, vision: str) -> None:
+    seen: list[Any] = []
+
+    def watched(problem: Any) -> Any:
+        seen.append((problem, searched(problem)))
+        return seen[-1][1]
+
+    searched = partition.exact
+    monkeypatch.setattr(partition, "exact", watched)
+    given = (*CHAIN, *AUTO, f"vision.recompute={vision}", "memory.budget_gib=2")
+    config = config_of(four_layers_model, *given)
+    found = cuts_of(four_layers_model, *given)
+    assert found["text"].why.endswith("(assumed)") and "which no cut" not in found["text"].why
+    problem, _ = seen[-1]
+    tower = [unit for unit in problem.units if unit.part == "vision" and unit.layers]
+    assert problem.budget_bytes == 2 * 2**30 and config.vision.recompute == vision
+    kinds = {"auto": {"none", "light", "mlp", "linear", "all"}}.get(vision, {"none"})
+    assert all(set(unit.saved) == kinds and unit.saved["none"].held_bytes > 0 for unit in tower)
+    assert all(len(unit.saved) == 5 for unit in problem.units if unit.part == "text" and unit.layers)
+    least = replace(problem, budget_bytes=needed_bytes(problem) * 1.05)
+    best = searched(least)
+    first, end = bounds_of(least, best.cuts)[1]
+    assert {unit.part for unit in least.units[first:end]} == {"vision", "text"}
+    assert best.step_s >= searched(problem).step_s
+    of_tower = set(best.recompute[: len(tower) + 2])
+    assert of_tower - {"none"} if vision == "auto" else of_tower == {"none"}  # what is said stays so
