@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf, isinf
 
 from dhp.config.layout import BMP, EXACT, LAYERS, PARAMETERS, PROFILE
@@ -150,7 +151,25 @@ def traced_usages(
     layers = len(family.parts[name].layers.kinds)
     automatic = parts(config)[name].recompute == "auto"
     choices = [(choice,) * layers for choice in _SEARCHED] if automatic else [None]
-    return [traced(config, family, source, name, rules, trained_before, choice) for choice in choices]
+
+    def trace() -> list[StageUsage]:
+        return [traced(config, family, source, name, rules, trained_before, choice) for choice in choices]
+
+    return _once(_Asked((repr(config), source, name, trained_before), trace))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """key: all that the traces depend on."""
+
+    key: tuple[str, str, str, bool]
+    trace: Callable[[], list[StageUsage]] = field(compare=False)
+
+
+@lru_cache(maxsize=4)
+def _once(asked: _Asked) -> list[StageUsage]:
+    """A run is planned some times before it starts, and traces of a large model take seconds."""
+    return asked.trace()
 
 
 def budget_note(config: Config) -> str:
