@@ -153,7 +153,7 @@ def _check_cuts(name: str, part: PartConfig, pipeline: int) -> None:
         raise ConfigError(
             f"{name}.cuts={list(part.cuts)} has {len(part.cuts)} layers, but pipeline({pipeline}) × "
             f"virtual_stages({part.virtual_stages}) - 1 = {wanted} runs of layers begin after the first. Give as many "
-            f"cuts, or leave {name}.cuts unset for those of {name}.partition."
+            f"cuts, or leave {name}.cuts unset for those of text.partition."
         )
 
 
@@ -164,8 +164,8 @@ def _check_partition(name: str, part: PartConfig) -> None:
     require_choice(f"{name}.partition", part.partition, PARTITIONS, _MEANT_PARTITIONS)
     if name != "text":
         raise ConfigError(
-            f"{name}.partition={part.partition} does not exist yet: a way to cut is chosen for the decoder's layers "
-            f"alone. Leave {name}.partition out: stages have as many layers each, or those that {name}.cuts says"
+            f"{name}.partition={part.partition} does not exist: text.partition says how the stages of all parts are "
+            f"cut. Leave {name}.partition out, and set text.partition={part.partition}, or {name}.cuts"
         )
     if part.cuts is not None:
         raise ConfigError(

@@ -58,14 +58,15 @@ class PartConfig:
     cuts: Optional[list[int]] = None
     """Layers at which the stages after the first begin, in order: [10, 19] cuts 28 layers into 0-9, 10-18, 19-27. With
     virtual_stages, pipeline × virtual_stages - 1 of them, in the order in which a micro-batch comes by. Null: as
-    partition says; of vision, as many layers each."""
+    text.partition says."""
 
     partition: Optional[str] = None
     """How layers are cut into stages: exact (the shortest step, by operations and the schedule simulated; with
     recompute=auto and memory.budget_gib, together with what is recomputed) | bmp (OmniBal's balanced model partition,
-    by forward) | profile (even forward times) | layers | parameters (embedding and head counted). text only, without
-    cuts. Null: exact; layers with virtual_stages; parameters with training.schedule=sequential, under which every cut
-    takes as long."""
+    by forward) | profile (even forward times) | layers | parameters (embedding and head counted). Of text, without
+    cuts; a tower's stages follow it too: with cluster.chain=true, and cuts in neither part, both parts are cut together
+    as one chain, else each by itself. Null: exact; layers with virtual_stages; parameters with
+    training.schedule=sequential, under which every cut takes as long."""
 
     virtual_stages: int = 1
     """Runs of layers that each stage holds, for training.schedule=interleaved: stage 0 of 2 has the first and the third

@@ -48,7 +48,8 @@ class ClusterConfig:
     chain: bool = False
     """true: one chain of stages over the tower and the decoder. The decoder's first stage shares the devices of the
     tower's last one, so that these hold the tower's last and the decoder's first layers: with vision.pipeline=2 and
-    text.pipeline=3, vision is on devices 0 and 1, text on 1, 2 and 3. Stages of both parts have as many actors."""
+    text.pipeline=3, vision is on devices 0 and 1, text on 1, 2 and 3. Stages of both parts have as many actors.
+    Without vision.cuts and text.cuts both parts are cut together, as text.partition says."""
 
     transport: str = "auto"
     """How tensors go between stages: shared_memory (one copy; all actors on one host) | object_store (Ray's, also

@@ -73,6 +73,14 @@ class Link:
 FREE = Link()  # hand-overs that take no time
 
 
+@dataclass(frozen=True)
+class Held:
+    """A unit and the run that must hold it: as of two parts in one chain, where one ends and the other begins."""
+
+    unit: int
+    run: int
+
+
 class Positions:
     """Where the units can be cut: a cut at position p has p units in front of it.
 
@@ -88,6 +96,17 @@ class Positions:
         until, before = forced[self.at], forced[np.maximum(self.at - 1, 0)]
         index = np.arange(len(self.at))
         self.allowed = (index[:, None] < index[None, :]) & (before[None, :] - until[:, None] <= 0)
+
+    def of_runs(self, runs: int, held: Held | None = None) -> NDArray[np.bool_]:
+        """[runs, a, b]: whether this run may hold those units. held: what one of them must hold."""
+        allowed = np.broadcast_to(self.allowed, (runs, *self.allowed.shape)).copy()
+        if held is None:
+            return allowed
+        behind, before = self.at[:, None] > held.unit, self.at[None, :] <= held.unit
+        allowed[: held.run] &= before
+        allowed[held.run] &= ~behind & ~before
+        allowed[held.run + 1 :] &= behind
+        return allowed
 
     def sums(self, values: Sequence[float] | Numbers) -> Numbers:
         """[a, b]: the sum of the units' values from `at[a]` to `at[b]`; of no use where b < a."""

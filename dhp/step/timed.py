@@ -6,7 +6,7 @@ Where every action takes one unit and every stage has devices of its own, this i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dhp.core.graph import Edge, StageGraph
@@ -143,7 +143,7 @@ class _Play:
         return arrives
 
 
-def draw_timeline(timeline: Timeline, stages: Sequence[str], column_s: float, again: Sequence[str] = ()) -> str:
+def draw_timeline(timeline: Timeline, stages: Sequence[str], column_s: float, again: Collection[str] = ()) -> str:
     """The step as a table, a row for each stage, column_s seconds a column: an action begins with what `draw` has for
     it, and `-` fills the rest of its time. With one second for each action and column this is what `draw` draws. again:
     see there."""

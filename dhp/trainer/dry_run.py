@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from dhp.config.part import PartConfig
@@ -21,9 +22,9 @@ from dhp.models.types import chunks_of
 from dhp.parallel.tensor.styles import with_fused
 from dhp.step.schedule import draw, make_schedule
 from dhp.trainer.activations import Activations, expected_activations
-from dhp.trainer.expected_step import bubble_lines, expected_step
+from dhp.trainer.chain import Model, is_joint, part_cuts
+from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_lines
 from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
-from dhp.trainer.partition import decoder_cuts
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import missing_data
 from dhp.trainer.settings import stage_choices
@@ -173,15 +174,16 @@ def _pipeline(plan: RunPlan) -> list[str]:
     shown = min(count, CLOCK_MICRO_BATCHES - CLOCK_MICRO_BATCHES % most or most)
     again = {s.name for s in graph.stages if set(stage_choices(_recompute(config, s), graph, s)) != {"none"}}
     table = draw(make_schedule(config.training.schedule, graph, shown), graph, again).splitlines()
-    step = expected_step(plan)
+    step, drawn = expected_step(plan), expected_step(plan, shown)
     note = "" if shown == count else f", of {shown} of its {count} micro-batches"
     return [
         *(f"{part + ' layers':14} {'; '.join(map(_layers, stages))}" for part, stages in cut.items()),
-        f"text cuts      {_why(plan)}",
+        *_why(plan, cut),
         f"schedule       {config.training.schedule}{note} (columns: time, ' is backward, b the second run of layers"
         + (', " backward of layers that go forward again' if again else "")
         + "):",
         *(f"  {line}" for line in table),
+        *(timeline_lines(drawn, graph, again) if drawn is not None else []),
         *(bubble_lines(step) if step is not None else []),
     ]
 
@@ -190,11 +192,14 @@ def _recompute(config: Config, stage: StageSpec) -> str:
     return resolved(parts(config)[stage.part].recompute)
 
 
-def _why(plan: RunPlan) -> str:
-    if decoder(plan.config).cuts is not None:
-        return "as text.cuts has them"
-    before = any(edge.gradients for edge in plan.graph.inputs(plan.graph.of_part(DECODER)[0].nodes[0]))
-    return decoder_cuts(plan.config, plan.family, plan.source, plan.rules, plan.adapters, before).why
+def _why(plan: RunPlan, cut: Iterable[str]) -> list[str]:
+    """A line for each part with several stages, or one where they are cut together: which method cuts are from, and
+    what is known of them."""
+    chosen = part_cuts(plan.config, Model(plan.family, plan.source, plan.rules, plan.adapters))
+    why = {name: chosen[name].why if name in chosen else f"as {name}.cuts has them" for name in cut}
+    if is_joint(plan.config):
+        return [f"{'cuts':14} {said}" for said in dict.fromkeys(why.values())]
+    return [f"{name + ' cuts':14} {said}" for name, said in why.items()]
 
 
 def _layers(stage: StageSpec) -> str:

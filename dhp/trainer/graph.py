@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
 
 from dhp.batch.assign_images import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
 from dhp.cluster.cluster import RankDevice
-from dhp.config.layout import LAYERS
-from dhp.config.model_rules import check_cuts, check_stages
+from dhp.config.model_rules import check_cuts
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.schema import ClusterConfig, Config
@@ -17,6 +18,9 @@ from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
 from dhp.models.family import VISION, Family
 from dhp.models.types import chunks_of
 from dhp.trainer.trainable import adapters_of, trained_stage, training_rules
+
+if TYPE_CHECKING:
+    from dhp.trainer.partition import LayerCuts
 
 
 def make_graph(config: Config, family: Family, source: str, trains: bool = True) -> StageGraph:
@@ -32,11 +36,11 @@ def make_graph(config: Config, family: Family, source: str, trains: bool = True)
     stages: list[StageSpec] = []
     ties: list[Tie] = []
 
-    def cuts() -> Sequence[int]:
-        from dhp.trainer.partition import decoder_cuts  # imports modeling code, which takes a second
+    @cache
+    def cuts() -> dict[str, LayerCuts]:
+        from dhp.trainer.chain import Model, part_cuts  # imports modeling code, which takes a second
 
-        before = any(stage.trains for stage in stages) if trains else None
-        return decoder_cuts(config, family, source, rules, adapters, before).cuts
+        return part_cuts(config, Model(family, source, rules, adapters, trains))
 
     for name, section in parts(config).items():
         part = family.parts[name]
@@ -78,20 +82,15 @@ def _stages(name: str, section: PartConfig, chunks: Sequence[range], first: int)
     return found
 
 
-def _chunks(name: str, section: PartConfig, layers: int, choose: Callable[[], Sequence[int]]) -> list[range]:
-    """The runs of layers in the order in which a micro-batch visits them. choose: the cuts of a decoder into several,
-    where none are given; a tower's runs have as many layers each. Raises ConfigError."""
+def _chunks(name: str, section: PartConfig, layers: int, choose: Callable[[], Mapping[str, LayerCuts]]) -> list[range]:
+    """The runs of layers in the order in which a micro-batch visits them. choose: those of all parts, where none
+    are given. Raises ConfigError."""
     stages = resolved(section.pipeline)
     if section.cuts is not None:
         check_cuts(name, section.cuts, layers)
         cuts = list(section.cuts)
     else:
-        runs = stages * section.virtual_stages
-        if section.partition in (None, LAYERS) or runs > layers:
-            check_stages(name, layers, stages, section.virtual_stages)
-        cuts = [layers * run // runs for run in range(1, runs)]
-        if runs > 1 and name == DECODER:
-            cuts = list(choose())
+        cuts = list(choose()[name].cuts) if stages * section.virtual_stages > 1 else []
     bounds = [0, *cuts, layers]
     return [range(first, end) for first, end in zip(bounds, bounds[1:])]
 

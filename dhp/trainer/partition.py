@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import inf
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import inf, isinf
 
 from dhp.config.layout import BMP, EXACT, LAYERS, PARAMETERS, PROFILE
-from dhp.config.parts import DECODER, decoder, resolved
+from dhp.config.parts import DECODER, decoder, parts, resolved
 from dhp.config.ranges import SEQUENTIAL
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import AdapterSettings, TrainingRules
+from dhp.core.reports import StageUsage
 from dhp.models.family import Family
 from dhp.models.shape import DecoderSizes, decoder_sizes, list_parameters
 from dhp.planner.partition.bmp import bmp
 from dhp.planner.partition.even import by_layers, by_parameters, by_profile
 from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import Partition, PartitionProblem
-from dhp.planner.units import Saved, Unit
+from dhp.planner.units import Held, Saved, Unit
 from dhp.trainer.programs import pipeline_programs
-from dhp.trainer.traces import traced_decoder
-from dhp.trainer.units import assumed_rows, decoder_units, link, saved_of
+from dhp.trainer.traces import traced
+from dhp.trainer.units import assumed_rows, decoder_units, layer_seconds, link, replay_shares, saved_of
 
-_GIB = 2**30
+GIB = 2**30
+_EVEN = {PARAMETERS: by_parameters, LAYERS: by_layers, PROFILE: by_profile}
 _SEARCHED = ("none", "light", "mlp", "linear", "all")  # choices of recompute that the search has
 
 
@@ -55,22 +58,38 @@ def decoder_cuts(
     trained = trained_shares(family, source, rules, adapters)
     saved, note = _saved(config, family, source, sizes, rules, before, method)
     units = decoder_units(config, family, sizes, trained, saved)
-    even = {PARAMETERS: by_parameters, LAYERS: by_layers, PROFILE: by_profile}
-    if method in even:
-        return LayerCuts(_layers(units, even[method](units, runs)), f"{method}{note}")
-    programs = pipeline_programs(config.training.schedule, stages, chunks, micro_batches(config))
-    budget = (config.memory.budget_gib or inf) * _GIB if saved else inf
-    problem = PartitionProblem(units, programs, link(), budget, before)
-    search = exact if method == EXACT else bmp
+    budget = (config.memory.budget_gib or inf) * GIB if saved else inf
+
+    def problem() -> PartitionProblem:
+        programs = pipeline_programs(config.training.schedule, stages, chunks, micro_batches(config))
+        return PartitionProblem(units, programs, link(), budget, before)
+
+    cuts, why = choose(method, units, runs, problem, note)
+    return LayerCuts(_layers(units, cuts), why)
+
+
+def choose(
+    method: str,
+    units: tuple[Unit, ...],
+    runs: int,
+    problem: Callable[[], PartitionProblem],
+    note: str = "",
+    held: Held | None = None,
+) -> tuple[tuple[int, ...], str]:
+    """The cuts of units into runs by this method of `text.partition`, by position, and what is known of them. problem:
+    the same for a method that searches. note: to be said too. Raises ConfigError where none can be chosen."""
+    if method in _EVEN:
+        return _EVEN[method](units, runs, held), f"{method}{note}"
+    asked, search = problem(), exact if method == EXACT else bmp
     try:
-        found = search(problem)
+        found = search(asked)
     except ConfigError as error:
-        if not saved:
+        if isinf(asked.budget_bytes):
             raise
         # Rows are assumed: whether a run fits, it says itself when it has measured.
-        problem, note = replace(problem, budget_bytes=inf), f"{note}, which no cut has room for: {error}"
-        found = search(problem)
-    return LayerCuts(_layers(units, found.cuts), f"{method}{_said(found, problem)}{note}")
+        asked, note = replace(asked, budget_bytes=inf), f"{note}, which no cut has room for: {error}"
+        found = search(asked)
+    return found.cuts, f"{method}{_said(found, asked)}{note}"
 
 
 def default_method(config: Config, trains: bool = True) -> str:
@@ -117,10 +136,45 @@ def _saved(
     if section.virtual_stages > 1:
         return [], ", without its budget: each stage has several runs of layers"
     try:
-        usages = [traced_decoder(config, family, source, rules, trained_before, choice) for choice in _SEARCHED]
+        usages = traced_usages(config, family, source, DECODER, rules, trained_before)
     except ModelError as error:
         return [], f", without its budget: {error}"
-    return saved_of(config, family, sizes, usages), f", for {assumed_rows(config)} (assumed)"
+    shares = [replay_shares(family, size) for size in sizes.layers]
+    return saved_of(layer_seconds(config, family, sizes), shares, usages, False), budget_note(config)
+
+
+def traced_usages(
+    config: Config, family: Family, source: str, name: str, rules: TrainingRules, trained_before: bool
+) -> list[StageUsage]:
+    """What a part keeps: under each choice of recompute that a search has, where its section says auto, else under
+    that which it says. Raises ModelError where it is not known."""
+    layers = len(family.parts[name].layers.kinds)
+    automatic = parts(config)[name].recompute == "auto"
+    choices = [(choice,) * layers for choice in _SEARCHED] if automatic else [None]
+
+    def trace() -> list[StageUsage]:
+        return [traced(config, family, source, name, rules, trained_before, choice) for choice in choices]
+
+    return _once(_Asked((repr(config), source, name, trained_before), trace))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """key: all that the traces depend on."""
+
+    key: tuple[str, str, str, bool]
+    trace: Callable[[], list[StageUsage]] = field(compare=False)
+
+
+@lru_cache(maxsize=4)
+def _once(asked: _Asked) -> list[StageUsage]:
+    """A run is planned some times before it starts, and traces of a large model take seconds."""
+    return asked.trace()
+
+
+def budget_note(config: Config) -> str:
+    """For what a budget was kept."""
+    return f", for {assumed_rows(config)} (assumed)"
 
 
 def _layers(units: tuple[Unit, ...], cuts: tuple[int, ...]) -> tuple[int, ...]:
@@ -131,4 +185,6 @@ def _layers(units: tuple[Unit, ...], cuts: tuple[int, ...]) -> tuple[int, ...]:
 def _said(found: Partition, problem: PartitionProblem) -> str:
     """What is known of the cuts."""
     gap = "" if not found.bound_s else ", no cut is faster" if found.gap < 1e-9 else f", none is {found.gap:.1%} faster"
-    return gap + (", as by parameters" if by_parameters(problem.units, problem.runs) == found.cuts else "")
+    return gap + (
+        ", as by parameters" if by_parameters(problem.units, problem.runs, problem.held) == found.cuts else ""
+    )

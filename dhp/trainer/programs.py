@@ -12,14 +12,27 @@ from dhp.step.schedule import Action, Backward, make_programs, make_schedule
 def pipeline_programs(kind: str, stages: int, chunks: int, micro_batches: int) -> Programs:
     """What each of these stages does in a step under `training.schedule` = kind, run r being chunk r // stages of stage
     r % stages. Raises ConfigError where an interleaved schedule has no whole groups of micro-batches."""
-    graph = _pipeline(stages, chunks)
-    if kind == SEQUENTIAL:
-        schedule = make_schedule(kind, graph, micro_batches)
-        own = [[action for action in schedule if action.node.stage == stage.name] for stage in graph.stages]
-    else:
-        programs = make_programs(kind, graph, micro_batches)
-        own = [programs[stage.name] for stage in graph.stages]
-    return tuple(_program(actions, at, stages) for at, actions in enumerate(own))
+    graph = StageGraph(*_pipeline("text", stages, chunks))
+    own = _actions(kind, graph, micro_batches)
+    return tuple(_program(own[stage.name], at, stages) for at, stage in enumerate(graph.stages))
+
+
+def chain_programs(kind: str, tower: int, stages: int, micro_batches: int) -> Programs:
+    """The same of a tower's stages with a decoder's behind them, where the tower's last and the decoder's first are one
+    run, which does what the decoder's does."""
+    (before, own), (behind, others) = _pipeline("vision", tower, 1), _pipeline("text", stages, 1)
+    border = Edge(Node(before[-1].name), Node(behind[0].name), (HIDDEN_STATES,), True)
+    actions = _actions(kind, StageGraph((*before, *behind), (*own, border, *others)), micro_batches)
+    names = [stage.name for stage in (*before[:-1], *behind)]
+    return tuple(_program(actions[name], at, len(names)) for at, name in enumerate(names))
+
+
+def _actions(kind: str, graph: StageGraph, micro_batches: int) -> dict[str, list[Action]]:
+    """What each stage does, by name."""
+    if kind != SEQUENTIAL:
+        return make_programs(kind, graph, micro_batches)
+    schedule = make_schedule(kind, graph, micro_batches)
+    return {stage.name: [action for action in schedule if action.node.stage == stage.name] for stage in graph.stages}
 
 
 def _program(actions: list[Action], stage: int, stages: int) -> Program:
@@ -28,12 +41,12 @@ def _program(actions: list[Action], stage: int, stages: int) -> Program:
     )
 
 
-def _pipeline(stages: int, chunks: int) -> StageGraph:
-    """Stages of one part, a layer a run, each on a device of its own."""
+def _pipeline(part: str, stages: int, chunks: int) -> tuple[tuple[StageSpec, ...], tuple[Edge, ...]]:
+    """Stages of one part, a layer a run, each on a device of its own, and the edges between them."""
     specs = tuple(
         StageSpec(
-            f"text.{at}",
-            "text",
+            f"{part}.{at}",
+            part,
             tuple(range(chunk * stages + at, chunk * stages + at + 1) for chunk in range(chunks)),
             Degrees(),
             True,
@@ -42,5 +55,4 @@ def _pipeline(stages: int, chunks: int) -> StageGraph:
         for at in range(stages)
     )
     nodes = [Node(spec.name, chunk) for chunk in range(chunks) for spec in specs]
-    edges = tuple(Edge(one, other, (HIDDEN_STATES,), True) for one, other in zip(nodes, nodes[1:]))
-    return StageGraph(specs, edges)
+    return specs, tuple(Edge(one, other, (HIDDEN_STATES,), True) for one, other in zip(nodes, nodes[1:]))

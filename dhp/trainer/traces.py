@@ -20,20 +20,6 @@ if TYPE_CHECKING:
 _WINDOWS = 64  # of the assumed picture
 
 
-def traced_decoder(
-    config: Config,
-    family: Family,
-    source: str,
-    rules: TrainingRules,
-    trained_before: bool,
-    recompute: str | None = None,
-) -> StageUsage:
-    """As `traced`, of all layers of the decoder under one choice; None: as the configuration has it."""
-    layers = len(family.decoder.layers.kinds)
-    choices = None if recompute is None else (recompute,) * layers
-    return traced(config, family, source, DECODER, rules, trained_before, choices)
-
-
 def traced(
     config: Config,
     family: Family,
@@ -72,7 +58,7 @@ def traced_rows(config: Config, family: Family, name: str) -> TracedRows:
     unit = family.tower.merge_unit
     replicas = resolved(sections[DECODER].data) / degrees.data if name != DECODER else 1
     share = replicas * assumed.samples / degrees.sequence
-    pictures = max(1, round(share * assumed.pictures / _WINDOWS)) * _WINDOWS if assumed.pictures else 0
+    pictures = _whole_windows(share * assumed.pictures)
     return TracedRows(
         tokens=max(1, round(share * assumed.tokens)),
         features=pictures,
@@ -80,3 +66,13 @@ def traced_rows(config: Config, family: Family, name: str) -> TracedRows:
         patches=pictures * unit,
         windows=_WINDOWS,
     )
+
+
+def picture_patches(config: Config, family: Family) -> int:
+    """Patches of the assumed picture; 0 where there is none."""
+    return _whole_windows(assumed_rows(config).pictures) * family.tower.merge_unit
+
+
+def _whole_windows(tokens: float) -> int:
+    """So many tokens of pictures, as windows of equal size."""
+    return max(1, round(tokens / _WINDOWS)) * _WINDOWS if tokens else 0

@@ -69,8 +69,8 @@ def decoder_units(
     """
     section, rows = decoder(config), assumed_rows(config)
     sequence = resolved(section.ulysses) * resolved(section.ring)
-    output = VALUE_BYTES[section.dtype] * _hidden(family) * rows.samples * rows.tokens / sequence
-    fixed = _fixed(section, len(sizes.layers))
+    output = VALUE_BYTES[section.dtype] * hidden_width(family) * rows.samples * rows.tokens / sequence
+    fixed = fixed_choices(section, len(sizes.layers))
     layers = []
     for at, forward_s in enumerate(layer_seconds(config, family, sizes)):
         part = _share(trained, at)
@@ -106,7 +106,7 @@ def _visited(family: Family, sizes: DecoderSizes) -> list[float]:
     experts = family.decoder.experts
     if experts is None:
         return list(map(float, sizes.layers))
-    idle = 3 * _hidden(family) * experts.width * (experts.count - experts.visits)
+    idle = 3 * hidden_width(family) * experts.width * (experts.count - experts.visits)
     return [own - idle * sparse for own, sparse in zip(sizes.layers, experts.sparse, strict=True)]
 
 
@@ -115,20 +115,25 @@ def replay_shares(family: Family, parameters: int) -> dict[str, float]:
     matrices."""
     text = family.config.get_text_config()
     inner = 3 * text.hidden_size * text.intermediate_size
-    mlp = 2 / 3 * min(1.0, inner / parameters)
+    return replays(2 / 3 * min(1.0, inner / parameters))
+
+
+def replays(mlp: float) -> dict[str, float]:
+    """The same, where this share of a layer's parameters is in an MLP's matrices before its activation function."""
     return {NONE: 0.0, "light": LIGHT, "mlp": LIGHT + 0.9 * mlp, "linear": 0.9, "all": 1.0, "offload": 1.0}
 
 
 def saved_of(
-    config: Config, family: Family, sizes: DecoderSizes, usages: Sequence[StageUsage]
+    forward_s: Sequence[float], shares: Sequence[Mapping[str, float]], usages: Sequence[StageUsage], chosen: bool
 ) -> list[dict[str, Saved]]:
-    """Of each unit, what was traced under each choice, with its seconds."""
-    found: list[dict[str, Saved]] = [{} for _ in sizes.layers]
+    """Of each unit, what was traced. forward_s: of each layer; shares: see `replay_shares`. chosen: the configuration
+    says what is recomputed, whose seconds units have in their backward; else each usage is of one choice."""
+    found: list[dict[str, Saved]] = [{} for _ in forward_s]
     before, after = (max(getattr(usage, f"{end}_bytes") for usage in usages) for end in ("before", "after"))
     for usage in usages:
-        for at, (layer, forward_s) in enumerate(zip(usage.layers, layer_seconds(config, family, sizes), strict=True)):
-            share = replay_shares(family, sizes.layers[at])[layer.choice]
-            found[at][layer.choice] = Saved(layer.held_bytes, layer.replay_bytes, share * forward_s)
+        for own, layer, seconds, share in zip(found, usage.layers, forward_s, shares, strict=True):
+            replay = Saved(layer.held_bytes, layer.replay_bytes, share[layer.choice] * seconds)
+            own[NONE if chosen else layer.choice] = Saved(layer.held_bytes) if chosen else replay
     return [{NONE: Saved(before)}, *found, {NONE: Saved(after)}]
 
 
@@ -141,11 +146,12 @@ def _share(trained: Mapping[int | None, float] | None, at: int | None) -> float:
     return 1.0 if trained is None else trained.get(at, 0.0)
 
 
-def _fixed(section: PartConfig, layers: int) -> tuple[str, ...]:
-    """What layers recompute, where the configuration says it."""
+def fixed_choices(section: PartConfig, layers: int) -> tuple[str, ...]:
+    """What layers recompute, where the configuration says it; else none."""
     recompute = resolved(section.recompute)
     return () if recompute == "auto" else read_choices(recompute, layers)
 
 
-def _hidden(family: Family) -> int:
+def hidden_width(family: Family) -> int:
+    """Of a decoder's states."""
     return int(family.config.get_text_config().hidden_size)

@@ -153,6 +153,16 @@ def test_a_pipeline_goes_on_and_writes_what_one_process_does(case: Case, tied_mo
     assert_written_alike(tmp_path / "whole", tmp_path / "one")
 
 
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_a_pipeline_goes_on_under_other_cuts(case: Case, tied_model: str, tmp_path: Path) -> None:
+    """As where `text.partition` chooses others: each stage reads what it holds by name, whoever wrote it."""
+    one, other = replace(case, cuts=(1,)), replace(case, cuts=(3,))
+    whole = train(tied_model, one, range(4), tmp_path / "whole", early=tmp_path / "first")
+    rest = train(tied_model, other, range(2, 4), tmp_path / "rest", resume=tmp_path / "first")
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-12)
+    assert_written_alike(tmp_path / "rest", tmp_path / "whole")
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("case", PIPELINES)
 def test_every_pipeline_goes_on_and_writes_what_one_process_does(case: Case, tied_model: str, tmp_path: Path) -> None:

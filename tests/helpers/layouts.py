@@ -86,6 +86,7 @@ class Case:
     stages: int = 1  # of the text part
     tower_stages: int = 1
     chunks: int = 1  # of each of them
+    cuts: tuple[int, ...] = ()  # of the text part's layers; none: even ones
     trainable: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     groups: tuple[GroupRule, ...] = ()
@@ -111,6 +112,7 @@ class Case:
         packed = ", packed" if self.packing else ""
         packed += f", {self.stages} stages" if self.stages > 1 else ""
         packed += f" of {self.chunks}" if self.chunks > 1 else ""
+        packed += f" cut at {list(self.cuts)}" if self.cuts else ""
         packed += f", tower of {self.tower_stages}" if self.tower_stages > 1 else ""
         packed += f", trains {' '.join(self.trainable)}" if self.trainable else ""
         packed += f", {' '.join(self.frozen)} frozen" if self.frozen else ""
@@ -241,6 +243,7 @@ def graph_of(model: str, case: Case) -> StageGraph:
         case.chunks,
         len(decoder.layers.kinds),
         len(family.tower.layers.kinds),
+        cuts=case.cuts,
         enters=takes,
         tied=decoder.tied,
         tie_trained=rules.trains(decoder.tied_weight),

@@ -247,6 +247,22 @@ def test_stages_of_a_pipeline_and_their_clock(tiny_assets: Path, made_model: str
     assert [line.split()[0] for line in kept] == ["text.0", "text.1"]  # the tower is frozen
 
 
+def test_a_chain_is_shown_as_one(tiny_assets: Path, made_model: str, tmp_path: Path) -> None:
+    """Why both parts are cut so, their stages in time, and the device that they share."""
+    models = (f"vision.model_name={made_model}", f"text.model_name={made_model}")
+    assets = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "vision.zero_stage=0")
+    cut = ("text.parallelism=pipeline", "text.num_actors=2", "training.schedule=1f1b", "training.batch_size=8")
+    chain = ("cluster.chain=true", "vision.parallelism=pipeline", "vision.num_actors=2")
+    lines = dry_run(prepared("tiny", *assets, *models, *cut, *chain)).splitlines()
+    (why,) = (line for line in lines if "cuts  " in line)
+    assert why.startswith("cuts           exact, no cut is faster") and why.endswith("vision and text as one chain")
+    (at,) = (at for at, line in enumerate(lines) if line.startswith("in time "))
+    assert [line.split()[0] for line in lines[at + 1 : at + 5]] == ["vision.0", "vision.1", "text.0", "text.1"]
+    assert "devices        3: 1 with a rank of both parts, 2 with one rank" in lines
+    by_hand = dry_run(prepared("tiny", *assets, *models, *cut, *chain, "vision.cuts=[1]", "text.cuts=[1]"))
+    assert "vision cuts    as vision.cuts has them" in by_hand and "text cuts      as text.cuts has them" in by_hand
+
+
 def test_layers_that_go_forward_again_are_marked(tiny_assets: Path, made_model: str, tmp_path: Path) -> None:
     models = (f"vision.model_name={made_model}", f"text.model_name={made_model}")
     assets = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "text.recompute=0")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dhp.core.graph import Node
+from dhp.models.registry import load_family
 from dhp.step.schedule import Backward, Forward
 from dhp.step.timed import Timeline
-from dhp.trainer.expected_step import bubble_lines, expected_step
+from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_lines
 from dhp.trainer.plan import plan_run
+from dhp.trainer.units import HANDOVER
 from tests.trainer.test_partition import FROZEN_TOWER, PIPELINE, config_of
 
 APART = ("cluster.collocate=false", "vision.num_actors=1", "vision.ulysses=1", "vision.zero_stage=0")
@@ -67,3 +69,37 @@ def test_the_lines_name_shares_of_the_step(four_layers_model: str) -> None:
     assert bubble.startswith(f"bubble         {timeline.bubble:.0%} of the devices' time (by operations; vision ")
     waits = timeline.waits()["text.0"]["text.1"] / timeline.step_s
     assert waits > 0.3 and f"text.0 {waits:.0%} for text.1" in waiting
+
+
+def test_what_tower_stages_hand_on_takes_by_the_towers_own_bytes(four_layers_model: str) -> None:
+    """Twice as wide an own format is twice as long on the way, and the decoder's does not count."""
+    staged = ("vision.parallelism=pipeline", "vision.num_actors=2", "vision.cuts=[2]", "text.cuts=[2]")
+
+    def on_the_way(*overrides: str) -> float:
+        spans = {span.action: span for span in step_of(four_layers_model, *staged, *overrides).spans}
+        sent, got = (spans[Forward(Node(f"vision.{at}"), 0)] for at in range(2))
+        return got.start_s - sent.end_s
+
+    plain = on_the_way()
+    tower = load_family(four_layers_model).tower
+    width = tower.config.vision_config.hidden_size
+    assert plain == pytest.approx(4 * width * 4 * 1024 * tower.merge_unit / HANDOVER)  # four pictures in float32
+    assert on_the_way("vision.dtype=bfloat16") == pytest.approx(plain / 2)
+    assert on_the_way("text.dtype=bfloat16") == pytest.approx(plain)
+
+
+def test_a_step_is_drawn_with_seconds_to_scale(four_layers_model: str) -> None:
+    plan = plan_run(config_of(four_layers_model, *PIPELINE, *APART, "text.cuts=[1]"))
+    timeline = expected_step(plan, 2)
+    assert timeline is not None
+    head, *lines = timeline_lines(timeline, plan.graph, ())
+    assert head.startswith("in time        a column is ") and [line.split()[0] for line in lines] == [
+        "vision",
+        "text.0",
+        "text.1",
+    ]
+    assert max(map(len, lines)) <= 120
+    count = lambda line: (len(line.split()) - 1, line.count("-"))
+    assert count(lines[2])[1] > 2 * count(lines[1])[1]  # three layers and the head beside one
+    many = expected_step(plan)
+    assert many is not None and timeline.step_s < many.step_s

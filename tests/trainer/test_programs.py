@@ -8,7 +8,7 @@ from dhp.config.ranges import SCHEDULES
 from dhp.core.errors import ConfigError
 from dhp.planner.partition.simulate import Work
 from dhp.step.schedule import Backward, make_schedule
-from dhp.trainer.programs import pipeline_programs
+from dhp.trainer.programs import chain_programs, pipeline_programs
 from tests.helpers.graphs import make_graph
 
 
@@ -33,3 +33,14 @@ def test_they_are_what_the_stages_of_a_run_do(kind: str) -> None:
 def test_interleaved_programs_need_whole_groups() -> None:
     with pytest.raises(ConfigError, match="% pipeline"):
         pipeline_programs("interleaved", 2, 2, 3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCHEDULES if kind != "interleaved"])
+def test_a_chain_has_the_programs_of_all_stages_but_the_one_that_is_shared(kind: str) -> None:
+    graph = make_graph(stages=3, tower_stages=2)
+    schedule = make_schedule(kind, graph, 4)
+    for at, (program, name) in enumerate(
+        zip(chain_programs(kind, 2, 3, 4), ("vision.0", "text.0", "text.1", "text.2"), strict=True)
+    ):
+        own = [action for action in schedule if action.node.stage == name]
+        assert program == tuple(Work(at, isinstance(one, Backward), one.micro_batch) for one in own)

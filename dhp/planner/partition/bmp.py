@@ -12,11 +12,12 @@ from itertools import product
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dhp.core.errors import ConfigError
 from dhp.planner.partition.problem import Partition, PartitionProblem
 from dhp.planner.partition.tables import Cuts, Tables, costs_of, make_tables, steps_of
-from dhp.planner.units import Numbers
+from dhp.planner.units import Held, Numbers
 
 Score = Callable[[tuple[int, ...]], float]  # cuts by position → seconds of a step, measured or simulated
 _MOST = 2_000_000  # candidates
@@ -62,12 +63,25 @@ def _candidates(problem: PartitionProblem, tables: Tables, by: str, radius: int)
     work = tables.forward[0] + (tables.backward[0] if by == "work" else 0.0)
     shares = np.arange(1, problem.runs) * work[-1] / problem.runs
     anchor = 1 + np.abs(work[None, 1:-1] - shares[:, None]).argmin(axis=1)
+    if problem.held is not None:
+        anchor = _within(anchor, problem.held, problem)
     moves = np.array(list(product(range(-radius, radius + 1), repeat=problem.runs - 1)), dtype=np.int_)
     cuts = anchor[None, :] + moves.reshape(-1, problem.runs - 1)
     last = len(tables.hop) - 1
     ends = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, last)))
     cuts = cuts[(np.diff(ends, axis=1) > 0).all(axis=1)]
     return cuts[np.isfinite(costs_of(tables, cuts).backward).all(axis=0)]
+
+
+def _within(anchor: NDArray[np.int_], held: Held, problem: PartitionProblem) -> NDArray[np.int_]:
+    """The nearest cuts under which the run holds its unit: as many of them before it as there are runs before."""
+    inside = int(np.searchsorted(problem.positions.at, held.unit, side="right")) - 1  # the last position before it
+    count, last = problem.runs - 1, len(problem.positions.at) - 1
+    number = np.arange(count)
+    before = number < held.run
+    least = np.where(before, 1 + number, inside + 1 + number - held.run)
+    most = np.where(before, inside + 1 + number - held.run, last - count + number)
+    return np.clip(anchor, least, most)
 
 
 def _rank(problem: PartitionProblem, tables: Tables, cuts: Cuts, by: str) -> Numbers:

@@ -8,33 +8,34 @@ import numpy as np
 
 from dhp.core.errors import ConfigError
 from dhp.planner.partition.paths import Path, least_largest, least_sum
-from dhp.planner.units import Positions, Unit
+from dhp.planner.units import Held, Positions, Unit
 
 
-def by_parameters(units: Sequence[Unit], runs: int) -> tuple[int, ...]:
+def by_parameters(units: Sequence[Unit], runs: int, held: Held | None = None) -> tuple[int, ...]:
     """The cuts for which the largest run has as few parameters as possible; of several, those whose first runs are
-    smallest, since the first stages of 1F1B hold most micro-batches. Raises ConfigError for more runs than units."""
+    smallest, since the first stages of 1F1B hold most micro-batches. held: a unit that one run must hold.
+    Raises ConfigError for more runs than units."""
     positions = Positions(units)
     sizes = positions.sums([unit.parameters for unit in units])
-    costs = np.where(positions.allowed, sizes, np.inf)
-    return _as_cuts(positions, least_largest(np.broadcast_to(costs, (runs, *costs.shape))), runs)
+    costs = np.where(positions.of_runs(runs, held), sizes, np.inf)
+    return _as_cuts(positions, least_largest(costs), runs)
 
 
-def by_layers(units: Sequence[Unit], runs: int) -> tuple[int, ...]:
+def by_layers(units: Sequence[Unit], runs: int, held: Held | None = None) -> tuple[int, ...]:
     """The cuts for which the runs' numbers of layers have the least variance. Raises as `by_parameters`."""
-    return _least_variance(units, runs, [unit.layers for unit in units])
+    return _least_variance(units, runs, held, [unit.layers for unit in units])
 
 
-def by_profile(units: Sequence[Unit], runs: int) -> tuple[int, ...]:
+def by_profile(units: Sequence[Unit], runs: int, held: Held | None = None) -> tuple[int, ...]:
     """The cuts for which the runs' seconds of forward have the least variance. Raises as `by_parameters`."""
-    return _least_variance(units, runs, [unit.forward_s for unit in units])
+    return _least_variance(units, runs, held, [unit.forward_s for unit in units])
 
 
-def _least_variance(units: Sequence[Unit], runs: int, values: Sequence[float]) -> tuple[int, ...]:
+def _least_variance(units: Sequence[Unit], runs: int, held: Held | None, values: Sequence[float]) -> tuple[int, ...]:
     positions = Positions(units)
     costs = (positions.sums(values) - sum(values) / runs) ** 2
-    costs = np.where(positions.allowed, costs, np.inf)
-    return _as_cuts(positions, least_sum(np.broadcast_to(costs, (runs, *costs.shape))), runs)
+    costs = np.where(positions.of_runs(runs, held), costs, np.inf)
+    return _as_cuts(positions, least_sum(costs), runs)
 
 
 def _as_cuts(positions: Positions, found: tuple[float, Path], runs: int) -> tuple[int, ...]:

@@ -169,6 +169,13 @@ def _nothing_fits(problem: PartitionProblem) -> ConfigError:
             f"{len(problem.units)} units cannot be cut into {problem.runs} runs: they have {places} places to cut. "
             f"Set text.pipeline × text.virtual_stages to {places + 1} or less"
         )
+    if np.isinf(problem.budget_bytes) and problem.held is not None:
+        held = problem.held
+        return ConfigError(
+            f"{len(problem.units)} units cannot be cut into {problem.runs} runs of which run {held.run} has "
+            f"{problem.units[held.unit].name}: there are too few units before it or behind it. Set vision.pipeline or "
+            "text.pipeline lower"
+        )
     return ConfigError(
         f"no cut into {problem.stages} stages keeps within {problem.budget_bytes / 1e9:.2f} GB a device: with "
         f"everything recomputed the fullest stage takes {needed_bytes(problem) / 1e9:.2f} GB at least. Raise "

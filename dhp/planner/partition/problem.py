@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dhp.planner.partition.simulate import Programs, Work, in_flight, merged
-from dhp.planner.units import FREE, Link, Positions, Unit, first_trained
+from dhp.planner.units import FREE, Held, Link, Positions, Unit, first_trained
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class PartitionProblem:
     """Units that are to be cut into runs, one behind another, run r for stage r % stages.
 
     programs: what each stage does in a step. link: between two stages. budget_bytes: of a stage's device, for states
-    and activations. trained_before: what sends to the first unit trains.
+    and activations. trained_before: what sends to the first unit trains. held: a unit, and the run that must hold it.
     """
 
     units: tuple[Unit, ...]
@@ -24,6 +27,7 @@ class PartitionProblem:
     link: Link = FREE
     budget_bytes: float = math.inf
     trained_before: bool = False
+    held: Held | None = None
 
     @property
     def stages(self) -> int:
@@ -52,6 +56,11 @@ class PartitionProblem:
     @cached_property
     def positions(self) -> Positions:
         return Positions(self.units)
+
+    @cached_property
+    def allowed(self) -> NDArray[np.bool_]:
+        """[runs, a, b]: whether the run may hold the units from `positions.at[a]` to `positions.at[b]`."""
+        return self.positions.of_runs(self.runs, self.held)
 
     @cached_property
     def first_back(self) -> int:

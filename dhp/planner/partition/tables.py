@@ -55,9 +55,9 @@ def make_tables(problem: PartitionProblem) -> Tables:
 
 
 def _replay(problem: PartitionProblem) -> Numbers:
-    allowed, runs = problem.positions.allowed, problem.runs
+    runs = problem.runs
     if np.isinf(problem.budget_bytes):
-        return np.broadcast_to(np.where(allowed, 0.0, np.inf), (runs, *allowed.shape))
+        return np.where(problem.allowed, 0.0, np.inf)
     if runs != problem.stages:
         raise ConfigError(
             f"a budget of {problem.budget_bytes / 1e9:.1f} GB with {runs // problem.stages} runs a stage: which units "
@@ -65,7 +65,8 @@ def _replay(problem: PartitionProblem) -> Numbers:
             "text.virtual_stages=1, or text.recompute to what layers recompute"
         )
     of_count = {count: _least(problem, count) for count in set(problem.in_flight)}
-    return np.stack([of_count[count] for count in problem.in_flight])
+    least = np.stack([of_count[count] for count in problem.in_flight])
+    return np.where(problem.allowed, least, np.inf)
 
 
 def _least(problem: PartitionProblem, count: int) -> Numbers:
@@ -117,9 +118,8 @@ def needed_bytes(problem: PartitionProblem) -> float:
     held = problem.positions.sums([own[0][1].held_bytes for own in options])
     replay = _largest(problem, [max(saved.replay_bytes for _, saved in own) for own in options])
     states = problem.positions.sums([unit.states_bytes for unit in problem.units])
-    allowed = problem.positions.allowed
-    taken = [np.where(allowed, states + count * held + replay, np.inf) for count in problem.in_flight]
-    return least_largest(np.stack(taken))[0]
+    taken = np.stack([states + count * held + replay for count in problem.in_flight])
+    return least_largest(np.where(problem.allowed, taken, np.inf))[0]
 
 
 def all_cuts(problem: PartitionProblem) -> Cuts:

@@ -1,0 +1,164 @@
+"""Where the parts of a run are cut into stages: each by itself, or the tower and the decoder together as one chain.
+
+In a chain (`cluster.chain`) the tower's last stage and the decoder's first share devices, and the cuts on either side
+decide how much of each part these hold. A search sees one stage there, which takes a micro-batch through both actors at
+once; in the run the tower's actor is one micro-batch further ahead, so that a budget counts one of that too few there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from dhp.config.layout import BMP, EXACT, LAYERS
+from dhp.config.model_rules import check_stages
+from dhp.config.parts import DECODER, decoder, encoders, parts, resolved
+from dhp.config.ranges import INTERLEAVED, ONE_F_ONE_B
+from dhp.config.resolve import micro_batches
+from dhp.config.schema import Config
+from dhp.core.errors import ModelError
+from dhp.core.parameters import AdapterSettings, TrainingRules
+from dhp.models.family import VISION, Family
+from dhp.models.shape import decoder_sizes, list_parameters
+from dhp.planner.partition.problem import PartitionProblem
+from dhp.planner.units import Held, Saved, Unit, layer_cuts
+from dhp.trainer.partition import (
+    GIB,
+    LayerCuts,
+    budget_note,
+    choose,
+    decoder_cuts,
+    default_method,
+    traced_usages,
+    trained_shares,
+)
+from dhp.trainer.programs import chain_programs, pipeline_programs
+from dhp.trainer.tower_units import tower_replays, tower_units
+from dhp.trainer.trainable import trained_stage
+from dhp.trainer.units import decoder_units, link, replay_shares, saved_of
+
+
+@dataclass(frozen=True)
+class Model:
+    """Of a run. family: with the parts of the run. adapters: by part. trains: anything is trained."""
+
+    family: Family
+    source: str
+    rules: TrainingRules
+    adapters: Mapping[str, AdapterSettings]
+    trains: bool = True
+
+
+def part_cuts(config: Config, model: Model) -> dict[str, LayerCuts]:
+    """Of each part that has several runs of layers and no cuts by hand, those that `text.partition` chooses. Raises
+    ConfigError where it cannot."""
+    asked = [name for name, part in parts(config).items() if _runs(config, name) > 1 and part.cuts is None]
+    for name in asked:
+        _check(config, name, len(model.family.parts[name].layers.kinds))
+    if asked and is_joint(config):
+        return _chain(config, model)
+    by_part: dict[str, Callable[[Config, Model], LayerCuts]] = {VISION: _tower, DECODER: _decoder}
+    return {name: by_part[name](config, model) for name in asked}
+
+
+def _check(config: Config, name: str, layers: int) -> None:
+    """Each run has a layer at least, and by layers as many as the others. Raises ConfigError."""
+    section = parts(config)[name]
+    if section.partition in (None, LAYERS) or _runs(config, name) > layers:
+        check_stages(name, layers, resolved(section.pipeline), section.virtual_stages)
+
+
+def is_joint(config: Config) -> bool:
+    """Whether both parts are cut together: a chain with cuts by hand in neither, each stage with one run."""
+    by_hand = any(parts(config)[name].cuts is not None for name in (VISION, DECODER))
+    return config.cluster.chain and not by_hand and decoder(config).virtual_stages == 1
+
+
+def _runs(config: Config, name: str) -> int:
+    section = parts(config)[name]
+    return resolved(section.pipeline) * section.virtual_stages
+
+
+def _decoder(config: Config, model: Model) -> LayerCuts:
+    return decoder_cuts(config, model.family, model.source, model.rules, model.adapters, _before(config, model))
+
+
+def _before(config: Config, model: Model) -> bool | None:
+    """Whether an encoder trains; None: nothing is trained."""
+    trained = trained_stage(model.rules, model.family, model.source, model.adapters)
+    return any(trained(name, ()) for name in encoders(config)) if model.trains else None
+
+
+def _tower(config: Config, model: Model) -> LayerCuts:
+    """A tower's, by itself: a pipeline with nothing behind it."""
+    stages, schedule = _runs(config, VISION), config.training.schedule
+    units = _tower_units(config, model)
+
+    def problem() -> PartitionProblem:
+        kind = ONE_F_ONE_B if schedule == INTERLEAVED else schedule
+        return PartitionProblem(units, pipeline_programs(kind, stages, 1, micro_batches(config)), link())
+
+    cuts, why = choose(_method(config, model), units, stages, problem)
+    return LayerCuts(tuple(layer_cuts(units, cuts)[VISION]), why)
+
+
+def _chain(config: Config, model: Model) -> dict[str, LayerCuts]:
+    """Of both parts, as many stages together as they have devices."""
+    count, method = {name: _runs(config, name) for name in (VISION, DECODER)}, _method(config, model)
+    tower, behind = _tower_units(config, model), _decoder_units(config, model)
+    units, held = (*tower, *behind), Held(len(tower) - 1, count[VISION] - 1)
+    saved, note = _saved(config, model, tower, behind) if method in (EXACT, BMP) else ([], "")
+    if saved:
+        units = tuple(replace(unit, saved=own) for unit, own in zip(units, saved, strict=True))
+
+    def problem() -> PartitionProblem:
+        programs = chain_programs(config.training.schedule, count[VISION], count[DECODER], micro_batches(config))
+        budget = (config.memory.budget_gib or inf) * GIB if saved else inf
+        return PartitionProblem(units, programs, link(), budget, held=held)
+
+    note = f", over vision and text as one chain{note}"
+    cuts, why = choose(method, units, sum(count.values()) - 1, problem, note, held)
+    found = layer_cuts(units, cuts)
+    return {name: LayerCuts(tuple(found[name]), why) for name, stages in count.items() if stages > 1}
+
+
+def _saved(
+    config: Config, model: Model, tower: Sequence[Unit], behind: Sequence[Unit]
+) -> tuple[list[dict[str, Saved]], str]:
+    """What the units of both parts keep, where something is to be recomputed as a budget needs it; and a note."""
+    automatic = {name: parts(config)[name].recompute == "auto" for name in (VISION, DECODER)}
+    if config.memory.budget_gib is None or not any(automatic.values()):
+        return [], ""
+    family, source, rules = model.family, model.source, model.rules
+    parameters = list_parameters(source, family, model.adapters)
+    shares = {
+        VISION: tower_replays(family, parameters, rules),
+        DECODER: [replay_shares(family, unit.parameters) for unit in behind[1:-1]],
+    }
+    found: list[dict[str, Saved]] = []
+    try:
+        for name, units in ((VISION, tower), (DECODER, behind)):
+            trained_before = name == DECODER and bool(_before(config, model))
+            usages = traced_usages(config, family, source, name, rules, trained_before)
+            forward_s = [unit.forward_s for unit in units[1:-1]]
+            found += saved_of(forward_s, shares[name], usages, not automatic[name])
+    except ModelError as error:
+        return [], f", without its budget: {error}"
+    return found, budget_note(config)
+
+
+def _tower_units(config: Config, model: Model) -> tuple[Unit, ...]:
+    parameters = list_parameters(model.source, model.family, model.adapters)
+    return tower_units(config, model.family, parameters, model.rules)
+
+
+def _decoder_units(config: Config, model: Model) -> tuple[Unit, ...]:
+    """Behind the tower. An audio encoder that trains sends gradients back through all of them too."""
+    trained = trained_shares(model.family, model.source, model.rules, model.adapters)
+    first, *others = decoder_units(config, model.family, decoder_sizes(model.source), trained)
+    return (replace(first, trains=first.trains or bool(_before(config, model))), *others)
+
+
+def _method(config: Config, model: Model) -> str:
+    return decoder(config).partition or default_method(config, model.trains)

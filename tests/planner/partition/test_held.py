@@ -1,0 +1,116 @@
+"""Two parts in one chain: the run that holds where one ends and the other begins, against every cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dhp.core.errors import ConfigError
+from dhp.planner.partition.bmp import bmp
+from dhp.planner.partition.critical import critical, nothing_elsewhere
+from dhp.planner.partition.even import by_layers, by_parameters, by_profile
+from dhp.planner.partition.exact import exact
+from dhp.planner.partition.problem import PartitionProblem, bounds_of
+from dhp.planner.partition.tables import all_cuts, make_tables, needed_bytes, steps_of
+from dhp.planner.units import Held
+from tests.planner.partition.made import cuts_of, problem
+from tests.planner.partition.test_exact import step_of
+
+UNITS, BORDER = 12, 4  # of them, those of the tower
+
+
+def joined(seed: int, tower: int, stages: int, units: int = UNITS) -> PartitionProblem:
+    """A chain of `tower` and `stages` stages, of which two are one; nothing is cut at the border."""
+    own = problem(seed, units, tower + stages - 1, (tower + stages - 1) * (1 + seed % 2))
+    border = units // 3
+    merged = tuple(replace(one, cut="never" if at == border - 1 else "may") for at, one in enumerate(own.units))
+    return replace(own, units=merged, held=Held(border - 1, tower - 1))
+
+
+def admitted(asked: PartitionProblem, border: int = BORDER) -> list[tuple[int, ...]]:
+    """Cuts by the rule in words: both parts have a unit in the run, and as many runs are before as are asked for."""
+    assert asked.held is not None
+    found = []
+    for cuts in cuts_of(asked):
+        first, end = bounds_of(asked, cuts)[asked.held.run]
+        if first < border < end:
+            found.append(cuts)
+    return found
+
+
+@pytest.mark.parametrize(("tower", "stages"), [(1, 3), (2, 2), (2, 3), (3, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize("seed", range(8))
+def test_it_is_the_best_of_all_cuts_that_are_admitted(seed: int, tower: int, stages: int) -> None:
+    asked = joined(seed, tower, stages)
+    every = {cuts: step_of(asked, cuts) for cuts in admitted(asked)}
+    found = exact(asked)
+    assert found.step_s == pytest.approx(min(every.values()), rel=1e-12)
+    assert every[found.cuts] == pytest.approx(found.step_s, rel=1e-12) and found.gap == 0
+    finite = np.isfinite(steps_of(asked, make_tables(asked), all_cuts(asked)))
+    assert finite.sum() == len(every)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_few_simulated_the_bound_holds(seed: int) -> None:
+    asked = joined(seed, 3, 3)
+    best = min(step_of(asked, cuts) for cuts in admitted(asked))
+    found = exact(asked, most=3)
+    assert found.bound_s <= best * (1 + 1e-12) and found.step_s >= best * (1 - 1e-12)
+    tables = make_tables(asked)
+    bounds = critical(asked, tables, nothing_elsewhere(asked, tables))
+    for cuts in admitted(asked):
+        ends = [int(np.searchsorted(asked.positions.at, end)) for end in (0, *cuts, UNITS)]
+        assert max(bounds[k, a, b] for k, (a, b) in enumerate(zip(ends, ends[1:]))) <= step_of(asked, cuts) * (
+            1 + 1e-12
+        )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_under_a_budget_both_are_kept(seed: int) -> None:
+    free = joined(seed, 2, 3)
+    asked = replace(free, budget_bytes=round(needed_bytes(free) + 9))
+    found = exact(asked)
+    first, end = bounds_of(asked, found.cuts)[1]
+    assert first < BORDER < end and set(found.recompute) - {"none"}
+    assert found.gap == 0 and found.step_s > exact(free).step_s - 1e-12
+
+
+@pytest.mark.parametrize("method", [by_parameters, by_layers, by_profile])
+@pytest.mark.parametrize("seed", range(4))
+def test_even_cuts_are_even_among_those_admitted(seed: int, method: Any) -> None:
+    asked = joined(seed, 2, 3)
+    of = {by_parameters: "parameters", by_layers: "layers", by_profile: "forward_s"}[method]
+
+    def cost(cuts: tuple[int, ...]) -> float:
+        runs = [sum(getattr(unit, of) for unit in asked.units[a:b]) for a, b in bounds_of(asked, cuts)]
+        return max(runs) if method is by_parameters else float(np.var(runs))
+
+    found = method(asked.units, asked.runs, asked.held)
+    assert found in admitted(asked)
+    assert cost(found) == pytest.approx(min(map(cost, admitted(asked))))
+
+
+@pytest.mark.parametrize(("tower", "stages"), [(1, 4), (2, 3), (3, 2), (4, 1)])
+@pytest.mark.parametrize("seed", range(4))
+def test_balanced_cuts_are_admitted(seed: int, tower: int, stages: int) -> None:
+    asked = joined(seed, tower, stages)
+    assert bmp(asked).cuts in admitted(asked)
+
+
+def test_the_anchor_moves_as_far_as_it_must() -> None:
+    """A tower that takes next to no time has its stages all the same."""
+    asked = joined(0, 3, 3)
+    light = tuple(
+        replace(one, forward_s=1e-6, backward_s=2e-6) if at < BORDER else one for at, one in enumerate(asked.units)
+    )
+    assert bmp(replace(asked, units=light)).cuts in admitted(asked)
+
+
+def test_too_few_units_are_said() -> None:
+    with pytest.raises(ConfigError, match="of which run 4 has 3: there are too few units before it or behind it"):
+        exact(joined(0, 5, 2))
+    with pytest.raises(ConfigError, match="a part has fewer layers than stages"):
+        by_layers(joined(0, 5, 2).units, 6, Held(3, 4))
