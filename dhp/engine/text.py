@@ -147,8 +147,7 @@ class TextEngine(StageEngine):
         if self._answering is None:
             backend = self.settings.attention_backend
             self._answering = self.generator(self.model, self.family.decoder, self.mesh, SEGMENTS, backend)
-        leaves, _ = self._leaves(chunk, received)
-        inputs, _, extra = self._inputs(chunk, work.row, None, leaves, False)
+        inputs, _, extra = self._inputs(chunk, work.row, None, self._leaves(chunk, received)[0], False)
         answering = self._answering
         with without_dropout(self.model):
             answer = self.optimizer.forward(lambda: answering.answer(work, inputs, extra["segments"]))
