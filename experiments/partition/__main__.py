@@ -1,0 +1,44 @@
+"""`python -m experiments.partition [--only published|replay] [--rounds 5]`: cuts by method, beside published ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+Rows = Iterator[dict[str, Any]]
+
+
+def published(rounds: int) -> Rows:
+    """The columns of OmniBal's tables from public shapes."""
+    from experiments.partition.published import compared
+
+    return compared()
+
+
+def replay(rounds: int) -> Rows:
+    """Seconds of a step of a small model's chain, by replay."""
+    from experiments.partition.replay import replayed
+
+    return replayed(rounds)
+
+
+QUESTIONS: Mapping[str, Callable[[int], Rows]] = {"published": published, "replay": replay}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a JSON line for each row."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.partition", description=__doc__)
+    parser.add_argument("--only", choices=QUESTIONS, help="one of the questions")
+    parser.add_argument("--rounds", type=int, default=5, help="of replayed steps")
+    asked = parser.parse_args(arguments)
+    for name in [asked.only] if asked.only else QUESTIONS:
+        command = f"python -m experiments.partition --only {name}"
+        command += f" --rounds {asked.rounds}" if name == "replay" else ""
+        for row in QUESTIONS[name](asked.rounds):
+            print(json.dumps(row | {"command": command}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
