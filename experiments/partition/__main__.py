@@ -1,11 +1,14 @@
-"""`python -m experiments.partition [--only published|replay] [--rounds 5]`: cuts by method, beside published ones."""
+"""`python -m experiments.partition [--only published|replay] [--rounds 5] [--read FILE --plot FILE]`: cuts."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from experiments.partition.plot import draw
 
 Rows = Iterator[dict[str, Any]]
 
@@ -32,7 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.partition", description=__doc__)
     parser.add_argument("--only", choices=QUESTIONS, help="one of the questions")
     parser.add_argument("--rounds", type=int, default=5, help="of replayed steps")
+    parser.add_argument("--read", type=Path, help="a file of rows to draw; nothing is computed")
+    parser.add_argument("--plot", type=Path, help="a PNG file to write from them")
     asked = parser.parse_args(arguments)
+    if (asked.read is None) != (asked.plot is None):
+        parser.error("--read FILE and --plot FILE go together")
+    if asked.read is not None:
+        draw([json.loads(line) for line in asked.read.read_text(encoding="utf-8").splitlines()], asked.plot)
+        return
     for name in [asked.only] if asked.only else QUESTIONS:
         command = f"python -m experiments.partition --only {name}"
         command += f" --rounds {asked.rounds}" if name == "replay" else ""

@@ -27,7 +27,7 @@ from dhp.step.step import train_step
 from dhp.step.timed import play
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.settings import stage_settings
-from experiments.pair import TEXT, VISION, Here, join_alone
+from experiments.pair import TEXT, VISION, Here
 
 ENGINES = {VISION: EncoderEngine, TEXT: TextEngine}
 SCHEDULE = "1f1b"
