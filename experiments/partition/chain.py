@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from dhp.config.command_line import compose_config
@@ -18,6 +19,7 @@ from dhp.config.schema import Config
 from dhp.core.batch import Batch
 from dhp.core.dispatch import PerRank
 from dhp.core.graph import Node, StageGraph
+from dhp.core.reports import StageUsage
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
 from dhp.planner.units import Unit, layer_cuts
@@ -59,11 +61,11 @@ def stages_of(units: Sequence[Unit], cuts: Sequence[int]) -> Stages:
     return Stages(len(vision) + 1, len(text) + 1, vision, text, border not in cuts)
 
 
-def plan_chain(model: str, stages: Stages, micro_batches: int, frozen: str = "") -> RunPlan:
+def plan_chain(model: str, stages: Stages, micro_batches: int, frozen: str = "", *more: str) -> RunPlan:
     """The plan that a run with these stages has. frozen: a part that is not trained, with the projector if it is the
-    tower."""
+    tower. more: settings as on a command line."""
     held = {VISION: "[vision,projector]", TEXT: "[text]", "": "[]"}[frozen]
-    return plan_run(_config(model, stages, micro_batches, f"training.frozen={held}"))
+    return plan_run(_config(model, stages, micro_batches, f"training.frozen={held}", *more))
 
 
 def _config(model: str, stages: Stages, micro_batches: int, *more: str) -> Config:
@@ -75,18 +77,22 @@ def _config(model: str, stages: Stages, micro_batches: int, *more: str) -> Confi
         given += [f"{part}.cuts={cuts}"] if cuts else []
     given += [f"training.schedule={SCHEDULE}", f"training.batch_size={micro_batches}", "training.micro_batch_size=1"]
     given += [f"cluster.collocate={str(stages.shared).lower()}", f"cluster.chain={str(stages.shared).lower()}"]
-    return resolve(compose_config("tiny", overrides=[*given, "cluster.device=cpu", "data.packing=true", *more]))
+    return resolve(compose_config("tiny", overrides=[*given, "cluster.device=cpu", *more]))
 
 
 class Chain:
-    """All ranks of a plan. step: one step of a batch, and the seconds of its actions."""
+    """All ranks of a plan.
+
+    parameters: of each stage. usages: of each stage, what activations took in the last step, where that is measured.
+    """
 
     def __init__(self, plan: RunPlan, micro_batches: int, schedule: str = SCHEDULE):
         self.graph: StageGraph = plan.graph
         self._seconds: Seconds = {}
         self._schedule: Schedule = make_schedule(schedule, self.graph, micro_batches)
         self._programs = make_programs(SCHEDULE, self.graph, micro_batches)
-        self.parameters: dict[str, int] = {}  # of each stage
+        self.parameters: dict[str, int] = {}
+        self.usages: dict[str, StageUsage | None] = {}
         groups = {}
         for spec in self.graph.stages:
             engine = ENGINES[spec.part](stage_settings(plan.config, self.graph, spec, "cpu", STEPS, rules=plan.rules))
@@ -98,12 +104,29 @@ class Chain:
         """CPU seconds of each action, and the loss."""
         self._seconds.clear()
         reports = train_step(self._stages, self._schedule, self.graph.ties, batch).reports
+        self.usages = {name: own[0].usage for name, own in reports.items()}
         (of_last,) = reports[self.graph.stages[-1].name]
         return dict(self._seconds), of_last.loss
+
+    def peak_bytes(self) -> int:
+        """What activations took at most on the fullest device in the last step, as if both of its stages had their most
+        at once."""
+        taken = dict.fromkeys(range(self.graph.device_count()), 0)
+        for spec in self.graph.stages:
+            usage = self.usages[spec.name]
+            for device in spec.devices:
+                taken[device] += 0 if usage is None else usage.peak_bytes
+        return max(taken.values())
 
     def replay(self, seconds: Mapping[Action, float]) -> float:
         """Seconds of a step on devices of their own: the programs of a run, each action as long as it was here."""
         return play(self._programs, self.graph, seconds.__getitem__).step_s
+
+    def replay_alike(self, seconds: Mapping[Action, float]) -> float:
+        """The same for micro-batches of one length: each action takes the median of its stage's, so that what else ran
+        on this machine meanwhile counts less."""
+        found = {key: median(values) for key, values in by_stage(seconds).items()}
+        return self.replay({action: found[key_of(action)] for action in seconds})
 
 
 class _Timed(Here):
@@ -130,5 +153,10 @@ def by_stage(seconds: Mapping[Action, float]) -> dict[tuple[str, bool], list[flo
     """The seconds of all micro-batches of a stage, by its name and whether they are backward's."""
     found: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for action, took in seconds.items():
-        found[action.node.stage, isinstance(action, Backward)].append(took)
+        found[key_of(action)].append(took)
     return found
+
+
+def key_of(action: Action) -> tuple[str, bool]:
+    """Its stage, and whether it is a backward."""
+    return action.node.stage, isinstance(action, Backward)

@@ -20,7 +20,7 @@ import torch
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch
 from dhp.planner.partition.bmp import bmp
-from dhp.planner.partition.even import by_layers, by_parameters, by_profile
+from dhp.planner.partition.even import by_layers, by_parameters
 from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.planner.units import Unit
@@ -94,23 +94,21 @@ def cuts_of(problem: PartitionProblem) -> dict[str, tuple[int, ...]]:
     return {
         "parameters": by_parameters(problem.units, problem.runs),
         "layers": by_layers(problem.units, problem.runs),
-        "profile": by_profile(problem.units, problem.runs),
         "bmp by forward": bmp(problem).cuts,
         "bmp by work": bmp(problem, by="work").cuts,
         "exact": exact(problem).cuts,
     }
 
 
-def measure_units(model: str, shape: Shape, frozen: str, batch: Batch, steps: int = 2) -> tuple[Unit, ...]:
+def measure_units(model: str, shape: Shape, frozen: str, batch: Batch, steps: int = 3) -> tuple[Unit, ...]:
     """A unit for each layer, the first and the last of a part with what is around them. Seconds are medians over the
-    micro-batches of the last step."""
+    micro-batches of all steps but the first."""
     counts = {VISION: shape.tower_layers, TEXT: shape.decoder_layers}
     each = Stages(*counts.values(), *(tuple(range(1, count)) for count in counts.values()), shared=False)
     micro_batches = len(batch.work[TEXT])
     chain = Chain(plan_chain(model, each, micro_batches, frozen), micro_batches, "sequential")
-    for _ in range(steps):
-        seconds, _ = chain.step(batch)
-    found = {key: median(values) for key, values in by_stage(seconds).items()}
+    taken = [by_stage(chain.step(batch)[0]) for _ in range(steps)][1:]
+    found = {key: median(took for step in taken for took in step[key]) for key in taken[0]}
     hidden = {VISION: VALUE_BYTES * shape.tower * shape.side**2}
     hidden[TEXT] = VALUE_BYTES * shape.decoder * (1 + shape.side**2 // 4 + shape.words)
     units = []
@@ -139,7 +137,7 @@ def run_in_turn(
     times: dict[tuple[int, ...], list[float]] = {cuts: [] for cuts in chains}
     for _ in range(rounds):
         for cuts, chain in chains.items():
-            times[cuts].append(chain.replay(chain.step(batch)[0]))
+            times[cuts].append(chain.replay_alike(chain.step(batch)[0]))
     return times
 
 

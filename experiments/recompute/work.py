@@ -71,10 +71,11 @@ def make_model(folder: Path, tower: int, decoder: int, layers: int, tower_layers
 
 def make_samples(count: int, side: int, words: int) -> list[Sample]:
     """Samples with one image of side × side patches and `words` words each, half of them targets."""
-    return [_make_sample(side, words, seed) for seed in range(count)]
+    return [make_sample(side, words, seed) for seed in range(count)]
 
 
-def _make_sample(side: int, words: int, seed: int) -> Sample:
+def make_sample(side: int, words: int, seed: int) -> Sample:
+    """One of them, drawn by its seed."""
     rng = np.random.default_rng(seed)
     text = rng.integers(3, 2000, words)
     ids = np.concatenate([[5], np.full(side * side // 4, IMAGE), text])

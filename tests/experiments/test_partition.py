@@ -87,7 +87,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_cut_is_the_stages_of_both_parts(small_model: str) -> None:
     with join_alone():
         batch = _batch(small_model, 2)
-        units = measure_units(small_model, SMALL, "", batch, steps=1)
+        units = measure_units(small_model, SMALL, "", batch, steps=2)
     assert [unit.part for unit in units] == [VISION] * 3 + [TEXT] * 4
     assert all(unit.forward_s > 0 and unit.backward_s > 0 and unit.parameters for unit in units)
     assert stages_of(units, [1, 5]) == Stages(2, 2, (1,), (2,), shared=True)
@@ -100,7 +100,7 @@ def test_every_cut_of_a_chain_has_the_same_loss(small_model: str, frozen: str) -
     setting = Setting(stages=3, micro_batches=3, frozen=frozen)
     with join_alone():
         batch = _batch(small_model, setting.micro_batches)
-        units = measure_units(small_model, SMALL, frozen, batch, steps=1)
+        units = measure_units(small_model, SMALL, frozen, batch, steps=2)
         assert {unit.part for unit in units if not unit.trains} == {frozen} - {""}
         cuts = list(combinations(range(1, len(units)), 2))[::4]
         times = run_in_turn(small_model, setting, {own: stages_of(units, own) for own in cuts}, batch, 1)
@@ -115,6 +115,8 @@ def test_a_replay_is_the_simulated_step_where_no_device_is_shared(small_model: s
         seconds, _ = found.step(_batch(small_model, micro_batches))
         assert len(seconds) == 2 * 3 * micro_batches
         assert found.replay(dict.fromkeys(seconds, 1.0)) == 2 * (micro_batches + 3 - 1)
+        odd = dict.fromkeys(seconds, 1.0) | {next(iter(seconds)): 50.0}  # what one micro-batch alone took
+        assert found.replay(odd) > found.replay_alike(odd) == 2 * (micro_batches + 3 - 1)
 
 
 def test_a_problem_has_a_stage_for_each_device() -> None:
