@@ -1,4 +1,4 @@
-"""`python -m experiments.partition [--only published|replay] [--rounds 5] [--read FILE --plot FILE]`: cuts."""
+"""`python -m experiments.partition [--only QUESTION] [--rounds 5] [--read FILE --plot FILE]`: cuts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ def replay(rounds: int) -> Rows:
     return replayed(rounds)
 
 
-QUESTIONS: Mapping[str, Callable[[int], Rows]] = {"published": published, "replay": replay}
+def components(rounds: int) -> Rows:
+    """OmniBal's four rows on the same model, by replay."""
+    from experiments.partition.components import components as found
+
+    return found(rounds)
+
+
+QUESTIONS: Mapping[str, Callable[[int], Rows]] = {"published": published, "replay": replay, "components": components}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     for name in [asked.only] if asked.only else QUESTIONS:
         command = f"python -m experiments.partition --only {name}"
-        command += f" --rounds {asked.rounds}" if name == "replay" else ""
+        command += f" --rounds {asked.rounds}" if name != "published" else ""
         for row in QUESTIONS[name](asked.rounds):
             print(json.dumps(row | {"command": command}), flush=True)
 

@@ -46,6 +46,9 @@ class Shape:
     words: int = 8
 
 
+SHAPE = Shape()
+
+
 @dataclass(frozen=True)
 class Setting:
     """A chain. frozen: the part that is not trained."""
@@ -58,10 +61,10 @@ class Setting:
 SETTINGS = (Setting(), Setting(frozen=VISION), Setting(frozen=TEXT), Setting(stages=6, micro_batches=24))
 
 
-def replayed(rounds: int, shape: Shape = Shape(), settings: Sequence[Setting] = SETTINGS) -> Iterator[dict[str, Any]]:
+def replayed(rounds: int, shape: Shape = SHAPE, settings: Sequence[Setting] = SETTINGS) -> Iterator[dict[str, Any]]:
     """A row for each setting and method."""
     torch.set_num_threads(1)  # so that this process's seconds of CPU are those of the rank that works
-    _keep_freed_memory()
+    keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder, join_alone():
         model = make_model(Path(folder), shape.tower, shape.decoder, shape.decoder_layers, shape.tower_layers)
         for setting in settings:
@@ -150,7 +153,7 @@ def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
     return median(a / b for a, b in zip(of, to, strict=True))
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """As allocators of GPUs do, so that no action pays for another's new pages. For glibc."""
     library = ctypes.CDLL(None)
     library.mallopt(-4, 0)  # M_MMAP_MAX: no mapping for a tensor
