@@ -9,12 +9,25 @@ import numpy as np
 import pytest
 
 from dhp.core.axes import Degrees
-from dhp.planner.partition.problem import PartitionProblem
+from dhp.data.balance.packs import Packs
+from dhp.planner.partition.exact import exact
+from dhp.planner.partition.problem import Partition, PartitionProblem
+from dhp.planner.units import Unit
 from dhp.trainer.programs import pipeline_programs
 from experiments.pair import TEXT, VISION, as_batch, join_alone
 from experiments.partition.chain import Chain, Stages, plan_chain, stages_of
+from experiments.partition.components import deal_packs, draw_samples, recompute_of
 from experiments.partition.paper import BMP_LAYERS, STAGES
-from experiments.partition.published import columns, cuts_of, free_memory, layers_of, problem_of, variances, with_layers
+from experiments.partition.published import (
+    columns,
+    cuts_of,
+    free_memory,
+    layers_of,
+    matching,
+    problem_of,
+    variances,
+    with_layers,
+)
 from experiments.partition.replay import Setting, Shape, measure_units, run_in_turn
 from experiments.partition.shapes import INTERNLM2_20B, INTERNVIT, MODELS, model_named
 from experiments.partition_search.__main__ import at
@@ -56,6 +69,12 @@ def test_columns_of_the_published_cut() -> None:
     assert found.hand_overs == pytest.approx((2 * 9 * 1025 * 3200 + 2 * 2306 * 6144 + 2 * 4096 * 6144) / 2**20)
 
 
+def test_no_cut_has_the_published_variances_of_layers() -> None:
+    problem = problem_of(model_named(MAIN))
+    unit = columns(problem, with_layers(problem, BMP_LAYERS)).parameters / 0.83
+    assert matching(problem, unit) == {"parameters": (23, 0), "layers": (293, 0), "profile": (0, 0), "bmp": (13, 4)}
+
+
 def test_free_memory_follows_from_the_states() -> None:
     rows = [row for row in free_memory() if row["column"] == "free GB"]
     assert [row["ours"] for row in rows] == [57.9, 56.6, 32.6, 32.6]
@@ -64,8 +83,6 @@ def test_free_memory_follows_from_the_states() -> None:
 
 @pytest.mark.parametrize("frozen", ["", VISION, TEXT])
 def test_no_rule_is_faster_than_the_search(frozen: str) -> None:
-    from dhp.planner.partition.exact import exact
-
     problem = problem_of(model_named(MAIN, frozen))
     best = exact(problem)
     assert best.gap == 0
@@ -117,6 +134,21 @@ def test_a_replay_is_the_simulated_step_where_no_device_is_shared(small_model: s
         assert found.replay(dict.fromkeys(seconds, 1.0)) == 2 * (micro_batches + 3 - 1)
         odd = dict.fromkeys(seconds, 1.0) | {next(iter(seconds)): 50.0}  # what one micro-batch alone took
         assert found.replay(odd) > found.replay_alike(odd) == 2 * (micro_batches + 3 - 1)
+
+
+def test_recompute_is_written_as_the_keys_have_it() -> None:
+    units = [Unit(str(at), part, 1, 1.0, 2.0) for at, part in enumerate([VISION] * 3 + [TEXT] * 2)]
+    found = Partition((3,), 1.0, ("all", "none", "all", "none", "none"))
+    assert recompute_of(units, found) == {VISION: "all:0,2", TEXT: "none"}
+
+
+def test_packs_are_the_micro_batches_of_a_step(small_model: str) -> None:
+    samples = draw_samples(6, seed=3)
+    packs = Packs(np.array([5, 0, 1, 2, 4, 3]), np.array([1, 4, 6]))
+    batch = deal_packs(small_model, samples, packs, packing=True)
+    assert len(batch.work[TEXT]) == len(batch.work[VISION]) == 3
+    lengths = [tuple(len(samples[at].input_ids) for at in packs.pack(number)) for number in range(3)]
+    assert [shard.samples for (shard,) in batch.work[TEXT]] == lengths
 
 
 def test_a_problem_has_a_stage_for_each_device() -> None:
