@@ -40,7 +40,7 @@ from experiments.recompute.work import make_model, make_sample
 
 SIDES, SHARES = (8, 12, 16), (0.5, 0.3, 0.2)  # of pictures, in patches
 WORDS, SPREAD, MOST_WORDS = 12, 0.8, 96  # the words' logarithm has this deviation
-TOGETHER = 4  # samples of a random batch
+TOGETHER = 2  # samples of a random batch
 STAGES = 4
 TIGHTER = (1.0, 0.85, 0.7, 0.55)  # shares of the budget that the search is given until the step keeps within it
 FULL, ACCOUNTED = "full", "memory.accounting=true"
@@ -67,7 +67,7 @@ class Way:
         return Chain(plan_chain(model, self.stages, self.micro_batches, "", *given, *more), self.micro_batches)
 
 
-def components(rounds: int, shape: Shape = SHAPE, samples: int = 64, seed: int = 1) -> Iterator[dict[str, Any]]:
+def components(rounds: int, shape: Shape = SHAPE, samples: int = 32, seed: int = 1) -> Iterator[dict[str, Any]]:
     """A row for each of the four."""
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -58,7 +58,7 @@ class Setting:
     frozen: str = ""
 
 
-SETTINGS = (Setting(), Setting(frozen=VISION), Setting(frozen=TEXT), Setting(stages=6, micro_batches=24))
+SETTINGS = (Setting(), Setting(frozen=VISION), Setting(frozen=TEXT))
 
 
 def replayed(rounds: int, shape: Shape = SHAPE, settings: Sequence[Setting] = SETTINGS) -> Iterator[dict[str, Any]]:
