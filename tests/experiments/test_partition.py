@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, combinations
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -113,15 +113,15 @@ def test_a_cut_is_the_stages_of_both_parts(small_model: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["", VISION, TEXT])
-def test_every_cut_of_a_chain_has_the_same_loss(small_model: str, frozen: str) -> None:
+def test_cuts_of_a_chain_have_the_same_loss(small_model: str, frozen: str) -> None:
     setting = Setting(stages=3, micro_batches=3, frozen=frozen)
     with join_alone():
         batch = _batch(small_model, setting.micro_batches)
         units = measure_units(small_model, SMALL, frozen, batch, steps=2)
         assert {unit.part for unit in units if not unit.trains} == {frozen} - {""}
-        cuts = list(combinations(range(1, len(units)), 2))[::4]
+        cuts = [(1, 5), (3, 6)]  # a device that both parts share, and a cut between them
         times = run_in_turn(small_model, setting, {own: stages_of(units, own) for own in cuts}, batch, 1)
-    assert set(times) == set(cuts) and all(own > 0 for own in chain(*times.values()))
+    assert list(times) == cuts and all(own > 0 for own in chain(*times.values()))
 
 
 def test_a_replay_is_the_simulated_step_where_no_device_is_shared(small_model: str) -> None:
