@@ -221,6 +221,7 @@ def partition() -> Lines:
     for row in rows("partition", question="components"):
         recompute = [row["recompute"][part] for part in ("vision", "text")]
         peak = fixed(row["peak_mib"], 0)
+        yield f"({row['budget_mib']:.0f} MiB, half of the way"
         yield cells(row["row"], row["micro_batches"], fixed(row["step_s"]), fixed(row["speedup"]), peak, *recompute)
 
 
