@@ -292,6 +292,21 @@ def partition_search() -> Sentences:
     yield INDEX, f"as published is up to {max(frozen):.0%} slower there with a frozen tower"
 
 
+def partition() -> Sentences:
+    def gap(**wanted: str) -> float:
+        return one("partition", question="replay", stages=4, **wanted)["to_exact"]
+
+    found = [row for question in ("variances", "free memory", "stages") for row in rows("partition", question=question)]
+    agree = [row["agrees"] for row in found if row["agrees"] is not None]
+    yield INDEX, f"{sum(agree)} of {len(agree)} published figures agree"
+    trained, by_layers = (gap(frozen="nothing", method=method) for method in ("parameters", "layers"))
+    yield INDEX, f"by parameters takes {trained:.2f} × the exact cut's time, by layers {by_layers:.2f} ×"
+    frozen = [gap(frozen=part, method="bmp by forward") for part in ("vision", "text")]
+    yield INDEX, f"BMP by forward {frozen[0]:.2f} × with a frozen tower, {frozen[1]:.2f} × with a frozen decoder"
+    data, model, memory = (row["speedup"] for row in rows("partition", question="components")[1:])
+    yield INDEX, f"{data:.2f} × with even packs, {model:.2f} × also cut well, {memory:.2f} × with less recompute"
+
+
 def make_train() -> Sentences:
     """Of the quickstart's own run; no file of results/ has it."""
     shown = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -302,7 +317,7 @@ def make_train() -> Sentences:
 HELD: list[Callable[[], Sentences]] = [
     overhead, families, compile_, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts,
     long_context, longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline,
-    partition_search, make_train,
+    partition_search, partition, make_train,
 ]  # fmt: skip
 
 

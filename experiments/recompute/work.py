@@ -25,9 +25,10 @@ HEADS = 4
 PATCH_VALUES = 3 * 2 * 14 * 14
 
 
-def make_model(folder: Path, tower: int, decoder: int, layers: int) -> str:
-    """A Qwen2.5-VL whose parts are `tower` and `decoder` wide, with `layers` layers each, every fourth one of the tower
-    with full attention."""
+def make_model(folder: Path, tower: int, decoder: int, layers: int, tower_layers: int | None = None) -> str:
+    """A Qwen2.5-VL whose parts are `tower` and `decoder` wide, with `layers` layers each or `tower_layers` in the
+    tower, of which every fourth one has full attention."""
+    depth = tower_layers or layers
     half = decoder // HEADS // 2
     text = {
         "vocab_size": 2048,
@@ -46,11 +47,11 @@ def make_model(folder: Path, tower: int, decoder: int, layers: int) -> str:
         "pad_token_id": 2,
     }
     vision = {
-        "depth": layers,
+        "depth": depth,
         "hidden_size": tower,
         "intermediate_size": 11 * tower // 4,
         "num_heads": HEADS,
-        "fullatt_block_indexes": list(range(3, layers, 4)),
+        "fullatt_block_indexes": list(range(3, depth, 4)),
         "out_hidden_size": decoder,
     }
     config = Qwen2_5_VLConfig(
@@ -63,17 +64,18 @@ def make_model(folder: Path, tower: int, decoder: int, layers: int) -> str:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    made = folder / f"{tower}-{decoder}-{layers}"
+    made = folder / f"{tower}-{decoder}-{depth}-{layers}"
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(made)
     return str(made)
 
 
 def make_samples(count: int, side: int, words: int) -> list[Sample]:
     """Samples with one image of side × side patches and `words` words each, half of them targets."""
-    return [_make_sample(side, words, seed) for seed in range(count)]
+    return [make_sample(side, words, seed) for seed in range(count)]
 
 
-def _make_sample(side: int, words: int, seed: int) -> Sample:
+def make_sample(side: int, words: int, seed: int) -> Sample:
+    """One of them, drawn by its seed."""
     rng = np.random.default_rng(seed)
     text = rng.integers(3, 2000, words)
     ids = np.concatenate([[5], np.full(side * side // 4, IMAGE), text])

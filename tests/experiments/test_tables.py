@@ -206,9 +206,63 @@ def partition_search() -> Lines:
         yield cells(*asked, fixed(row["seconds"]), f"{row['proved_gap']:.2%}", row["recomputed"], *gaps)
 
 
+def partition() -> Lines:
+    yield from partition_published()
+    for row in rows("partition", question="steps"):
+        others = [row["gaps"][method] for method in ("parameters", "layers", "profile", "bmp", "bmp by work")]
+        gaps = ["-" if gap is None else f"+{gap:.1%}" for gap in others]
+        yield cells(row["model"], row["frozen"], listed(row["layers"]), *gaps)
+    for row in rows("partition", question="replay"):
+        chain = f"{row['stages']}, {row['micro_batches']}"
+        times = [fixed(row["step_s"]), fixed(row["planned_s"]), fixed(row["to_exact"])]
+        method = [f"`{row['method']}`", listed(row["layers"])]
+        yield cells(chain, row["frozen"], *method, *times, fixed(row["speed_to_parameters"]))
+    yield from partition_said()
+    for row in rows("partition", question="components"):
+        recompute = [row["recompute"][part] for part in ("vision", "text")]
+        peak = fixed(row["peak_mib"], 0)
+        yield f"({row['budget_mib']:.0f} MiB, half of the way"
+        yield cells(row["row"], row["micro_batches"], fixed(row["step_s"]), fixed(row["speedup"]), peak, *recompute)
+
+
+def partition_said() -> Lines:
+    def of(frozen: str, method: str) -> Row:
+        return one("partition", question="replay", frozen=frozen, method=method)
+
+    def planned(frozen: str, method: str) -> str:
+        return fixed(of(frozen, method)["planned_s"] / of(frozen, "exact")["planned_s"])
+
+    yield f"the exact cut is {fixed(of('nothing', 'parameters')['to_exact'])} × as fast as the one by parameters"
+    yield f"BMP by forward takes {fixed(of('vision', 'bmp by forward')['to_exact'])} × the exact cut's time"
+    yield f"({fixed(of('vision', 'parameters')['to_exact'])}, planned {planned('vision', 'parameters')})"
+    yield f"BMP by forward finds the exact cut as well ({fixed(of('text', 'bmp by forward')['to_exact'])})"
+    yield f"as fast ({fixed(of('text', 'layers')['to_exact'])}; planned {planned('text', 'layers')})"
+
+
+def partition_published() -> Lines:
+    for row in rows("partition", question="variances"):
+        published = "-" if row["published"] is None else f"{row['published']:g}"
+        yield cells(f"`{row['method']}`", row["column"], f"{row['ours']:g}", published, agreed(row), row["why"])
+    for row in rows("partition", question="free memory"):
+        yield cells(row["stage"], row["column"], f"{row['ours']:g}", f"{row['published']:g}", agreed(row), row["why"])
+    for row in rows("partition", question="stages"):
+        layers = [listed(row[key]) for key in ("ours", "bmp", "published")]
+        again = [listed(row[key]) for key in ("recomputed", "needed_by_published", "published_recomputed")]
+        yield cells(row["model"], *layers, row["off"], f"{row['regret']:+.1%}", agreed(row), *again)
+        yield cells(row["model"], " ".join(f"{free:g}" for free in row["free_gb"]))
+
+
+def agreed(row: Row) -> str:
+    return {True: "yes", False: "no", None: "-"}[row["agrees"]]
+
+
+def listed(counts: list[int]) -> str:
+    return ",".join(map(str, counts))
+
+
 TABLES: list[Callable[[], Lines]] = [
     families, compile_, tensor_host, experts, finetuning, driver_scale, two_hosts, long_context, longest_sequence,
-    layouts, balance, convergence, roofline, partition_search,
+    layouts, balance, convergence, roofline, partition_search, partition,
 ]  # fmt: skip
 
 

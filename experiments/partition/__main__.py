@@ -1,0 +1,61 @@
+"""`python -m experiments.partition [--only QUESTION] [--rounds 5] [--read FILE --plot FILE]`: cuts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.partition.plot import draw
+
+Rows = Iterator[dict[str, Any]]
+
+
+def published(rounds: int) -> Rows:
+    """The columns of OmniBal's tables from public shapes."""
+    from experiments.partition.published import compared
+
+    return compared()
+
+
+def replay(rounds: int) -> Rows:
+    """Seconds of a step of a small model's chain, by replay."""
+    from experiments.partition.replay import replayed
+
+    return replayed(rounds)
+
+
+def components(rounds: int) -> Rows:
+    """OmniBal's four rows on the same model, by replay."""
+    from experiments.partition.components import components as found
+
+    return found(rounds)
+
+
+QUESTIONS: Mapping[str, Callable[[int], Rows]] = {"published": published, "replay": replay, "components": components}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a JSON line for each row."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.partition", description=__doc__)
+    parser.add_argument("--only", choices=QUESTIONS, help="one of the questions")
+    parser.add_argument("--rounds", type=int, default=5, help="of replayed steps")
+    parser.add_argument("--read", type=Path, help="a file of rows to draw; nothing is computed")
+    parser.add_argument("--plot", type=Path, help="a PNG file to write from them")
+    asked = parser.parse_args(arguments)
+    if (asked.read is None) != (asked.plot is None):
+        parser.error("--read FILE and --plot FILE go together")
+    if asked.read is not None:
+        draw([json.loads(line) for line in asked.read.read_text(encoding="utf-8").splitlines()], asked.plot)
+        return
+    for name in [asked.only] if asked.only else QUESTIONS:
+        command = f"python -m experiments.partition --only {name}"
+        command += f" --rounds {asked.rounds}" if name != "published" else ""
+        for row in QUESTIONS[name](asked.rounds):
+            print(json.dumps(row | {"command": command}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

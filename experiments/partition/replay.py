@@ -1,0 +1,160 @@
+"""Cuts of one model by each method, run and replayed: how long a step of a chain of devices takes.
+
+Costs of units are measured with every layer as a stage of its own; each method cuts by these. Then each cut runs in
+this process, and the CPU seconds of its actions are played through the programs that a run submits, on a device for
+each stage of the chain. Rounds visit all cuts in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from dhp.core.axes import Degrees
+from dhp.core.batch import Batch
+from dhp.planner.partition.bmp import bmp
+from dhp.planner.partition.even import by_layers, by_parameters
+from dhp.planner.partition.exact import exact
+from dhp.planner.partition.problem import PartitionProblem
+from dhp.planner.units import Unit
+from dhp.trainer.programs import pipeline_programs
+from experiments.pair import TEXT, VISION, as_batch, join_alone
+from experiments.partition.chain import SCHEDULE, Chain, Stages, by_stage, plan_chain, stages_of
+from experiments.partition_search.__main__ import at
+from experiments.recompute.work import deal, make_model, make_samples
+
+EQUAL = 1e-4  # of losses of the first step, relative
+VALUE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and what a micro-batch of it is: one sample with a picture of side × side patches, and words."""
+
+    tower: int = 224
+    tower_layers: int = 11
+    decoder: int = 384
+    decoder_layers: int = 14
+    side: int = 16
+    words: int = 8
+
+
+SHAPE = Shape()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A chain. frozen: the part that is not trained."""
+
+    stages: int = 4
+    micro_batches: int = 16
+    frozen: str = ""
+
+
+SETTINGS = (Setting(), Setting(frozen=VISION), Setting(frozen=TEXT))
+
+
+def replayed(rounds: int, shape: Shape = SHAPE, settings: Sequence[Setting] = SETTINGS) -> Iterator[dict[str, Any]]:
+    """A row for each setting and method."""
+    torch.set_num_threads(1)  # so that this process's seconds of CPU are those of the rank that works
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory() as folder, join_alone():
+        model = make_model(Path(folder), shape.tower, shape.decoder, shape.decoder_layers, shape.tower_layers)
+        for setting in settings:
+            yield from _of_setting(model, shape, setting, rounds)
+
+
+def _of_setting(model: str, shape: Shape, setting: Setting, rounds: int) -> Iterator[dict[str, Any]]:
+    batch = _batch(model, shape, setting.micro_batches)
+    units = measure_units(model, shape, setting.frozen, batch)
+    problem = PartitionProblem(units, pipeline_programs(SCHEDULE, setting.stages, 1, setting.micro_batches))
+    cuts = cuts_of(problem)
+    times = run_in_turn(model, setting, {own: stages_of(units, own) for own in cuts.values()}, batch, rounds)
+    work = [unit.forward_s + unit.backward_s for unit in units]
+    tower = sum(own for own, unit in zip(work, units, strict=True) if unit.part == VISION) / sum(work)
+    for method, own in cuts.items():
+        steps = times[own]
+        yield {
+            "question": "replay", "stages": setting.stages, "micro_batches": setting.micro_batches,
+            "frozen": setting.frozen or "nothing", "method": method, "cuts": list(own),
+            "layers": [b - a for a, b in zip([0, *own], [*own, len(units)])],
+            "step_s": round(median(steps), 4), "planned_s": round(at(problem, own), 4),
+            "to_exact": round(_ratio(steps, times[cuts["exact"]]), 4),
+            "speed_to_parameters": round(_ratio(times[cuts["parameters"]], steps), 4),
+            "tower_share": round(tower, 3), "rounds": rounds,
+        }  # fmt: skip
+
+
+def cuts_of(problem: PartitionProblem) -> dict[str, tuple[int, ...]]:
+    """By method, cuts by position."""
+    return {
+        "parameters": by_parameters(problem.units, problem.runs),
+        "layers": by_layers(problem.units, problem.runs),
+        "bmp by forward": bmp(problem).cuts,
+        "bmp by work": bmp(problem, by="work").cuts,
+        "exact": exact(problem).cuts,
+    }
+
+
+def measure_units(model: str, shape: Shape, frozen: str, batch: Batch, steps: int = 3) -> tuple[Unit, ...]:
+    """A unit for each layer, the first and the last of a part with what is around them. Seconds are medians over the
+    micro-batches of all steps but the first."""
+    counts = {VISION: shape.tower_layers, TEXT: shape.decoder_layers}
+    each = Stages(*counts.values(), *(tuple(range(1, count)) for count in counts.values()), shared=False)
+    micro_batches = len(batch.work[TEXT])
+    chain = Chain(plan_chain(model, each, micro_batches, frozen), micro_batches, "sequential")
+    taken = [by_stage(chain.step(batch)[0]) for _ in range(steps)][1:]
+    found = {key: median(took for step in taken for took in step[key]) for key in taken[0]}
+    hidden = {VISION: VALUE_BYTES * shape.tower * shape.side**2}
+    hidden[TEXT] = VALUE_BYTES * shape.decoder * (1 + shape.side**2 // 4 + shape.words)
+    units = []
+    for spec in chain.graph.stages:
+        merged = spec.part == VISION and spec is chain.graph.of_part(VISION)[-1]
+        output = VALUE_BYTES * shape.decoder * shape.side**2 // 4 if merged else hidden[spec.part]
+        back = found.get((spec.name, True), 0.0)
+        size = chain.parameters[spec.name]
+        units.append(Unit(spec.name, spec.part, 1, found[spec.name, False], back, size, output_bytes=output,
+                          trains=spec.trains))  # fmt: skip
+    return tuple(units)
+
+
+def run_in_turn(
+    model: str, setting: Setting, stages: Mapping[tuple[int, ...], Stages], batch: Batch, rounds: int
+) -> dict[tuple[int, ...], list[float]]:
+    """By cuts, replayed seconds of a step in each round, after one that does not count. Raises AssertionError where
+    they have not done the same work."""
+    chains = {}
+    for cuts, own in stages.items():
+        chains[cuts] = Chain(plan_chain(model, own, setting.micro_batches, setting.frozen), setting.micro_batches)
+        assert chains[cuts].graph.device_count() == own.devices == setting.stages
+    losses = [chain.step(batch)[1] for chain in chains.values()]
+    if max(losses) - min(losses) > EQUAL * max(losses):
+        raise AssertionError(f"losses of the same step differ: {losses}")
+    times: dict[tuple[int, ...], list[float]] = {cuts: [] for cuts in chains}
+    for _ in range(rounds):
+        for cuts, chain in chains.items():
+            times[cuts].append(chain.replay_alike(chain.step(batch)[0]))
+    return times
+
+
+def _batch(model: str, shape: Shape, micro_batches: int) -> Batch:
+    samples = make_samples(micro_batches, shape.side, shape.words)
+    return as_batch(deal(model, Degrees(), Degrees(), samples, micro_batches))
+
+
+def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    return median(a / b for a, b in zip(of, to, strict=True))
+
+
+def keep_freed_memory() -> None:
+    """As allocators of GPUs do, so that no action pays for another's new pages. For glibc."""
+    library = ctypes.CDLL(None)
+    library.mallopt(-4, 0)  # M_MMAP_MAX: no mapping for a tensor
+    library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing goes back
