@@ -26,7 +26,8 @@ class MemoryConfig:
     of their memory; on CPUs it must be set."""
 
     cache_dir: Optional[str] = None
-    """Directory where recompute=auto keeps what it measured, for later runs of the same shape. Null: run_dir."""
+    """Directory where runs keep what they measured, for later runs of the same shape: recompute=auto its costs, and
+    with it or accounting the seconds of each part, by which text.partition cuts. Null: run_dir."""
 
     accounting: bool = False
     """Measure activations in every run (activation_bytes in metrics.jsonl), not only with recompute=auto. On CPU this

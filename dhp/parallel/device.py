@@ -70,3 +70,8 @@ def compute_alike() -> None:
     os.environ.setdefault(WORKSPACE, ":4096:8")  # one of the two with which cuBLAS promises the same bits
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads uninitialized memory
     torch.use_deterministic_algorithms(True)
+
+
+def device_name() -> str:
+    """Of this process's first GPU; cpu where it has none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

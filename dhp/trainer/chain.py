@@ -23,6 +23,7 @@ from dhp.models.family import VISION, Family
 from dhp.models.shape import decoder_sizes, list_parameters
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.planner.units import Held, Saved, Unit, layer_cuts
+from dhp.trainer.measured import as_measured
 from dhp.trainer.partition import (
     GIB,
     LayerCuts,
@@ -93,13 +94,13 @@ def _before(config: Config, model: Model) -> bool | None:
 def _tower(config: Config, model: Model) -> LayerCuts:
     """A tower's, by itself: a pipeline with nothing behind it."""
     stages, schedule = _runs(config, VISION), config.training.schedule
-    units = _tower_units(config, model)
+    units, note = as_measured(config, model.family, _tower_units(config, model))
 
     def problem() -> PartitionProblem:
         kind = ONE_F_ONE_B if schedule == INTERLEAVED else schedule
         return PartitionProblem(units, pipeline_programs(kind, stages, 1, micro_batches(config)), link())
 
-    cuts, why = choose(_method(config, model), units, stages, problem)
+    cuts, why = choose(_method(config, model), units, stages, problem, note)
     return LayerCuts(tuple(layer_cuts(units, cuts)[VISION]), why)
 
 
@@ -117,7 +118,8 @@ def _chain(config: Config, model: Model) -> dict[str, LayerCuts]:
         budget = (config.memory.budget_gib or inf) * GIB if saved else inf
         return PartitionProblem(units, programs, link(), budget, held=held)
 
-    note = f", over vision and text as one chain{note}"
+    units, measured = as_measured(config, model.family, units)
+    note = f", over vision and text as one chain{measured}{note}"
     cuts, why = choose(method, units, sum(count.values()) - 1, problem, note, held)
     found = layer_cuts(units, cuts)
     return {name: LayerCuts(tuple(found[name]), why) for name, stages in count.items() if stages > 1}

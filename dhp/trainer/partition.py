@@ -22,6 +22,7 @@ from dhp.planner.partition.even import by_layers, by_parameters, by_profile
 from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import Partition, PartitionProblem
 from dhp.planner.units import Held, Saved, Unit
+from dhp.trainer.measured import as_measured
 from dhp.trainer.programs import pipeline_programs
 from dhp.trainer.traces import traced
 from dhp.trainer.units import assumed_rows, decoder_units, layer_seconds, link, replay_shares, saved_of
@@ -57,7 +58,8 @@ def decoder_cuts(
     runs, before = stages * chunks, bool(trained_before)
     trained = trained_shares(family, source, rules, adapters)
     saved, note = _saved(config, family, source, sizes, rules, before, method)
-    units = decoder_units(config, family, sizes, trained, saved)
+    units, measured = as_measured(config, family, decoder_units(config, family, sizes, trained, saved))
+    note = f"{measured}{note}"
     budget = (config.memory.budget_gib or inf) * GIB if saved else inf
 
     def problem() -> PartitionProblem:

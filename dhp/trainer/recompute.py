@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dhp.config.parts import parts, resolved
 from dhp.config.rules import no_budget
 from dhp.config.schema import Config
 from dhp.core.graph import StageGraph
-from dhp.core.reports import StageReport, StageUsage
+from dhp.core.reports import StageReport
 from dhp.planner.costs import Arrangement, Plan, mebibytes, plan_table, read_costs, write_costs
 from dhp.planner.planner import Planner, as_text
-from dhp.planner.profile import fullest
 from dhp.step.schedule import Schedule, outstanding
 from dhp.step.stages import EngineProtocol, Stages
 from dhp.trainer.plan import RunPlan
+from dhp.trainer.run_shape import run_shape, usage_of
 from dhp.trainer.settings import stage_choices, world
 
 GIB = 2**30
@@ -57,7 +56,7 @@ class Recomputing:
         fixed = {s.name: stage_choices(written[s.part], graph, s) for s in kept if written[s.part] != "auto"}
         self._auto = [stage for stage in kinds if stage not in fixed]
         self._folder = Path(config.memory.cache_dir or config.run_dir)
-        self._shape = run_shape(config, device, family.config.to_dict(), fixed)
+        self._shape = run_shape(config, device, family.config.to_dict(), fixed, world(config))
         given = config.memory.budget_gib
         if given is None and memory_bytes is None:
             raise no_budget("recompute")
@@ -148,12 +147,6 @@ def room(memory_bytes: int, sharing: Sequence[frozenset[str]], reports: Mapping[
     return max(0.0, (1 - _LEFT_FREE) * memory_bytes - max(others, default=0))
 
 
-def usage_of(reports: Sequence[StageReport]) -> StageUsage | None:
-    """The usage of a stage's fullest rank; None when none had work."""
-    usages = [report.usage for report in reports if report.usage is not None]
-    return fullest(usages) if usages else None
-
-
 def activation_bytes(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, int] | None:
     """By stage, the peak of the rank whose activations took most; None where they are not measured."""
     usages = {stage: usage_of(of_ranks) for stage, of_ranks in reports.items()}
@@ -170,37 +163,3 @@ def arrange(graph: StageGraph, schedule: Schedule, device: str) -> Arrangement:
     several = any(most[stage][stage] > chunks[stage] for stage in most)
     # On GPUs, memory that one process has freed stays in its allocator's cache and is not the other's to use.
     return Arrangement(tuple(sharing), holding, together=several or device == "cuda")
-
-
-def run_shape(config: Config, device: str, model: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """All that decides what a layer costs: runs that agree in it share their measurements."""
-    sizes = {"micro_batch_size": config.training.micro_batch_size, "packing": config.data.packing}
-    pixels = {
-        "min_pixels": config.data.min_pixels,
-        "max_pixels": config.data.max_pixels,
-        "max_tiles": config.data.max_tiles,
-    }
-    sections = parts(config)
-    return {
-        "model": {key: _plain(value) for key, value in model.items() if key.endswith(("model_type", "_config"))},
-        "world": world(config),
-        "trained": {"trainable": list(config.training.trainable), "frozen": list(config.training.frozen)},
-        "parallelism": {name: part.parallelism for name, part in sections.items()},
-        "mlp_chunks": {name: part.mlp_chunks for name, part in sections.items()},
-        "dtype": {name: part.dtype for name, part in sections.items()},
-        "fixed": {name: list(choices) for name, choices in fixed.items()},
-        "datasets": list(config.data.datasets),
-        "device": device,
-        **sizes,
-        **pixels,
-        "video": [config.data.video_fps, config.data.video_max_frames, config.data.video_max_pixels],
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Numbers, text and lists of a model's configuration; what else it holds says nothing of its shape."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items() if not str(key).startswith("_")}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)

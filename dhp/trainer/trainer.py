@@ -25,6 +25,7 @@ from dhp.observe.summary import DataStall
 from dhp.step.schedule import make_schedule
 from dhp.step.step import StepRefs, train_step
 from dhp.trainer.evaluation import Evaluation, due, misses
+from dhp.trainer.measured import SecondsOfParts
 from dhp.trainer.plan import plan_run
 from dhp.trainer.recompute import Recomputing, plans_any
 from dhp.trainer.reports import Refs as SpanRefs
@@ -42,7 +43,7 @@ from dhp.trainer.reports import (
 from dhp.trainer.resume import recipe
 from dhp.trainer.saving import Saver, Saving, saves_after
 from dhp.trainer.session import DataPlan, Session
-from dhp.trainer.settings import kept_settings, resume_line, world
+from dhp.trainer.settings import kept_settings, measures, resume_line, world
 from dhp.trainer.table import table_of_training
 
 SKIPPED_SHOWN = 20  # messages of skipped samples in one step
@@ -196,6 +197,7 @@ class Trainer:
             self.recomputing = Recomputing(
                 session.plan, session.stages, session.device, self.schedule, self.recorder.say, memory
             )
+        self._seconds = SecondsOfParts(config, self.graph, session.plan.family) if measures(config) else None
         self.tracing = None
         if config.training.trace:
             traced = session.groups | {"data": session.data}
@@ -243,6 +245,8 @@ class Trainer:
             self.recorder.say(advice)
         if self.recomputing is not None:
             self.recomputing.learn(reports)
+        if self._seconds is not None:
+            self._seconds.learn(reports)
         self._write_spans(pending.spans)
         if pending.saving is not None:
             self.recorder.checkpoint = self._saver.finish(pending.saving, self.plan, self._skipped)

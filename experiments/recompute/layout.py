@@ -27,7 +27,8 @@ from dhp.planner.planner import Planner
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Group, make_stages
 from dhp.step.step import train_step
-from dhp.trainer.recompute import arrange, usage_of
+from dhp.trainer.recompute import arrange
+from dhp.trainer.run_shape import usage_of
 from experiments.pair import TEXT, VISION, Here, as_batch, join_alone, pair_of, settings_of
 
 TIMEOUT_S = 900.0

@@ -15,7 +15,7 @@ from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
 from dhp.engine.traced import TracedRows, TraceSettings, trace_part
 from dhp.models.registry import load_family
-from dhp.trainer.recompute import usage_of
+from dhp.trainer.run_shape import usage_of
 from tests.helpers.layouts import Case, Fault, Running, make_reader
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample, save_llava_with_experts
 

@@ -14,7 +14,7 @@ from dhp.engine.traced import TracedRows, TraceSettings, trace_part
 from dhp.models.registry import load_family
 from dhp.trainer.activations import expected_activations, shared_bytes, stage_costs
 from dhp.trainer.plan import plan_run
-from dhp.trainer.recompute import usage_of
+from dhp.trainer.run_shape import usage_of
 from tests.helpers.layouts import Case, Fault, Running, make_reader
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 from tests.trainer.test_partition import PIPELINE, config_of
