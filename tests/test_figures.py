@@ -190,6 +190,9 @@ def longest_sequence() -> Sentences:
     yield INDEX, f"SP+TP on 4 ranks {ratio('SP+TP'):.1f} × one rank's"
     yield INDEX, f"({ratio('SP+TP', 'full'):.1f} × with full recomputing; the tower alone "
     yield INDEX, f"the tower alone {ratio('SP+TP', counted='vision'):.0f} ×), TP {ratio('TP'):.1f} ×"
+    sharded = [ratio("SP+TP, sharded norms", recompute) for recompute in ("none", "full")]
+    yield INDEX, f"with sharded norms {sharded[0]:.1f} × and {sharded[1]:.1f} ×"
+    yield PERFORMANCE, f"with `text.sequence_sharded_norms` {sharded[0]:.2f} × and {sharded[1]:.2f} ×"
     plain = f"SP+TP {ratio('SP+TP'):.2f} ×, TP {ratio('TP'):.2f} ×, ZeRO-3 {ratio('ZeRO-3'):.0f} ×"
     full = f"{ratio('SP+TP', 'full'):.2f} ×, {ratio('TP', 'full'):.2f} ×, {ratio('ZeRO-3', 'full'):.0f} ×"
     yield PERFORMANCE, f"{plain} (`--recompute full --budget-mib 24`: {full})"

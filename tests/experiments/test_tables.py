@@ -89,7 +89,7 @@ def long_context() -> Lines:
 def longest_sequence() -> Lines:
     for recompute in ("none", "full"):
         for counted in ("device", "vision"):
-            for layout in ("SP+TP", "TP", "ZeRO-3"):
+            for layout in ("SP+TP", "SP+TP, sharded norms", "TP", "TP, sharded norms", "ZeRO-3", "FSDP2"):
                 found = rows("longest_sequence", layout=layout, counted=counted, recompute=recompute)
                 told = [str(found[0]["patches"])]
                 told += [f"{row['patches']} ({row['ratio_to_one_rank']:.2f})" for row in found[1:]]
