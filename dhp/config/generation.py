@@ -23,6 +23,8 @@ _LAYOUT: dict[str, str] = {
     **dict.fromkeys(("pipeline", "data", "ulysses", "ring", "tensor", "cuts", "partition"), "null"),
     **{"expert": "1", "virtual_stages": "1", "zero_stage": "0", "zero_engine": "auto"},
 }
+# What steps are taken with, of which answers need none.
+_OF_STEPS: dict[str, Any] = {"state_bytes": EXACT_STATES, "host_moments": False, "sequence_sharded_norms": False}
 _IN_TRAINING = {"deepspeed": "data", "autotp": "tensor"}  # the same slices, without the states of training
 
 
@@ -164,7 +166,7 @@ def answering(config: Config, dataset: str = "") -> Config:
 
 
 def _answering_part(name: str, part: PartConfig) -> PartConfig:
-    part = resolve_part(name, replace(part, state_bytes=EXACT_STATES, host_moments=False))  # answers need none
+    part = resolve_part(name, replace(part, **_OF_STEPS))
     if name == DECODER:
         check_layout(part, f"set {name}.parallelism=tensor, sequence or none, with {name}.num_actors to match")
         replicas = resolved(part.data)

@@ -118,6 +118,9 @@ def _model(source: str, family: Family, name: str, settings: TraceSettings) -> A
     part, tensor = family.parts[name], settings.tensor
     styles = with_fused(part.tensor_plan, part.fused)
     model = empty_slices(source, family.outside(name), tensor, part.kept_whole(tensor), styles)
+    if settings.sequence_sharded_norms and tensor > 1:
+        local_plan(model, model._expand_parallel_plan(model.tp_plan | dict(styles)))  # names what is cut, and how
+        shard_without_ranks(model, part, tensor)
     own = {of: asked for of, asked in settings.adapters.items() if of == name}
     adapt(model, family, own)
     model.to(getattr(torch, settings.dtype))
@@ -128,9 +131,6 @@ def _model(source: str, family: Family, name: str, settings: TraceSettings) -> A
         part.split_heads(model, tensor)
     elif tensor > family.decoder.kv_heads:
         family.decoder.share_kv_heads(model, tensor)
-    if settings.sequence_sharded_norms and tensor > 1:
-        local_plan(model, model._expand_parallel_plan(model.tp_plan | dict(styles)))  # names what is cut, and how
-        shard_without_ranks(model, part, tensor)
     replace_without_weights(model, getattr(torch, settings.dtype))
     for module in model.modules():
         if isinstance(module, nn.Embedding):

@@ -122,3 +122,10 @@ def test_a_runs_own_degrees_go_where_its_layout_is_changed() -> None:
     assert found[-3:] == given and "text.tensor=null" in found and "text.ring=null" not in found
     assert not [one for one in found if one.startswith("vision.") and one not in given]
     assert laid_out_anew(["text.dtype=float64"]) == ["text.dtype=float64"]
+
+
+def test_answers_need_no_tensor_ranks_that_share_out_tokens() -> None:
+    asked = ("text.parallelism=tensor", "text.num_actors=2", "text.sequence_sharded_norms=true")
+    alone = laid_out_anew(["text.num_actors=1", "text.parallelism=none"])
+    config = resolve(answering(compose_config("tiny", overrides=[*asked, *alone])), reads=False)
+    assert not config.text.sequence_sharded_norms and config.text.num_actors == 1

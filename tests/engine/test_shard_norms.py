@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dhp.config.part import PartConfig
 from dhp.core.errors import ConfigError, ModelError
+from dhp.engine.shard_norms import shard_without_ranks
 from dhp.models.registry import load_family
+from dhp.models.shape import empty_slices
+from dhp.parallel.kernels.replace import INNER, _classes, replace_without_weights
+from dhp.parallel.tensor.plan import local_plan
+from dhp.parallel.tensor.styles import with_fused
 from dhp.trainer.preflight import check_plan
 from tests.helpers.tiny_families import save_family
 
@@ -35,3 +42,31 @@ def test_a_tower_that_runs_as_a_whole_is_refused(tmp_path: Path) -> None:
     model = str(save_family("llava_clip", tmp_path / "model"))
     with pytest.raises(ConfigError, match=r"vision\.sequence_sharded_norms=true with a llava model: .* as a whole"):
         load_family(model).tower.check_stages("vision", ASKED)
+
+
+def test_kernels_are_put_inside_of_what_gathers(made_model: str) -> None:
+    """Blocks whose input is gathered still turn by our rotary positions and have our gates."""
+    family = load_family(made_model)
+    for name in ("vision", "text"):
+        part = family.parts[name]
+        styles = with_fused(part.tensor_plan, part.fused)
+        model = empty_slices(made_model, family.outside(name), 2, part.kept_whole(2), styles)
+        before = {kind: len(modules) for kind, (_, modules) in _classes(model).items()}
+        local_plan(model, model._expand_parallel_plan(model.tp_plan | styles))
+        shard_without_ranks(model, part, 2)
+        blocks = [module for module in model.modules() if hasattr(vars(module).get("forward"), INNER)]
+        assert before == {kind: len(modules) for kind, (_, modules) in _classes(model).items()}
+        outer = [block.forward for block in blocks]
+        replace_without_weights(model, torch.float32)
+        assert [block.forward for block in blocks] == outer and blocks
+        assert any(getattr(block.forward, INNER).__func__ is not type(block).forward for block in blocks)
+
+
+def test_a_decoder_that_adds_features_by_itself_is_refused(tmp_path: Path) -> None:
+    model = str(save_family("idefics3", tmp_path / "model"))
+    decoder = load_family(model).decoder
+    contract = decoder._contract
+    adds = replace(contract, embeds=False, handover=replace(contract.handover, more=(("deepstack_features", 3),)))
+    decoder._contract = adds
+    with pytest.raises(ConfigError, match="adds features of pictures to the states between layers"):
+        decoder.check(ASKED)

@@ -89,6 +89,11 @@ class ContractDecoder(Decoder):
                 f"text.parallelism=autotp with a {self.config.model_type} model: what DeepSpeed makes of this family's "
                 "layers is not known here. Set text.parallelism=tensor"
             )
+        if asked.sequence_sharded_norms and self._contract.handover.more and not self._contract.embeds:
+            raise ConfigError(
+                f"text.sequence_sharded_norms=true with a {self.config.model_type} model: its own code adds features "
+                "of pictures to the states between layers, of all tokens. Leave text.sequence_sharded_norms out"
+            )
         if asked.mlp_chunks > 1 and mlps_need_rows(self.config):
             raise ConfigError(
                 f"text.mlp_chunks={asked.mlp_chunks} with a {self.config.model_type} model: its MLPs take, for "

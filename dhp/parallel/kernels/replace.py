@@ -30,6 +30,7 @@ from dhp.parallel.kernels.proof import is_proved
 
 Forward = Callable[..., Any]
 Make = Callable[[nn.Module], Forward]  # a module's new forward
+INNER = "dhp_inner"  # on a forward that is put around a module's own: the latter, which it calls by this name
 
 
 class Candidate(NamedTuple):
@@ -67,7 +68,7 @@ def replace_kernels(
         if all_have and make is not None and served[name] == PLAIN:
             served[name] = kernel
             for module in classes[name][1]:
-                module.forward = make(module)
+                _replace(module, make(module))
     for name, (kind, _) in classes.items():
         _require(name, wanted[kind], served[name], device)
     return _uses({name: (kind, served[name], len(modules)) for name, (kind, modules) in classes.items()}, device)
@@ -83,7 +84,7 @@ def replace_without_weights(model: nn.Module, dtype: torch.dtype) -> None:
         make = (lambda one: norm.forwards(one, WRITTEN)[0]) if kind == "norm" else None
         make = make or _find_rotary(modules[0], WRITTEN, cpu, dtype)
         for module in modules if make is not None else ():
-            module.forward = make(module)
+            _replace(module, make(module))
 
 
 def left_to_compiler(wanted: Mapping[str, str]) -> dict[str, str]:
@@ -132,13 +133,27 @@ def _classes(model: nn.Module) -> dict[str, tuple[str, list[nn.Module]]]:
     Those whose forward was replaced before are left alone."""
     found: dict[str, tuple[str, list[nn.Module]]] = {}
     for module in model.modules():
-        if "forward" in vars(module):
+        if _is_replaced(module):
             continue
         kinds = {"norm": norm.is_norm(module), "gate": gate.is_gated(module), "rotary": bool(_rotaries(module))}
         for kind in (kind for kind, is_one in kinds.items() if is_one):
             bare = " without weights" if next(module.parameters(), None) is None else ""
             found.setdefault(f"{kind} of {type(module).__name__}{bare}", (kind, []))[1].append(module)
     return found
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether another forward than its class's computes; one around it, which has it as `INNER`, does not count."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(getattr(own, INNER, None), "__func__", None) is not type(module).forward
+
+
+def _replace(module: nn.Module, forward: Forward) -> None:
+    own = vars(module).get("forward")
+    if hasattr(own, INNER):
+        setattr(own, INNER, forward)
+    else:
+        module.forward = forward
 
 
 def _candidates(kind: str, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Candidate]:

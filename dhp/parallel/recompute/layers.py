@@ -24,7 +24,7 @@ from dhp.config.recompute import CHOICES, OFFLOAD
 from dhp.core.errors import ModelError
 from dhp.core.reports import RecomputePolicies
 from dhp.parallel.recompute.offload import Host
-from dhp.parallel.recompute.saved_calls import _Calls, device_of_draws, keeping_nothing, save_output
+from dhp.parallel.recompute.saved_calls import _Calls, device_of_draws, keeping_nothing, part_of_tokens, save_output
 from dhp.parallel.recompute.saved_tensors import noting
 
 
@@ -52,7 +52,7 @@ def _tile(mlp: nn.Module, chunks: int) -> None:
         def run(chunk: Tensor, again: list[bool]) -> Tensor:
             begun = bool(again)
             again.append(True)
-            with keeping_nothing(), noting() if begun else nullcontext():
+            with keeping_nothing(), part_of_tokens(), noting() if begun else nullcontext():
                 return whole(chunk, *others, **named)
 
         # As many on every rank, though some be empty: sharded weights are gathered for each.
@@ -60,7 +60,8 @@ def _tile(mlp: nn.Module, chunks: int) -> None:
         parts = [part.contiguous() for part in states.tensor_split(chunks, dim=-2)]
         if torch.is_grad_enabled():
             return torch.cat([checkpoint(run, part, [], use_reentrant=False) for part in parts], dim=-2)
-        return torch.cat([whole(part, *others, **named) for part in parts], dim=-2)
+        with part_of_tokens():
+            return torch.cat([whole(part, *others, **named) for part in parts], dim=-2)
 
     mlp.forward = forward
 

@@ -120,9 +120,24 @@ def _in_force(calls: _Calls | None) -> Iterator[None]:
         _here.calls = outer
 
 
+@contextmanager
+def part_of_tokens() -> Iterator[None]:
+    """In the block a module computes some of its tokens, and does so again in backward."""
+    outer, _here.part = in_part(), True
+    try:
+        yield
+    finally:
+        _here.part = outer
+
+
+def in_part() -> bool:
+    """Whether `part_of_tokens` holds here."""
+    return getattr(_here, "part", False)
+
+
 def runs_again() -> bool:
-    """Whether what runs here is inside of a layer that backward runs again."""
-    return getattr(_here, "calls", None) is not None
+    """Whether what runs here is inside of a layer, or a part of one, that backward runs again."""
+    return in_part() or getattr(_here, "calls", None) is not None
 
 
 @contextmanager

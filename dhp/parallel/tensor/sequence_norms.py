@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from dhp.core.errors import ModelError
 from dhp.parallel.expert.modules import is_experts
-from dhp.parallel.recompute.saved_calls import runs_again
+from dhp.parallel.kernels.replace import INNER
+from dhp.parallel.recompute.saved_calls import in_part, runs_again
 from dhp.parallel.tensor.sequence_shares import Shape, TensorRanks, gather, keeping_shares, scatter
 from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWWISE, entry_of, exit_by, exit_of, is_cut_whole, style_of
 
@@ -129,9 +130,10 @@ class SequenceNorms:
 
         @wraps(inner)
         def forward(*args: Any, **named: Any) -> Any:
-            output = self._run_whole(inner, args, named, cut)
+            output = self._run_whole(getattr(forward, INNER), args, named, cut)
             return output if cut else _change(output, lambda own: scatter(own, self._ranks, False))
 
+        setattr(forward, INNER, inner)
         block.forward = forward
 
     def _run_whole(self, inner: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], summed: bool) -> Any:
@@ -143,9 +145,8 @@ class SequenceNorms:
             return inner(*args, **named)
 
     def _shape_of(self, share: Tensor) -> Shape:
-        """Of the states that a share is of: fewer tokens than the row's where an MLP computes some at a time."""
-        whole = share.shape[1] == self._ranks.share(prod(self._shape))
-        return self._shape if whole else (1, share.shape[1] * self._ranks.size)
+        """Of the states that a share is of: of other tokens than the row's where an MLP computes some at a time."""
+        return (1, share.shape[1] * self._ranks.size) if in_part() else self._shape
 
     def _carry_shape(self, layer: nn.Module) -> None:
         inner = layer.forward

@@ -119,12 +119,13 @@ def keeping_shares(full: Tensor, share: Tensor, ranks: TensorRanks) -> Iterator[
     pack, unpack = top_hooks() or (_same, _same)
     storage, tokens = full.untyped_storage()._cdata, prod(full.shape[:-1])
     again: list[_Again] = []
+    own = [share.detach()]
 
     def save(tensor: Tensor) -> Any:
         if tensor.untyped_storage()._cdata != storage:
             return pack(tensor if pack is not _same or tensor.is_leaf else tensor.detach())
         if not again:
-            again.append(_Again(pack(share.detach()), unpack, tokens, ranks))
+            again.append(_Again(pack(own[0]), unpack, tokens, ranks))
         return again[0], tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
     def get(saved: Any) -> Tensor:
@@ -134,7 +135,8 @@ def keeping_shares(full: Tensor, share: Tensor, ranks: TensorRanks) -> Iterator[
 
     with torch.autograd.graph.saved_tensors_hooks(save, get):
         yield
-    again.clear()  # or the hooks, which the graph keeps, would keep it
+    again.clear()  # or the hooks, which the graph keeps, would keep them
+    own.clear()
 
 
 def _same(saved: Any) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor, nn
 
+from dhp.parallel.recompute.layers import tile_mlps
 from dhp.parallel.recompute.saved_tensors import SavedTensors
 from dhp.parallel.tensor.sequence_norms import SequenceNorms
-from dhp.parallel.tensor.sequence_shares import TensorRanks
+from dhp.parallel.tensor.sequence_shares import TensorRanks, gather, keeping_shares
 from tests.helpers.ranks import run_on_ranks
 
 TOKENS, WIDTH = 7, 4
@@ -63,3 +66,63 @@ def test_a_block_that_is_not_cut_is_given_whole_states_and_keeps_its_share_of_th
     for before, kept, plain, output in run_on_ranks(_kept, 2):
         assert torch.allclose(plain, output)
         assert kept < 0.6 * before
+
+
+class _Tiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states + self.mlp(self.norm(states))
+
+
+def _in_flight(chunks: int) -> tuple[Tensor, int]:
+    """The gradient of one micro-batch's input, while one of other rows is on its way; and what was gathered."""
+    torch.manual_seed(0)
+    layer, gathered = _Tiled(), 0
+    norms = SequenceNorms(TensorRanks(2, torch.distributed.group.WORLD))
+    norms.install([layer])
+    norms.begin_at(layer)
+    norms.end_at(layer, False)
+    if chunks > 1:
+        tile_mlps([layer], ["mlp.0"], chunks)
+    one, other = torch.randn(1, 24, WIDTH, requires_grad=True), torch.randn(2, 4, WIDTH)
+
+    def counted(self: TensorRanks, share: Tensor, tokens: int) -> Tensor:
+        nonlocal gathered
+        gathered += tokens
+        return original(self, share, tokens)
+
+    original, TensorRanks.gather = TensorRanks.gather, counted  # type: ignore[method-assign]
+    try:
+        output = layer(one)
+        layer(other)
+        output.sum().backward()
+    finally:
+        TensorRanks.gather = original  # type: ignore[method-assign]
+    return one.grad, gathered
+
+
+def test_chunks_of_tokens_go_back_whatever_rows_came_in_between() -> None:
+    """A chunk has as many tokens here as the other rows; and it is gathered no more often than a whole block."""
+    whole, chunks = run_on_ranks(_in_flight, 2, 1)[0], run_on_ranks(_in_flight, 2, 3)[0]
+    assert torch.allclose(whole[0], chunks[0])
+    assert chunks[1] == whole[1]
+
+
+def _alive() -> bool:
+    """Whether a share lives after a block whose frozen matrix keeps no states."""
+    share = torch.randn(1, 4, WIDTH, requires_grad=True) + 1.0
+    ranks, memory = TensorRanks(2, torch.distributed.group.WORLD), weakref.ref(share.untyped_storage())
+    matrix = torch.randn(WIDTH, WIDTH)
+    full = gather(share, (8,), ranks, False)
+    with keeping_shares(full, share, ranks):
+        output = (full @ matrix).sigmoid()
+    del share, full
+    return memory() is not None and output is not None
+
+
+def test_a_share_that_nothing_keeps_is_freed() -> None:
+    assert run_on_ranks(_alive, 2) == [False, False]
