@@ -65,7 +65,7 @@ NOTHING_AS_BY_DEFAULT = [
         "training.micro_batch_size=5",
         "training.trace=true",
     ),
-    *("text.state_bytes=12", "text.host_moments=true", "text.sequence_sharded_norms=true"),
+    *("text.state_bytes=12", "text.host_moments=true"),
     *("data.min_pixels=4000", "data.max_pixels=90000", "data.packing=false", "data.shuffle=false"),
     *("data.cache_dir=somewhere", "data.max_tokens=900", "data.video_fps=1.5", "data.video_max_frames=12"),
     *("data.video_max_pixels=7000", "data.video_whole_frames=31", "data.allow_http=true", "data.on_bad_sample=skip"),
@@ -99,7 +99,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
         },
         "text": {
             "mlp_chunks": 2,
-            "sequence_sharded_norms": True,
+            "sequence_sharded_norms": False,
             "state_bytes": 12,
             "host_moments": True,
             "dtype": "bfloat16",
