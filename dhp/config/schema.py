@@ -27,7 +27,8 @@ class MemoryConfig:
 
     cache_dir: Optional[str] = None
     """Directory where runs keep what they measured, for later runs of the same shape: recompute=auto its costs, and
-    with it or accounting the seconds of each part, by which text.partition cuts. Null: run_dir."""
+    with it or accounting the seconds of each part, by which text.partition cuts. Null: costs lie in run_dir, and
+    seconds are not kept."""
 
     accounting: bool = False
     """Measure activations in every run (activation_bytes in metrics.jsonl), not only with recompute=auto. On CPU this

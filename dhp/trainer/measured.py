@@ -3,7 +3,8 @@
 Units are cut by operations, which say nothing of how fast a device does a tower's and a decoder's, nor of the pictures
 and rows that the data has. A run that measures its activations (`memory.accounting`, or recompute=auto) keeps, after
 some steps, the seconds of a micro-batch through each part, by all that they depend on; a later run of the same shape
-with other stages weighs its units by them.
+with other stages weighs its units by them. Both need `memory.cache_dir`: what lies in a run's own folder must not
+change the cuts, and so the last bits, of a run that goes on.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class PartSeconds:
 class SecondsOfParts:
     """The seconds of some steps of a run, which are then kept."""
 
-    def __init__(self, config: Config, graph: StageGraph, family: Family):
+    def __init__(self, config: Config, graph: StageGraph, family: Family, cache_dir: str):
+        self._cache_dir = cache_dir
         self._config, self._graph, self._family = config, graph, family
         self._steps: list[dict[str, PartSeconds]] = []
         self._seen = 0
@@ -67,24 +69,27 @@ class SecondsOfParts:
         again = sum(layer.replay_s for usage in measured for layer in usage.layers) if automatic else 0.0
         count = micro_batches(self._config)
         forward_s = sum(usage.forward_s for usage in measured)
-        return PartSeconds(forward_s / count, (sum(usage.backward_s for usage in measured) - again) / count)
+        backward_s = max(0.0, sum(usage.backward_s for usage in measured) - again)
+        return PartSeconds(forward_s / count, backward_s / count)
 
     def _keep(self) -> None:
-        names = set.intersection(*(set(step) for step in self._steps))
-        of_part = {name: [step[name] for step in self._steps] for name in self._graph.parts() if name in names}
+        found = {name: [step[name] for step in self._steps if name in step] for name in self._graph.parts()}
         medians = {
             name: PartSeconds(median(one.forward_s for one in own), median(one.backward_s for one in own))
-            for name, own in of_part.items()
+            for name, own in found.items()
+            if own
         }
         entry = {name: asdict(seconds) for name, seconds in medians.items()}
-        write_entry(_path(self._config), _shape(self._config, self._family), entry)
+        write_entry(_path(self._cache_dir), _shape(self._config, self._family), entry)
 
 
 def as_measured(config: Config, family: Family, units: tuple[Unit, ...]) -> tuple[tuple[Unit, ...], str]:
     """The units of one part or several with the seconds that an earlier run measured of these parts, as far as layers
     of a part differ by their operations; and a note that it is so. As they are where some part was not measured."""
+    if config.memory.cache_dir is None:
+        return units, ""
     try:
-        entry = read_entry(_path(config), _shape(config, family)) or {}
+        entry = read_entry(_path(config.memory.cache_dir), _shape(config, family)) or {}
         known = {name: PartSeconds(**values) for name, values in entry.items()}
     except (AttributeError, TypeError):
         known = {}  # no such file
@@ -101,8 +106,8 @@ def as_measured(config: Config, family: Family, units: tuple[Unit, ...]) -> tupl
     return tuple(found), ", by seconds measured before"
 
 
-def _path(config: Config) -> Path:
-    return Path(config.memory.cache_dir or config.run_dir) / FILE
+def _path(cache_dir: str) -> Path:
+    return Path(cache_dir) / FILE
 
 
 def _shape(config: Config, family: Family) -> dict[str, Any]:

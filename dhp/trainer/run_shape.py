@@ -35,6 +35,7 @@ def run_shape(
         "trained": {"trainable": list(config.training.trainable), "frozen": list(config.training.frozen)},
         "parallelism": {name: part.parallelism for name, part in sections.items()},
         "mlp_chunks": {name: part.mlp_chunks for name, part in sections.items()},
+        "sharded_norms": {name: part.sequence_sharded_norms for name, part in sections.items()},
         "dtype": {name: part.dtype for name, part in sections.items()},
         "fixed": {name: list(choices) for name, choices in fixed.items()},
         "datasets": list(config.data.datasets),

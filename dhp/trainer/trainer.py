@@ -197,7 +197,9 @@ class Trainer:
             self.recomputing = Recomputing(
                 session.plan, session.stages, session.device, self.schedule, self.recorder.say, memory
             )
-        self._seconds = SecondsOfParts(config, self.graph, session.plan.family) if measures(config) else None
+        self._seconds = None
+        if measures(config) and config.memory.cache_dir is not None:
+            self._seconds = SecondsOfParts(config, self.graph, session.plan.family, config.memory.cache_dir)
         self.tracing = None
         if config.training.trace:
             traced = session.groups | {"data": session.data}

@@ -22,7 +22,7 @@ def report(forward_s: float, backward_s: float, rank: int = 0) -> StageReport:
 
 
 def measure(plan: RunPlan, steps: int, tower_s: float = 8.0) -> None:
-    seconds = SecondsOfParts(plan.config, plan.graph, plan.family)
+    seconds = SecondsOfParts(plan.config, plan.graph, plan.family, plan.config.memory.cache_dir)
     for step in range(steps):
         long = 100.0 if step == 0 else 1.0  # the first step, which does not count
         of_tower = [report(tower_s * long, 2 * tower_s)]
@@ -65,6 +65,10 @@ def test_other_shapes_and_broken_files_are_not_read(plan: RunPlan, tmp_path: Pat
     measure(plan, STEPS + 1)
     other = replace(plan.config, training=replace(plan.config.training, micro_batch_size=1))
     assert as_measured(other, plan.family, units()) == (units(), "")
+    sharded = replace(plan.config, text=replace(plan.config.text, sequence_sharded_norms=True))
+    assert as_measured(sharded, plan.family, units()) == (units(), "")
+    alone = replace(plan.config, memory=replace(plan.config.memory, cache_dir=None))
+    assert as_measured(alone, plan.family, units()) == (units(), "")
     (tmp_path / FILE).write_text("[]")
     assert as_measured(plan.config, plan.family, units()) == (units(), "")
 

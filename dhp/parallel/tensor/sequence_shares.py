@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dhp.parallel.comm import gather_alike, sum_scattered
-from dhp.parallel.recompute.saved_tensors import note, top_hooks
+from dhp.parallel.recompute.saved_tensors import detached, note, top_hooks
 
 Shape = tuple[int, ...]
 
@@ -116,14 +116,14 @@ class _Again:
 @contextmanager
 def keeping_shares(full: Tensor, share: Tensor, ranks: TensorRanks) -> Iterator[None]:
     """In the block, what autograd saves of the gathered states `full` is kept as the share, and gathered again."""
-    pack, unpack = top_hooks() or (_same, _same)
+    pack, unpack = top_hooks() or (detached, _same)
     storage, tokens = full.untyped_storage()._cdata, prod(full.shape[:-1])
     again: list[_Again] = []
     own = [share.detach()]
 
     def save(tensor: Tensor) -> Any:
         if tensor.untyped_storage()._cdata != storage:
-            return pack(tensor if pack is not _same or tensor.is_leaf else tensor.detach())
+            return pack(tensor)
         if not again:
             again.append(_Again(pack(own[0]), unpack, tokens, ranks))
         return again[0], tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
