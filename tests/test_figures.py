@@ -306,6 +306,8 @@ def partition() -> Sentences:
     yield INDEX, f"by parameters takes {trained:.2f} × the exact cut's time, by layers {by_layers:.2f} ×"
     frozen = [gap(frozen=part, method="bmp by forward") for part in ("vision", "text")]
     yield INDEX, f"BMP by forward {frozen[0]:.2f} × with a frozen tower, {frozen[1]:.2f} × with a frozen decoder"
+    walls = sorted(row["wall_to_replay"] for row in rows("partition", question="wall"))
+    yield INDEX, f"a real chain of two devices takes {walls[0]:.2f} to {walls[-1]:.2f} × its replay"
     data, model, memory = (row["speedup"] for row in rows("partition", question="components")[1:])
     yield INDEX, f"{data:.2f} × with even packs, {model:.2f} × also cut well, {memory:.2f} × with less recompute"
 

@@ -2,7 +2,7 @@
 
 In a chain (`cluster.chain`) the tower's last stage and the decoder's first share devices, and the cuts on either side
 decide how much of each part these hold. A search sees one stage there, which takes a micro-batch through both actors at
-once; in the run the tower's actor is one micro-batch further ahead, so that a budget counts one of that too few there.
+once; in the run the tower's actor is one micro-batch further ahead, which a budget counts.
 """
 
 from __future__ import annotations

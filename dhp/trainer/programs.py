@@ -20,11 +20,17 @@ def pipeline_programs(kind: str, stages: int, chunks: int, micro_batches: int) -
 def chain_programs(kind: str, tower: int, stages: int, micro_batches: int) -> Programs:
     """The same of a tower's stages with a decoder's behind them, where the tower's last and the decoder's first are one
     run, which does what the decoder's does."""
+    graph = chain_graph(tower, stages)
+    actions = _actions(kind, graph, micro_batches)
+    names = [stage.name for at, stage in enumerate(graph.stages) if at != tower - 1]
+    return tuple(_program(actions[name], at, len(names)) for at, name in enumerate(names))
+
+
+def chain_graph(tower: int, stages: int) -> StageGraph:
+    """A tower's stages, a layer each, with a decoder's behind them."""
     (before, own), (behind, others) = _pipeline("vision", tower, 1), _pipeline("text", stages, 1)
     border = Edge(Node(before[-1].name), Node(behind[0].name), (HIDDEN_STATES,), True)
-    actions = _actions(kind, StageGraph((*before, *behind), (*own, border, *others)), micro_batches)
-    names = [stage.name for stage in (*before[:-1], *behind)]
-    return tuple(_program(actions[name], at, len(names)) for at, name in enumerate(names))
+    return StageGraph((*before, *behind), (*own, border, *others))
 
 
 def _actions(kind: str, graph: StageGraph, micro_batches: int) -> dict[str, list[Action]]:

@@ -17,7 +17,7 @@ import torch.multiprocessing as multiprocessing
 from dhp.data.sample.sample import Sample
 from experiments.layouts.hosts import HOSTS, become_private, make_hosts
 from experiments.layouts.links import H100, match
-from experiments.layouts.ours import LAYOUTS, LOCAL, run_layout
+from experiments.layouts.ours import LAYOUTS, LOCAL, NAMES, run_layout
 from experiments.layouts.peers import PEERS, serve_peer
 from experiments.layouts.work import DECODERS, SIDES, Run, count_tokens, make_batch, make_model
 from experiments.two_hosts import network
@@ -93,12 +93,12 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sizes", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--shapes", nargs="+", choices=DECODERS, default=list(DECODERS))
-    parser.add_argument("--only", nargs="+", choices=[*PEERS, *LAYOUTS])
+    parser.add_argument("--only", nargs="+", choices=[*PEERS, *NAMES])
     parser.add_argument("--links", action="store_true", help="two hosts and a slow link between them (root)")
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     too_many = [name for name, spread in LAYOUTS.items() if given.links and spread.text.world > len(HOSTS)]
-    given.only = given.only or [name for name in (*PEERS, *LAYOUTS) if name not in too_many]
+    given.only = given.only or [name for name in (*PEERS, *NAMES) if name not in too_many]
     for name in given.only:
         if name in too_many:
             parser.error(f"{name} needs {LAYOUTS[name].text.world} devices; with --links there are {len(HOSTS)}")

@@ -1,11 +1,12 @@
-"""dhp on the same work: two vision and two text actors that share two cores in each layout, or four and four."""
+"""dhp on the same work: two vision and two text actors that share two cores in each layout, or four and four; and one
+chain over two devices, of which the second has the tower's last stage and the decoder."""
 
 from __future__ import annotations
 
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -24,17 +25,19 @@ from dhp.core.reports import StageReport, StageUsage
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.settings import OptimizerSettings
-from dhp.engine.text import TextEngine
+from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Stages, make_stages
+from dhp.step.stages import Stages as GraphStages
+from dhp.step.stages import make_stages
 from dhp.step.step import train_step
 from dhp.trainer.recompute import arrange
+from dhp.trainer.run_shape import usage_of
+from dhp.trainer.settings import stage_settings
 from experiments.layouts.peers import LEARNING_RATE
-from experiments.layouts.work import Run
-from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
+from experiments.layouts.work import SAMPLES, Run
+from experiments.pair import ONE, TEXT, VISION, as_batch, pair_of, settings_of
+from experiments.partition.chain import ENGINES, SCHEDULE, STEPS, Stages, plan_chain
 
 LOCAL = "local"
 TIMEOUT_S = 900.0
@@ -64,19 +67,56 @@ LAYOUTS = {
     "TP+replicas": Spread(*FOUR),
     "TP+FSDP": Spread(*FOUR, text_stage=3, text_engine=FSDP),
 }
+CHAIN = "chain"  # of two stages of a tower and a decoder, cut as a run cuts them
+NAMES = (*LAYOUTS, CHAIN)
 UPDATE = OptimizerSettings(LEARNING_RATE, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, None)
 
 
-def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample]) -> StepData:
-    """The step's samples dealt out to the ranks, one micro-batch."""
+@dataclass(frozen=True)
+class Made:
+    """A layout of a model: its stages and their settings, and in how many micro-batches a step goes through them."""
+
+    graph: StageGraph
+    settings: Mapping[str, StageSettings]
+    vision: Degrees
+    text: Degrees
+    micro_batches: int = 1
+
+
+def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample], micro_batches: int = 1) -> StepData:
+    """The step's samples dealt out to the ranks."""
 
     def step(k: int) -> StepSamples:
-        dealt = slots(list(samples), BatchLayout(text.data, 1, -(-len(samples) // text.data)))
+        layout = BatchLayout(text.data, micro_batches, -(-len(samples) // (text.data * micro_batches)))
+        dealt = slots(list(samples), layout)
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
     source: Any = SimpleNamespace(step=step)
     encoders = {VISION: Split(vision.data, vision.sequence)}
     return BatchReader(source, load_family(model), 0, encoders, packing=True, text=text).step(0)
+
+
+def make_layout(name: str, model: str, measure: bool) -> Made:
+    """The stages and settings of a layout. measure: bytes too."""
+    if name == CHAIN:
+        return _make_chain(model, measure)
+    spread = LAYOUTS[name]
+    graph = pair_of(load_family(model), spread.vision, spread.text)
+    vision = settings_of(graph, VISION, model, UPDATE, measure=measure, zero_stage=spread.vision_stage)
+    text = settings_of(
+        graph, TEXT, model, UPDATE, measure=measure, zero_stage=spread.text_stage, zero_engine=spread.text_engine
+    )
+    return Made(graph, {VISION: vision, TEXT: text}, spread.vision, spread.text)
+
+
+def _make_chain(model: str, measure: bool) -> Made:
+    plan = plan_chain(model, Stages(2, 1, (), (), shared=True), SAMPLES, "", "text.partition=exact")
+    settings = {
+        stage.name: stage_settings(plan.config, plan.graph, stage, "cpu", STEPS, rules=plan.rules)
+        for stage in plan.graph.stages
+    }
+    own = {name: replace(one, update=UPDATE, measure=measure) for name, one in settings.items()}
+    return Made(plan.graph, own, ONE, ONE, SAMPLES)
 
 
 def run_layout(
@@ -88,24 +128,21 @@ def run_layout(
     address: str = LOCAL,
 ) -> dict[str, Run]:
     """Of every batch, `steps` steps after one that does not count. measure: bytes of the last. address: of a Ray."""
-    spread = LAYOUTS[name]
-    graph = pair_of(load_family(model), spread.vision, spread.text)
-    vision = settings_of(graph, VISION, model, UPDATE, measure=measure, zero_stage=spread.vision_stage)
-    text = settings_of(
-        graph, TEXT, model, UPDATE, measure=measure, zero_stage=spread.text_stage, zero_engine=spread.text_engine
-    )
+    made = make_layout(name, model, measure)
+    graph = made.graph
     with tempfile.TemporaryDirectory() as folder, Cluster(_layout(graph, folder, address)) as cluster:
         groups = cluster.groups
-        groups[VISION].start(EncoderEngine, vision)
-        groups[TEXT].start(TextEngine, text)
+        for stage in graph.stages:
+            groups[stage.name].start(ENGINES[stage.part], made.settings[stage.name])
         wait_all([w for group in groups.values() for w in group.take_watched()], TIMEOUT_S)
         stages = make_stages(graph, groups)
         found = {}
         for size, samples in batches.items():
-            batch = as_batch(deal(model, spread.vision, spread.text, samples), ray.put)
-            seconds, reports = _train(graph, stages, batch, steps)
-            loss = sum(report.loss for report in stages[TEXT].leaders(reports[TEXT]))
-            found[size] = Run(seconds, loss, *(_bytes(graph, reports) if measure else ()))
+            batch = as_batch(deal(model, made.vision, made.text, samples, made.micro_batches), ray.put)
+            seconds, reports = _train(graph, stages, batch, steps, made.micro_batches)
+            last = graph.stages[-1].name
+            loss = sum(report.loss for report in stages[last].leaders(reports[last]))
+            found[size] = Run(seconds, loss, *(_bytes(name, graph, reports) if measure else ()))
     return found
 
 
@@ -121,29 +158,37 @@ def device_bytes(graph: StageGraph, usages: Mapping[str, StageUsage]) -> int:
 
 
 def _train(
-    graph: StageGraph, stages: Stages, batch: Batch, steps: int
+    graph: StageGraph, stages: GraphStages, batch: Batch, steps: int, micro_batches: int = 1
 ) -> tuple[tuple[float, ...], dict[str, list[StageReport]]]:
     """Seconds from the end of each step to the end of the next one, and what all ranks tell of the last. As in a run,
     the next step is submitted while one runs."""
-    ends, following = [], _submit(graph, stages, batch)
+    ends, following = [], _submit(graph, stages, batch, micro_batches)
     for step in range(steps + 1):
         watched, reports = following
         if step < steps:
-            following = _submit(graph, stages, batch)
+            following = _submit(graph, stages, batch, micro_batches)
         wait_all(watched, TIMEOUT_S)
         ends.append(time.perf_counter())
     return tuple(end - begin for begin, end in pairwise(ends)), {name: ray.get(refs) for name, refs in reports.items()}
 
 
-def _submit(graph: StageGraph, stages: Stages, batch: Batch) -> tuple[list[Watched], dict[str, list[Any]]]:
-    submitted = train_step(stages, make_schedule("sequential", graph, 1), graph.ties, batch)
+def _submit(
+    graph: StageGraph, stages: GraphStages, batch: Batch, micro_batches: int
+) -> tuple[list[Watched], dict[str, list[Any]]]:
+    schedule = make_schedule("sequential" if micro_batches == 1 else SCHEDULE, graph, micro_batches)
+    submitted = train_step(stages, schedule, graph.ties, batch)
     return [w for stage in stages.values() for w in stage.group.take_watched()], submitted.reports
 
 
-def _bytes(graph: StageGraph, reports: Mapping[str, Sequence[StageReport]]) -> tuple[int, int]:
-    """Peak of activations on the fuller device, and bytes sent by all: device k has rank k of both parts."""
-    ranks = zip(reports[VISION], reports[TEXT], strict=True)
-    peak = max(device_bytes(graph, {VISION: vision.usage, TEXT: text.usage}) for vision, text in ranks)
+def _bytes(name: str, graph: StageGraph, reports: Mapping[str, Sequence[StageReport]]) -> tuple[int, int]:
+    """Peak of activations on the fuller device, and bytes sent by all: device k has rank k of both parts. In a chain,
+    as if all stages of a device had their most at once."""
+    if name == CHAIN:
+        of_device = [[s.name for s in graph.stages if device in s.devices] for device in range(graph.device_count())]
+        peak = max(sum(usage_of(reports[stage]).peak_bytes for stage in stages) for stages in of_device)
+    else:
+        ranks = zip(reports[VISION], reports[TEXT], strict=True)
+        peak = max(device_bytes(graph, {VISION: vision.usage, TEXT: text.usage}) for vision, text in ranks)
     return peak, sum(sum(r.sent_bytes.values()) for of_stage in reports.values() for r in of_stage)
 
 

@@ -34,7 +34,16 @@ def components(rounds: int) -> Rows:
     return found(rounds)
 
 
-QUESTIONS: Mapping[str, Callable[[int], Rows]] = {"published": published, "replay": replay, "components": components}
+def wall(rounds: int) -> Rows:
+    """Wall time of real chains of two devices, beside their replay."""
+    from experiments.partition.wall import walls
+
+    return walls(rounds)
+
+
+QUESTIONS: Mapping[str, Callable[[int], Rows]] = {
+    "published": published, "replay": replay, "components": components, "wall": wall
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -84,25 +84,28 @@ class Chain:
     """All ranks of a plan.
 
     parameters: of each stage. usages: of each stage, what activations took in the last step, where that is measured.
+    others: CPU seconds of all else that a stage did in the last step, its update above all.
     """
 
     def __init__(self, plan: RunPlan, micro_batches: int, schedule: str = SCHEDULE):
         self.graph: StageGraph = plan.graph
         self._seconds: Seconds = {}
+        self.others: dict[str, float] = {}
         self._schedule: Schedule = make_schedule(schedule, self.graph, micro_batches)
-        self._programs = make_programs(SCHEDULE, self.graph, micro_batches)
+        self._micro_batches = micro_batches
         self.parameters: dict[str, int] = {}
         self.usages: dict[str, StageUsage | None] = {}
         groups = {}
         for spec in self.graph.stages:
             engine = ENGINES[spec.part](stage_settings(plan.config, self.graph, spec, "cpu", STEPS, rules=plan.rules))
             self.parameters[spec.name] = sum(parameter.numel() for parameter in engine.model.parameters())
-            groups[spec.name] = _Timed(engine, spec.name, self._seconds)
+            groups[spec.name] = _Timed(engine, spec.name, self._seconds, self.others)
         self._stages = make_stages(self.graph, groups)
 
     def step(self, batch: Batch) -> tuple[Seconds, float]:
         """CPU seconds of each action, and the loss."""
         self._seconds.clear()
+        self.others.clear()
         reports = train_step(self._stages, self._schedule, self.graph.ties, batch).reports
         self.usages = {name: own[0].usage for name, own in reports.items()}
         (of_last,) = reports[self.graph.stages[-1].name]
@@ -118,9 +121,15 @@ class Chain:
                 taken[device] += 0 if usage is None else usage.peak_bytes
         return max(taken.values())
 
-    def replay(self, seconds: Mapping[Action, float]) -> float:
-        """Seconds of a step on devices of their own: the programs of a run, each action as long as it was here."""
-        return play(self._programs, self.graph, seconds.__getitem__).step_s
+    def replay(self, seconds: Mapping[Action, float], replicas: int = 1) -> float:
+        """Seconds of a step on devices of their own: the programs of a run, each action as long as it was here.
+        replicas: of the chain, which have every `replicas`-th micro-batch each; the slowest counts."""
+        programs = make_programs(SCHEDULE, self.graph, self._micro_batches // replicas)
+
+        def of(replica: int) -> Callable[[Action], float]:
+            return lambda action: seconds[type(action)(action.node, action.micro_batch * replicas + replica)]
+
+        return max(play(programs, self.graph, of(replica)).step_s for replica in range(replicas))
 
     def replay_alike(self, seconds: Mapping[Action, float]) -> float:
         """The same for micro-batches of one length: each action takes the median of its stage's, so that what else ran
@@ -132,9 +141,9 @@ class Chain:
 class _Timed(Here):
     """A stage of one rank that writes down how long its passes take."""
 
-    def __init__(self, engine: Any, stage: str, seconds: Seconds):
+    def __init__(self, engine: Any, stage: str, seconds: Seconds, others: dict[str, float]):
         super().__init__(engine)
-        self._stage, self._seconds = stage, seconds
+        self._stage, self._seconds, self._others = stage, seconds, others
 
     def execute_all_async(
         self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
@@ -143,9 +152,12 @@ class _Timed(Here):
         kind = {"forward_step": Forward, "backward_step": Backward}.get(name)
         begin = time.process_time()
         found = super().execute_all_async(method, *arguments, returns=returns)
-        if kind is not None:
+        took = time.process_time() - begin
+        if kind is None:
+            self._others[self._stage] = self._others.get(self._stage, 0.0) + took
+        else:
             micro_batch, chunk = arguments[:2]
-            self._seconds[kind(Node(self._stage, chunk), micro_batch)] = time.process_time() - begin
+            self._seconds[kind(Node(self._stage, chunk), micro_batch)] = took
         return found
 
 

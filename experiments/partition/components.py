@@ -1,8 +1,8 @@
 """OmniBal's four rows on one model, one after another, by replay: nothing, balanced packs, a balanced cut, and as much
 recompute as the memory asks for.
 
-All rows train the same samples, of many lengths, in one step. The first pads random batches and is cut by parameters;
-all but the last recompute every layer.
+All rows train the same samples, of many lengths, in one step of several replicas of a chain. The first pads random
+batches and is cut by parameters; all but the last recompute every layer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,18 @@ from experiments.recompute.work import make_model, make_sample
 SIDES, SHARES = (8, 12, 16), (0.5, 0.3, 0.2)  # of pictures, in patches
 WORDS, SPREAD, MOST_WORDS = 12, 0.8, 96  # the words' logarithm has this deviation
 TOGETHER = 2  # samples of a random batch
-STAGES = 4
+STAGES, REPLICAS = 4, 4
+SLACK = (
+    1.0,
+    1.05,
+    1.1,
+    1.15,
+    1.2,
+    1.3,
+    1.4,
+    1.6,
+    2.0,
+)  # the least is taken with no more packs than random batches have
 TIGHTER = (1.0, 0.85, 0.7, 0.55)  # shares of the budget that the search is given until the step keeps within it
 FULL, ACCOUNTED = "full", "memory.accounting=true"
 
@@ -67,7 +78,7 @@ class Way:
         return Chain(plan_chain(model, self.stages, self.micro_batches, "", *given, *more), self.micro_batches)
 
 
-def components(rounds: int, shape: Shape = SHAPE, samples: int = 32, seed: int = 1) -> Iterator[dict[str, Any]]:
+def components(rounds: int, shape: Shape = SHAPE, samples: int = 64, seed: int = 1) -> Iterator[dict[str, Any]]:
     """A row for each of the four."""
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -80,7 +91,7 @@ def components(rounds: int, shape: Shape = SHAPE, samples: int = 32, seed: int =
         took = times[way.name]
         yield {
             "question": "components", "row": way.name, "samples": samples, "micro_batches": way.micro_batches,
-            "stages": STAGES, "step_s": round(median(took), 4),
+            "stages": STAGES, "replicas": REPLICAS, "step_s": round(median(took), 4),
             "speedup": round(median(a / b for a, b in zip(times[ways[0].name], took, strict=True)), 3),
             "peak_mib": round(peaks[way.name] / 2**20, 1), "budget_mib": round(budget / 2**20, 1),
             "recompute": dict(way.recompute), "rounds": rounds,
@@ -100,14 +111,15 @@ def four_ways(model: str, shape: Shape, samples: Sequence[Sample], seed: int) ->
     row takes with everything recomputed to what it takes with nothing."""
     loads = Loads(np.array([len(s.pixels[0]) for s in samples]), np.array([len(s.input_ids) for s in samples]))
     count = len(samples) // TOGETHER
-    room = Limits(int(loads.vision.sum() / count) + 1, int(loads.text.sum() / count) + 1, TOGETHER)
-    padded = deal_packs(model, samples, random_batches(loads, room, 1, seed), packing=False)
-    packed = deal_packs(model, samples, balanced_stages(loads, replace(room, soft=True), 1, seed), packing=True)
+    padded = deal_packs(model, samples, random_batches(loads, _room(loads, count), REPLICAS, seed), packing=False)
+    rooms = (replace(_room(loads, count, slack), soft=True) for slack in SLACK)
+    as_many = (packs for room in rooms if len(packs := balanced_stages(loads, room, REPLICAS, seed)) <= count)
+    packed = deal_packs(model, samples, next(as_many), packing=True)
     units = measured(model, shape, packed)
     everything = tuple(
         replace(u, saved={NONE: u.saved["all"]}, backward_s=u.backward_s + u.saved["all"].replay_s) for u in units
     )
-    programs = pipeline_programs(SCHEDULE, STAGES, 1, len(packed.work[TEXT]))
+    programs = pipeline_programs(SCHEDULE, STAGES, 1, len(packed.work[TEXT]) // REPLICAS)
     by_size = stages_of(units, by_parameters(units, STAGES))
     full = {VISION: FULL, TEXT: FULL}
     ways = [Way("nothing", padded, by_size, full, True), Way("+ data", packed, by_size, full)]
@@ -116,6 +128,12 @@ def four_ways(model: str, shape: Shape, samples: Sequence[Sample], seed: int) ->
     budget = (peak_of(model, ways[-1]) + peak_of(model, none)) / 2
     ways.append(_within(model, PartitionProblem(units, programs), packed, budget))
     return ways, budget
+
+
+def _room(loads: Loads, count: int, slack: float = 1.0) -> Limits:
+    """What each of `count` packs may hold: its share, and some more."""
+    vision, text = (int(slack * own.sum() / count) + 1 for own in (loads.vision, loads.text))
+    return Limits(vision, text, TOGETHER)
 
 
 def _within(model: str, problem: PartitionProblem, batch: Batch, budget: float) -> Way:
@@ -183,7 +201,7 @@ def in_turn(model: str, ways: Sequence[Way], rounds: int) -> dict[str, list[floa
     times: dict[str, list[float]] = {way.name: [] for way in ways}
     for at in range(rounds + 1):
         for way in ways:
-            took = chains[way.name].replay(chains[way.name].step(way.batch)[0])
+            took = chains[way.name].replay(chains[way.name].step(way.batch)[0], REPLICAS)
             times[way.name] += [took] if at else []
     return times
 

@@ -96,6 +96,12 @@ def longest_sequence() -> Lines:
                 yield cells(layout, *told)
 
 
+OF_CHAIN = (
+    "python -m experiments.layouts --sizes 1k 4k --rounds 2 --steps 4 --shapes vision-dominated "
+    "--only ddp DP SP+TP TP chain"
+)
+
+
 def layouts() -> Lines:
     def step(layout: str, wanted: Row) -> float:
         return rows("layouts", layout=layout, **wanted)[0]["step_s"]
@@ -110,6 +116,11 @@ def layouts() -> Lines:
         for layout in ("ZeRO-3", "SP+TP"):
             small, large = (step(layout, {"shape": shape, "patches": n, "steps": 8}) for n in (1024, 4096))
             yield f"{small:.3f}{between}{large:.2f}{end}"
+    for patches in (1024, 4096):
+        wanted = {"shape": "vision-dominated", "patches": patches, "command": OF_CHAIN}
+        plain, ddp, *ours = (step(layout, wanted) for layout in ("plain", "ddp", "DP", "SP+TP", "TP", "chain"))
+        ratios = [f"{ours[0] / ddp:.2f}", f"{ours[2] / ours[1]:.2f}", f"{plain / ours[3]:.2f}"]
+        yield cells(patches, *(f"{seconds:.3f}" for seconds in (plain, ddp, *ours)), *ratios)
     for patches in (1024, 4096):
         wanted = {"shape": "vision-dominated", "patches": patches, "steps": 3}
         ddp, dp, both, tp = (step(layout, wanted) for layout in ("ddp", "DP", "SP+TP", "TP"))
@@ -221,7 +232,7 @@ def partition() -> Lines:
     for row in rows("partition", question="components"):
         recompute = [row["recompute"][part] for part in ("vision", "text")]
         peak = fixed(row["peak_mib"], 0)
-        yield f"({row['budget_mib']:.0f} MiB, half of the way"
+        yield f"({row['budget_mib']:.0f} MiB, half of the way from everything"
         yield cells(row["row"], row["micro_batches"], fixed(row["step_s"]), fixed(row["speedup"]), peak, *recompute)
 
 
@@ -236,7 +247,10 @@ def partition_said() -> Lines:
     yield f"BMP by forward takes {fixed(of('vision', 'bmp by forward')['to_exact'])} × the exact cut's time"
     yield f"({fixed(of('vision', 'parameters')['to_exact'])}, planned {planned('vision', 'parameters')})"
     yield f"BMP by forward finds the exact cut as well ({fixed(of('text', 'bmp by forward')['to_exact'])})"
-    yield f"as fast ({fixed(of('text', 'layers')['to_exact'])}; planned {planned('text', 'layers')})"
+    yield f"fast ({fixed(of('text', 'layers')['to_exact'])}; planned {planned('text', 'layers')})"
+    for row in rows("partition", question="wall"):
+        seconds = [fixed(row["wall_s"]), fixed(row["replay_s"]), fixed(row["wall_to_replay"], 3)]
+        yield cells(f"`{row['method']}`", *(", ".join(stages) for stages in row["devices"]), *seconds)
 
 
 def partition_published() -> Lines:

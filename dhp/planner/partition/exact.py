@@ -17,12 +17,22 @@ from dhp.core.errors import ConfigError
 from dhp.planner.partition.critical import Elsewhere, critical, nothing_elsewhere
 from dhp.planner.partition.paths import Path, below, least_largest, least_sum, limit_for
 from dhp.planner.partition.problem import Partition, PartitionProblem
-from dhp.planner.partition.tables import Cuts, Tables, all_cuts, choices_of, make_tables, needed_bytes, steps_of
+from dhp.planner.partition.tables import (
+    Cuts,
+    Tables,
+    all_cuts,
+    choices_of,
+    costs_of,
+    make_tables,
+    needed_bytes,
+    steps_of,
+)
 from dhp.planner.units import Numbers
 
 MOST_CUTS = 130_000  # that are simulated
 _ROUNDS = 3  # of what stages recompute
 _BLOCK = 2048
+_EVEN = 1e-9  # differences of seconds that are rounding
 _BEAM = 16  # paths of several runs a stage that are moved on from
 
 
@@ -37,6 +47,7 @@ def exact(problem: PartitionProblem, most: int = MOST_CUTS) -> Partition:
         bound = step_s if _count(problem) <= most else _least_work(problem, tables)
     else:
         path, step_s, bound, tried = _in_turn(problem, tables, most)
+    path = _evened(problem, tables, path, step_s)
     cuts = tuple(int(problem.positions.at[index]) for index in path)
     recompute = choices_of(problem, cuts) if np.isfinite(problem.budget_bytes) else ()
     return Partition(cuts, step_s, recompute, min(bound, step_s), tried)
@@ -101,6 +112,29 @@ def _improved(
         if own < step_s:
             best, step_s = path, own
     return best, step_s, tried
+
+
+def _evened(problem: PartitionProblem, tables: Tables, path: Path, step_s: float) -> Path:
+    """Of cuts as fast as these that moves lead to, one whose runs are most even: where one stage takes all the time,
+    others may be cut anyhow, and even ones keep less memory and bear what was not foreseen."""
+    spread = _spread(tables, np.array([path], dtype=np.int_))[0]
+    while True:
+        cuts = _moved(path, len(tables.hop) - 1)
+        spreads = _spread(tables, cuts)
+        better = spreads < spread * (1 - _EVEN)
+        cuts, spreads = cuts[better], spreads[better]
+        as_fast = steps_of(problem, tables, cuts) <= step_s * (1 + _EVEN) if len(cuts) else np.zeros(0, dtype=bool)
+        if not as_fast.any():
+            return path
+        cuts, spreads = cuts[as_fast], spreads[as_fast]
+        path, spread = tuple(cuts[int(spreads.argmin())].tolist()), spreads.min()
+
+
+def _spread(tables: Tables, cuts: Cuts) -> Numbers:
+    """Of each cut, the squares of its runs' seconds, added up; inf where it must not be."""
+    costs = costs_of(tables, cuts)
+    found: Numbers = ((costs.forward + costs.backward) ** 2).sum(axis=0)
+    return found
 
 
 def _moved(path: Path, last: int) -> Cuts:

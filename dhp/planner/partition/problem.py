@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -52,6 +52,23 @@ class PartitionProblem:
     def in_flight(self) -> tuple[int, ...]:
         """Of each stage, the most micro-batches that it holds at once."""
         return tuple(map(in_flight, self.programs))
+
+    def units_of(self, run: int) -> tuple[Unit, ...]:
+        """The units as that run keeps them. Where one part ends in it and the next begins, two processes share the
+        device, and the first part's is a micro-batch ahead: what its units keep counts once more."""
+        return self._shared if self.held is not None and run == self.held.run else self.units
+
+    @cached_property
+    def _shared(self) -> tuple[Unit, ...]:
+        assert self.held is not None  # `units_of` has made sure
+        count, end = self.in_flight[self.held.run], self.held.unit + 1
+        more = min(count + 1, self.micro_batches) / count
+        ahead = (
+            {name: replace(own, held_bytes=own.held_bytes * more) for name, own in unit.saved.items()}
+            for unit in self.units[:end]
+        )
+        own = (replace(unit, saved=saved) for unit, saved in zip(self.units[:end], ahead, strict=True))
+        return (*own, *self.units[end:])
 
     @cached_property
     def positions(self) -> Positions:

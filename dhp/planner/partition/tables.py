@@ -19,7 +19,7 @@ from dhp.planner.partition.fronts import Fronts
 from dhp.planner.partition.paths import least_largest
 from dhp.planner.partition.problem import PartitionProblem, bounds_of
 from dhp.planner.partition.simulate import Costs, simulate
-from dhp.planner.units import Numbers
+from dhp.planner.units import Numbers, Unit
 
 Cuts = NDArray[np.int_]  # [K, runs - 1]: indices of positions
 
@@ -64,14 +64,20 @@ def _replay(problem: PartitionProblem) -> Numbers:
             "recompute is searched for together with the cuts only where each stage has one run. Set "
             "text.virtual_stages=1, or text.recompute to what layers recompute"
         )
-    of_count = {count: _least(problem, count) for count in set(problem.in_flight)}
-    least = np.stack([of_count[count] for count in problem.in_flight])
-    return np.where(problem.allowed, least, np.inf)
+    found: dict[tuple[int, bool], Numbers] = {}
+    least = []
+    for run, count in enumerate(problem.in_flight):
+        units = problem.units_of(run)
+        key = count, units is problem.units
+        if key not in found:
+            found[key] = _least(problem, count, units)
+        least.append(found[key])
+    return np.where(problem.allowed, np.stack(least), np.inf)
 
 
-def _least(problem: PartitionProblem, count: int) -> Numbers:
-    """[a, b]: the least seconds of recomputing with so many micro-batches in flight."""
-    units, at, allowed = problem.units, problem.positions.at, problem.positions.allowed
+def _least(problem: PartitionProblem, count: int, units: tuple[Unit, ...]) -> Numbers:
+    """[a, b]: the least seconds of recomputing with so many micro-batches in flight, of units as a run keeps them."""
+    at, allowed = problem.positions.at, problem.positions.allowed
     fronts = Fronts(units, problem.first_back)
     options = [fronts.options(unit) for unit in range(len(units))]
     room = problem.budget_bytes - problem.positions.sums([unit.states_bytes for unit in units])
@@ -98,9 +104,9 @@ def _largest(problem: PartitionProblem, values: list[float]) -> Numbers:
 
 def choices_of(problem: PartitionProblem, cuts: tuple[int, ...]) -> tuple[str, ...]:
     """What each unit recomputes under these cuts. Raises ValueError where they do not fit."""
-    fronts, found = Fronts(problem.units, problem.first_back), []
-    for count, (first, end) in zip(problem.in_flight, bounds_of(problem, cuts), strict=True):
-        units = problem.units[first:end]
+    found: list[str] = []
+    for run, (count, (first, end)) in enumerate(zip(problem.in_flight, bounds_of(problem, cuts), strict=True)):
+        fronts, units = Fronts(problem.units_of(run), problem.first_back), problem.units[first:end]
         options = [fronts.options(at) for at in range(first, end)]
         room = problem.budget_bytes - sum(unit.states_bytes for unit in units)
         if count * sum(own[-1][1].held_bytes for own in options) <= room:
@@ -113,13 +119,15 @@ def choices_of(problem: PartitionProblem, cuts: tuple[int, ...]) -> tuple[str, .
 
 def needed_bytes(problem: PartitionProblem) -> float:
     """What the fullest stage takes at least under any cuts, with everything recomputed."""
-    fronts = Fronts(problem.units, problem.first_back)
-    options = [fronts.options(at) for at in range(len(problem.units))]
-    held = problem.positions.sums([own[0][1].held_bytes for own in options])
-    replay = _largest(problem, [max(saved.replay_bytes for _, saved in own) for own in options])
     states = problem.positions.sums([unit.states_bytes for unit in problem.units])
-    taken = np.stack([states + count * held + replay for count in problem.in_flight])
-    return least_largest(np.where(problem.allowed, taken, np.inf))[0]
+    taken = []
+    for run, count in enumerate(problem.in_flight):
+        fronts = Fronts(problem.units_of(run), problem.first_back)
+        options = [fronts.options(at) for at in range(len(problem.units))]
+        held = problem.positions.sums([own[0][1].held_bytes for own in options])
+        replay = _largest(problem, [max(saved.replay_bytes for _, saved in own) for own in options])
+        taken.append(states + count * held + replay)
+    return least_largest(np.where(problem.allowed, np.stack(taken), np.inf))[0]
 
 
 def all_cuts(problem: PartitionProblem) -> Cuts:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dhp.config.ranges import ONE_F_ONE_B
 from dhp.core.errors import ConfigError
 from dhp.planner.partition.bmp import bmp
 from dhp.planner.partition.critical import critical, nothing_elsewhere
@@ -15,7 +16,9 @@ from dhp.planner.partition.even import by_layers, by_parameters, by_profile
 from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import PartitionProblem, bounds_of
 from dhp.planner.partition.tables import all_cuts, make_tables, needed_bytes, steps_of
-from dhp.planner.units import Held
+from dhp.planner.units import Held, Saved, Unit
+from dhp.step.schedule import make_schedule, outstanding
+from dhp.trainer.programs import chain_graph, chain_programs, pipeline_programs
 from tests.planner.partition.made import cuts_of, problem
 from tests.planner.partition.test_exact import step_of
 
@@ -114,3 +117,36 @@ def test_too_few_units_are_said() -> None:
         exact(joined(0, 5, 2))
     with pytest.raises(ConfigError, match="a part has fewer layers than stages"):
         by_layers(joined(0, 5, 2).units, 6, Held(3, 4))
+
+
+def test_what_the_first_part_keeps_counts_for_a_micro_batch_more() -> None:
+    # Two actors share the device of the tower's last stage, and the tower's works on the next micro-batch already.
+    graph = chain_graph(2, 2)
+    most = outstanding(make_schedule(ONE_F_ONE_B, graph, 8), graph)
+    assert [most[stage.name][stage.name] for stage in graph.stages] == [4, 3, 2, 1]
+    programs = chain_programs(ONE_F_ONE_B, 2, 2, 8)
+    tower, decoder = unit_that_keeps(10.0, "vision"), unit_that_keeps(100.0, "text")
+    units = (tower, replace(tower, cut="never"), decoder, decoder)
+    asked = PartitionProblem(units, programs, held=Held(1, 1), budget_bytes=230.0)
+    assert asked.in_flight == (4, 2, 1)
+    assert [unit.saved["none"].held_bytes for unit in asked.units_of(1)] == [15.0, 15.0, 100.0, 100.0]
+    assert asked.units_of(0) is asked.units
+    assert needed_bytes(asked) == 2 * 100.0 + 3 * 10.0
+    assert exact(asked).cuts == (1, 3)
+    with pytest.raises(ConfigError, match="0.00 GB"):
+        exact(replace(asked, budget_bytes=229.0))
+
+
+def unit_that_keeps(held_bytes: float, part: str) -> Unit:
+    return Unit("layer", part, 1, 1.0, 2.0, saved={"none": Saved(held_bytes)})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_cuts_as_fast_the_most_even(seed: int) -> None:
+    # One stage takes all the time; the others' layers may lie anywhere.
+    layers = tuple(Unit(f"{at}", "text", 1, 0.01, 0.02) for at in range(8 + seed))
+    slow = Unit("slow", "text", 1, 10.0, 20.0)
+    units = (*layers, slow) if seed % 2 else (slow, *layers)
+    asked = PartitionProblem(units, pipeline_programs(ONE_F_ONE_B, 4, 1, 8))
+    smallest, *others = sorted(end - first for first, end in bounds_of(asked, exact(asked).cuts))
+    assert smallest == 1 and max(others) - min(others) <= 1
