@@ -34,6 +34,13 @@ def components(rounds: int) -> Rows:
     return found(rounds)
 
 
+def chains(rounds: int) -> Rows:
+    """A step of a large model's chain, as it is planned."""
+    from experiments.partition.chains import chains as planned
+
+    return planned()
+
+
 def wall(rounds: int) -> Rows:
     """Wall time of real chains of two devices, beside their replay."""
     from experiments.partition.wall import walls
@@ -42,8 +49,9 @@ def wall(rounds: int) -> Rows:
 
 
 QUESTIONS: Mapping[str, Callable[[int], Rows]] = {
-    "published": published, "replay": replay, "components": components, "wall": wall
+    "published": published, "chains": chains, "replay": replay, "components": components, "wall": wall
 }  # fmt: skip
+PLANNED = ("published", "chains")  # whose rows are the same in every round
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -61,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     for name in [asked.only] if asked.only else QUESTIONS:
         command = f"python -m experiments.partition --only {name}"
-        command += f" --rounds {asked.rounds}" if name != "published" else ""
+        command += f" --rounds {asked.rounds}" if name not in PLANNED else ""
         for row in QUESTIONS[name](asked.rounds):
             print(json.dumps(row | {"command": command}), flush=True)
 
