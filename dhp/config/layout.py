@@ -17,12 +17,12 @@ from dhp.core.errors import ConfigError
 DEGREES = ("pipeline", "data", "ulysses", "ring", "tensor")
 PARALLELISMS = {
     "vision": ("none", "data", "sequence", "tensor", "pipeline", "deepspeed"),
-    "audio": ("none", "data", "sequence", "deepspeed"),
+    "audio": ("none", "data", "sequence", "pipeline", "deepspeed"),
     "text": ("none", "data", "sequence", "tensor", "pipeline", "deepspeed", "autotp"),
 }
 OFFERED = {
     "vision": ("pipeline", "data", "ulysses", "ring", "tensor"),
-    "audio": ("data", "ulysses"),
+    "audio": ("pipeline", "data", "ulysses"),
     "text": ("pipeline", "data", "ulysses", "ring", "tensor"),
 }  # what may be above 1
 # Other names of a parallelism.

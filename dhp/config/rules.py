@@ -115,10 +115,10 @@ RUN_RULES: tuple[Rule, ...] = (
          ": with two micro-batches on their way, DeepSpeed loses gradients without a word. Set "
          "training.schedule=sequential, {name}.zero_engine=fsdp, or {name}.zero_stage=2, which keeps whole weights on "
          "each actor."),
-    Rule("vision.pipeline vision.zero_stage vision.zero_engine",
-         lambda p, c: c.vision.pipeline > 1 and c.vision.zero_stage == 3 and c.vision.zero_engine == DEEPSPEED,
+    Rule("{name}.pipeline {name}.zero_stage {name}.zero_engine",
+         lambda p, c: p is not c.text and p.pipeline > 1 and p.zero_stage == 3 and p.zero_engine == DEEPSPEED,
          ": DeepSpeed gathers weights at the beginning of each module and drops them at its end, and a stage leaves "
-         "the tower's forward before that. Set vision.zero_engine=fsdp, or vision.zero_stage=2."),
+         "the tower's forward before that. Set {name}.zero_engine=fsdp, or {name}.zero_stage=2."),
     Rule("vision.pipeline data.cache_features",
          lambda p, c: c.vision.pipeline > 1 and c.data.cache_features is not None,
          ": features are kept by the actors that have the whole tower. Set vision.pipeline=1: a frozen tower whose "
@@ -132,8 +132,8 @@ RUN_RULES: tuple[Rule, ...] = (
          ": stages of a chain have as many actors, or one of them would have devices to itself: "
          "vision.num_actors / vision.pipeline = text.num_actors / text.pipeline. Change one of them, or set "
          "cluster.chain=false."),
-    Rule("vision.virtual_stages training.schedule", lambda p, c: c.vision.virtual_stages > 1,
-         ": the runs of layers of a tower's stages are not interleaved. Set vision.virtual_stages=1; "
+    Rule("{name}.virtual_stages training.schedule", lambda p, c: p is not c.text and p.virtual_stages > 1,
+         ": the runs of layers of a tower's stages are not interleaved. Set {name}.virtual_stages=1; "
          "text.virtual_stages interleaves the decoder's."),
     Rule("training.schedule text.virtual_stages",
          lambda p, c: c.training.schedule == "interleaved" and c.text.virtual_stages == 1,

@@ -22,10 +22,12 @@ from dhp.config.part import PartConfig
 from dhp.config.parts import resolved
 from dhp.core.batch import Grid, ProcessorOutput
 from dhp.core.errors import ConfigError, ModelError
+from dhp.core.graph import HIDDEN_STATES
 from dhp.models.contract.pictures import arrays_of
+from dhp.models.decoder import having
 from dhp.models.flops import AudioWork
-from dhp.models.tower import Tower, TowerInputs
-from dhp.models.types import ImageLayout, LayerParts
+from dhp.models.tower import ChunkEnd, Tower, TowerInputs, leave_forward
+from dhp.models.types import Chunk, ImageLayout, LayerParts, held_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,6 +102,7 @@ PATH = "model.audio_tower"
 AUDIO_EMBEDDINGS = "audio_embeddings"  # the tensor whose rows replace those of a clip's placeholders
 _FEATURES, _CHUNK = "input_features", "chunk"
 _DUMMY_FRAMES = 8
+_BEFORE, _BEHIND = ("conv2d1", "conv2d2", "conv2d3", "conv_out"), ("ln_post", "proj1", "proj2")
 
 
 def count_tokens(frames: int, config: Any) -> int:
@@ -128,6 +131,7 @@ class AudioTower(Tower):
     tensors = (AUDIO_EMBEDDINGS,)
     position_columns = 0
     heads = 1
+    divisible = True
     takes_attention = False
     dummy_patches = _DUMMY_FRAMES
 
@@ -148,6 +152,7 @@ class AudioTower(Tower):
         return clip_forms([_DUMMY_FRAMES], self.config)[0]
 
     def check(self, asked: PartConfig) -> None:
+        self.check_stages("audio", asked)
         for degree in ("tensor", "ring"):
             value = resolved(getattr(asked, degree))
             if value > 1:
@@ -163,19 +168,63 @@ class AudioTower(Tower):
         nowhere = torch.zeros(grid.rows, 0, dtype=torch.long)
         return ImageLayout(torch.arange(grid.tokens), 1, (grid.rows,), (grid.rows,), nowhere, (grid.tokens,), grid)
 
+    def absent(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
+        first, last = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
+        others = (*(() if first else _BEFORE), *(() if last else _BEHIND))
+        layers = (f"layers.{layer}" for layer in self.whole.layers if layer not in held_layers(chunks))
+        return tuple(f"{PATH}.{module}" for module in (*layers, *others))
+
     def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
-        """Encode rows of frames, one clip after another. Clips whose samples have chunks of one length go through the
-        tower together."""
+        """Encode rows of frames, one clip after another."""
+        return self.run(model, self.whole, inputs)
+
+    def run(self, model: PreTrainedModel, chunk: Chunk, inputs: TowerInputs) -> dict[str, Tensor]:
+        """See `Tower`. Clips whose samples have chunks of one length go through the tower together; the states between
+        chunks are those of one call behind those of another."""
+        forms = [[inputs.forms[n] for n in numbers] or [self.dummy_form] for numbers in inputs.calls]
+        if chunk.first:
+            made = self._begin(model, chunk, inputs, forms)
+        else:
+            assert inputs.hidden is not None
+            counts = [sum(form.tokens for form in of_call) for of_call in forms]
+            states = zip(inputs.hidden.split(counts), forms, strict=True)
+            made = [self._go_on(model, chunk, own, of_call) for own, of_call in states]
+        if not chunk.last:
+            return {HIDDEN_STATES: torch.cat(made)}
+        return {AUDIO_EMBEDDINGS: torch.cat(self._by_clip(inputs, made, forms))}
+
+    def _begin(
+        self, model: PreTrainedModel, chunk: Chunk, inputs: TowerInputs, forms: Sequence[Sequence[ProcessorOutput]]
+    ) -> list[Tensor]:
+        """Each call's rows behind the first chunk, from frames."""
         clips = inputs.pixels.split([form.rows for form in inputs.forms])
-        found: list[Tensor] = [clips[0][:0]] * len(clips)  # replaced by each clip's rows below
-        for numbers in inputs.calls:
+        made = []
+        for numbers, of_call in zip(inputs.calls, forms, strict=True):
+            own = [clips[n] for n in numbers] or [self.dummy_pixels(inputs.pixels)]
+            made.append(self._encode_together(model, chunk, own, of_call))
+        return made
+
+    def _go_on(self, model: PreTrainedModel, chunk: Chunk, states: Tensor, forms: Sequence[ProcessorOutput]) -> Tensor:
+        """One call's rows behind a later chunk. The library's forward begins with convolutions, so that its layers, and
+        what it does behind them, are called here."""
+        tower = model.get_submodule(PATH)
+        windows = self._plan([form.rows for form in forms], _longest_chunk(forms[0]), states.device).windows
+        longest = int(windows.diff().max())
+        for layer in chunk.layers:
+            states = tower.get_submodule(f"layers.{layer}")(states, windows, max_seqlen=longest)[0]
+        return tower.proj2(tower.act(tower.proj1(tower.ln_post(states)))) if chunk.last else states
+
+    def _by_clip(
+        self, inputs: TowerInputs, made: Sequence[Tensor], forms: Sequence[Sequence[ProcessorOutput]]
+    ) -> list[Tensor]:
+        """Rows of each clip in the order of `inputs.forms`, then those of dummies."""
+        found, dummies = dict[int, Tensor](), list[Tensor]()
+        for numbers, rows, of_call in zip(inputs.calls, made, forms, strict=True):
             if not numbers:
-                found += self._encode_together(model, [self.dummy_pixels(inputs.pixels)], [self.dummy_form])
+                dummies.append(rows)
                 continue
-            encoded = self._encode_together(model, [clips[n] for n in numbers], [inputs.forms[n] for n in numbers])
-            for n, rows in zip(numbers, encoded, strict=True):
-                found[n] = rows
-        return {AUDIO_EMBEDDINGS: torch.cat(found)}
+            found |= dict(zip(numbers, rows.split([form.tokens for form in of_call]), strict=True))
+        return [*(found[n] for n in range(len(inputs.forms))), *dummies]
 
     def calls(self, forms: Sequence[ProcessorOutput], even: bool = False) -> tuple[tuple[int, ...], ...]:
         groups: dict[int, list[int]] = defaultdict(list)
@@ -184,19 +233,27 @@ class AudioTower(Tower):
         return tuple(map(tuple, groups.values()))
 
     def _encode_together(
-        self, model: PreTrainedModel, clips: Sequence[Tensor], forms: Sequence[ProcessorOutput]
-    ) -> tuple[Tensor, ...]:
-        """Each clip's rows, of clips that one call takes."""
+        self, model: PreTrainedModel, chunk: Chunk, clips: Sequence[Tensor], forms: Sequence[ProcessorOutput]
+    ) -> Tensor:
+        """The rows of clips that one call takes, behind the first chunk: the library's own forward, which is left at the
+        first layer behind it."""
         plan = self._plan([form.rows for form in forms], _longest_chunk(forms[0]), clips[0].device)
         rows = torch.cat([*clips, clips[0].new_zeros(1, clips[0].shape[1])])  # the last fills up
-        output = model.get_submodule(PATH)(
-            padded_feature=rows[plan.frames].transpose(1, 2),
-            chunk_lengths=plan.chunks,
-            valid_indices=plan.valid,
-            cu_seqlens=plan.windows,
-            return_dict=True,
-        )
-        return output.last_hidden_state.split([form.tokens for form in forms])
+        tower = model.get_submodule(PATH)
+        own = [tower.get_submodule(f"layers.{layer}") for layer in chunk.layers]
+        others = {} if chunk.last else {"layers": [*own, leave_forward]}
+        with having(tower, **others):
+            try:
+                output = tower(
+                    padded_feature=rows[plan.frames].transpose(1, 2),
+                    chunk_lengths=plan.chunks,
+                    valid_indices=plan.valid,
+                    cu_seqlens=plan.windows,
+                    return_dict=True,
+                )
+            except ChunkEnd as end:
+                return end.states
+        return output.last_hidden_state
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Keeps the library's attention: windows are short."""

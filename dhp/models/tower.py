@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -146,3 +146,16 @@ class Tower(Part):
     def split_heads(self, model: PreTrainedModel, ranks: int) -> None:
         """Set the tower's attention to 1 / ranks of the heads. Attention that derives their number from its projections
         needs no setting."""
+
+
+class ChunkEnd(Exception):
+    """Leaves a tower's forward behind a chunk. states: what its last layer made."""
+
+    def __init__(self, states: Tensor):
+        super().__init__("the chunk's layers are done")
+        self.states = states
+
+
+def leave_forward(states: Tensor, *_: Any, **__: Any) -> NoReturn:
+    """Stands in the place of the first layer behind a chunk."""
+    raise ChunkEnd(states)

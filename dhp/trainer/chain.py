@@ -21,6 +21,7 @@ from dhp.core.errors import ModelError
 from dhp.core.parameters import AdapterSettings, TrainingRules
 from dhp.models.family import VISION, Family
 from dhp.models.shape import decoder_sizes, list_parameters
+from dhp.planner.partition.even import by_layers
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.planner.units import Held, Saved, Unit, layer_cuts
 from dhp.trainer.measured import as_measured
@@ -60,7 +61,7 @@ def part_cuts(config: Config, model: Model) -> dict[str, LayerCuts]:
     if asked and is_joint(config):
         return _chain(config, model)
     by_part: dict[str, Callable[[Config, Model], LayerCuts]] = {VISION: _tower, DECODER: _decoder}
-    return {name: by_part[name](config, model) for name in asked}
+    return {name: by_part[name](config, model) if name in by_part else _even(config, model, name) for name in asked}
 
 
 def _check(config: Config, name: str, layers: int) -> None:
@@ -102,6 +103,12 @@ def _tower(config: Config, model: Model) -> LayerCuts:
 
     cuts, why = choose(_method(config, model), units, stages, problem, note)
     return LayerCuts(tuple(layer_cuts(units, cuts)[VISION]), why)
+
+
+def _even(config: Config, model: Model, name: str) -> LayerCuts:
+    """Of a part whose operations are not known by layer: like numbers of layers."""
+    units = tuple(Unit(f"layer {at}", name, 1, 1.0, 1.0) for at, _ in enumerate(model.family.parts[name].layers.kinds))
+    return LayerCuts(tuple(layer_cuts(units, by_layers(units, _runs(config, name)))[name]), LAYERS)
 
 
 def _chain(config: Config, model: Model) -> dict[str, LayerCuts]:

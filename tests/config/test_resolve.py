@@ -211,8 +211,12 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["vision.zero_stage=1 with vision.dtype=float64", "DeepSpeed", "vision.dtype=float32"],
         ),
         (
-            {"audio__num_actors": 2, "audio__pipeline": 2, "audio__parallelism": "data"},
-            ["audio.pipeline=2 does not exist yet", "audio has data, ulysses"],
+            {"audio__num_actors": 2, "audio__ring": 2, "audio__parallelism": "sequence"},
+            ["audio.ring=2 does not exist yet", "audio has pipeline, data, ulysses"],
+        ),
+        (
+            {"audio__num_actors": 2, "audio__parallelism": "pipeline", "audio__zero_stage": 3},
+            ["audio.pipeline=2 with audio.zero_stage=3", "DeepSpeed gathers", "audio.zero_engine=fsdp"],
         ),
         (
             {"vision__num_actors": 2, "vision__parallelism": "pipeline", "vision__zero_stage": 3},

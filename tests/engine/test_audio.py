@@ -57,6 +57,8 @@ ALWAYS = [
     Case(SEQUENCE, Degrees(tensor=2), 2, packing=True, audio=TWO),
     Case(ONE, TWO, 1, audio=SEQUENCE),
     Case(TWO, Degrees(ring=2), 2, packing=True, audio=SEQUENCE),
+    Case(ONE, Degrees(tensor=2), 2, packing=True, audio=ONE, audio_stages=2),
+    Case(ONE, TWO, 2, audio=SEQUENCE, audio_stages=2, stages=2, schedule="1f1b"),
 ]
 
 

@@ -11,10 +11,11 @@ import torch
 from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle
 from dhp.core.parameters import AdapterSettings
+from dhp.models import lora as adapters
 from tests.engine import test_deepstack
 from tests.engine.test_parity import assert_exact
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import Case, Errors, Fault, InspectedVision, compare
+from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedVision, compare
 from tests.helpers.rows import on_demand
 
 ONE = Degrees()
@@ -38,6 +39,12 @@ PARTLY = [  # what is before the first trained weight gets no gradient
     on_demand(Case(Degrees(data=2), ONE, 2, tower_stages=2, stages=2, schedule="1f1b", frozen=("text",))),
     on_demand(Case(ONE, ONE, 2, tower_stages=2, lora=(("vision", AdapterSettings(3, 6.0)),))),
 ]
+
+
+@pytest.fixture(autouse=True)
+def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter's B begins with something in the plain model, as it does on the ranks."""
+    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

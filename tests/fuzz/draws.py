@@ -79,6 +79,8 @@ def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -
     axes["vision ranks"] = _ranks(rng, vision_states)
     axes["text ranks"] = _ranks(rng, text_states)
     axes["stages"] = rng.choice(("1", "2") if kind == "head tied" else ("1", "1", "2"))
+    axes["tower stages"] = rng.choice(("1", "2")) if kind == "tower by patch" else "1"
+    axes["chain"] = rng.choice(("yes", "no")) if axes["tower stages"] == "2" else "no"
     schedules = ("sequential", "vision_ahead") if axes["stages"] == "1" else ("1f1b", "gpipe", "interleaved")
     axes["schedule"] = "sequential" if "deepspeed 3" in (vision_states, text_states) else rng.choice(schedules)
     axes["rows"] = rng.choice(("packed", "packed", "packed", "padded"))
@@ -104,12 +106,13 @@ def _ranks(rng: random.Random, states: str) -> str:
 
 def _overrides(axes: dict[str, str]) -> Iterator[str]:
     for part in ("vision", "text"):
-        stages = int(axes["stages"]) if part == "text" else 1
+        stages = int(axes["stages" if part == "text" else "tower stages"])
         yield from _part(part, axes[f"{part} ranks"], axes[f"{part} states"], stages)
         yield f"{part}.recompute={axes[f'{part} recompute']}"
         yield f"{part}.sequence_sharded_norms={str(axes[f'{part} norms'] == 'sharded').lower()}"
     if axes["audio states"] in STATES:
         yield from _part("audio", "none" if axes["audio states"] == "whole" else "data", axes["audio states"], 1)
+    yield f"cluster.chain={str(axes['chain'] == 'yes').lower()}"
     yield f"text.mlp_chunks={axes['mlp_chunks']}"
     if axes["schedule"] == "interleaved":
         yield "text.virtual_stages=2"

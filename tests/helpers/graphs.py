@@ -25,6 +25,7 @@ def make_graph(
     tie_trained: bool = True,
     audio: Degrees | None = None,
     audio_layers: int = 1,
+    audio_stages: int = 1,
     audio_trains: bool = True,
     tower_stages: int = 1,
     leaves: dict[str, int] | None = None,
@@ -75,8 +76,23 @@ def make_graph(
             edges += [Edge(Node(tower.name), node, names, any(seen[: at + 1]))] if names else []
     encoders = towers
     if audio is not None:
-        encoders.append(StageSpec("audio", "audio", (range(audio_layers),), audio, audio_trains, range(audio.world)))
-        edges.append(Edge(Node("audio"), nodes[0][0], ("audio_embeddings",), audio_trains))
+        heard = [
+            StageSpec(
+                "audio" if audio_stages == 1 else f"audio.{at}",
+                "audio",
+                (range(at * audio_layers // audio_stages, (at + 1) * audio_layers // audio_stages),),
+                audio,
+                audio_trains,
+                range(at * audio.world, (at + 1) * audio.world),
+            )
+            for at in range(audio_stages)
+        ]
+        encoders += heard
+        edges += [
+            Edge(Node(before.name), Node(after.name), (HIDDEN_STATES,), audio_trains)
+            for before, after in pairwise(heard)
+        ]
+        edges.append(Edge(Node(heard[-1].name), nodes[0][0], ("audio_embeddings",), audio_trains))
     trains = {part.name: part.trains for part in parts}
     back = any(seen) or (audio is not None and audio_trains)
     for (before, _), (after, _) in pairwise(nodes):

@@ -94,6 +94,7 @@ class Case:
     device: str = "cpu"
     audio: Degrees | None = None  # None: the run has no audio part
     audio_zero_stage: int = 0
+    audio_stages: int = 1
     mlp_chunks: int = 1  # of both parts
     sequence_groups: str = "one"
     checked: bool = False  # ranks agree on each collective before it begins
@@ -124,6 +125,7 @@ class Case:
         packed += f", {self.state_bytes} bytes" if self.state_bytes != 18 else ""
         packed += ", sharded norms" if self.sharded_norms else ""
         packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')}"
+        packed += f" of {self.audio_stages} stages" if self.audio_stages > 1 else ""
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
 
@@ -250,6 +252,7 @@ def graph_of(model: str, case: Case) -> StageGraph:
         tower_stages=case.tower_stages,
         leaves=dict(family.tower.leaves),
         audio=case.audio,
+        audio_stages=case.audio_stages,
         audio_layers=0 if case.audio is None else len(family.parts["audio"].layers.kinds),
     )
     trains = trained_stage(rules, family, model, dict(case.lora))

@@ -131,6 +131,18 @@ def test_its_export_is_an_ordinary_model(whole: tuple[Path, Outcome], folder: Pa
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
 
 
+def test_stages_of_its_tower_train_the_same(whole: tuple[Path, Outcome], folder: Path, tmp_path: Path) -> None:
+    stages = ("audio.parallelism=pipeline", "audio.num_actors=2", "training.max_steps=2")
+    ended = train(*settings(folder, tmp_path / "run", *stages))
+    assert ended.status == 0, ended.stderr
+    assert "1 vision, 1 audio.0, 1 audio.1 and 1 text actors" in ended.stdout
+    for found, wanted in zip(lines_of(tmp_path / "run"), lines_of(whole[0])):
+        assert found["clips"] == wanted["clips"]
+        assert [found[name] for name in ("loss", "grad_norm")] == pytest.approx(
+            [wanted[name] for name in ("loss", "grad_norm")], rel=1e-5
+        )
+
+
 def test_a_run_goes_on_with_the_parts_that_it_had(whole: tuple[Path, Outcome], folder: Path, tmp_path: Path) -> None:
     resume = f"training.resume={whole[0] / 'checkpoints' / 'step_2'}"
     asked = settings(folder, tmp_path / "run", resume, "data.on_bad_sample=skip")
@@ -143,7 +155,11 @@ def test_a_run_goes_on_with_the_parts_that_it_had(whole: tuple[Path, Outcome], f
     [
         (["audio.num_actors=2"], r"audio\.num_actors=2 with audio\.parallelism=none"),
         (["audio.dtype=float64"], r"audio has settings, but audio\.num_actors=0: the run has no such part"),
-        (["audio.num_actors=2", "audio.parallelism=tensor"], "choose from none, data, sequence, deepspeed"),
+        (["audio.num_actors=2", "audio.parallelism=tensor"], "choose from none, data, sequence, pipeline, deepspeed"),
+        (
+            ["audio.num_actors=3", "audio.parallelism=pipeline"],
+            r"audio\.pipeline=3 .* pipeline\(3\) × virtual_stages\(1\) = 3 > layers\(2\)",
+        ),
         (["audio.num_actors=2", "audio.tensor=2", "audio.parallelism=data"], r"audio\.tensor=2 does not exist yet"),
         (["audio.num_actors=1", "audio.model_name=other"], r"audio\.model_name=other: all parts come from one"),
     ],

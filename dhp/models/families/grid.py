@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from dhp.models.decoder import having, unchanged
 from dhp.models.flops import VisionWork
 from dhp.models.patches import project_as_products, put_together
 from dhp.models.processor import Processor
-from dhp.models.tower import EMBEDDINGS, Tower, TowerInputs
+from dhp.models.tower import EMBEDDINGS, ChunkEnd, Tower, TowerInputs, leave_forward
 from dhp.models.types import Chunk, ImageLayout, LayerParts, held_layers
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class GridTower(Tower):
     def _layer(self, tower: Any, chunk: Chunk, layer: int) -> Any:
         if layer in chunk.layers:
             return tower.get_submodule(f"{self.blocks}.{layer}")
-        return _leave_forward if layer >= chunk.layers.stop else unchanged
+        return leave_forward if layer >= chunk.layers.stop else unchanged
 
     def _forward(self, model: PreTrainedModel, inputs: TowerInputs) -> Any:
         tower = model.get_submodule(self.path)
@@ -234,18 +234,6 @@ class GridTower(Tower):
         tower = model.get_submodule(self.path)
         tower.config._attn_implementation_internal = name
         project_as_products(tower)
-
-
-class ChunkEnd(Exception):
-    """Leaves a tower's forward behind a chunk. states: what its last layer made."""
-
-    def __init__(self, states: Tensor):
-        super().__init__("the chunk's layers are done")
-        self.states = states
-
-
-def _leave_forward(states: Tensor, *_: Any, **__: Any) -> NoReturn:
-    raise ChunkEnd(states)
 
 
 def runs_of_one_size(positions: Tensor) -> tuple[Tensor, Tensor]:
