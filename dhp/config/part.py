@@ -53,7 +53,8 @@ class PartConfig:
     pipeline: Optional[int] = None
     """Stages that the layers are cut into, each with actors of its own that are split by the other degrees. Of text,
     the first has the embedding, the last norm, head and loss; of vision, the first embeds patches, the last merges
-    them; audio's first has the convolutions, the last the projector. Null: what the others leave with parallelism=pipeline, else 1."""
+    them; of audio, the first has the convolutions, the last the projector. Null: what the others leave with
+    parallelism=pipeline, else 1."""
 
     cuts: Optional[list[int]] = None
     """Layers at which the stages after the first begin, in order: [10, 19] cuts 28 layers into 0-9, 10-18, 19-27. With
@@ -65,8 +66,8 @@ class PartConfig:
     recompute=auto and memory.budget_gib, together with what is recomputed) | bmp (OmniBal's balanced model partition,
     by forward) | profile (even forward times) | layers | parameters (embedding and head counted). Of text, without
     cuts; a tower's stages follow it too: with cluster.chain=true, and cuts in neither part, both parts are cut together
-    as one chain, else each by itself. An audio tower's stages have like numbers of layers. Null: exact; layers with virtual_stages; parameters with
-    training.schedule=sequential, under which every cut takes as long."""
+    as one chain, else each by itself; an audio tower's have like numbers of layers. Null: exact; layers with
+    virtual_stages; parameters with training.schedule=sequential, under which every cut takes as long."""
 
     virtual_stages: int = 1
     """Runs of layers that each stage holds, for training.schedule=interleaved: stage 0 of 2 has the first and the third

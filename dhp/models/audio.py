@@ -235,8 +235,8 @@ class AudioTower(Tower):
     def _encode_together(
         self, model: PreTrainedModel, chunk: Chunk, clips: Sequence[Tensor], forms: Sequence[ProcessorOutput]
     ) -> Tensor:
-        """The rows of clips that one call takes, behind the first chunk: the library's own forward, which is left at the
-        first layer behind it."""
+        """The rows of clips that one call takes, behind the first chunk: the library's own forward, which is left at
+        the first layer behind it."""
         plan = self._plan([form.rows for form in forms], _longest_chunk(forms[0]), clips[0].device)
         rows = torch.cat([*clips, clips[0].new_zeros(1, clips[0].shape[1])])  # the last fills up
         tower = model.get_submodule(PATH)
