@@ -25,7 +25,7 @@ from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.engine.kinds import make_rank
 from dhp.engine.settings import OptimizerSettings, StageSettings
-from dhp.models.audio import clip_forms
+from dhp.models.clips import clip_forms
 from dhp.models.contract.pictures import joined, pack, row_values, unpack
 from dhp.models.contract.processor import ContractProcessor
 from dhp.models.contract.rows import kinds_for, make_row, token_types

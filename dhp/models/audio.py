@@ -1,4 +1,4 @@
-"""Audio: mel spectrograms of a sample, and the audio tower of Qwen3-Omni.
+"""The audio tower of Qwen3-Omni.
 
 Convolutions see a clip in chunks of a second at most, layers attend to windows of several chunks. The library fills
 pads chunks to the longest one of a call, and the padding behind a short chunk shows in its last row. So a clip records
@@ -11,18 +11,17 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dhp.config.part import PartConfig
 from dhp.config.parts import resolved
 from dhp.core.batch import Grid, ProcessorOutput
-from dhp.core.errors import ConfigError, ModelError
+from dhp.core.errors import ConfigError
 from dhp.core.graph import HIDDEN_STATES
+from dhp.models.clips import CHUNK, clip_forms, count_tokens
 from dhp.models.contract.pictures import arrays_of
 from dhp.models.decoder import having
 from dhp.models.flops import AudioWork
@@ -33,94 +32,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class AudioProcessor:
-    """Qwen3-Omni's audio preprocessing, by the feature extractor of its directory."""
-
-    def __init__(self, config: Any, model_name: str):
-        self._config, self._model_name = config, model_name
-        self.token_id: int = config.audio_token_id
-
-    def load(self) -> None:
-        """Raises ModelError where the directory's feature extractor cannot be used."""
-        _ = self._extractor
-
-    @property
-    def rate(self) -> int:
-        """Samples a second."""
-        return self._extractor.sampling_rate
-
-    def features(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Spectrograms [frames, bins], float32, of the clips of one sample, float32 [samples] each.
-
-        They go through the extractor together, as in the library's processor, which pads them to the longest: a shorter
-        clip ends in the silence behind it.
-        """
-        output = self._extractor(
-            list(waves),
-            sampling_rate=self.rate,
-            padding=True,
-            truncation=False,
-            return_attention_mask=True,
-            return_tensors="np",
-        )
-        counts = output["attention_mask"].sum(-1)
-        pairs = zip(output["input_features"], counts, strict=True)
-        return [np.ascontiguousarray(bins[:, :count].T, dtype=np.float32) for bins, count in pairs]
-
-    def forms(self, samples: Sequence[int]) -> list[ProcessorOutput]:
-        """The forms of one sample's clips, of so many samples of sound each: frames as `features` gives them."""
-        hop = self._extractor.hop_length
-        most = max(samples, default=0) // hop
-        return clip_forms([min(-(-count // hop), most) for count in samples], self._config)
-
-    @property
-    def shortest(self) -> int:
-        """Samples of sound of the shortest clip: those of one Fourier transform."""
-        return self._extractor.n_fft
-
-    def about(self) -> list[Any]:
-        """All that decides the number of a clip's tokens, except its file."""
-        return [self.token_id, self._extractor.to_json_string(), self._config.audio_config.n_window]
-
-    @cached_property
-    def _extractor(self) -> Any:
-        from transformers import AutoFeatureExtractor
-
-        try:
-            extractor = AutoFeatureExtractor.from_pretrained(self._model_name, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{self._model_name}: no usable feature extractor: {error}") from error
-        if extractor.feature_size != self._config.audio_config.num_mel_bins:
-            raise ModelError(
-                f"{self._model_name}: its feature extractor makes {extractor.feature_size} bins, but the audio tower "
-                f"reads num_mel_bins({self._config.audio_config.num_mel_bins}). Use the one saved with the model"
-            )
-        return extractor
-
-
 PATH = "model.audio_tower"
 AUDIO_EMBEDDINGS = "audio_embeddings"  # the tensor whose rows replace those of a clip's placeholders
-_FEATURES, _CHUNK = "input_features", "chunk"
 _DUMMY_FRAMES = 8
 _BEFORE, _BEHIND = ("conv2d1", "conv2d2", "conv2d3", "conv_out"), ("ln_post", "proj1", "proj2")
-
-
-def count_tokens(frames: int, config: Any) -> int:
-    """Placeholders of a clip of so many frames, by the model's own formula."""
-    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
-
-    return int(_get_feat_extract_output_lengths(frames, config.audio_config.n_window))
-
-
-def clip_forms(frames: Sequence[int], config: Any) -> list[ProcessorOutput]:
-    """The forms of one sample's clips, of so many frames each."""
-    audio = config.audio_config
-    longest = min(max(frames, default=0), 2 * audio.n_window)
-    chunk = (_CHUNK, "int64", (1,), np.int64(longest).tobytes())
-    return [
-        ProcessorOutput(((_FEATURES, (count, audio.num_mel_bins)),), (chunk,), count, count_tokens(count, config))
-        for count in frames
-    ]
 
 
 class AudioTower(Tower):
@@ -152,7 +67,6 @@ class AudioTower(Tower):
         return clip_forms([_DUMMY_FRAMES], self.config)[0]
 
     def check(self, asked: PartConfig) -> None:
-        self.check_stages("audio", asked)
         for degree in ("tensor", "ring"):
             value = resolved(getattr(asked, degree))
             if value > 1:
@@ -298,7 +212,7 @@ class _Plan:
 
 def _longest_chunk(form: ProcessorOutput) -> int:
     """Frames to which the chunks of a clip are padded."""
-    return int(arrays_of(form)[_CHUNK][0])
+    return int(arrays_of(form)[CHUNK][0])
 
 
 def _moved(indices: Tensor, device: torch.device) -> Tensor:

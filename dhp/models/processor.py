@@ -15,7 +15,7 @@ from dhp.core.batch import Grid, ProcessorOutput
 from dhp.models.contract.rows import positions
 
 if TYPE_CHECKING:
-    from dhp.models.audio import AudioProcessor
+    from dhp.models.clips import AudioProcessor
 
 
 class Processor(ABC):

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from dhp.config.part import PartConfig
 from dhp.core.errors import ConfigError
-from dhp.models.audio import AUDIO_EMBEDDINGS, AudioTower, clip_forms
+from dhp.models.audio import AUDIO_EMBEDDINGS, AudioTower
+from dhp.models.clips import clip_forms
 from dhp.models.contract.structure import find_structure, without_weights
 from dhp.models.family import Family
 from dhp.models.flops import NO_BACKWARD

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dhp.models.audio import AUDIO_EMBEDDINGS, AudioProcessor, AudioTower
+from dhp.models.audio import AUDIO_EMBEDDINGS, AudioTower
+from dhp.models.clips import AudioProcessor
 from dhp.models.contract.decoder import ContractDecoder
 from dhp.models.contract.find import find_contract
 from dhp.models.contract.rows import kinds_for
