@@ -23,6 +23,7 @@ _NAMED = {name for names in KINDS.values() for name in names}
 KINDS["pictures of one shape"] = tuple(name for name in FAMILIES if name not in _NAMED)
 STATES = ("whole", "deepspeed 1", "deepspeed 2", "deepspeed 3", "fsdp 2", "fsdp 3")
 BY_RANKS = ("data", "data", "data", "tensor", "ulysses", "ring", "none", "data and tensor")
+WORLDS = {"none": 1, "data and tensor": 4} | dict.fromkeys(("data", "tensor", "ulysses", "ring"), 2)
 # Families between whose layers states cannot be cut by tokens.
 WHOLE_STATES = {
     "text": {"gemma4", "gemma4_moe"},
@@ -79,8 +80,10 @@ def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -
     axes["vision ranks"] = _ranks(rng, vision_states)
     axes["text ranks"] = _ranks(rng, text_states)
     axes["stages"] = rng.choice(("1", "2") if kind == "head tied" else ("1", "1", "2"))
-    axes["tower stages"] = rng.choice(("1", "2")) if kind == "tower by patch" else "1"
-    axes["chain"] = rng.choice(("yes", "no")) if axes["tower stages"] == "2" else "no"
+    divisible = kind == "tower by patch" and vision_states != "deepspeed 3"
+    axes["tower stages"] = rng.choice(("1", "2", "2")) if divisible else "1"
+    alike = WORLDS[axes["vision ranks"]] == WORLDS[axes["text ranks"]]  # as a chain has them
+    axes["chain"] = rng.choice(("yes", "yes", "no")) if axes["tower stages"] == "2" and alike else "no"
     schedules = ("sequential", "vision_ahead") if axes["stages"] == "1" else ("1f1b", "gpipe", "interleaved")
     axes["schedule"] = "sequential" if "deepspeed 3" in (vision_states, text_states) else rng.choice(schedules)
     axes["rows"] = rng.choice(("packed", "packed", "packed", "padded"))
