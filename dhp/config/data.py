@@ -120,6 +120,12 @@ class DataConfig:
     itself, so that text actors that share rows work together on long ones and apart on short ones. Needs data.balance
     other than random. Null: rows mix them."""
 
+    fullest_first: Optional[bool] = None
+    """Begin the first epoch with its fullest steps, that of the longest row and that with most image tokens, so that
+    recompute=auto measures the most that a run will need; with balance_window, those of the first window. All else
+    stays in order. Needs data.balance other than random. Null: true where a part that is trained has recompute=auto and
+    data.balance is not random."""
+
     cache_dir: Optional[str] = None
     """Directory of measured lengths, for all runs. Null: dhp in $XDG_CACHE_HOME or ~/.cache."""
 

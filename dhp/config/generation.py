@@ -195,4 +195,5 @@ def check_layout(part: PartConfig, remedy: str) -> None:
 def unbalanced(data: DataConfig) -> DataConfig:
     """The data settings with equally many samples in each row, and without keys of balanced rows."""
     balancing = ("balance", "balance_window", "long_tokens", "isf_passes", "group_window")
-    return replace(data, limits=LimitsConfig(), **{key: getattr(DataConfig, key) for key in balancing})
+    defaults = {key: getattr(DataConfig, key) for key in balancing}
+    return replace(data, limits=LimitsConfig(), fullest_first=False, **defaults)

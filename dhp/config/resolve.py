@@ -11,7 +11,7 @@ from typing import Any
 
 from dhp.config.generation import check_layout
 from dhp.config.layout import resolve_part
-from dhp.config.parts import OPTIONAL, decoder, parts, resolved, sections, split_share
+from dhp.config.parts import OPTIONAL, decoder, encoders, parts, resolved, sections, split_share
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
 from dhp.config.rules import FSDP, check_balance, check_run
 from dhp.config.schema import Config
@@ -44,6 +44,8 @@ def resolve(config: Config, reads: bool = True) -> Config:
     check_run(resolved)
     check_evaluation(resolved)
     check_balance(resolved)
+    if resolved.data.fullest_first is None:
+        resolved.data.fullest_first = resolved.data.balance != "random" and _plans_recomputing(resolved)
     _fill_paths(resolved)
     # torch reads 0 as "scale every gradient to nothing"; here 0 and null both mean no clipping.
     resolved.training.max_grad_norm = config.training.max_grad_norm or None
@@ -99,6 +101,13 @@ def check_model_dir(name: str) -> None:
         raise ConfigError(f"model_name={name} is not a directory ({path.absolute()}). {remedy}")
     if not (path / "config.json").is_file():
         raise ConfigError(f"model_name={name} has no config.json ({path.absolute()}). {remedy}")
+
+
+def _plans_recomputing(config: Config) -> bool:
+    """Whether a part has recompute=auto. Backward does not go through an encoder that is frozen as a whole and has no
+    adapters, so nothing is planned for that one."""
+    still = {name for name, part in encoders(config).items() if name in config.training.frozen and not part.lora.rank}
+    return any(part.recompute == "auto" for name, part in parts(config).items() if name not in still)
 
 
 def _check_absent(config: Config) -> None:

@@ -161,6 +161,8 @@ BALANCE_RULES: tuple[Rule, ...] = (
          ": which samples share a step is the method's to say. Set data.shuffle=true, or data.balance=random"),
     Rule("data.long_tokens data.balance", lambda p, c: c.data.long_tokens is not None and c.data.balance == "random",
          ", which knows no lengths. Set data.balance=balanced, or leave it out"),
+    Rule("data.fullest_first data.balance", lambda p, c: c.data.fullest_first and c.data.balance == "random",
+         ", which knows no lengths. Set data.balance=balanced, or leave it out"),
 )  # fmt: skip
 WINDOW_RULES: tuple[Rule, ...] = (
     Rule("data.balance_window data.balance", lambda p, c: c.data.balance == "random", ", which balances nothing"),

@@ -27,7 +27,7 @@ from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_line
 from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import missing_data
-from dhp.trainer.settings import stage_choices
+from dhp.trainer.settings import FULLEST_FIRST, stage_choices
 from dhp.trainer.table import table_of_training
 from dhp.trainer.units import assumed_rows
 
@@ -65,6 +65,8 @@ def dry_run(config: Config) -> str:
         f"a step         {training.batch_size} samples = {DECODER}.data {decoder(config).data} × micro_batch_size "
         f"{training.micro_batch_size} × {micro_batches(config)} micro-batches"
     )
+    if config.data.fullest_first:
+        lines.append(f"data           {FULLEST_FIRST}")
     missing = missing_data(config)
     lines += [f"data           {message}" for message in missing]
     passed = "every check but these of the data passed" if missing else "every check passed"

@@ -17,7 +17,10 @@ from dhp.models.pretrained import WEIGHT_ENDINGS
 # Of the sections training and data: what must stay (`dhp.trainer.settings.kept_settings`, and a sampler's order) …
 HELD = {
     "training": {"batch_size", "micro_batch_size", "trainable", "frozen"},
-    "data": {"datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits", "isf_passes", "group_window"},
+    "data": {
+        *("datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits", "isf_passes", "group_window"),
+        "fullest_first",
+    },
 }
 # … and what decides nothing that is trained. All else is the recipe.
 BESIDE = {

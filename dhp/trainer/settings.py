@@ -31,6 +31,8 @@ from dhp.trainer.graph import degrees
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.trainable import adapters_of
 
+FULLEST_FIRST = "the fullest steps come first (data.fullest_first)"  # said at the beginning, where it is so
+
 
 def feed_settings(
     config: Config,
@@ -56,6 +58,7 @@ def feed_settings(
             long=data.long_tokens,
             isf_passes=data.isf_passes,
             group_window=data.group_window,
+            fullest_first=resolved(data.fullest_first),
             **asdict(data.limits),
         ),
         passes=dict(passes),

@@ -43,7 +43,7 @@ from dhp.trainer.reports import (
 from dhp.trainer.resume import recipe
 from dhp.trainer.saving import Saver, Saving, saves_after
 from dhp.trainer.session import DataPlan, Session
-from dhp.trainer.settings import kept_settings, measures, resume_line, world
+from dhp.trainer.settings import FULLEST_FIRST, kept_settings, measures, resume_line, world
 from dhp.trainer.table import table_of_training
 
 SKIPPED_SHOWN = 20  # messages of skipped samples in one step
@@ -154,6 +154,8 @@ class Trainer:
         self.plan = plan
         if start.checkpoint is not None:
             self.recorder.say(f"continuing after step {start.step} from {start.checkpoint}")
+        elif self.config.data.fullest_first:
+            self.recorder.say(FULLEST_FIRST)
         session.data_state(start.step)  # asking for it plans the first steps
         self._evaluation = None
         if self.config.data.eval_datasets:

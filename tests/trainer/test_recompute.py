@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dhp.trainer.preflight import prepare
 from dhp.trainer.recompute import Recomputing, arrange, room
 from tests.helpers.graphs import make_graph
 from tests.helpers.runs import tiny, train
-from tests.planner.made import MIB, costs, usage
+from tests.planner.made import MIB, ROWS, costs, usage
 
 BUDGET_GIB = 0.008  # between what all of it takes and what inputs of layers alone take
 SETTINGS = [
@@ -92,8 +93,8 @@ class Told:
         self.choices = choices
         return [[]]
 
-    def report(self) -> list[StageReport]:
-        took = usage(self.known, self.choices)
+    def report(self, rows: int = ROWS) -> list[StageReport]:
+        took = usage(self.known, self.choices, rows)
         memory = None if self.beside is None else self.beside + took.peak_bytes
         return [StageReport(0, 1.0, 1.0, {"text": 1e-3}, memory, {}, took)]
 
@@ -106,8 +107,10 @@ def plan(
     memory: int | None = None,
     beside: int | None = None,
     short: bool = False,
+    loads: Sequence[Mapping[str, int]] = ({},) * 20,
 ) -> tuple[str, dict[str, Told]]:
     """What a run of 20 steps says, and its parts at the end. late: steps before them in which vision has no work.
+    loads: of each step, patches or tokens of each part's micro-batches, where they are not like all others.
     memory: bytes of the device. beside: those of each part that are no activations.
     short: in the last step, a rank of text has no room."""
     budget = f"memory.budget_gib={'null' if budget_mib is None else budget_mib * MIB / 2**30}"
@@ -119,8 +122,8 @@ def plan(
     said: list[str] = []
     stages = make_stages(graph, parts)
     recomputing = Recomputing(made, stages, "cpu", make_schedule("sequential", graph, 4), said.append, memory)
-    for step in range(late + 20):
-        reports = {name: part.report() for name, part in parts.items()}
+    for step, given in enumerate([*[{}] * late, *loads]):
+        reports = {name: part.report(given.get(name, ROWS)) for name, part in parts.items()}
         if step < late:
             reports["vision"] = [replace(report, usage=None) for report in reports["vision"]]
         recomputing.learn(reports)

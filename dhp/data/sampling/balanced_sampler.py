@@ -13,7 +13,17 @@ import numpy as np
 from dhp.core.errors import DataError
 from dhp.data.balance.methods import choose_method
 from dhp.data.balance.packs import Limits, Loads, Packs
-from dhp.data.sampling.sampler import LENGTHS, ROWS, BalanceSettings, BatchLayout, Sampler, StepBatch, epoch_order
+from dhp.data.sampling.fullest_first import fullest_first
+from dhp.data.sampling.sampler import (
+    FULLEST_FIRST,
+    LENGTHS,
+    ROWS,
+    BalanceSettings,
+    BatchLayout,
+    Sampler,
+    StepBatch,
+    epoch_order,
+)
 
 if TYPE_CHECKING:
     from dhp.data.sampling.length_table import MeasuredDataset
@@ -63,7 +73,10 @@ class WindowPlanner:
             self.limits = self._balancing.limits(loads, self._layout.micro_batch_size)
         seed = int(np.random.SeedSequence([self._seed, epoch, window]).generate_state(1)[0])
         method = choose_method(self._balancing.method, self._balancing.long)
-        return method(loads, self.limits, self._layout.rows, seed)
+        packs = method(loads, self.limits, self._layout.rows, seed)
+        if self._balancing.fullest_first and (epoch, window) == (0, 0):
+            return fullest_first(packs, loads, self._layout.rows)
+        return packs
 
     def _record(self, epoch: int, window: int, loads: Loads, packs: Packs) -> None:
         """A run that goes on must have had the same lengths and rows: else it would lose samples and repeat others."""
@@ -230,6 +243,7 @@ class BalancedSampler(Sampler):
             "rows": self.layout.rows,
             "window": self._balancing.window,
             **({} if self._balancing.long is None else {"long": self._balancing.long}),
+            FULLEST_FIRST: self._balancing.fullest_first,
             "limits": asdict(self.limits),
             LENGTHS: lengths,
             ROWS: rows,

@@ -15,8 +15,10 @@ from dhp.core.errors import DataError
 from dhp.data.balance.packs import TEXT_ROOM, Limits, Loads
 
 RANDOM = "random"
-LENGTHS, ROWS = "checksum of the lengths", "checksum of the rows"  # of `Sampler.order`, where rows are balanced
+# Of `Sampler.order`, where rows are balanced.
+FULLEST_FIRST, LENGTHS, ROWS = "fullest_first", "checksum of the lengths", "checksum of the rows"
 _CAUSES = {
+    FULLEST_FIRST: "data.fullest_first; where that is null, recompute=auto decides it",
     LENGTHS: "images, the tokenizer or what decides their tokens have changed, or samples that were defective are not "
     "any more",
     ROWS: "another release of dhp or of a library it uses plans other rows of the same samples",
@@ -105,10 +107,11 @@ class Sampler:
         """Go on where another sampler stopped, also one with another number of replicas: no sample is lost or seen
         twice. Raises DataError when its steps would be others."""
         now = self.order(state["step"])
-        other = [key for key in now if state["order"].get(key) != now[key]]
+        before = {FULLEST_FIRST: False, **state["order"]}  # checkpoints from before there was such a setting
+        other = [key for key in now if before.get(key) != now[key]]
         if other:
             causes = {key: f" ({cause})" for key, cause in _CAUSES.items()}
-            changes = "; ".join(f"{k} was {state['order'].get(k)} and is {now[k]}{causes.get(k, '')}" for k in other)
+            changes = "; ".join(f"{k} was {before.get(k)} and is {now[k]}{causes.get(k, '')}" for k in other)
             raise DataError(
                 f"the run cannot go on in the middle of its data, which has another order now: {changes}. Set what it "
                 "had, or begin anew with training.resume=never"
@@ -208,6 +211,8 @@ class BalanceSettings:
     long: tokens from which on samples are kept apart from shorter ones; None: none are.
 
     rule: where limits that are None come from, MEAN or PAPER. isf_passes, group_window: see `Limits`.
+
+    fullest_first: the first window of the first epoch begins with its fullest steps.
     """
 
     method: str = RANDOM
@@ -220,6 +225,7 @@ class BalanceSettings:
     rule: str = MEAN
     isf_passes: int = 10
     group_window: int = 50
+    fullest_first: bool = False
 
     def limits(self, loads: Loads, samples: int) -> Limits:
         """Limits for rows of `samples` samples in the mean, of data like `loads`."""
