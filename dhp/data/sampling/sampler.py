@@ -107,11 +107,10 @@ class Sampler:
         """Go on where another sampler stopped, also one with another number of replicas: no sample is lost or seen
         twice. Raises DataError when its steps would be others."""
         now = self.order(state["step"])
-        before = {FULLEST_FIRST: False, **state["order"]}  # checkpoints from before there was such a setting
-        other = [key for key in now if before.get(key) != now[key]]
+        other = [key for key in now if state["order"].get(key) != now[key]]
         if other:
             causes = {key: f" ({cause})" for key, cause in _CAUSES.items()}
-            changes = "; ".join(f"{k} was {before.get(k)} and is {now[k]}{causes.get(k, '')}" for k in other)
+            changes = "; ".join(f"{k} was {state['order'].get(k)} and is {now[k]}{causes.get(k, '')}" for k in other)
             raise DataError(
                 f"the run cannot go on in the middle of its data, which has another order now: {changes}. Set what it "
                 "had, or begin anew with training.resume=never"

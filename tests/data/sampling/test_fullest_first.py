@@ -110,16 +110,6 @@ def test_a_run_that_began_otherwise_is_refused(was: bool) -> None:
         sampler(made(), "balanced", fullest_first=not was).load_state_dict(state)
 
 
-def test_a_checkpoint_from_before_there_was_the_setting_goes_on_without_it() -> None:
-    begun = sampler(made(), "balanced")
-    list(islice(begun, 3))
-    state = begun.state_dict()
-    del state["order"]["fullest_first"]
-    sampler(made(), "balanced").load_state_dict(state)
-    with pytest.raises(DataError, match="fullest_first was False and is True .*; checksum of the rows was"):
-        sampler(made(), "balanced", fullest_first=True).load_state_dict(state)
-
-
 def test_other_fullest_steps_of_the_same_data_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared are the rows that are handed out."""
     state = sampler(made(), "isf", fullest_first=True).state_dict()
