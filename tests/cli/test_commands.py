@@ -123,8 +123,8 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
         assert picture.size == (WIDTH, 2 * HEIGHT)  # a panel a dataset
     for columns in (DATASETS, COSTS, LENGTHS, COLUMNS):
         assert all(f"  {name:16}{text}\n" in told for name, text in columns.items())
-    costs = next(line for line in told.splitlines() if re.match("broken +[0-9]+, ", line))  # of one image, for both are
-    size = cut_off.stat().st_size
+    costs = next(line for line in told.splitlines() if re.match("broken +[0-9]+, ", line))
+    size = cut_off.stat().st_size  # of the one usable sample, so that mean and largest are equal
     assert re.fullmatch(rf"broken +(\d+), \1 +1.00, 1 +(\d+)\.0, \2 +{size} B, {size} B +\d+\.\d%", costs)
     header = next(line for line in told.splitlines() if line.startswith("method"))
     assert header.split()[1:] == list(COLUMNS)
