@@ -124,13 +124,14 @@ def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: 
         _videos(family, settings.data),
         settings.data.max_tokens,
         None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
-        family.processor.about(),
+        [*family.processor.about(), family.processor.patch_dim],
         {**family.processor.image_arguments, **tile_arguments(images, settings.data.max_tiles)},
         _sounds(family),
         _prompts(family, settings.data),
         _kept(family, settings.features),
         find_positions(family.config),
         settings.data.video_whole_frames,
+        family.processor.frame_patches,
     )
 
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from dhp.batch.assign_images import Locality
 from dhp.batch.build import BatchReaderSettings, make_reader, open_datasets
 from dhp.batch.reader import BatchReader
+from dhp.cli.inspect_costs import cost_table
 from dhp.cli.inspect_locality import locality_table
 from dhp.config.parts import resolved
 from dhp.config.ranges import BALANCE
@@ -93,6 +94,8 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     }
     rows = list(_balance(loads, settings.balancing, config))
     (out / "balance.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for line in cost_table({name: table.columns for name, table in feed.lengths.tables.items()}):
+        print(line)
     _tell_lengths(loads)
     _tell_limits(loads, of_methods, config.data.limits.rule)
     _tell_balance(rows, config)
@@ -108,13 +111,13 @@ def _panels(feed: BatchReader) -> dict[str, dict[str, np.ndarray]]:
     """The data of lengths.png: of each dataset, the lengths of its usable samples."""
     panels = {}
     for name, table in feed.lengths.tables.items():
-        usable = table.text > 0
-        if not usable.any():
+        usable = table.columns[table.columns["text"] > 0]
+        if not len(usable):
             continue
-        series = {"all tokens": table.text[usable], "of these, of images": table.vision[usable]}
+        series = {"all tokens": usable["text"], "of these, of images": usable["vision"]}
         if not series["of these, of images"].any():
             del series["of these, of images"]
-        panels[f"{name}: {int(usable.sum())} samples"] = series
+        panels[f"{name}: {len(usable)} samples"] = series
     return panels
 
 
@@ -196,9 +199,10 @@ def _tell_datasets(feed: BatchReader, settings: BatchReaderSettings, defects: Ma
     print(f"{'dataset':24} {'samples':>9} {'text only':>9} {'defective':>9} {'tokens':>12} {'of images':>12}")
     for name, table in feed.lengths.tables.items():
         bad = sum(of == name for of, _ in defects)
-        text_only = int(((table.vision == 0) & (table.text > 0)).sum())
-        tokens, vision = int(table.text.sum(dtype=np.int64)), int(table.vision.sum(dtype=np.int64))
-        print(f"{name:24} {len(table.text):9} {text_only:9} {bad:9} {tokens:12} {vision:12}")
+        columns = table.columns
+        text_only = int(((columns["vision"] == 0) & (columns["text"] > 0)).sum())
+        tokens, vision = (int(columns[part].sum(dtype=np.int64)) for part in ("text", "vision"))
+        print(f"{name:24} {len(table):9} {text_only:9} {bad:9} {tokens:12} {vision:12}")
     _explain(DATASETS)
     print(f"an epoch shows {feed.dataset_size} samples")
     for one in open_datasets(settings).annotations().values():

@@ -29,6 +29,14 @@ class ProcessorOutput:
     written: str = ""
 
 
+def frame_patches(grid: Grid | ProcessorOutput) -> tuple[int, ...]:
+    """Patches of each frame of a picture. One that is no grid counts as one frame with all its rows."""
+    if isinstance(grid, ProcessorOutput):
+        return (grid.rows,)
+    t, h, w = grid
+    return (h * w,) * t
+
+
 IGNORED = -100  # the label of a token that is not a target
 SOUND = 3  # the kind of a token in whose place sound goes; those of pictures have 1 and 2, text has 0
 

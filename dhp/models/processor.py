@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dhp.core.batch import Grid, ProcessorOutput
+from dhp.core.batch import Grid, ProcessorOutput, frame_patches
 from dhp.models.contract.rows import positions
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ class Processor(ABC):
     def image_tokens(self, grid: Grid | ProcessorOutput) -> int:
         """Placeholder tokens of an image or video."""
         return grid.tokens if isinstance(grid, ProcessorOutput) else prod(grid) // self.merge_unit
+
+    def frame_patches(self, grid: Grid | ProcessorOutput) -> tuple[int, ...]:
+        """Patches of each frame or tile of an image or video, as the tower attends to them; from (1, 1, n) in place of
+        an image's grid too."""
+        return frame_patches(grid)
 
     @property
     def placeholder(self) -> str | None:

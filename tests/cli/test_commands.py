@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dhp.__main__ import main
+from dhp.cli.inspect_costs import COSTS
 from dhp.cli.inspect_data import COLUMNS, DATASETS, LENGTHS, _map
 from dhp.core.errors import PartFailed
 from dhp.observe.plots import HEIGHT, WIDTH
@@ -120,8 +121,11 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     assert [row["dropped"] for row in rows] == [0] * 5
     with Image.open(out / "lengths.png") as picture:
         assert picture.size == (WIDTH, 2 * HEIGHT)  # a panel a dataset
-    for columns in (DATASETS, LENGTHS, COLUMNS):
+    for columns in (DATASETS, COSTS, LENGTHS, COLUMNS):
         assert all(f"  {name:16}{text}\n" in told for name, text in columns.items())
+    costs = next(line for line in told.splitlines() if re.match("broken +[0-9]+, ", line))
+    size = cut_off.stat().st_size  # of the one usable sample, so that mean and largest are equal
+    assert re.fullmatch(rf"broken +(\d+), \1 +1.00, 1 +(\d+)\.0, \2 +{size} B, {size} B +\d+\.\d%", costs)
     header = next(line for line in told.splitlines() if line.startswith("method"))
     assert header.split()[1:] == list(COLUMNS)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dhp.core.axes import Degrees
+from dhp.core.batch import IGNORED
 from dhp.core.errors import ModelError
 from dhp.core.reports import StageUsage
 from dhp.engine.encoder import EncoderEngine
@@ -16,8 +17,10 @@ from dhp.engine.text import TextEngine
 from dhp.engine.traced import TracedRows, TraceSettings, trace_part
 from dhp.models.registry import load_family
 from dhp.trainer.run_shape import usage_of
+from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Fault, Running, make_reader
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample, save_llava_with_experts
+from tests.helpers.tiny_families import save_family
 
 ONE = Degrees()
 ALL_CHOICES = ("none", "light", "mlp", "linear", "all")
@@ -118,6 +121,23 @@ def test_other_rows_keep_other_bytes(made_model: str) -> None:
     rows = TracedRows(usage.rows, PATCHES // 4, TARGETS, PATCHES - 64, 15)
     settings = TraceSettings("float32", 1, usage.choices)
     assert trace_part(made_model, load_family(made_model), part, rows, settings).peak_bytes < usage.peak_bytes
+
+
+def test_experts_that_multiply_in_groups_keep_what_shapes_say(tmp_path: Path) -> None:
+    """However tokens are routed: each visits so many experts."""
+    model = str(save_family("qwen3_vl_moe", tmp_path))
+    family, sample = load_family(model), Maker(model).sample([3], 20, 0)
+    case = Case(ONE, ONE, 1, "bfloat16", packing=True)
+    data = make_reader(model, case, [[sample]]).step(0)
+    features, targets = int((sample.mm_token_type_ids > 0).sum()), int((sample.labels[1:] != IGNORED).sum())
+    with Running(model, case, Fault(EncoderEngine, TextEngine), measure=True) as running:
+        layers = len(running.graph.stage("text").layers)
+        for choice in ("none", "mlp", "all"):
+            running.groups["text"].execute_all_async("set_recompute", (choice,) * layers, returns=0)
+            usage = usage_of(running.step(data)[1]["text"])
+            assert usage is not None
+            rows, settings = TracedRows(usage.rows, features, targets), TraceSettings("bfloat16", 1, usage.choices)
+            assert bytes_of(trace_part(model, family, "text", rows, settings)) == bytes_of(usage), choice
 
 
 def test_a_part_that_looks_at_values_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -115,6 +115,9 @@ def test_lengths_come_from_headers(asked: tuple[str, ...], folder: Path, preproc
     sample, length = preprocess(told), preprocess.measure(told)
     seen = np.isin(sample.mm_token_type_ids, (1, 2)).sum()
     assert (length.text, length.vision) == (len(sample.input_ids), seen)
+    assert length.sound == (sample.mm_token_type_ids == SOUND).sum()
+    assert (length.patches, length.targets) == (sample.patches, sample.target_tokens)
+    assert length.encoded_bytes == sum((folder / name).stat().st_size for name in asked if name[-4:-3] == ".")
 
 
 def test_positions_are_the_models_own(folder: Path, preprocess: Preprocessor) -> None:

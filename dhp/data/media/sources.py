@@ -114,6 +114,23 @@ def files_of(part: Picture | Sound) -> tuple[File, ...]:
     return file.files if isinstance(file, Frames) else (file,)
 
 
+def stored_bytes(part: Picture | Sound) -> int:
+    """Bytes of its files as they are stored, encoded. A file behind an address counts as 0: its size is not known
+    without fetching it. Raises DataError for a file that cannot be looked up."""
+    return sum(_stored_bytes(file) for file in files_of(part))
+
+
+def _stored_bytes(file: File) -> int:
+    if isinstance(file, Path):
+        try:
+            return file.stat().st_size
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}") from error
+    if isinstance(file, Member):
+        return file.size
+    return len(file.content) if isinstance(file, Blob) else 0
+
+
 def name_of(file: File | Frames) -> str:
     """The name of a file in errors."""
     if isinstance(file, Frames):

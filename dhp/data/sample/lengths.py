@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from dhp.core.batch import Grid, PositionRange, ProcessorOutput
 from dhp.core.errors import ConfigError, DataError
@@ -95,12 +96,34 @@ class Grids:
             return False
 
 
-@dataclass(frozen=True)
-class Length:
-    """Tokens of a sample. vision: those of its pictures; text: all that the decoder sees, those included."""
+class Length(NamedTuple):
+    """A sample in numbers, which are a row of `LENGTH_COLUMNS`.
+
+    vision: tokens of its pictures; text: all tokens that the decoder sees, those included.
+
+    patches: that enter the tower, of all pictures. pictures: images and videos.
+
+    squares: Σ (patches of a frame or tile)², the pairs of a tower's full attention. The square of all patches would
+    overstate them k-fold for k equal pictures.
+
+    sound: tokens of its audio clips. targets: tokens that the loss counts.
+
+    encoded_bytes: of its files of images, videos and sound as they are stored; those behind an address count as 0.
+    """
 
     vision: int
     text: int
+    patches: int = 0
+    pictures: int = 0
+    squares: int = 0
+    sound: int = 0
+    targets: int = 0
+    encoded_bytes: int = 0
+
+
+_LARGE = ("squares", "encoded_bytes")  # may pass 2³¹
+# One row a sample: the fields of `Length` in their order, in which each is aligned; 40 bytes.
+LENGTH_COLUMNS = np.dtype([(name, np.int64 if name in _LARGE else np.int32) for name in Length._fields])
 
 
 def check_length(length: Length, max_tokens: int | None, positions: PositionRange | None) -> None:

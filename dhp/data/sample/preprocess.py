@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import transformers
 
-from dhp.core.batch import IGNORED, SOUND, Grid, PositionRange, ProcessorOutput
+from dhp.core.batch import IGNORED, SOUND, Grid, PositionRange, ProcessorOutput, frame_patches
 from dhp.core.errors import DataError
 from dhp.data.media.frames import FrameTimes
+from dhp.data.media.sources import stored_bytes
 from dhp.data.read.records import Record, located
 from dhp.data.sample.audio import AudioPreprocessing, Clip, refuse_sound, sounds_of
 from dhp.data.sample.cached_features import CachedPictures
@@ -53,6 +54,7 @@ class Preprocessor:
         kept: CachedPictures | None = None,
         positions: PositionRange | None = None,
         whole_frames: int | None = None,
+        frame_patches: Callable[[Grid | ProcessorOutput], tuple[int, ...]] = frame_patches,
     ) -> None:
         """image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
         processor gave for one image → (rows float32 [patches, dim], grid).
@@ -62,7 +64,7 @@ class Preprocessor:
         image_arguments: of the image processor. sounds: None for a run without audio. prompts:
         how conversations are written. kept: lookup of cached features; None: there is none. positions: that the
         model supports; None: any. whole_frames: videos of more frames stay in their files
-        (`Pictures.read_patches`); None: none do.
+        (`Pictures.read_patches`); None: none do. frame_patches: patches of each frame or tile of a picture.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """
@@ -71,6 +73,7 @@ class Preprocessor:
         self._image_token_id = image_token_id
         self._videos, self._max_tokens, self._written, self._about = videos, max_tokens, written, list(about)
         self._sounds, self._prompts, self._positions = sounds, prompts, positions
+        self._frame_patches = frame_patches
         self.pictures = Pictures(
             image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments, kept, whole_frames
         )
@@ -92,9 +95,7 @@ class Preprocessor:
         with located(record.where):
             clips = [] if self._sounds is None else self._sounds.outline(sounds_of(record))
             tokens, outlines = self._read(record, self.pictures.outline, clips)
-            runs = self.pictures.runs(outlines)
-            shown = self._written is not None
-            length = Length(sum(runs), len(tokens.ids) + (0 if shown else sum(runs) - len(runs)))
+            length = self._length(record, tokens, outlines, clips)
             check_length(length, self._max_tokens, self._positions)
             return length
 
@@ -115,6 +116,21 @@ class Preprocessor:
             **({} if self._sounds is None else {"sounds": list(self._sounds.about)}),
         }
         return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _length(self, record: Record, tokens: Tokens, outlines: Sequence[Outline], clips: Sequence[Clip]) -> Length:
+        runs = self.pictures.runs(outlines)
+        more = 0 if self._written is not None else sum(runs) - len(runs)  # else the prompt has them all
+        frames = [patches for outline in outlines for patches in self._frame_patches(outline.grid)]
+        return Length(
+            vision=sum(runs),
+            text=len(tokens.ids) + more,
+            patches=sum(frames),
+            pictures=len(outlines),
+            squares=sum(patches**2 for patches in frames),
+            sound=sum(clip.form.tokens for clip in clips),
+            targets=int(tokens.target[1:].sum()),  # nothing predicts the first token
+            encoded_bytes=sum(map(stored_bytes, (*record.media, *record.sounds))),
+        )
 
     def _read(
         self, record: Record, look: Callable[[Sequence[Any]], list[Seen]], clips: Sequence[Clip]

@@ -16,25 +16,25 @@ import numpy as np
 from dhp.core.errors import ConfigError, DataError
 from dhp.core.files import replaced, require_writable
 from dhp.data.read.annotations import Annotations
+from dhp.data.sample.lengths import LENGTH_COLUMNS
 from dhp.data.sample.preprocess import Preprocessor
 
-CACHE_FORMAT = 3  # of the cache and of what is measured: raise it when either changes
+CACHE_FORMAT = 4  # of the cache and of what is measured: raise it when either changes
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
     """Lengths of rows of one dataset.
 
-    vision: int32 [samples], tokens of a sample's pictures. text: int32 [samples], all tokens of a sample, those of its
-    pictures included. Both are 0 where the sample is defective. defects: by index in these, what is wrong and where.
+    columns: LENGTH_COLUMNS [samples], each a `dhp.data.sample.lengths.Length`; all 0 where the sample is defective.
+    defects: by index in these, what is wrong and where.
     """
 
-    vision: np.ndarray
-    text: np.ndarray
+    columns: np.ndarray
     defects: Mapping[int, str]
 
     def __len__(self) -> int:
-        return len(self.text)
+        return len(self.columns)
 
 
 def measure_lengths(annotations: Annotations, preprocess: Preprocessor, rows: Sequence[int] | np.ndarray) -> Lengths:
@@ -42,16 +42,14 @@ def measure_lengths(annotations: Annotations, preprocess: Preprocessor, rows: Se
 
     A defective sample is noted and raises nothing. One whose pixels are damaged counts as good: only decoding it tells.
     """
-    vision, text = np.zeros((2, len(rows)), dtype=np.int32)
+    columns = np.zeros(len(rows), LENGTH_COLUMNS)
     defects = {}
     for index, row in enumerate(rows):
         try:
-            length = preprocess.measure(annotations.record(int(row)))
+            columns[index] = preprocess.measure(annotations.record(int(row)))
         except DataError as error:
             defects[index] = str(error)
-        else:
-            vision[index], text[index] = length.vision, length.text
-    return Lengths(vision, text, defects)
+    return Lengths(columns, defects)
 
 
 class LengthCache:
@@ -76,7 +74,7 @@ class LengthCache:
         with self._writing(), replaced(self._path(key)) as unfinished:
             defects = json.dumps({str(row): message for row, message in lengths.defects.items()}).encode()
             with unfinished.open("wb") as file:
-                np.savez(file, vision=lengths.vision, text=lengths.text, defects=np.frombuffer(defects, dtype=np.uint8))
+                np.savez(file, columns=lengths.columns, defects=np.frombuffer(defects, dtype=np.uint8))
 
     def check(self) -> None:
         """Raises ConfigError when the folder cannot be written to, before anything is measured."""
@@ -141,8 +139,8 @@ def _stamp(path: Path) -> tuple[str, int, int]:
 
 
 def _unpack(archive: Mapping[str, Any]) -> Lengths | None:
-    vision, text = archive["vision"], archive["text"]
-    if not (vision.dtype == text.dtype == np.int32 and vision.shape == text.shape == (len(text),)):
+    columns = archive["columns"]
+    if columns.dtype != LENGTH_COLUMNS or columns.ndim != 1:
         return None
     defects = json.loads(archive["defects"].tobytes())
-    return Lengths(vision, text, {int(row): message for row, message in defects.items()})
+    return Lengths(columns, {int(row): message for row, message in defects.items()})

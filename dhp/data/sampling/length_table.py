@@ -12,13 +12,14 @@ from dhp.core.errors import DataError
 from dhp.data.balance.packs import Loads
 from dhp.data.read.annotations import Annotations
 from dhp.data.read.records import located
+from dhp.data.sample.lengths import LENGTH_COLUMNS
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sampling.dataset import Dataset
 from dhp.data.sampling.length_cache import LengthCache, Lengths, key_of, measure_lengths
 
 MEASURED_ROWS = 250  # samples that are measured in one go: a second, or minutes where videos must be counted or fetched
 SAVE_S = 30.0  # between two writes while lengths are being measured: what a stopped run may lose
-UNKNOWN = -1
+UNKNOWN = -1  # text of a sample that was not measured yet
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +31,17 @@ class RowChunk:
 
 
 class LengthTable:
-    """Lengths of one dataset's samples, as far as they are known; cached on disk, also before all are."""
+    """Lengths of one dataset's samples, as far as they are known; cached on disk, also before all are.
+
+    columns: LENGTH_COLUMNS [samples]; where text is UNKNOWN, the others are 0.
+    """
 
     def __init__(self, annotations: Annotations, preprocess: Preprocessor, cache: LengthCache) -> None:
         """Loads what the cache has. Raises ConfigError when it cannot be written to."""
         self._annotations, self._preprocess, self._cache = annotations, preprocess, cache
         self._key = key_of(annotations, preprocess, annotations.path)
-        self.vision = np.zeros(len(annotations), dtype=np.int32)
-        self.text = np.full(len(annotations), UNKNOWN, dtype=np.int32)
+        self.columns = np.zeros(len(annotations), LENGTH_COLUMNS)
+        self.columns["text"] = UNKNOWN
         self.defects: dict[int, str] = {}
         self._missing = len(annotations)
         self._take_kept()
@@ -45,10 +49,13 @@ class LengthTable:
         if self._missing:
             cache.check()
 
+    def __len__(self) -> int:
+        return len(self.columns)
+
     def missing(self, rows: np.ndarray | None = None) -> list[RowChunk]:
         """Those of these rows (None: of all) that are still to be measured, in chunks."""
-        rows = np.arange(len(self.text)) if rows is None else np.unique(rows)
-        return self.chunks(rows[self.text[rows] == UNKNOWN])
+        rows = np.arange(len(self)) if rows is None else np.unique(rows)
+        return self.chunks(rows[self._unknown(rows)])
 
     def chunks(self, rows: np.ndarray) -> list[RowChunk]:
         """Rows in chunks, whatever is known of them."""
@@ -76,38 +83,43 @@ class LengthTable:
 
     def learn(self, rows: np.ndarray, lengths: Lengths) -> None:
         """Store the lengths of these rows. All lengths are written to disk now and then, and once all are known."""
-        unknown = int((self.text[rows] == UNKNOWN).sum())
-        self.vision[rows], self.text[rows] = lengths.vision, lengths.text
+        unknown = int(self._unknown(rows).sum())
+        self.columns[rows] = lengths.columns
         self.defects |= {int(rows[index]): message for index, message in lengths.defects.items()}
         self._missing -= unknown
         if unknown and (not self._missing or time.monotonic() - self._saved > SAVE_S):
             self._take_kept()  # another run may have measured what this one has not
-            self._cache.save(self._key, Lengths(self.vision, self.text, self.defects))
+            self._cache.save(self._key, Lengths(self.columns, self.defects))
             self._saved = time.monotonic()
 
     def leave_out(self, rows: Sequence[int]) -> None:
         """Count these rows as defective, whatever was measured."""
-        known = len(self.text)  # a dataset that has lost rows is refused elsewhere: `Sampler.load_state_dict`
+        known = len(self)  # a dataset that has lost rows is refused elsewhere: `Sampler.load_state_dict`
         fresh = np.array([row for row in rows if row < known and row not in self.defects], dtype=np.int64)
-        self._missing -= int((self.text[fresh] == UNKNOWN).sum())
-        self.vision[fresh] = self.text[fresh] = 0
+        self._missing -= int(self._unknown(fresh).sum())
+        self.columns[fresh] = 0
         reason = "was defective when this run began, and stays left out until its end"
         self.defects |= {row: f"{self._annotations.where(row)}: {reason}" for row in fresh.tolist()}
 
-    def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Vision and text of these rows, int32; those that are not known are measured now, one by one."""
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """LENGTH_COLUMNS of these rows; those that are not known are measured now, one by one."""
         if self._missing:
             for chunk in self.missing(rows):
                 self.learn(chunk.rows, self.measure(chunk.rows))
-        return self.vision[rows], self.text[rows]
+        return self.columns[rows]
+
+    def _unknown(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Which of these rows (all, by default) are still to be measured; bool [rows]."""
+        unknown: np.ndarray = self.columns["text"][rows] == UNKNOWN
+        return unknown
 
     def _take_kept(self) -> None:
         """Load unknown lengths from disk. Those that were missing or broken before may be there by now."""
         kept = self._cache.load(self._key)
         if kept is None:
             return
-        rows = np.flatnonzero((self.text == UNKNOWN) & (kept.text > 0))
-        self.vision[rows], self.text[rows] = kept.vision[rows], kept.text[rows]
+        rows = np.flatnonzero(self._unknown() & (kept.columns["text"] > 0))
+        self.columns[rows] = kept.columns[rows]
         self._missing -= len(rows)
 
 
@@ -127,11 +139,15 @@ class MeasuredDataset:
 
     def loads(self, indices: np.ndarray, epoch: int) -> Loads:
         """Image tokens and tokens of samples of an epoch, int64; both 0 where a sample is defective."""
-        vision, text = np.zeros((2, len(indices)), dtype=np.int64)
+        columns = self.columns(indices, epoch)
+        return Loads(columns["vision"].astype(np.int64), columns["text"].astype(np.int64))
+
+    def columns(self, indices: np.ndarray, epoch: int) -> np.ndarray:
+        """LENGTH_COLUMNS of samples of an epoch; all 0 where a sample is defective."""
+        columns = np.zeros(len(indices), LENGTH_COLUMNS)
         for portion, given, inside in self._dataset.portions(indices):
-            table = self.tables[portion.annotations.dataset]
-            vision[given], text[given] = table.of(portion.rows(inside, epoch))
-        return Loads(vision, text)
+            columns[given] = self.tables[portion.annotations.dataset].of(portion.rows(inside, epoch))
+        return columns
 
     def defects(self, indices: np.ndarray, epoch: int) -> list[str]:
         """The defect of each of these defective samples of an epoch."""
@@ -158,7 +174,7 @@ class MeasuredDataset:
 
     def chunks(self) -> list[RowChunk]:
         """All samples, whatever is known of them."""
-        return [chunk for table in self.tables.values() for chunk in table.chunks(np.arange(len(table.text)))]
+        return [chunk for table in self.tables.values() for chunk in table.chunks(np.arange(len(table)))]
 
     def left_out(self) -> dict[str, list[int]]:
         """Rows that are known to be defective, by dataset."""

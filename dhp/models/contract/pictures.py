@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from dhp.core.batch import ProcessorOutput
+
+_GRIDS = ("image_grid_thw", "image_grid_hw")  # arguments that say how many patches lie where
 
 
 def pack(
@@ -50,6 +53,25 @@ def arrays_of(form: ProcessorOutput) -> dict[str, np.ndarray]:
         else np.frombuffer(raw, dtype).reshape(shape)
         for name, dtype, shape, raw in form.arrays
     }
+
+
+def frame_patches(form: ProcessorOutput, channels: int, side: int) -> tuple[int, ...]:
+    """Patches of each frame or tile of a picture: by its grids where it has some, else of each tile of pixels [...,
+    channels, height, width]. Where it has neither, its rows are one frame.
+
+    side: pixels along a patch.
+    """
+    arrays = arrays_of(form)
+    for name in _GRIDS:
+        if name in arrays:
+            sizes = arrays[name].reshape(-1, arrays[name].shape[-1]).tolist()  # [pictures, (steps,) rows, columns]
+            return tuple(h * w for *t, h, w in sizes for _ in range(*(t or [1])))
+    tiles: list[int] = []
+    for _, shape in form.pixels:
+        if len(shape) < 4 or shape[-3] != channels or min(shape[-2:]) < side:
+            return (form.rows,)
+        tiles += [(shape[-2] // side) * (shape[-1] // side)] * prod(shape[:-3])
+    return tuple(tiles)
 
 
 def unpack(form: ProcessorOutput, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

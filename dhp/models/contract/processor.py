@@ -18,7 +18,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from dhp.core.batch import Grid, ProcessorOutput
 from dhp.core.errors import ModelError
 from dhp.models.contract.contract import Contract
-from dhp.models.contract.pictures import arrays_of, pack, patch_shape
+from dhp.models.contract.pictures import arrays_of, frame_patches, pack, patch_shape
 from dhp.models.contract.rows import kinds_for, placeholder
 from dhp.models.patches import put_together
 from dhp.models.pretrained import load_image_processor, load_tokenizer
@@ -75,7 +75,7 @@ class ContractProcessor(Processor):
 
     def _put_together(self, pixels: np.ndarray, form: ProcessorOutput) -> np.ndarray | None:
         (whole,) = arrays_of(form)["image_grid_thw"].tolist()
-        channels, side, merge = patch_shape(self.config)
+        channels, side, merge = self._patch_shape
         frames, rest = divmod(pixels.size // prod(whole), channels * side**2)
         if rest or whole[1] % merge or whole[2] % merge:
             return None
@@ -88,6 +88,12 @@ class ContractProcessor(Processor):
         if not isinstance(grid, ProcessorOutput):
             raise TypeError(f"a picture of {self.config.model_type} is described by its form, not by a grid {grid}")
         return grid.tokens
+
+    def frame_patches(self, grid: Grid | ProcessorOutput) -> tuple[int, ...]:
+        if not isinstance(grid, ProcessorOutput):
+            return super().frame_patches(grid)
+        channels, side, _ = self._patch_shape
+        return frame_patches(grid, channels, side)
 
     def written(self, grid: Grid | ProcessorOutput) -> str:
         assert isinstance(grid, ProcessorOutput)
@@ -111,6 +117,10 @@ class ContractProcessor(Processor):
     def about(self) -> list[Any]:
         kept = {name: repr(value) for name, value in sorted(vars(self._library).items()) if name not in _PARTS}
         return [self.image_token_id, {"class": type(self._library).__name__} | kept]
+
+    @cached_property
+    def _patch_shape(self) -> tuple[int, int, int]:
+        return patch_shape(self.config)
 
     @cached_property
     def _library(self) -> Any:

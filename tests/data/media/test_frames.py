@@ -10,7 +10,7 @@ from PIL import Image
 
 from dhp.core.errors import DataError
 from dhp.data.media.frames import FrameSampling, LongVideo, extent_of_images, map_images
-from dhp.data.media.sources import Frames, Settings, SizedImage, Video
+from dhp.data.media.sources import Frames, Settings, SizedImage, Video, files_of
 from dhp.data.read.records import Record, Turn
 
 TAKING = FrameSampling(fps=2.0, max_frames=6, group=2)
@@ -107,6 +107,7 @@ def test_a_sample_is_as_long_as_measured(parts, preprocessor):
     for name, part in parts.items():
         sample, length = preprocess(record(part)), preprocess.measure(record(part))
         assert (length.text, length.vision) == (len(sample.input_ids), int((sample.mm_token_type_ids > 0).sum())), name
+        assert length.encoded_bytes == sum(file.stat().st_size for file in files_of(part)), name
         found[name] = sample.grids[0]
     assert found == {
         "video, max_pixels": (3, 4, 4), "video, fps": (6, 8, 8), "video, frames": (3, 8, 8), "video, part": (4, 8, 8),

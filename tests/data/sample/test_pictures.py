@@ -132,6 +132,8 @@ def test_a_sample_is_as_long_as_measured(
         sample, length = make(record(*parts)), make.measure(record(*parts))
         assert length.text == len(sample.input_ids)
         assert length.vision == (sample.mm_token_type_ids > 0).sum()
+        assert (length.patches, length.pictures) == (sum(map(len, sample.pixels)), len(sample.pixels))
+        assert length.squares == sum(t * (len(rows) // t) ** 2 for rows, (t, _, _) in zip(sample.pixels, sample.grids))
 
 
 def test_positions_take_each_step_by_itself(

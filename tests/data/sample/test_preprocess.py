@@ -266,7 +266,7 @@ def test_lengths_come_from_the_formula_or_a_blank_picture(preprocessor, tmp_path
     for width, height in ((100, 30), (30, 100), (100, 30)):
         record = talk("Compare.", "Same.", images=[picture(tmp_path, width, height), picture(tmp_path, 77, 301)])
         sample = make(record)
-        assert make.measure(record) == Length(int(sample.mm_token_type_ids.sum()), len(sample.input_ids))
+        assert make.measure(record)[:2] == (int(sample.mm_token_type_ids.sum()), len(sample.input_ids))
     processor.seen = []
     for _ in range(3):
         make.measure(record)
@@ -277,11 +277,14 @@ def test_lengths_come_from_the_formula_or_a_blank_picture(preprocessor, tmp_path
 def test_a_processor_that_does_not_scale_is_not_measured_by_its_formula(preprocessor, tmp_path):
     make = preprocessor(image_processor=Qwen2VLImageProcessorPil(do_resize=False))
     record = talk("Q?", "A.", images=[picture(tmp_path, 28, 1400)])
-    assert make.measure(record) == Length(50, len(make(record).input_ids))
+    sample, length = make(record), make.measure(record)
+    assert (length.vision, length.text) == (50, len(sample.input_ids))
+    assert (length.patches, length.squares) == (len(sample.pixels[0]), len(sample.pixels[0]) ** 2)
 
 
 def test_the_length_of_text_alone(preprocessor):
-    assert preprocessor().measure(talk("Hi?", "Yes.")) == Length(0, len(preprocessor()(talk("Hi?", "Yes.")).input_ids))
+    sample = preprocessor()(talk("Hi?", "Yes."))
+    assert preprocessor().measure(talk("Hi?", "Yes.")) == Length(0, len(sample.input_ids), targets=sample.target_tokens)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +312,7 @@ def test_a_sample_of_just_as_many_tokens_is_used(preprocessor, tmp_path):
     record = talk("Q?", "A.", images=[picture(tmp_path, 140, 140)])
     length = len(preprocessor()(record).input_ids)
     exact, short = preprocessor(max_tokens=length), preprocessor(max_tokens=length - 1)
-    assert len(exact(record).input_ids) == length and exact.measure(record) == Length(25, length)
+    assert len(exact(record).input_ids) == length and exact.measure(record)[:2] == (25, length)
     for use in (short, short.measure):
         with pytest.raises(DataError, match=rf"{length} tokens .* are more than data.max_tokens={length - 1}"):
             use(record)

@@ -23,9 +23,13 @@ from transformers import (
 
 from dhp.core.errors import ConfigError, DataError
 from dhp.data.media.frames import FrameSampling
+from dhp.data.media.sources import Picture, files_of, open_media
 from dhp.data.read.annotations import Annotations, read_annotations
+from dhp.data.read.records import Record
+from dhp.data.sample.lengths import LENGTH_COLUMNS, Length
 from dhp.data.sample.pictures import Videos
 from dhp.data.sample.preprocess import Preprocessor
+from dhp.data.sample.sample import Sample
 from dhp.data.sampling.length_cache import LengthCache, Lengths, key_of, measure_lengths
 from dhp.models.families.llava import llava as llava_family
 from dhp.models.families.qwen2_5_vl import qwen2_5_vl
@@ -81,22 +85,45 @@ def undecodable(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 def of_samples(annotations: Annotations, preprocess: Preprocessor) -> Lengths:
     """By decoding every one."""
-    vision, text, defects = [], [], {}
+    columns, defects = np.zeros(len(annotations), LENGTH_COLUMNS), {}
     for row in range(len(annotations)):
         try:
-            sample = preprocess(annotations.record(row))
+            record = annotations.record(row)
+            columns[row] = in_numbers(record, preprocess(record))
         except DataError as error:
             defects[row] = str(error)
-        vision.append(0 if row in defects else int((sample.mm_token_type_ids > 0).sum()))
-        text.append(0 if row in defects else len(sample.input_ids))
-    return Lengths(np.array(vision, dtype=np.int32), np.array(text, dtype=np.int32), defects)
+    return Lengths(columns, defects)
+
+
+def in_numbers(record: Record, sample: Sample) -> Length:
+    """A sample without sound."""
+    frames = [
+        len(pixels) // steps
+        for pixels, (steps, *_) in zip(sample.pixels, sample.grids, strict=True)
+        for _ in range(steps)
+    ]
+    return Length(
+        vision=int((sample.mm_token_type_ids > 0).sum()),
+        text=len(sample.input_ids),
+        patches=sum(map(len, sample.pixels)),
+        pictures=len(sample.pixels),
+        squares=sum(n * n for n in frames),
+        sound=0,
+        targets=int((sample.labels[1:] >= 0).sum()),
+        encoded_bytes=sum(map(size_of, record.media)),
+    )
+
+
+def size_of(picture: Picture) -> int:
+    """In one file, which is read."""
+    (file,) = files_of(picture)
+    with open_media(file, "file") as opened:
+        return len(opened.read())
 
 
 def check_same(one: Lengths, other: Lengths) -> None:
-    for name in ("vision", "text"):
-        left, right = getattr(one, name), getattr(other, name)
-        assert left.dtype == right.dtype == np.int32
-        assert left.tolist() == right.tolist()
+    assert one.columns.dtype == other.columns.dtype == LENGTH_COLUMNS
+    assert one.columns.tolist() == other.columns.tolist()
     assert dict(one.defects) == dict(other.defects)
 
 
@@ -115,7 +142,7 @@ def test_the_generated_dataset(tmp_path, make, undecodable):
     folder = make_dataset(tmp_path / "data", samples=64)
     annotations = read_annotations("shapes", folder / ANNOTATIONS, folder)
     expected = of_samples(annotations, make())
-    assert expected.vision.min() == 0 < expected.vision.max() and not expected.defects
+    assert expected.columns["vision"].min() == 0 < expected.columns["vision"].max() and not expected.defects
     undecodable()
     check_same(measure_lengths(annotations, make(), range(64)), expected)
 
@@ -179,7 +206,8 @@ def test_videos(tokenizer, write_json, images, write_video, video_pixels):
     annotations = read_annotations("set", write_json(samples), images)
     preprocess = qwen(tokenizer, video_pixels=video_pixels)
     expected = of_samples(annotations, preprocess)
-    assert not expected.defects and expected.vision.min() > 0
+    assert not expected.defects and expected.columns["vision"].min() > 0
+    assert (expected.columns["squares"] < expected.columns["patches"].astype(np.int64) ** 2).any()  # frame by frame
     check_same(measure_lengths(annotations, preprocess, range(3)), expected)
 
 
@@ -191,7 +219,7 @@ def test_defects_are_told_in_the_same_words(tmp_path, images, tokenizer, kind):
     expected, found = of_samples(annotations, preprocess), measure_lengths(annotations, preprocess, range(3))
     assert list(expected.defects) == [1] and expected.defects[1].startswith(f"dataset 'set', line 2 of {path}: ")
     if kind in DAMAGED_PIXELS:
-        assert not found.defects and found.text.min() > 0
+        assert not found.defects and found.columns["text"].min() > 0
     else:
         check_same(found, expected)
 
@@ -215,13 +243,22 @@ def test_rows_in_any_order(annotations, preprocessor):
     whole = measure_lengths(annotations, preprocessor(), range(3))
     assert len(whole) == 3 and list(whole.defects) == [1]
     turned = measure_lengths(annotations, preprocessor(), np.array([2, 1]))
-    assert turned.text.tolist() == [whole.text[2], 0] and turned.defects == {1: whole.defects[1]}
-    check_same(
-        measure_lengths(annotations, preprocessor(), []), Lengths(np.zeros(0, np.int32), np.zeros(0, np.int32), {})
-    )
+    check_same(turned, Lengths(whole.columns[[2, 1]], {1: whole.defects[1]}))
+    assert whole.columns[1] == np.zeros(1, LENGTH_COLUMNS)[0]
+    check_same(measure_lengths(annotations, preprocessor(), []), Lengths(np.zeros(0, LENGTH_COLUMNS), {}))
 
 
-LENGTHS = Lengths(np.array([4, 0, 8], np.int32), np.array([20, 0, 30], np.int32), {1: "line 2 of \udcff: “no”"})
+COLUMNS = np.array(
+    [Length(4, 20, 16, 1, 256, 0, 7, 3_000_000_000), Length(0, 0), Length(8, 30, 99_999, 2, 9_999_800_001, 3)],
+    LENGTH_COLUMNS,
+)
+NO_DEFECTS = np.frombuffer(b"{}", np.uint8)
+LENGTHS = Lengths(COLUMNS, {1: "line 2 of \udcff: “no”"})
+
+
+def test_a_row_takes_little_room():
+    assert LENGTH_COLUMNS.names == Length._fields and LENGTH_COLUMNS.itemsize == 40
+    assert all(offset % dtype.itemsize == 0 for dtype, offset in LENGTH_COLUMNS.fields.values())
 
 
 def test_what_is_saved_is_loaded(tmp_path):
@@ -230,7 +267,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     cache.check()
     cache.save("key", LENGTHS)
     check_same(cache.load("key"), LENGTHS)
-    cache.load("key").text[0] = 5  # an array of one's own
+    cache.load("key").columns[0] = 5  # an array of one's own
     assert cache.load("other") is None
     assert [path.name for path in (tmp_path / "not" / "there").iterdir()] == ["key.npz"]
 
@@ -252,11 +289,11 @@ def test_a_damaged_file_is_passed_over(tmp_path):
 
 
 def test_arrays_that_are_cut_by_a_damaged_head_are_no_lengths(tmp_path):
-    many = np.ones(100_000, dtype=np.int32)
+    many = np.ones(100_000, LENGTH_COLUMNS)
     cache = LengthCache(tmp_path)
-    cache.save("key", Lengths(many, many, {}))
+    cache.save("key", Lengths(many, {}))
     whole = (tmp_path / "key.npz").read_bytes()
-    assert len(cache.load("key")) == 100_000 and whole.count(b"(100000,)") == 2
+    assert len(cache.load("key")) == 100_000 and whole.count(b"(100000,)") == 1
     (tmp_path / "key.npz").write_bytes(whole.replace(b"(100000,)", b"(10000 ,)"))
     assert cache.load("key") is None
 
@@ -264,11 +301,15 @@ def test_arrays_that_are_cut_by_a_damaged_head_are_no_lengths(tmp_path):
 @pytest.mark.parametrize(
     "arrays",
     [
-        {"vision": LENGTHS.vision, "text": LENGTHS.text},
-        {"vision": LENGTHS.vision, "text": LENGTHS.text.astype(np.int64), "defects": np.zeros(0, np.uint8)},
-        {"vision": LENGTHS.vision[:2], "text": LENGTHS.text, "defects": np.frombuffer(b"{}", np.uint8)},
-        {"vision": np.array([None]), "text": np.array([None]), "defects": np.frombuffer(b"{}", np.uint8)},
+        {"columns": COLUMNS},
+        {"columns": COLUMNS, "defects": np.zeros(0, np.uint8)},
+        {"columns": COLUMNS.reshape(3, 1), "defects": NO_DEFECTS},
+        {"columns": np.zeros(3, [(name, np.int64) for name in Length._fields]), "defects": NO_DEFECTS},
+        {"columns": COLUMNS[["vision", "text"]], "defects": NO_DEFECTS},
+        {"columns": np.array([None]), "defects": NO_DEFECTS},
+        {"vision": COLUMNS["vision"], "text": COLUMNS["text"], "defects": NO_DEFECTS},
     ],
+    ids=range(7),
 )
 def test_a_file_of_another_kind_is_passed_over(tmp_path, arrays):
     np.savez(tmp_path / "key.npz", **arrays)
@@ -362,5 +403,5 @@ def test_the_key_of_a_folder_changes_with_each_of_its_files(annotations, tokeniz
 
 def test_messages_may_hold_anything(tmp_path):
     messages = {0: '{"a": "\\n"}', 2: "é\0\n\u2028"}
-    LengthCache(tmp_path).save("key", Lengths(LENGTHS.vision, LENGTHS.text, messages))
+    LengthCache(tmp_path).save("key", Lengths(COLUMNS, messages))
     assert LengthCache(tmp_path).load("key").defects == messages

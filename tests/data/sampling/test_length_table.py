@@ -9,6 +9,7 @@ import pytest
 
 from dhp.config.data import DatasetEntry
 from dhp.core.errors import DataError
+from dhp.data.sample.lengths import LENGTH_COLUMNS
 from dhp.data.sampling import length_table
 from dhp.data.sampling.balanced_sampler import BalancedSampler
 from dhp.data.sampling.dataset import Dataset, open_dataset
@@ -46,13 +47,14 @@ def make(dataset: Dataset, preprocessor, tmp_path: Path):
     return lambda **more: MeasuredDataset(dataset, preprocessor(), LengthCache(tmp_path / "cache"), **more)
 
 
-def expected(dataset: Dataset, preprocess, epoch: int) -> list[tuple[int, int] | None]:
-    """By the real thing."""
+def expected(dataset: Dataset, preprocess, epoch: int) -> list[tuple[int, ...] | None]:
+    """By the real thing: image tokens, tokens, patches and targets."""
     found = []
     for index in range(len(dataset)):
         try:
             made = preprocess(dataset.record(index, epoch))
-            found.append((int((made.mm_token_type_ids > 0).sum()), len(made.input_ids)))
+            vision = int((made.mm_token_type_ids > 0).sum())
+            found.append((vision, len(made.input_ids), made.patches, made.target_tokens))
         except Exception:
             found.append(None)
     return found
@@ -63,8 +65,12 @@ def test_lengths_of_each_epoch_equal_the_samples_own(make, dataset: Dataset, pre
     for epoch in (0, 1, 2):
         loads = table.loads(np.arange(len(dataset)), epoch)
         wanted = expected(dataset, preprocessor(), epoch)
-        assert list(zip(loads.vision.tolist(), loads.text.tolist())) == [pair or (0, 0) for pair in wanted]
-        bad = np.array([index for index, pair in enumerate(wanted) if pair is None])
+        wanted_loads = [(own or (0, 0))[:2] for own in wanted]
+        assert list(zip(loads.vision.tolist(), loads.text.tolist())) == wanted_loads
+        assert loads.vision.dtype == loads.text.dtype == np.int64
+        columns = table.columns(np.arange(len(dataset)), epoch)[["vision", "text", "patches", "targets"]]
+        assert columns.tolist() == [own or (0, 0, 0, 0) for own in wanted]
+        bad = np.array([index for index, own in enumerate(wanted) if own is None])
         told = table.defects(bad, epoch)
         assert all("dataset 'pictures', element" in text or "dataset 'words', line 6" in text for text in told)
 
@@ -80,7 +86,9 @@ def test_chunks_are_learned_in_any_order_and_kept(make, monkeypatch: pytest.Monk
     assert table.missing(NONE) == []
     again = make()
     assert [chunk.rows.tolist() for chunk in again.missing(NONE)] == [[1, 2], [5]]  # not their neighbours
-    unknown = {name: np.flatnonzero(t.text == length_table.UNKNOWN).tolist() for name, t in again.tables.items()}
+    unknown = {
+        name: np.flatnonzero(t.columns["text"] == length_table.UNKNOWN).tolist() for name, t in again.tables.items()
+    }
     assert unknown == {"pictures": [1, 2], "words": [5]}  # defective: they may have been mended
     indices = np.arange(len(table))
     one, other = table.loads(indices, 1), again.loads(indices, 1)
@@ -92,7 +100,7 @@ def test_what_is_learned_twice_counts_once(make, dataset: Dataset, monkeypatch: 
     monkeypatch.setattr(length_table, "MEASURED_ROWS", 1)
     table = make()
     for chunk in table.missing(NONE)[:1] + table.missing(NONE)[-1:]:
-        for _ in table.tables[chunk.dataset].text:  # as often as it has rows
+        for _ in range(len(table.tables[chunk.dataset])):  # as often as it has rows
             table.learn(chunk, table.measure(chunk))
     indices = np.arange(len(dataset))
     found, wanted = table.loads(indices, 0), make().loads(indices, 0)
@@ -105,7 +113,7 @@ def test_an_image_that_came_later_is_found(make, images: Path) -> None:
     (images / "gone.png").write_bytes((images / "a.png").read_bytes())
     again = make()
     learn(again)
-    assert set(again.tables["pictures"].defects) == {2} and make().tables["pictures"].text[1] > 0
+    assert set(again.tables["pictures"].defects) == {2} and make().tables["pictures"].columns["text"][1] > 0
 
 
 def test_a_resumed_run_leaves_out_what_it_had_left_out(make, images: Path) -> None:
@@ -123,7 +131,7 @@ def test_a_resumed_run_leaves_out_what_it_had_left_out(make, images: Path) -> No
         again.leave_out(left_out)
         learn(again)
         assert again.left_out() == left_out and again.missing(NONE) == []
-        assert again.tables["pictures"].text[1] == again.tables["pictures"].vision[1] == 0
+        assert again.tables["pictures"].columns[1] == np.zeros(1, LENGTH_COLUMNS)[0]
         assert "element 2" in again.tables["pictures"].defects[1]
         assert "was defective when this run began" in again.tables["pictures"].defects[1]
 
@@ -155,8 +163,8 @@ def test_two_runs_do_not_take_from_each_other_what_they_measured(make, monkeypat
     one, other = make(whole=False), make(whole=False)
     one.loads(np.array([11]), 0)
     other.loads(np.array([14]), 0)
-    assert sum((t.text > 0).sum() for t in other.tables.values()) == 2  # it took the first one's too
-    assert sum((t.text > 0).sum() for t in make().tables.values()) == 2
+    assert sum((t.columns["text"] > 0).sum() for t in other.tables.values()) == 2  # it took the first one's too
+    assert sum((t.columns["text"] > 0).sum() for t in make().tables.values()) == 2
 
 
 def test_windows_are_measured_as_far_as_the_run_needs(make) -> None:
@@ -171,7 +179,7 @@ def test_windows_are_measured_as_far_as_the_run_needs(make) -> None:
 def test_a_window_measures_what_it_needs(make) -> None:
     table = make(whole=False)
     table.loads(np.array([0]), 0)
-    assert sum((t.text != length_table.UNKNOWN).sum() for t in table.tables.values()) == 1
+    assert sum((t.columns["text"] != length_table.UNKNOWN).sum() for t in table.tables.values()) == 1
 
 
 def test_what_was_measured_before_a_stop_is_not_measured_again(make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +187,7 @@ def test_what_was_measured_before_a_stop_is_not_measured_again(make, monkeypatch
     table = make()
     table.loads(np.array([11, 14]), 0)  # rows 0 and 3 of `pictures`
     again = make()
-    assert sum((t.text != length_table.UNKNOWN).sum() for t in again.tables.values()) == 2
+    assert sum((t.columns["text"] != length_table.UNKNOWN).sum() for t in again.tables.values()) == 2
     assert [chunk.dataset for chunk in again.missing(NONE)] == ["pictures", "words"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from dhp.data.sample.preprocess import Preprocessor
 from dhp.models.contract.pictures import joined, unpack
 from dhp.models.pretrained import load_image_processor, load_tokenizer
 from dhp.models.registry import load_family
+from tests.helpers.tiny_families import SIDE
 from tests.helpers.tiny_processors import MAKERS, save_processor
 
 SIZES = ((90, 40), (50, 64), (28, 28))
@@ -32,6 +34,7 @@ def make_preprocessor(folder: Path) -> Preprocessor:
         written=(processor.placeholder, processor.written),
         about=processor.about(),
         image_arguments=processor.image_arguments,
+        frame_patches=processor.frame_patches,
     )
 
 
@@ -77,6 +80,14 @@ def test_lengths_come_from_headers(name: str, tmp_path: Path) -> None:
     preprocess = make_preprocessor(tmp_path)
     sample, length = preprocess(record), preprocess.measure(record)
     assert (length.text, length.vision) == (len(sample.input_ids), int(sample.mm_token_type_ids.sum()))
+    assert (length.targets, length.pictures) == (sample.target_tokens, len(SIZES))
+    assert length.encoded_bytes == sum(path.stat().st_size for path in shown)
+    layouts = [load_family(str(tmp_path)).tower.image_layout(form) for form in sample.grids]
+    tiles = sum(prod(form.pixels[0][1][:-3]) for form in sample.grids)
+    assert length.patches == tiles * (SIDE // 7) ** 2 == sum(layout.patches for layout in layouts)
+    assert length.squares == tiles * (SIDE // 7) ** 4
+    if tiles == len(SIZES):  # a layout takes a picture whole, whatever its tiles
+        assert length.squares == sum(patches**2 for layout in layouts for patches in layout.frame_lengths)
 
 
 def test_a_processor_that_lacks_what_it_needs_is_told(tmp_path: Path) -> None:
