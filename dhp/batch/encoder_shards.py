@@ -38,6 +38,8 @@ class Split:
     replicas × ranks: its data replicas, and the ranks of each that share a sequence. dtype: a torch dtype's name, in
     which inputs travel. locality: which replicas are near which replica of the decoder; None: all alike.
 
+    stages: that the encoder is cut into.
+
     even_calls: every rank calls the tower as often as the one that calls it most, because each call communicates: it
     gathers weights that are sharded over the ranks.
     """
@@ -47,6 +49,7 @@ class Split:
     dtype: str = "float32"
     locality: Locality | None = None
     even_calls: bool = False
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class Encoder:
     def __init__(self, name: str, tower: Tower, split: Split):
         """name: the part's. Patches travel in the split's dtype: the tower gets the same bits if it rounds them to this
         format first thing."""
-        self.tower, self._split, self._shown = tower, split, _SHOWN[name]
+        self.tower, self.split, self._shown = tower, split, _SHOWN[name]
         self._dtype: torch.dtype = getattr(torch, split.dtype)
         self._known_layout = lru_cache(maxsize=256)(tower.image_layout)
 
@@ -165,14 +168,14 @@ class Encoder:
         """Shard one micro-batch. owners and sharing: see `EncoderShards`."""
         pictures, cached = self._pictures(rows)
         work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
-        crossover, own = self.tower.attention_crossover_patches, self._split
+        crossover, own = self.tower.attention_crossover_patches, self.split
         sharded = shard_images(work, own.replicas, own.ranks, crossover, own.locality)
         return EncoderShards(pictures, [pieces for replica in sharded for pieces in replica], cached, owners, sharing)
 
     def inputs(self, sharded: EncoderShards) -> tuple[VisionInput, ...]:
         """Each rank's input."""
         cuts = [self._cuts(sharded, pieces) for pieces in sharded.shards]
-        forms, even = [[cut.form for cut in own if cut.form is not None] for own in cuts], self._split.even_calls
+        forms, even = [[cut.form for cut in own if cut.form is not None] for own in cuts], self.split.even_calls
         calls = [self.tower.calls(own, even) for own in forms]
         most = max(map(len, calls)) if even else 0
         filled = [own + ((),) * (most - len(own)) for own in calls]
@@ -210,8 +213,8 @@ class Encoder:
     def _input(
         self, sharded: EncoderShards, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]
     ) -> VisionInput:
-        first = rank - rank % self._split.ranks
-        group = sharded.shards[first : first + self._split.ranks]
+        first = rank - rank % self.split.ranks
+        group = sharded.shards[first : first + self.split.ranks]
         layouts, sent = [picture.layout for picture in sharded.pictures], sharded.sent[rank]
         segment_lengths, shards = lay_out(layouts, group, self.tower.dummy_patches)
         pixels, unread = self._join([cut.pixels for cut in cuts])

@@ -17,6 +17,7 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import StepData, StepInfo, TextInput, VisionInput
 from dhp.core.errors import DataError
 from dhp.core.generation import PromptInput, Sampling
+from dhp.core.graph import later
 from dhp.core.kinds import tokens_of
 from dhp.data.balance.metrics import dist_ratio
 from dhp.data.sampling.dataset import StepSamples
@@ -95,7 +96,9 @@ class BatchSharder:
         if self._degrees.sequence > 1:
             divided = sum(one.divided for rows in made for one in rows)
             info = replace(info, sp_ratio=divided / max(info.tokens, 1))
-        return StepData(info, {**work, TEXT: tuple(text)}, routes)
+        staged = [name for name, encoder in self._encoders.items() if encoder.split.stages > 1]
+        behind = {later(name): tuple(tuple(map(_without_pixels, row)) for row in work[name]) for name in staged}
+        return StepData(info, {**work, **behind, TEXT: tuple(text)}, routes)
 
     def _flops(self, samples: StepSamples, sharded: Mapping[str, Sequence[EncoderShards]]) -> dict[str, int]:
         lengths = [len(sample.input_ids) for sample in samples.flat]
@@ -174,6 +177,10 @@ class _Made:
     shared: SharedRow | None
     divided: int = 0
     weights: tuple[float, ...] = ()
+
+
+def _without_pixels(work: VisionInput) -> VisionInput:
+    return replace(work, pixels=work.pixels.new_empty(len(work.pixels), 0), unread=())
 
 
 def _count_runs(lengths: Sequence[int] | None) -> int:

@@ -147,8 +147,7 @@ class Cluster:
         layout = self._layout
         own: dict[str, Any] = {"log_dir": layout.log_dir, "needs": layout.needs.get("data", {}), "trace": layout.trace}
         graph = layout.graph
-        shards = {part: graph.of_part(part)[0].degrees.shards for part in graph.parts()}
-        step: dict[str, Any] = {"micro_batches": micro_batches, "shards": shards}
+        step: dict[str, Any] = {"micro_batches": micro_batches, "shards": graph.works()}
         actor = DatasetActor(factory, *arguments, **step, workers=workers, prefetch=prefetch, **own)
         self._stack.callback(actor.stop)
         return actor

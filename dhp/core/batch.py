@@ -264,8 +264,8 @@ class TextInput:
 class StepData:
     """One step, sharded over the ranks.
 
-    work: for each part, [micro-batch][shard]. routes: for each part whose rows go where the data say, one for each
-    micro-batch.
+    work: for each part, [micro-batch][shard]; for an encoder's later stages under a name of its own
+    (`dhp.core.graph.later`). routes: for each part whose rows go where the data say, one for each micro-batch.
     """
 
     info: StepInfo
@@ -277,7 +277,7 @@ class StepData:
 class Batch:
     """`StepData` as the driver has it: refs of what ranks receive.
 
-    info: its `StepInfo`. work: for each part, [micro-batch][shard]. routes: for each part whose rows go where the data
+    info: its `StepInfo`. work: as there. routes: for each part whose rows go where the data
     say, a route for each micro-batch.
     """
 

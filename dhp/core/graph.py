@@ -133,6 +133,11 @@ class Tie:
     trained: bool = True
 
 
+def later(part: str) -> str:
+    """The name of what an encoder's stages behind the first need of its inputs: all but pixels."""
+    return f"{part} behind the first stage"
+
+
 @dataclass(frozen=True)
 class StageGraph:
     """All stages, in the order in which a micro-batch visits them first, all edges between them, and their ties."""
@@ -148,6 +153,19 @@ class StageGraph:
     def of_part(self, part: str) -> tuple[StageSpec, ...]:
         """The stages of a part, in order."""
         return tuple(stage for stage in self.stages if stage.part == part)
+
+    def works(self) -> dict[str, int]:
+        """Names of what is read in a step, in order, and shards of each: the encoders' inputs, what their later stages
+        need of these, and the decoder's inputs."""
+        shards = {part: self.of_part(part)[0].degrees.shards for part in self.parts()}
+        *before, decoder = shards
+        behind = {later(part): shards[part] for part in before if len(self.of_part(part)) > 1}
+        return {part: shards[part] for part in before} | behind | {decoder: shards[decoder]}
+
+    def work_of(self, stage: StageSpec) -> str:
+        """The name of what a stage gets of these."""
+        first = stage.name == self.of_part(stage.part)[0].name or stage.part == self.parts()[-1]
+        return stage.part if first else later(stage.part)
 
     def parts(self) -> tuple[str, ...]:
         """Names of the parts, in order."""

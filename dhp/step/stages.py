@@ -109,7 +109,7 @@ class Stage:
         self._inputs = {node: graph.inputs(node) for node in spec.nodes}
         self._outputs = {node: graph.outputs(node) for node in spec.nodes}
         self._straight = straight(spec.degrees.shards)
-        self._tensor = spec.degrees.tensor
+        self._work, self._tensor = graph.work_of(spec), spec.degrees.tensor
         self._waiting: list[Call] = []
 
     def is_idle(self, action: Action, batch: Batch) -> bool:
@@ -175,7 +175,7 @@ class Stage:
         """The call, and where its results go."""
         incoming = self._given(self._inputs[node], m, in_flight.batch, in_flight.forward, receives=True)
         sent = self._pairs(self._outputs[node], m, in_flight.batch, sends=True)
-        work = per_rank(ref for ref in in_flight.batch.work[self.spec.part][m] for _ in range(self._tensor))
+        work = per_rank(ref for ref in in_flight.batch.work[self._work][m] for _ in range(self._tensor))
         return Call(verb, (m, node.chunk, work, incoming), self._counts(sent)), sent
 
     def _run_backward(self, node: Node, m: int, last: bool, in_flight: InFlight) -> None:

@@ -47,10 +47,10 @@ def look_ahead(groups: Mapping[str, ActorGroup], graph: StageGraph, work: Work) 
     decoder's work is small: what is large of it comes from the encoders."""
     fetched: set[Any] = set()
     for stage in graph.stages:
-        if stage.part == DECODER or stage.part not in work:
+        name, tensor = graph.work_of(stage), stage.degrees.tensor
+        if stage.part == DECODER or name not in work:
             continue
-        tensor = stage.degrees.tensor
-        shards = [[micro_batch[shard] for micro_batch in work[stage.part]] for shard in range(stage.degrees.shards)]
+        shards = [[micro_batch[shard] for micro_batch in work[name]] for shard in range(stage.degrees.shards)]
         groups[stage.name].look_ahead([own for own in shards for _ in range(tensor)])
         fetched |= {ref for own in shards for ref in own}
     return frozenset(fetched)

@@ -80,7 +80,7 @@ def _split(part: PartConfig, locality: Locality | None) -> Split:
     own = degrees(part)
     # An encoder in 16 bits rounds its inputs first thing: rounded before, they take half the room in transfer.
     dtype = "bfloat16" if part.dtype == "bfloat16" else "float32"
-    return Split(own.data, own.sequence, dtype, locality, even_calls=part.zero_stage == 3)
+    return Split(own.data, own.sequence, dtype, locality, part.zero_stage == 3, resolved(part.pipeline))
 
 
 def measures(config: Config) -> bool:

@@ -92,7 +92,7 @@ def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample], 
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
     source: Any = SimpleNamespace(step=step)
-    encoders = {VISION: Split(vision.data, vision.sequence)}
+    encoders = {VISION: Split(vision.data, vision.sequence, stages=2 if micro_batches > 1 else 1)}
     return BatchReader(source, load_family(model), 0, encoders, packing=True, text=text).step(0)
 
 

@@ -210,5 +210,5 @@ def deal_packs(model: str, samples: Sequence[Sample], packs: Packs, packing: boo
     """A step whose micro-batches are these packs."""
     dealt = tuple((tuple(samples[at] for at in packs.pack(number)),) for number in range(len(packs)))
     source: Any = SimpleNamespace(step=lambda k: StepSamples(k, 0, dealt, ()))
-    reader = BatchReader(source, load_family(model), 0, {VISION: Split(1, 1)}, packing)
+    reader = BatchReader(source, load_family(model), 0, {VISION: Split(1, 1, stages=2)}, packing)
     return as_batch(reader.step(0))

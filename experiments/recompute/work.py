@@ -110,4 +110,6 @@ def feed_of(
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
     source: Any = SimpleNamespace(step=step)
-    return BatchReader(source, load_family(model), 0, {"vision": Split(vision.data, vision.sequence)}, packing)
+    return BatchReader(
+        source, load_family(model), 0, {"vision": Split(vision.data, vision.sequence, stages=2)}, packing
+    )

@@ -321,10 +321,13 @@ def _division(case: Case) -> dict[str, Any]:
 
 
 def _encoders(case: Case) -> dict[str, Split]:
-    parts = {"vision": (case.vision, case.zero_stage), "audio": (case.audio, case.audio_zero_stage)}
+    parts = {
+        "vision": (case.vision, case.zero_stage, case.tower_stages),
+        "audio": (case.audio, case.audio_zero_stage, case.audio_stages),
+    }
     return {
-        name: Split(degrees.data, degrees.sequence, even_calls=zero_stage == 3)
-        for name, (degrees, zero_stage) in parts.items()
+        name: Split(degrees.data, degrees.sequence, even_calls=zero_stage == 3, stages=stages)
+        for name, (degrees, zero_stage, stages) in parts.items()
         if degrees is not None
     }
 
