@@ -99,12 +99,15 @@ def processes_of(process: subprocess.Popen[str]) -> dict[int, str]:
     return marked_processes(mark_of(process), forks.folder())
 
 
-def wait_for_steps(run_dir: Path, steps: int) -> None:
-    """Return when metrics.jsonl has that many steps; raises TimeoutError when it never does."""
+def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen[str] | None = None) -> None:
+    """Return when metrics.jsonl has that many steps; raises TimeoutError when it never does. process: the run's, to see
+    that it has ended without them."""
     deadline = time.monotonic() + LIMIT_S
     metrics = run_dir / "metrics.jsonl"
     while time.monotonic() < deadline:
         if metrics.is_file() and metrics.read_text().count('"kind": "train"') >= steps:
             return
+        if process is not None and process.poll() is not None:
+            raise RuntimeError(f"the run ended with {process.returncode} before step {steps}: {process.communicate()}")
         time.sleep(0.1)
     raise TimeoutError(f"{metrics} did not reach {steps} steps")

@@ -40,7 +40,7 @@ def test_a_course_goes_on_in_the_stage_that_was_stopped(tiny_assets: Path, tmp_p
     arguments = tiny(tiny_assets, root, *ONE_ACTOR_EACH, f"+{FIRST}", f"+{SECOND}")
 
     def interrupt(process: subprocess.Popen[str]) -> None:
-        wait_for_steps(root / "2_two", 2)
+        wait_for_steps(root / "2_two", 2, process)
         process.send_signal(signal.SIGINT)
 
     stopped = train(*arguments, meanwhile=interrupt, own_ray=True)

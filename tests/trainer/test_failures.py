@@ -62,7 +62,7 @@ def test_a_broken_image_ends_the_run_by_name(tiny_assets: Path, broken_set: Path
 
 def kill_a_rank(run_dir: Path, process: subprocess.Popen[str]) -> None:
     """SIGKILL to one of the run's worker processes, once it trains."""
-    wait_for_steps(run_dir, 1)
+    wait_for_steps(run_dir, 1, process)
     workers = [pid for pid, command in processes_of(process).items() if "ray::Worker" in command]
     os.kill(workers[0], signal.SIGKILL)
 
@@ -90,7 +90,7 @@ def test_an_interrupted_run_says_so_and_nothing_that_a_second_one_did_in_its_dir
     run_dir = tmp_path / "run"
 
     def interrupt(process: subprocess.Popen[str]) -> None:
-        wait_for_steps(run_dir, 1)
+        wait_for_steps(run_dir, 1, process)
         holder = json.loads((run_dir / ".running.json").read_text())["pid"]
         second = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000", *layout, again))
         assert second.status == 1 and f"run_dir={run_dir} is in use: process {holder} on host " in second.stderr

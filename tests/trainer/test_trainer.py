@@ -91,7 +91,7 @@ def test_a_norm_that_is_not_finite_ends_the_run_before_the_weights_are_lost(tiny
 
 def stop_a_rank(run_dir: Path, process: subprocess.Popen[str], listening: set[str]) -> None:
     """Note where the run listens once it trains, then freeze its last text rank."""
-    wait_for_steps(run_dir, 1)
+    wait_for_steps(run_dir, 1, process)
     pids = processes_of(process)
     listening |= listening_addresses(pids)
     log = os.fspath(run_dir / "logs" / "text-1.log")
@@ -104,10 +104,10 @@ def test_a_frozen_rank_ends_the_run_and_nothing_ever_listened_beyond_this_host(
     tiny_assets: Path, tmp_path: Path
 ) -> None:
     run_dir, listening = tmp_path / "run", set()
-    arguments = tiny(tiny_assets, run_dir, "training.max_steps=1000", "cluster.step_timeout_s=8")
+    arguments = tiny(tiny_assets, run_dir, "training.max_steps=1000", "cluster.step_timeout_s=15")
     outcome = train(*arguments, meanwhile=lambda process: stop_a_rank(run_dir, process, listening), real=True)
     assert outcome.status == 1
-    assert "PartFailed: no call finished for 8 s. Unfinished: " in outcome.stderr
+    assert "PartFailed: no call finished for 15 s. Unfinished: " in outcome.stderr
     for rank in ("text rank 0", "text rank 1"):
         assert f"{rank} in " in outcome.stderr
     assert summary(run_dir)["status"] == "failed"
