@@ -32,6 +32,7 @@ def receiver() -> Connection:
     here, there = context().Pipe()
     process = context().Process(target=_receive, args=(there,), daemon=True)
     process.start()
+    there.close()  # or nobody would notice that the receiver has ended
     yield here
     here.send(None)
     process.join(30)
