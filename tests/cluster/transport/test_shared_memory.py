@@ -71,6 +71,25 @@ def test_a_tensor_that_outgrows_its_memory_gets_more(receiver: Connection) -> No
     assert serials == [1, 2, 2]
 
 
+def _send(pipe: Connection) -> None:
+    outbox = Outbox()
+    pipe.send(outbox.send(torch.full((LARGE,), 2.0)))
+    pipe.recv()  # until then its memory is there
+
+
+def test_senders_are_told_apart() -> None:
+    here, there = context().Pipe()
+    process = context().Process(target=_send, args=(there,), daemon=True)
+    process.start()
+    outbox, inbox = Outbox(), Inbox()
+    parcels = [outbox.send(torch.ones(LARGE)), here.recv()]
+    assert [(parcel.serial, parcel.buffer) for parcel in parcels] == [(1, 0)] * 2
+    assert [float(inbox.open(parcel).mean()) for parcel in parcels] == [1.0, 2.0]
+    here.send(None)
+    process.join(30)
+    assert process.exitcode == 0
+
+
 def test_slices_and_transposes_cross_as_they_look(receiver: Connection) -> None:
     whole = torch.arange(4.0 * LARGE).view(LARGE, 4)
     parcel = Outbox().send(whole[:, 1:3])
