@@ -97,6 +97,15 @@ def test_the_decoder_gets_a_row_for_each_token_of_a_picture(four_layers_model: s
     assert on_the_way == pytest.approx(4 * width * 4 * 1024 / HANDOVER)  # four pictures in float32
 
 
+def test_features_of_inner_layers_go_along(qwen3_vl_model: str) -> None:
+    plan = plan_run(config_of(qwen3_vl_model, *PIPELINE, *APART, "text.cuts=[3]"))
+    (edge,) = (edge for edge in plan.graph.edges if edge.source.stage == "vision")
+    spans = {span.action: span for span in expected_step(plan).spans}
+    on_the_way = spans[Forward(Node("text.0"), 0)].start_s - spans[Forward(Node("vision"), 0)].end_s
+    width = plan.family.config.get_text_config().hidden_size
+    assert len(edge.tensors) == 4 and on_the_way == pytest.approx(4 * 4 * width * 4 * 1024 / HANDOVER)
+
+
 def test_a_step_is_drawn_with_seconds_to_scale(four_layers_model: str) -> None:
     plan = plan_run(config_of(four_layers_model, *PIPELINE, *APART, "text.cuts=[1]"))
     timeline = expected_step(plan, 2)
