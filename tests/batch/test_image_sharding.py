@@ -92,6 +92,13 @@ def test_a_frame_of_one_window_stays_whole_however_large_it_is(place: int) -> No
     assert loads == [64, 48] and Piece(0, place, place + 1) in shards[0][0]
 
 
+def test_images_of_several_windows_are_divided_before_a_larger_one_of_one_window() -> None:
+    images = [ImageWork(0, (40,), (40,)), *[ImageWork(0, (16, 16), (32,))] * 2]
+    (shards,) = shard_images(images, 1, 2)
+    loads = [sum(sum(images[p.image].window_lengths[p.first : p.last]) for p in pieces) for pieces in shards]
+    assert sorted(loads) == [48, 56]
+
+
 def test_pieces_of_a_text_replica_lie_together() -> None:
     images = [image(1, 4), image(0, 16), image(1, 8)]
     assert [p.image for p in shard_images(images, 1, 1)[0][0]] == [1, 0, 2]

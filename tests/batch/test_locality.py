@@ -37,6 +37,10 @@ def test_slack_keeps_more_at_home() -> None:
     assert assign_near(costs, replicas, even, Locality(PAIR, 0.1)) == [[0, 1, 2], [3]]
 
 
+def test_of_images_that_end_the_excess_the_smallest_leaves() -> None:
+    assert assign_near([6.0, 4.0, 3.0], [0] * 3, [[0, 1], [2]], Locality(PAIR, 0.0)) == [[0, 1], [2]]
+
+
 def test_what_must_leave_goes_to_the_same_node_first() -> None:
     distances = ((0, 1, 2), (1, 0, 2), (2, 2, 0))
     found = assign_near([1.0] * 4, [0] * 4, [[0, 1], [2], [3]], Locality(distances, 0.0))

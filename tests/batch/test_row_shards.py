@@ -7,7 +7,7 @@ import random
 import pytest
 
 from dhp.batch.assign_images import TOLERANCE
-from dhp.batch.row_shards import ROOM, SequenceGroups, choose_groups, divide_all, grouped_plan
+from dhp.batch.row_shards import ROOM, SequenceGroups, choose_groups, count_divided, divide_all, grouped_plan
 from dhp.parallel.attention.shard_plan import ShardPlan, zigzag_plan
 
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (3, 2)]  # ring × Ulysses
@@ -46,6 +46,13 @@ def test_where_nothing_else_is_even_samples_are_divided() -> None:
     groups = choose_groups([100, *[10] * 20], 2, 1, 100.0)
     tokens = [sum(count for _, _, count in shard) for shard in _held(grouped_plan([100, *[10] * 20], 2, 1, groups))]
     assert max(tokens) <= ROOM * 150
+
+
+def test_divided_without_need_are_samples_that_one_rank_could_have() -> None:
+    """Of 12 tokens over two ranks, six are an even share."""
+    for lengths, tokens in (([7, 4, 1], 4), ([6, 4, 2], 12), ([8, 2, 2], 4)):
+        assert count_divided(grouped_plan(lengths, 2, 1, divide_all(lengths, 2, 1))) == tokens
+    assert count_divided(grouped_plan([6, 4, 2], 2, 1, SequenceGroups((), ((), ()), ((0,), (1, 2))))) == 0
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)

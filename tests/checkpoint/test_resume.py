@@ -67,3 +67,14 @@ def test_the_same_settings_pass_and_others_are_named(tmp_path: Path) -> None:
         start.check({"vision.tensor": 2})
     with pytest.raises(CheckpointError, match="data.samples was None and is 3"):
         start.check({"data.samples": 3})
+
+
+def test_what_has_changed_of_a_recipe_is_told_by_key(tmp_path: Path) -> None:
+    start = Start(tmp_path / "step_4", 4, 0, {"recipe": {"same": 1, "other": 2, "gone": 3}})
+    assert start.changes({"same": 1, "other": 5, "new": 6}) == [
+        "gone was 3 up to step 4, and is None from there on",
+        "new was None up to step 4, and is 6 from there on",
+        "other was 2 up to step 4, and is 5 from there on",
+        "else the recipe is that of step_4",
+    ]
+    assert Start(tmp_path / "step_4", 4).changes({"new": 6}) == Start().changes({"new": 6}) == []

@@ -148,6 +148,17 @@ def test_ranges_of_elements_as_two_ranks_or_any_others_hold_them(tmp_path: Path)
         ShardReader(tmp_path).flat("weight", 3, 4)
 
 
+def test_a_block_comes_from_all_pieces_that_it_overlaps(tmp_path: Path) -> None:
+    whole = torch.arange(20.0).view(4, 5)
+    for rank, (first, last) in enumerate([(0, 1), (1, 4)]):
+        writer = ShardWriter(tmp_path, rank)
+        writer.add_block("weight", whole[first:last], (first, 0), (4, 5))
+        writer.write()
+    reader = ShardReader(tmp_path)
+    assert reader.block("weight", (0, 2), (3, 2)).tolist() == [[2, 3], [7, 8], [12, 13]]
+    assert reader.block("weight", (2, 1), (2, 3)).tolist() == [[11, 12, 13], [16, 17, 18]]
+
+
 def test_weights_of_another_model(tmp_path: Path) -> None:
     save_shards(named(_model()), tmp_path, 0)
     with pytest.raises(CheckpointError, match=r"0\.weight was saved with shape \[5, 6\], but here it has \[5, 7\]"):

@@ -13,7 +13,7 @@ from dhp.config.model_rules import (
     check_tower,
 )
 from dhp.config.part import PartConfig
-from dhp.config.rules import check_balance
+from dhp.config.rules import check_balance, check_run
 from dhp.config.schema import Config
 from dhp.config.training import TrainingConfig
 from dhp.core.errors import ConfigError
@@ -178,3 +178,18 @@ def test_cuts_that_leave_each_run_a_layer(cuts):
 def test_cuts_that_leave_a_run_without_layers(cuts):
     with pytest.raises(ConfigError, match="text.cuts=.* cannot cut the 4 layers of text: 0 < .* Give layers"):
         check_cuts("text", cuts, 4)
+
+
+@pytest.mark.parametrize("schedule", ["vision_ahead", "gpipe", "1f1b", "interleaved"])
+def test_stage_3_of_deepspeed_has_one_micro_batch_on_its_way(schedule):
+    told = f"text.zero_stage=3 with text.zero_engine=deepspeed and training.schedule={schedule}: with two micro-batches"
+    with pytest.raises(ConfigError, match=told):
+        check_run(with_stage_3("deepspeed", schedule))
+    check_run(with_stage_3("deepspeed", "sequential"))
+    check_run(with_stage_3("fsdp", schedule))
+
+
+def with_stage_3(engine, schedule):
+    chunks = 2 if schedule == "interleaved" else 1
+    text = PartConfig(pipeline=2, virtual_stages=chunks, zero_stage=3, zero_engine=engine)
+    return Config(text=text, vision=PartConfig(pipeline=1), training=TrainingConfig(schedule=schedule))

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dhp.checkpoint.feature_folder import FeatureFolder
 from dhp.core.axes import Degrees
-from dhp.core.batch import Features, KeepSettings, StepData
+from dhp.core.batch import Features, KeepSettings, PictureRows, RowRun, StepData
 from dhp.data.sample.sample import Sample
+from dhp.engine.cached_features import FeatureKeeper
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, Running, make_reader
+from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import make_sample
 
 ONE, FROZEN = Degrees(), ("vision", "projector")
@@ -173,6 +176,28 @@ def test_a_picture_that_ranks_share_is_kept_whole(made_model: str, tmp_path: Pat
         ours, theirs = (FeatureFolder(tmp_path / name).load(features.key) for name in ("four", "one"))
         assert ours.about == theirs.about == features.about
         torch.testing.assert_close(ours.tensors["embeddings"], theirs.tensors["embeddings"], rtol=1e-9, atol=1e-12)
+
+
+SIZES = {"a" * 64: 2, "b" * 64: 3, "c" * 64: 5}  # rows of each picture, by its key
+
+
+def _keep_every_other_row(folder: str) -> None:
+    """Of each picture, the first rank has the even rows and the second the odd ones, picture behind picture."""
+    places = [{key: torch.arange(rank, size, 2) for key, size in SIZES.items()} for rank in (0, 1)]
+    firsts: list[dict[str, int]] = [{}, {}]
+    for of_rank, begun in zip(places, firsts, strict=True):
+        begun |= {key: sum(map(len, list(of_rank.values())[:at])) for at, key in enumerate(SIZES)}
+    runs = {key: tuple(RowRun(rank, firsts[rank][key], places[rank][key]) for rank in (0, 1)) for key in SIZES}
+    own = torch.cat([10.0 * number + rows for number, rows in enumerate(places[dist.get_rank()].values())])
+    pictures = [PictureRows(key, "a picture", of_picture) for key, of_picture in runs.items()]
+    FeatureKeeper(KeepSettings(folder), dist.group.WORLD).keep(pictures, {"embeddings": own[:, None]})
+
+
+def test_of_several_pictures_that_the_same_ranks_share_each_has_its_own_rows(tmp_path: Path) -> None:
+    run_on_ranks(_keep_every_other_row, 2, str(tmp_path))
+    for number, (key, size) in enumerate(SIZES.items()):
+        rows = FeatureFolder(tmp_path).load(key).tensors["embeddings"][:, 0]
+        assert rows.tolist() == [10 * number + row for row in range(size)]
 
 
 def test_another_pictures_features_would_show(made_model: str, tmp_path: Path) -> None:

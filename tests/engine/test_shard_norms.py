@@ -15,7 +15,7 @@ from dhp.models.registry import load_family
 from dhp.models.shape import empty_slices
 from dhp.parallel.kernels.replace import INNER, _classes, replace_without_weights
 from dhp.parallel.tensor.plan import local_plan
-from dhp.parallel.tensor.styles import with_fused
+from dhp.parallel.tensor.styles import PARTIAL_OVER, with_fused
 from dhp.trainer.preflight import check_plan
 from tests.helpers.tiny_families import save_family
 
@@ -60,6 +60,18 @@ def test_kernels_are_put_inside_of_what_gathers(made_model: str) -> None:
         replace_without_weights(model, torch.float32)
         assert [block.forward for block in blocks] == outer and blocks
         assert any(getattr(block.forward, INNER).__func__ is not type(block).forward for block in blocks)
+
+
+def test_the_norm_behind_the_last_layer_has_its_ranks_tokens_too(made_model: str) -> None:
+    family = load_family(made_model)
+    decoder = family.decoder
+    styles = with_fused(decoder.tensor_plan, decoder.fused)
+    model = empty_slices(made_model, family.outside("text"), 2, decoder.kept_whole(2), styles)
+    local_plan(model, model._expand_parallel_plan(model.tp_plan | styles))
+    shard_without_ranks(model, decoder, 2)
+    norm, layers = model.get_submodule(decoder.norm), model.get_submodule(decoder.layers.path)
+    assert PARTIAL_OVER in vars(norm)  # its gradients are summed over the ranks
+    assert len(norm._forward_hooks) == 1 and not layers[-1]._forward_hooks  # states are whole behind it alone
 
 
 def test_a_decoder_that_adds_features_by_itself_is_refused(tmp_path: Path) -> None:

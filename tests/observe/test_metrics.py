@@ -139,6 +139,7 @@ def test_an_evaluation_that_is_made_anew_leaves_no_older_lines_of_it(tmp_path):
             writer.write_evaluation(EvalMetrics(step=step, dataset="a", loss=math.nan), alone=True)
         writer.write_answer(answer)
     assert math.isnan(read_evaluations(read_record(tmp_path), 1)[0].loss) and read_record(tmp_path)[-1] == answer
+    assert [line.step for line in read_evaluations(read_record(tmp_path), 1)] == [1]
     assert [line.step for line in read_evaluations(read_record(tmp_path))] == [2] and read_evaluations([]) == []
     with open(tmp_path / "metrics.jsonl", "a") as lines:
         lines.write('{"kind": "train", "st')

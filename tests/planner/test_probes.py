@@ -27,6 +27,12 @@ def test_they_take_few_steps_and_little_memory() -> None:
     assert choices == ("all",) * 27 + ("offload", "linear", "mlp", "light", "none")
 
 
+def test_the_first_layer_changes_only_where_its_kind_has_no_other() -> None:
+    """It holds what all layers share, which would be counted for its choice."""
+    assert {choices[0] for choices in probed(("only",) * 3)} == {"all"}
+    assert {choices[0] for choices in probed(("full", "window", "window"))} >= set(CHOICES) - {"all"}
+
+
 def first_seen(known: StageCosts) -> StageCosts:
     """What there is to know after a step that recomputed everything."""
     layers = {kind: {"all": of["all"]} for kind, of in known.layers.items()}

@@ -74,6 +74,14 @@ def test_stages_of_one_device_take_turns() -> None:
     assert shared.step_s == 12 and shared.busy_s == {0: 12.0} and shared.bubble == 0.0
 
 
+def test_a_stage_over_several_devices_waits_for_the_last_of_them() -> None:
+    """Text is on both devices, vision on the first alone."""
+    vision, text = PAIR.stages
+    graph = replace(PAIR, stages=(replace(vision, devices=range(1)), replace(text, devices=range(2))))
+    own = play(make_programs("vision_ahead", graph, 3), graph, one)
+    assert own.step_s == 12 and own.busy_s == {0: 12.0, 1: 6.0} and own.bubble == 0.25
+
+
 def hops(edge: Edge, back: bool) -> float:
     return 0.25 if back else 0.5
 

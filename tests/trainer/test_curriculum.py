@@ -20,6 +20,7 @@ from dhp.config.command_line import compose_config
 from dhp.config.schema import Config, StageEntry
 from dhp.core.errors import ConfigError
 from dhp.core.folder_lock import locked
+from dhp.observe.metrics import StepMetrics
 from dhp.trainer.curriculum import run_curriculum
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
 from tests.trainer.test_failures import wait_for_steps
@@ -105,6 +106,9 @@ def test_a_first_stage_may_raise_positions_without_a_copy_of_its_weights(tiny_as
     assert all(torch.equal(value, weights(start)[name]) for name, value in weights(tiny_assets / "model").items())
 
 
+STEPS = (StepMetrics(step=1, loss=4.0, tokens=10, step_s=1.5), StepMetrics(step=2, loss=3.0, tokens=20, step_s=0.5))
+
+
 class Trains:
     """In the place of a training: leaves what a run leaves, and stops before the end of the stages named."""
 
@@ -118,7 +122,7 @@ class Trains:
         self.begun.append(run_dir.name)
         self.models.append(prepared.text.model_name)
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "metrics.jsonl").touch()
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(asdict(step)) + "\n" for step in STEPS))
         (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(prepared)))
         checkpoint = Path(str(prepared.training.checkpoint_dir)) / "step_2"
         checkpoint.mkdir(parents=True, exist_ok=True)
@@ -159,6 +163,13 @@ def test_checkpoints_may_lie_elsewhere_and_so_do_the_models_that_stages_begin_wi
     with pytest.raises(ConfigError, match=r"shared/1_one holds files of another training, with which stage 1 of 2"):
         run_curriculum(two_stages, Trains(), lambda _: None)
     assert (tmp_path / "run" / "1_one").is_dir()
+
+
+def test_the_record_tells_of_each_stage_what_its_steps_were(two_stages: Config, tmp_path: Path) -> None:
+    run_all(two_stages)
+    for told in json.loads((tmp_path / "run" / "stages.json").read_text()).values():
+        assert (told["steps"], told["tokens"], told["seconds"]) == (2, 30, 2.0)
+        assert (told["first_loss"], told["last_loss"]) == (4.0, 3.0)
 
 
 def test_overwriting_begins_anew_with_stages_that_never_ended_too(two_stages: Config, tmp_path: Path) -> None:

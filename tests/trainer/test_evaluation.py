@@ -1,4 +1,4 @@
-"""When a run is evaluated, what it makes of the batches, and which checkpoints it keeps for it."""
+"""When a run is evaluated, and which checkpoints it keeps for it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from dhp.checkpoint.folder import ABOUT, checkpoints
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
-from dhp.core.batch import StepInfo
 from dhp.core.errors import ConfigError, DataError
-from dhp.core.reports import EvaluatedShare
 from dhp.data.sampling.sampler import BatchLayout, RandomSampler
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_metrics
-from dhp.trainer.evaluation import _Done, _metrics, due, misses, of_evaluation
+from dhp.trainer.evaluation import due, misses, of_evaluation
 from dhp.trainer.preflight import prepare
 from dhp.trainer.saving import KeptCheckpoints, saves_after
 from dhp.trainer.session import DataPlan, Session
@@ -97,49 +95,6 @@ def test_each_sample_once_in_the_files_order() -> None:
     assert data.max_pixels == 3136 and config.data.shuffle
 
 
-def test_of_batches_each_token_counts_alike() -> None:
-    counts = {
-        "images": 0,
-        "tokens": 50,
-        "vision_tokens": 0,
-        "padded_tokens": 0,
-        "dist_ratio": {},
-        "flops": {},
-        "data_s": 0.0,
-        "measure_s": 0.0,
-    }
-    done = [
-        _Done(
-            StepInfo(
-                step=0,
-                epoch=0,
-                done=0.0,
-                samples=2,
-                target_tokens=targets,
-                total_weight=targets,
-                skipped=("bad",),
-                **counts,
-            ),
-            (EvaluatedShare(loss / 2, 1, targets), EvaluatedShare(loss / 2, 2, 0)),
-        )
-        for targets, loss in ((10, 4.0), (30, 2.0))
-    ]
-    assert _metrics(7, "a", done, 1.5) == EvalMetrics(
-        step=7, dataset="a", loss=2.5, accuracy=6 / 40, target_tokens=40, tokens=100, samples=4, skipped_samples=2,
-        seconds=1.5,
-    )  # fmt: skip
-    assert _metrics(7, "a", [], 0.0).loss is None
-
-
-def test_of_batches_each_weight_counts_alike() -> None:
-    """Of an objective whose N is no number of tokens."""
-    info = SimpleNamespace(target_tokens=9, tokens=9, samples=1, skipped=())
-    weights = {1.5: 4.0, 0.5: 8.0}
-    infos = [SimpleNamespace(**vars(info), total_weight=weight) for weight in weights]
-    done = [_Done(of, (EvaluatedShare(loss, 1, 9),)) for of, loss in zip(infos, weights.values(), strict=True)]
-    assert _metrics(7, "a", done, 0.0).loss == 5.0
-
-
 def kept(parent: Path, limit: int, metric: str | None) -> KeptCheckpoints:
     asked = [f"training.checkpoint_dir={parent}", f"training.save_total_limit={limit}"]
     return KeptCheckpoints(config_of(*asked, *([f"training.best_metric={metric}"] if metric else [])), lambda _: None)
@@ -171,6 +126,20 @@ def test_the_best_checkpoint_is_not_the_one_that_goes(tmp_path: Path) -> None:
     assert (tmp_path / "best").resolve().name == "step_2"
     again.evaluated(evaluated(7, 0.5))  # a step without a checkpoint
     assert (tmp_path / "best").resolve().name == "step_2"
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [("eval_loss", "step_2: eval_loss 2.0000"), ("eval_loss/shapes", "step_1: eval_loss/shapes 3.0000")],
+)
+def test_the_best_is_so_on_all_datasets_together_or_on_the_one_that_is_named(
+    metric: str, best: str, tmp_path: Path
+) -> None:
+    of_run = kept(tmp_path, 2, metric)
+    for step, losses in ((1, {"shapes": 3.0, "b": 1.0, "": 2.5}), (2, {"shapes": 4.0, "b": 0.5, "": 2.0})):
+        finish(tmp_path, step)
+        of_run.evaluated([EvalMetrics(step=step, dataset=name, loss=loss) for name, loss in losses.items()])
+    assert of_run.best == best
 
 
 def test_what_the_disk_refuses_is_told_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,26 @@ def test_apart_each_stage_has_devices_of_its_own(four_layers_model: str) -> None
     assert graph.sharing() == 1
 
 
+def test_apart_the_decoder_comes_behind_all_stages_of_the_tower(four_layers_model: str) -> None:
+    tower = ("vision.parallelism=pipeline", "vision.num_actors=3", "vision.zero_stage=0", "vision.cuts=[1,2]")
+    graph = graph_of(four_layers_model, *tower, "cluster.collocate=false")
+    assert [list(stage.devices) for stage in graph.stages] == [[0], [1], [2], [3, 4]]
+
+
+def test_virtual_stages_take_runs_of_layers_in_turn(four_layers_model: str) -> None:
+    cut = ("text.parallelism=pipeline", "text.num_actors=2", "text.virtual_stages=2", "text.cuts=[1,2,3]")
+    graph = graph_of(four_layers_model, *cut, "training.schedule=interleaved")
+    assert [stage.layers for stage in graph.of_part("text")] == [(0, 2), (1, 3)]
+    assert [str(edge.target) for edge in graph.edges] == ["text.0", "text.1", "text.0/1", "text.1/1"]
+
+
+def test_gradients_go_back_to_a_trained_tower_through_frozen_stages(four_layers_model: str) -> None:
+    cut = ("text.parallelism=pipeline", "text.num_actors=3", "text.cuts=[1,2]", "training.frozen=[text]")
+    graph = graph_of(four_layers_model, *cut)
+    assert [stage.trains for stage in graph.stages] == [True, False, False, False]
+    assert [edge.gradients for edge in graph.edges] == [True, True, True]
+
+
 def test_cuts_as_they_are_given_and_tied_ends(tied_model: str) -> None:
     cut = ("text.parallelism=pipeline", "text.num_actors=3", "text.cuts=[1,2]", "training.frozen=[vision,projector]")
     graph = graph_of(tied_model, *cut, "vision.zero_stage=0")

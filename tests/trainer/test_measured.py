@@ -55,6 +55,16 @@ def test_units_take_the_seconds_of_their_parts(plan: RunPlan) -> None:
     assert [unit.backward_s for unit in found] == pytest.approx([4.0, 12.0, 1.5, 1.5])
 
 
+def test_what_a_plan_lets_layers_recompute_is_no_part_of_their_backward(four_layers_model: str, tmp_path: Path) -> None:
+    """Half a second in each of the decoder's three stages."""
+    automatic = ("text.recompute=auto", "memory.budget_gib=1", f"memory.cache_dir={tmp_path}")
+    plan = plan_of(four_layers_model, *APART, *FEW, *automatic)
+    measure(plan, STEPS + 1)
+    found, _ = as_measured(plan.config, plan.family, units())
+    assert [unit.forward_s for unit in found] == pytest.approx([2.0, 6.0, 0.75, 0.75])
+    assert [unit.backward_s for unit in found] == pytest.approx([4.0, 12.0, 1.125, 1.125])
+
+
 def test_too_few_steps_are_not_kept(plan: RunPlan, tmp_path: Path) -> None:
     measure(plan, STEPS)
     assert not (tmp_path / FILE).exists()

@@ -32,6 +32,7 @@ def receiver() -> Connection:
     here, there = context().Pipe()
     process = context().Process(target=_receive, args=(there,), daemon=True)
     process.start()
+    there.close()  # or nobody would notice that the receiver has ended
     yield here
     here.send(None)
     process.join(30)
@@ -68,6 +69,25 @@ def test_a_tensor_that_outgrows_its_memory_gets_more(receiver: Connection) -> No
         assert _crossed(receiver, parcel)[:2] == (float(rows), (rows,))
         outbox.end_step()
     assert serials == [1, 2, 2]
+
+
+def _send(pipe: Connection) -> None:
+    outbox = Outbox()
+    pipe.send(outbox.send(torch.full((LARGE,), 2.0)))
+    pipe.recv()  # until then its memory is there
+
+
+def test_senders_are_told_apart() -> None:
+    here, there = context().Pipe()
+    process = context().Process(target=_send, args=(there,), daemon=True)
+    process.start()
+    outbox, inbox = Outbox(), Inbox()
+    parcels = [outbox.send(torch.ones(LARGE)), here.recv()]
+    assert [(parcel.serial, parcel.buffer) for parcel in parcels] == [(1, 0)] * 2
+    assert [float(inbox.open(parcel).mean()) for parcel in parcels] == [1.0, 2.0]
+    here.send(None)
+    process.join(30)
+    assert process.exitcode == 0
 
 
 def test_slices_and_transposes_cross_as_they_look(receiver: Connection) -> None:

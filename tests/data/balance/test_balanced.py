@@ -52,6 +52,13 @@ def test_rows_of_constant_text_and_steps_of_constant_vision() -> None:
     assert found.bias < 2.0
 
 
+def test_rows_are_as_many_as_fill_steps_before_they_are_made_even() -> None:
+    """Three would hold all, and two replicas need four."""
+    loads = Loads(np.zeros(12, np.int64), np.full(12, 100))
+    packs = METHODS["balanced"](loads, Limits(vision=1, text=400), 2, 0)
+    assert packs.sums(loads.text).tolist() == [300] * 4
+
+
 @pytest.mark.parametrize("name", ["balanced", "balanced_stages"])
 def test_only_samples_beyond_the_limit_make_packs_beyond_it(name: str) -> None:
     text = LOADS.text.copy()

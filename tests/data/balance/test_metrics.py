@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dhp.data.balance.metrics import dist_ratio, measure_balance
+from dhp.data.balance.metrics import QUADRATIC_TOKENS, dist_ratio, measure_balance
 from dhp.data.balance.packs import Loads, Packs
 
 LOADS = Loads(np.array([1, 3, 2, 2]), np.array([100, 300, 200, 100]))
@@ -20,6 +20,19 @@ def test_without_padding() -> None:
     assert found.cv_text == pytest.approx(50 / 350)
     assert found.critical == pytest.approx(400 / 350)
     assert found.stage_idle == pytest.approx(1 - 1 / ((400 / 350 + 1) / 2))
+
+
+def test_operations_grow_faster_than_tokens() -> None:
+    work = lambda *lengths: sum(tokens * (1 + tokens / QUADRATIC_TOKENS) for tokens in lengths)
+    found = measure_balance(PACKS, LOADS, 2, padded=False, dispatched=False)
+    most, least = work(100, 300), work(200, 100)
+    assert found.dist_flops == pytest.approx((most - least) / (most * 2)) != found.dist_text
+
+
+def test_a_small_step_counts_as_much_as_a_large_one() -> None:
+    loads = Loads(np.ones(4, np.int64), np.array([4, 2, 40, 40]))
+    packs = Packs(np.arange(4), np.arange(1, 5))
+    assert measure_balance(packs, loads, 2, padded=False, dispatched=False).dist_text == (0.25 + 0.0) / 2
 
 
 def test_with_padding() -> None:

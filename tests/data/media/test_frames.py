@@ -76,6 +76,13 @@ def test_a_part_of_a_video_is_taken_as_a_video_of_its_length(part, indices, firs
     assert taking.indices(24, 8.0).tolist() == indices and taking.pace(24, 8.0).firsts == firsts
 
 
+def test_seconds_that_are_a_frame_but_for_rounding_are_that_frame():
+    assert 2.2 * 25.0 > 55 and 1.16 * 25.0 < 29
+    taking = replace(TAKING, fps=25.0, max_frames=100, both_ends=True)
+    assert replace(taking, start=2.2).indices(100, 25.0)[0] == 55
+    assert replace(taking, end=1.16).indices(100, 25.0)[-1] == 29
+
+
 @pytest.mark.parametrize("part", [{"start": 3.0}, {"start": 5.0, "end": 6.0}, {"start": 0.01, "end": 0.02}])
 def test_a_part_without_a_frame_is_refused(part):
     with pytest.raises(DataError, match="no frame of the video, which is 3.00 s long, is between"):

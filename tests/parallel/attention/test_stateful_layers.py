@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,20 @@ def test_padded_rows_run_as_they_are(make: Any) -> None:
     wanted = model(input_ids=rows, use_cache=False).last_hidden_state
     run_by_segment(model, [MIXERS[make]])
     assert torch.equal(model(input_ids=rows, use_cache=False, segments=plan).last_hidden_state, wanted)
+
+
+def test_calls_beside_those_of_its_segments_change_nothing() -> None:
+    """A rank makes as many calls as the others, whose segments are more."""
+    model, found = lfm2(), []
+    run_by_segment(model, ["Lfm2ShortConv"])
+    plan = plan_segments((2, 3), torch.device("cpu"), causal=True)
+    for calls in (0, 5):
+        states = torch.linspace(-1.0, 1.0, 120, dtype=torch.float64).view(1, 5, 24).requires_grad_()
+        output = model.layers[0].conv(states, segments=replace(plan, calls=calls))
+        output.square().sum().backward()
+        found.append((output, states.grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other) and one.abs().max() > 0
 
 
 def test_a_class_that_is_not_there_is_refused() -> None:

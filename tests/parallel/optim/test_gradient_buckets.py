@@ -26,6 +26,9 @@ def test_a_bucket_has_one_kind_of_sum_and_comes_where_its_last_member_does(monke
     assert [bucket.group for bucket in buckets] == [copies, None, copies, None, None]
     assert [bucket.over for bucket in buckets] == [None, None, None, None, over]
     assert bucket_of == {7: 0, 5: 0, 4: 0, 6: 1, 3: 1, 2: 1, 1: 2, 0: 3, 8: 4}
+    ends = {id(parameters[number]): copies for number in (0, 4)}  # a bucket that begins first and is full last
+    buckets, _ = _cut_into_buckets(parameters[:5], torch.float32, {}, ends)
+    assert [bucket.members for bucket in buckets] == [[3, 2, 1], [4, 0]]
 
 
 def _sums() -> list[list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -57,8 +58,8 @@ class Layer(nn.Module):
 
     def _attend(self, *qkv: Tensor) -> Tensor:
         self.attentions += 1
-        heads = (states.view(1, ROWS, 2, -1).transpose(1, 2) for states in qkv)  # [1, heads, rows, dim]
-        return F.scaled_dot_product_attention(*heads).transpose(1, 2).view(ROWS, WIDTH)
+        heads = (states.view(1, len(states), 2, -1).transpose(1, 2) for states in qkv)  # [1, heads, rows, dim]
+        return F.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(-1, WIDTH)
 
 
 def test_a_layer_without_any_of_the_named_modules_is_refused() -> None:
@@ -196,14 +197,15 @@ def test_a_deeper_choice_holds_less_and_recomputes_more() -> None:
     assert added == sorted(added) and added[0] == 0
 
 
-def measured(choice: str, gradient_bytes: int = 0):
+def measured(choice: str, gradient_bytes: int = 0, micro_batches: Sequence[int] = (ROWS,)):
     model = Model()
     meter = ActivationMeter(model, torch.device("cpu"), Parts.kinds)
     layers = RecomputedLayers(model.layers, Parts(), (choice,) * 3, meter)
-    with meter.forward(ROWS):
-        loss = model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().sum()
-    with meter.backward():
-        loss.backward()
+    for number, rows in enumerate(micro_batches):
+        with meter.forward(rows, number):
+            loss = model(torch.randn(rows, WIDTH, requires_grad=True)).square().sum()
+        with meter.backward():
+            loss.backward()
     return meter.take(layers.choices, gradient_bytes)
 
 
@@ -226,6 +228,13 @@ def test_a_peak_is_never_less_than_what_the_fullest_micro_batch_kept(monkeypatch
     usage = measured("none", gradient_bytes=10**9)
     kept = usage.before_bytes + sum(layer.held_bytes for layer in usage.layers) + usage.after_bytes
     assert usage.peak_bytes == kept > 0
+
+
+def test_bytes_are_those_of_the_fullest_micro_batch_and_rows_those_of_all() -> None:
+    usage, alone = measured("all", micro_batches=(ROWS, ROWS // 2)), measured("all")
+    assert (usage.rows, usage.all_rows) == (ROWS, ROWS + ROWS // 2)
+    for name in ("held_bytes", "replay_bytes"):
+        assert [getattr(layer, name) for layer in usage.layers] == [getattr(layer, name) for layer in alone.layers]
 
 
 def test_a_step_without_work_has_no_usage() -> None:
