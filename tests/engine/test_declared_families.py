@@ -102,6 +102,26 @@ def test_a_decoder_cut_by_layers_equals_the_plain_model(name: str, packing: bool
     assert_exact(run(made[name], Case(Degrees(), Degrees(), 2, packing=packing, stages=2)))
 
 
+CHAINS = {
+    "2+2": Case(Degrees(), Degrees(), 2, packing=True, tower_stages=2, stages=2, schedule="1f1b"),
+    "2+2 padded, tensor 2": Case(Degrees(tensor=2), Degrees(tensor=2), 2, tower_stages=2, stages=2, schedule="gpipe"),
+    "2+1 of two replicas": Case(Degrees(data=2), Degrees(data=2), 1, packing=True, tower_stages=2),
+}
+IN_STAGES = ("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v", "glm4v_moe", "qwen3_omni")
+ALWAYS_IN_STAGES = ("glm4v", "2+2")  # a decoder by contract
+
+
+@pytest.mark.parametrize(
+    ("name", "chain"),
+    [
+        pytest.param(name, chain, marks=[] if (name, chain) == ALWAYS_IN_STAGES else pytest.mark.families)
+        for name, chain in product(IN_STAGES, CHAINS)
+    ],
+)
+def test_a_tower_and_a_decoder_in_stages_equal_the_plain_model(name: str, chain: str, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], CHAINS[chain]))
+
+
 SHARED = {"ulysses": Degrees(ulysses=2), "ring": Degrees(ring=2)}
 
 
