@@ -103,7 +103,7 @@ def test_without_even_calls_it_is_seen_at_once(made: dict[str, Made], monkeypatc
     own = Encoder.inputs
 
     def uneven(self: Encoder, dealt: Any) -> Any:
-        object.__setattr__(self._split, "even_calls", False)
+        object.__setattr__(self.split, "even_calls", False)
         return own(self, dealt)
 
     monkeypatch.setattr(Encoder, "inputs", uneven)
