@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,28 +16,25 @@ from typing import Any
 import ray
 import torch
 
-from dhp.cluster.cluster import Cluster, Layout
-from dhp.cluster.watch import Watched, wait_all
+from dhp.cluster.cluster import Cluster
+from dhp.cluster.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
-from dhp.core.graph import StageGraph
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import StageSettings
 from dhp.engine.text import TextEngine
 from dhp.planner.partition.problem import PartitionProblem
-from dhp.step.schedule import make_schedule
-from dhp.step.stages import Stages, make_stages
-from dhp.step.step import train_step
+from dhp.step.stages import make_stages
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.programs import pipeline_programs
 from dhp.trainer.settings import stage_settings
+from experiments.layouts.ours import LOCAL, TIMEOUT_S, _layout, _train
 from experiments.pair import TEXT, VISION, as_batch, join_alone
 from experiments.partition.chain import SCHEDULE, STEPS, Chain, plan_chain, stages_of
 from experiments.partition.replay import SHAPE, Shape, cuts_of, keep_freed_memory, measure_units
 from experiments.recompute.work import deal, make_model, make_samples
 
 MICRO_BATCHES = 8
-TIMEOUT_S = 900.0
 
 
 class _OnItsCore:
@@ -109,34 +104,11 @@ def _replays(plan: RunPlan, batch: Batch, steps: int) -> list[float]:
 def run_plan(plan: RunPlan, data: StepData, steps: int) -> list[float]:
     """Wall seconds of each step that counts. As in a run, the next step is submitted while one runs."""
     graph = plan.graph
-    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(graph, folder)) as cluster:
+    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(graph, folder, LOCAL)) as cluster:
         for stage in graph.stages:
             settings = stage_settings(plan.config, graph, stage, "cpu", STEPS, rules=plan.rules)
             cluster.groups[stage.name].start(ENGINES[stage.part], settings)
         wait_all([w for group in cluster.groups.values() for w in group.take_watched()], TIMEOUT_S)
-        stages, batch = make_stages(graph, cluster.groups), as_batch(data, ray.put)
-        ends, following = [], _submit(graph, stages, batch)
-        for step in range(steps + 1):
-            watched = following
-            following = _submit(graph, stages, batch) if step < steps else []
-            wait_all(watched, TIMEOUT_S)
-            ends.append(time.perf_counter())
-    return [end - begin for begin, end in pairwise(ends)]
-
-
-def _submit(graph: StageGraph, stages: Stages, batch: Batch) -> Sequence[Watched]:
-    train_step(stages, make_schedule(SCHEDULE, graph, MICRO_BATCHES), graph.ties, batch)
-    return [w for stage in stages.values() for w in stage.group.take_watched()]
-
-
-def _layout(graph: StageGraph, folder: str) -> Layout:
-    return Layout(
-        graph=graph,
-        device="cpu",
-        address="local",
-        threads=1,
-        start_timeout_s=TIMEOUT_S,
-        step_timeout_s=TIMEOUT_S,
-        log_dir=folder,
-        checkpoint_dir=folder,
-    )
+        stages = make_stages(graph, cluster.groups)
+        seconds, _ = _train(graph, stages, as_batch(data, ray.put), steps, MICRO_BATCHES)
+    return list(seconds)

@@ -105,6 +105,23 @@ def test_without_the_part_its_weights_stay_with_vision(made: Made) -> None:
         assert_exact(compare(folder, Case(ONE, ONE, 1), silent, EXACTLY))
 
 
+STAGED = [
+    ({"trainable": ("audio_tower.proj*",)}, TWO),  # the first stage trains nothing
+    ({"frozen": ("audio", "audio_tower.proj?")}, ONE),
+    ({"lora": HEARD, "frozen": ("vision",)}, TWO),
+    ({"audio_zero_stage": 2, "fsdp": True}, TWO),
+    ({"audio_zero_stage": 3, "fsdp": True}, SEQUENCE),
+]
+
+
+@pytest.mark.parametrize(
+    ("more", "audio"), [STAGED[0], *(pytest.param(*row, marks=pytest.mark.families) for row in STAGED[1:])]
+)
+def test_stages_equal_the_plain_model(more: dict, audio: Degrees, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
+    assert_exact(run(made, Case(ONE, ONE, 2, packing=True, audio=audio, audio_stages=2, **more)))
+
+
 def exchange_clips(data: StepData) -> StepData:
     """Rows of the first two clips of a replica, in each other's places."""
 

@@ -26,19 +26,20 @@ def make_graph(
     audio: Degrees | None = None,
     audio_layers: int = 1,
     audio_stages: int = 1,
-    audio_trains: bool = True,
+    audio_trains: bool | tuple[bool, ...] = True,
     tower_stages: int = 1,
     leaves: dict[str, int] | None = None,
 ) -> StageGraph:
     """Vision, and text in so many stages of so many chunks each, that share devices.
 
-    text_trains, vision_trains: of each of its stages. leaves: the tower's layer behind which a tensor leaves, where it
-    is not the last. cuts: of the text's layers; none: even ones. enters: the layer after which a
+    text_trains, vision_trains, audio_trains: of each of its stages. leaves: the tower's layer behind which a tensor
+    leaves, where it is not the last. cuts: of the text's layers; none: even ones. enters: the layer after which a
     tensor of the tower is added. audio: how an audio tower is split; None: there is none.
     """
     runs = stages * chunks
     bounds = [0, *(cuts or (layers * run // runs for run in range(1, runs))), layers]
     ranges = [range(first, end) for first, end in pairwise(bounds)]
+    hears = (audio_trains,) * audio_stages if isinstance(audio_trains, bool) else audio_trains
     seen = (vision_trains,) * tower_stages if isinstance(vision_trains, bool) else vision_trains
     towers = [
         StageSpec(
@@ -82,19 +83,19 @@ def make_graph(
                 "audio",
                 (range(at * audio_layers // audio_stages, (at + 1) * audio_layers // audio_stages),),
                 audio,
-                audio_trains,
+                hears[at],
                 range(at * audio.world, (at + 1) * audio.world),
             )
             for at in range(audio_stages)
         ]
         encoders += heard
         edges += [
-            Edge(Node(before.name), Node(after.name), (HIDDEN_STATES,), audio_trains)
-            for before, after in pairwise(heard)
+            Edge(Node(before.name), Node(after.name), (HIDDEN_STATES,), any(hears[: at + 1]))
+            for at, (before, after) in enumerate(pairwise(heard))
         ]
-        edges.append(Edge(Node(heard[-1].name), nodes[0][0], ("audio_embeddings",), audio_trains))
+        edges.append(Edge(Node(heard[-1].name), nodes[0][0], ("audio_embeddings",), any(hears)))
     trains = {part.name: part.trains for part in parts}
-    back = any(seen) or (audio is not None and audio_trains)
+    back = any(seen) or (audio is not None and any(hears))
     for (before, _), (after, _) in pairwise(nodes):
         back = back or trains[before.stage]
         edges.append(Edge(before, after, (HIDDEN_STATES,), back))

@@ -258,9 +258,12 @@ def graph_of(model: str, case: Case) -> StageGraph:
     trains = trained_stage(rules, family, model, dict(case.lora))
     chunks = [chunks_of(stage.chunks, decoder.whole) for stage in make().of_part("text")]
     of_tower = [chunks_of(stage.chunks, family.tower.whole) for stage in make().of_part("vision")]
+    heard = None if case.audio is None else family.parts["audio"]
+    own = () if heard is None else make().of_part("audio")
+    of_audio = [heard.absent(chunks_of(stage.chunks, heard.whole)) for stage in own if heard is not None]
     return make(
         vision_trains=tuple(trains("vision", family.tower.absent(held)) for held in of_tower),
-        audio_trains=trains("audio", ()),
+        audio_trains=tuple(trains("audio", absent) for absent in of_audio),
         text_trains=tuple(trains("text", decoder.absent(held)) for held in chunks),
     )
 

@@ -125,7 +125,7 @@ def _stored_bytes(file: File) -> int:
         try:
             return file.stat().st_size
         except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}") from error
+            raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
     if isinstance(file, Member):
         return file.size
     return len(file.content) if isinstance(file, Blob) else 0
