@@ -22,7 +22,7 @@ from dhp.engine.build import DEEPSPEED, place_kernels
 from dhp.engine.generate import Generator
 from dhp.engine.shard_norms import shard_decoder
 from dhp.engine.stage import StageEngine
-from dhp.engine.transfer import gradient_of, joined, move_with_plans, to_device
+from dhp.engine.transfer import gradient_of, joined, move_with_plans, rows_of, to_device
 from dhp.models.family import VISION
 from dhp.models.load import ReadPlan, load_part
 from dhp.models.lora import without_dropout
@@ -37,6 +37,7 @@ from dhp.parallel.attention.stateful_layers import run_by_segment
 from dhp.parallel.comm import neighbours_mesh
 from dhp.parallel.expert.modules import Routers, balance_losses, choose_product, sample_ranges
 from dhp.parallel.expert.shares import share_out, share_plan
+from dhp.parallel.expert.unvisited import let_all_take_part
 from dhp.parallel.tensor.autotp import split_by_autotp
 from dhp.parallel.tensor.expert_widths import cut_widths
 from dhp.parallel.tensor.plan import local_plan
@@ -216,7 +217,9 @@ class TextEngine(StageEngine):
 
     def _load(self, plan: dict[str, str], mesh: DeviceMesh | None, read_plan: ReadPlan) -> PreTrainedModel:
         dropped = (*self.family.outside(self.spec.part), *self.family.decoder.absent(self._chunks))
-        return load_part(self.settings.model_name, dropped, self.loaded_dtype, mesh, plan or None, read_plan)
+        model = load_part(self.settings.model_name, dropped, self.loaded_dtype, mesh, plan or None, read_plan)
+        let_all_take_part(model)
+        return model
 
     def _leaves(
         self, chunk: int, received: Sequence[Bundle]
@@ -241,7 +244,7 @@ class TextEngine(StageEngine):
         plan = self._plan(work)
         tokens = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
         encoders = self.settings.graph.parts()[:-1]
-        places = (_places(work.placements.get(one), tokens_of(one, tokens[-1], encoders)) for one in encoders)
+        places = (rows_of(work.placements.get(one), tokens_of(one, tokens[-1], encoders)) for one in encoders)
         given = (*tokens, *(self._objective.choose(named) if judges else ()), *places)
         (input_ids, position_ids, kinds, *rest), (segments,) = move_with_plans(given, [plan], self.device)
         chosen, rows = rest[: -len(encoders)], dict(zip(encoders, rest[-len(encoders) :], strict=True))
@@ -288,13 +291,3 @@ class TextEngine(StageEngine):
 def _ask_gradient(_module: nn.Module, _given: tuple[Tensor, ...], embedded: Tensor) -> None:
     if torch.is_grad_enabled() and not embedded.requires_grad:
         embedded.requires_grad_()
-
-
-def _places(placement: Tensor | None, inside: Tensor) -> Tensor:
-    """The place of each row of an encoder's embeddings, as received, among the flattened rows × tokens.
-    inside: not 0 at the tokens in whose places they go, [rows, tokens]."""
-    if placement is None:
-        return torch.empty(0, dtype=torch.long)
-    rows = torch.empty_like(placement)
-    rows[placement] = inside.flatten().nonzero()[:, 0]
-    return rows

@@ -64,3 +64,13 @@ def _pinned(tensor: Tensor) -> Tensor:
 def gradient_of(leaf: Tensor) -> Tensor:
     """A leaf's gradient; zeros where nothing depends on it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def rows_of(placement: Tensor | None, inside: Tensor) -> Tensor:
+    """The place of each row of an encoder's embeddings, as received, among the flattened rows × tokens.
+    inside: not 0 at the tokens in whose places they go, [rows, tokens]."""
+    if placement is None:
+        return torch.empty(0, dtype=torch.long)
+    rows = torch.empty_like(placement)
+    rows[placement] = inside.flatten().nonzero()[:, 0]
+    return rows

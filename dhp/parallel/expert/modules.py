@@ -71,17 +71,29 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def is_known(module: nn.Module) -> bool:
+    """Whether the experts have the parameters that are known here, laid out as known here."""
+    return not _unlike(module) and _parameters(module) == sorted((GATE_UP, DOWN))
+
+
 def require_known(name: str, module: nn.Module) -> None:
-    """Raises ModelError where the experts have other parameters, or are laid out otherwise in them, than known here."""
-    parameters = sorted(own for own, _ in module.named_parameters())
-    other = {key: getattr(module, key, None) for key, value in _KNOWN.items() if getattr(module, key, None) != value}
-    if other or parameters != sorted((GATE_UP, DOWN)):
+    """Raises ModelError where the experts are none that `is_known`."""
+    if not is_known(module):
+        parameters, other = _parameters(module), _unlike(module)
         others = ", ".join(f"{key}={value}" for key, value in other.items()) or "all else as known"
         raise ModelError(
             f"{name} ({type(module).__name__}) has parameters {parameters} ({others}): experts are cut here where each "
             f"has {GATE_UP} [experts, 2 × width, hidden] with the gate first and {DOWN} [experts, hidden, width], and "
             "no bias. Set text.parallelism=data with text.expert=1 and text.tensor=1"
         )
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    return sorted(own for own, _ in module.named_parameters())
+
+
+def _unlike(module: nn.Module) -> dict[str, Any]:
+    return {key: getattr(module, key, None) for key, value in _KNOWN.items() if getattr(module, key, None) != value}
 
 
 def choose_product(model: nn.Module, dtype: torch.dtype) -> None:
