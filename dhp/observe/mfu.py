@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from dhp.config.shipped import shipped_directory
+from dhp.config.devices import known_devices
 from dhp.core.reports import DeviceInfo
-
-TABLE = "devices/peaks.json"
-TERA = 1e12
 
 
 @cache
 def known_peaks() -> dict[tuple[str, str], float]:
     """Operations a second by device name and number format, as vendors state them."""
-    devices = json.loads((shipped_directory() / TABLE).read_text(encoding="utf-8"))["devices"]
-    peaks: dict[tuple[str, str], float] = {}
-    for device in devices:
-        formats = {key: value * TERA for key, value in device.items() if key not in ("names", "source")}
-        peaks |= {(name, key): peak for name in device["names"] for key, peak in formats.items()}
-    return peaks
+    return {
+        (name, number_format): peak.value
+        for device in known_devices().values()
+        for name in device.names
+        for number_format, peak in device.peaks.items()
+    }
 
 
 def who_measures(devices: Sequence[DeviceInfo]) -> list[bool]:

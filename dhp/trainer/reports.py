@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from dhp.cluster.actor_group import ActorGroup
 from dhp.config.command_line import to_yaml
+from dhp.config.devices import DEVICES
 from dhp.config.schema import Config
 from dhp.core.batch import StepInfo
 from dhp.core.dispatch import PerRank, per_rank
@@ -20,7 +21,7 @@ from dhp.core.tracing import Span
 from dhp.observe.logger_process import About
 from dhp.observe.loggers import Loggers
 from dhp.observe.metrics import StepMetrics
-from dhp.observe.mfu import TABLE, peak_flops, unknown_devices, utilisation, who_measures
+from dhp.observe.mfu import peak_flops, unknown_devices, utilisation, who_measures
 from dhp.observe.terminal import kernel_lines
 from dhp.observe.trace import TraceWriter
 from dhp.step.stages import Stages
@@ -109,7 +110,7 @@ def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[
     if peak is None:
         unknown = ", ".join(unknown_devices(devices))
         say(
-            f"mfu is not reported: no peak of {unknown} is known. Add it to configs/{TABLE}, from the vendor's data "
+            f"mfu is not reported: no peak of {unknown} is known. Add it to configs/{DEVICES}, from the vendor's data "
             "sheet"
         )
     return peak

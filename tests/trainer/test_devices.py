@@ -49,8 +49,8 @@ def test_gpus_are_looked_up_and_an_unknown_one_is_told_once() -> None:
     groups = {"vision": Group(known), "text": Group(unknown, unknown)}
     assert find_peak(groups, 9.0, said.append) is None
     assert said == [
-        "mfu is not reported: no peak of Some GPU in bfloat16 is known. Add it to configs/devices/peaks.json, from the "
-        "vendor's data sheet"
+        "mfu is not reported: no peak of Some GPU in bfloat16 is known. Add it to configs/devices/devices.json, from "
+        "the vendor's data sheet"
     ]
     assert not groups["text"].measured
 
