@@ -107,9 +107,12 @@ class Work:
 
     def __mul__(self, factor: float) -> Work:
         """The same so many times, one after another."""
-        again = lambda sends: tuple(replace(one, times=one.times * factor) for one in sends)
         done = (self.products * factor, self.attention * factor, self.elementwise * factor, self.launched * factor)
-        return Work(*done, again(self.sent), again(self.hidden))
+        return Work(*done, _repeated(self.sent, factor), _repeated(self.hidden, factor))
+
+
+def _repeated(sends: tuple[Sent, ...], factor: float) -> tuple[Sent, ...]:
+    return tuple(replace(one, times=one.times * factor) for one in sends)
 
 
 @dataclass(frozen=True)
