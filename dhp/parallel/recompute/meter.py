@@ -96,12 +96,14 @@ class _Stopwatch:
 class _MicroBatch:
     """One micro-batch's forward, in as many passes as the stage has chunks.
 
-    held: bytes that each layer keeps. before, after: bytes kept outside the layers. last: bytes at the last count.
+    held: bytes that each layer keeps, with what is kept between it and the next, as where a tower hands on the states
+    of inner layers. before, after: bytes kept outside the layers. last: bytes at the last count, behind layer `at`.
     """
 
     rows: int
     last: int = 0
     begun: bool = False  # this pass has come to its layers
+    at: int = 0
     held: dict[int, int] = field(default_factory=dict)
     before: int = 0
     after: int = 0
@@ -144,8 +146,10 @@ class ActivationMeter:
         this, before = self._current, self._bytes.now()
         if not this.begun:
             this.before, this.begun = this.before + before - this.last, True
+        else:
+            this.held[this.at] += before - this.last
         yield
-        this.last = self._bytes.now()
+        this.last, this.at = self._bytes.now(), index
         this.held[index] = this.last - before
 
     @contextmanager

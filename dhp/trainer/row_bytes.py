@@ -1,0 +1,142 @@
+"""What a part keeps of any micro-batch, from a few traces: bytes by the numbers of rows that a rank has.
+
+A layer keeps so many bytes of each of its rows, whatever their number; what is before and behind the layers keeps some
+of each token, feature and target. One trace has some layers of each kind under each choice of recompute, and a trace
+with more of one kind of rows shows what each of these costs. Sums are those that `dhp.trainer.traces` has for the same
+rows, which a test holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from dhp.core.reports import RecomputePolicies, StageUsage
+from dhp.planner.costs import LayerCost, StageCosts
+
+if TYPE_CHECKING:
+    from dhp.engine.traced import TracedRows
+
+CHOICES = ("none", "light", "mlp", "linear", "all")
+LEAST = CHOICES[-1]  # keeps least
+
+Trace = Callable[["TracedRows", RecomputePolicies], StageUsage]
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes as a function of a rank's rows: a fixed number, and so many of each."""
+
+    fixed: float = 0.0
+    tokens: float = 0.0
+    features: float = 0.0
+    targets: float = 0.0
+    patches: float = 0.0
+
+    def of(self, rows: TracedRows) -> float:
+        """Bytes of these rows."""
+        return self.fixed + sum(getattr(self, name) * getattr(rows, name) for name in _counts())
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """What a part keeps on a rank. kinds: of its layers. held, replay: of a layer by its kind and choice of recompute;
+    more: of each layer, beyond its kind, as what the first one shares with those behind it; before, after: outside of
+    the layers."""
+
+    kinds: tuple[str, ...]
+    held: Mapping[tuple[str, str], RowBytes]
+    replay: Mapping[tuple[str, str], RowBytes]
+    more: tuple[RowBytes, ...]
+    before: RowBytes
+    after: RowBytes
+
+    def costs(self, rows: TracedRows, layers: Sequence[int]) -> StageCosts:
+        """Of a stage with these layers, by choice of recompute; seconds are none. rows: of a micro-batch on a rank."""
+        found: dict[str, dict[str, LayerCost]] = {}
+        for place, at in enumerate(layers):
+            beyond = self.more[at].of(rows) + (self.more[0].of(rows) if place == 0 and at > 0 else 0.0)
+            found[str(at)] = {
+                choice: LayerCost(self.held[kind, choice].of(rows) + beyond, self.replay[kind, choice].of(rows), 0.0)
+                for kind, choice in self.held
+                if kind == self.kinds[at]
+            }
+        before = self.before.of(rows) if 0 in layers else 0.0
+        after = self.after.of(rows) if len(self.kinds) - 1 in layers else 0.0
+        return StageCosts(rows.tokens or rows.patches, tuple(map(str, layers)), before, after, found)
+
+
+def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace) -> PartBytes:
+    """From traces of `base`, and of it with twice as many of each count that it has. kinds: of the part's layers.
+
+    Where all is recomputed, every layer and both ends are traced for every count. What a choice of recompute keeps goes
+    by the rows that a layer computes with; where features of an inner layer of the tower come to it, by them too.
+    """
+    more = {name: replace(base, **{name: 2 * getattr(base, name)}) for name in _counts() if getattr(base, name) > 0}
+    points = {"": base, **more}
+    uniform = {name: trace(rows, (LEAST,) * len(kinds)) for name, rows in points.items()}
+    layers = [_of_layer(uniform, at, base) for at in range(len(kinds))]
+    shown = [own.held.features > 0 for own in layers]
+    kinds = [f"{kind} with features" if own else kind for kind, own in zip(kinds, shown, strict=True)]
+    known = {(kind, LEAST): _least([own for own, of in zip(layers, kinds) if of == kind], base) for kind in kinds}
+    beyond = tuple(_less(own.held, known[kind, LEAST].held) for own, kind in zip(layers, kinds, strict=True))
+    counts = ["", "patches" if base.patches else "tokens", *(["features"] if any(shown) else [])]
+    plans = list(_plans(kinds))
+    mixed = [{name: trace(points[name], choices) for name in counts} for choices in plans]
+    for key, (number, at) in _places(kinds, plans).items():
+        own = _of_layer(mixed[number], at, base)
+        known[key] = _Layer(_less(own.held, beyond[at]), own.replay)
+    ends = ({name: getattr(usage, end) for name, usage in uniform.items()} for end in ("before_bytes", "after_bytes"))
+    before, after = (_affine(values, base) for values in ends)
+    held, replay = ({key: getattr(own, what) for key, own in known.items()} for what in ("held", "replay"))
+    return PartBytes(tuple(kinds), held, replay, beyond, before, after)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    held: RowBytes
+    replay: RowBytes
+
+
+def _of_layer(usages: Mapping[str, StageUsage], at: int, base: TracedRows) -> _Layer:
+    """usages: as `_affine` has values."""
+    own = {name: usage.layers[at] for name, usage in usages.items()}
+    held, replay = ({name: getattr(one, f"{what}_bytes") for name, one in own.items()} for what in ("held", "replay"))
+    return _Layer(_affine(held, base), _affine(replay, base))
+
+
+def _least(layers: Sequence[_Layer], base: TracedRows) -> _Layer:
+    return min(layers, key=lambda own: own.held.of(base))
+
+
+def _affine(values: Mapping[str, float], base: TracedRows) -> RowBytes:
+    """values: at `base` under "", and with twice as many of a count under its name."""
+    slopes = {name: (value - values[""]) / getattr(base, name) for name, value in values.items() if name}
+    return RowBytes(values[""] - sum(slope * getattr(base, name) for name, slope in slopes.items()), **slopes)
+
+
+def _plans(kinds: Sequence[str]) -> Iterator[RecomputePolicies]:
+    """What layers recompute, so that each kind has each choice but the least in some layer, in as few plans as that
+    takes."""
+    left = {kind: list(CHOICES[:-1]) for kind in dict.fromkeys(kinds)}
+    while any(left.values()):
+        yield tuple(left[kind].pop(0) if left[kind] else LEAST for kind in kinds)
+
+
+def _places(kinds: Sequence[str], plans: Sequence[RecomputePolicies]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Of each kind and choice but the least, a plan and a layer under it."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for number, plan in enumerate(plans):
+        for at, (kind, choice) in enumerate(zip(kinds, plan, strict=True)):
+            if choice != LEAST:
+                found.setdefault((kind, choice), (number, at))
+    return found
+
+
+def _less(more: RowBytes, less: RowBytes) -> RowBytes:
+    return RowBytes(*(getattr(more, one.name) - getattr(less, one.name) for one in fields(RowBytes)))
+
+
+def _counts() -> tuple[str, ...]:
+    return tuple(one.name for one in fields(RowBytes) if one.name != "fixed")

@@ -1,0 +1,72 @@
+"""Bytes by numbers of rows, from a few traces, are those of a trace of the same rows, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dhp.core.reports import RecomputePolicies, StageUsage
+from dhp.engine.traced import TracedRows, TraceSettings, trace_part
+from dhp.models.family import Family
+from dhp.models.registry import load_family
+from dhp.trainer.row_bytes import CHOICES, PartBytes, RowBytes, trace_bytes
+
+TEXT = (TracedRows(256, 64, 32), TracedRows(777, 192, 301))
+TOWER = (TracedRows(0, patches=1024, windows=64), TracedRows(0, patches=64 * 48, windows=64))
+ROWS = {"text": TEXT, "vision": TOWER}
+
+
+def tracer(model: str, family: Family, part: str, dtype: str, tensor: int) -> Callable[..., StageUsage]:
+    def trace(rows: TracedRows, choices: RecomputePolicies) -> StageUsage:
+        return trace_part(model, family, part, rows, TraceSettings(dtype, tensor, choices))
+
+    return trace
+
+
+def assert_equal(found: PartBytes, usage: StageUsage, rows: TracedRows) -> None:
+    costs = found.costs(rows, range(len(usage.layers)))
+    for at, layer in enumerate(usage.layers):
+        own = costs.layer(at, layer.choice)
+        assert (own.held_bytes, own.replay_bytes) == (layer.held_bytes, layer.replay_bytes), (at, layer)
+    assert (costs.before_bytes, costs.after_bytes) == (usage.before_bytes, usage.after_bytes)
+    total = sum(layer.held_bytes for layer in usage.layers)
+    assert costs.held_bytes(usage.choices) == usage.before_bytes + total + usage.after_bytes
+
+
+@pytest.mark.parametrize("part", ROWS)
+@pytest.mark.parametrize(("dtype", "tensor"), [("bfloat16", 1), ("float32", 2)])
+@pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
+def test_equal_to_a_trace(model: str, dtype: str, tensor: int, part: str, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(model)
+    family = load_family(path)
+    trace, (base, other) = tracer(path, family, part, dtype, tensor), ROWS[part]
+    kinds = family.parts[part].layers.kinds
+    found = trace_bytes(kinds, base, trace)
+    for choice in CHOICES:
+        assert_equal(found, trace(other, (choice,) * len(kinds)), other)
+    mixed = tuple(CHOICES[at % len(CHOICES)] for at in range(len(kinds)))
+    assert_equal(found, trace(other, mixed), other)
+
+
+def test_a_stage_keeps_what_its_first_layer_shares(made_model: str) -> None:
+    family = load_family(made_model)
+    kinds = family.decoder.layers.kinds
+    found = trace_bytes(kinds, TEXT[0], tracer(made_model, family, "text", "bfloat16", 1))
+    rows = TEXT[1]
+    assert found.more[0].of(rows) > 0 and found.more[-1] == RowBytes()
+    behind = found.costs(rows, [len(kinds) - 1])
+    assert behind.before_bytes == 0 and behind.after_bytes == found.after.of(rows)
+    alone = found.held[kinds[-1], "none"].of(rows) + found.more[0].of(rows)
+    assert behind.layer(0, "none").held_bytes == alone
+
+
+def test_what_is_kept_between_layers_counts_with_the_one_before(qwen3_vl_model: str) -> None:
+    """Mergers of a tower's inner states run between its layers."""
+    family = load_family(qwen3_vl_model)
+    rows, count = TOWER[0], len(family.tower.layers.kinds)
+    usage = tracer(qwen3_vl_model, family, "vision", "bfloat16", 1)(rows, ("none",) * count)
+    held = [layer.held_bytes for layer in usage.layers]
+    assert sum(held) + usage.before_bytes + usage.after_bytes == usage.peak_bytes
+    inner = {layer for layer in family.tower.leaves.values() if layer < count - 1}
+    assert inner and {at for at, own in enumerate(held) if own > held[-1]} >= inner
