@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.two_hosts.formula import Shape
+from dhp.planner.traffic import DividedAttention
 
 FORWARD, BACKWARD = "forward", "backward"
 ELEMENT_BYTES = 4  # float32
@@ -38,9 +38,9 @@ class Case:
         shape = self._shape()
         return shape.exchange() * (2 / 3 if self.ulysses == 4 else 0) + self._around(shape, direction)
 
-    def _around(self, shape: Shape, direction: str) -> float:
+    def _around(self, shape: DividedAttention, direction: str) -> float:
         return shape.ring_forward() if direction == FORWARD else shape.ring_backward()
 
-    def _shape(self) -> Shape:
+    def _shape(self) -> DividedAttention:
         numbers = (self.tokens, self.heads, self.kv_heads, self.dim, self.ring, self.ulysses)
-        return Shape(*numbers, ELEMENT_BYTES, gather=self.gather)
+        return DividedAttention(*numbers, ELEMENT_BYTES, gather=self.gather)

@@ -18,9 +18,10 @@ from dhp.core.batch import Batch
 from dhp.core.tracing import take_sent
 from dhp.data.sample.sample import Sample
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS
+from dhp.planner.rates import Sent as Collective
+from dhp.planner.traffic import DividedAttention, DividedMatrices
 from dhp.step.schedule import Forward, last_backwards
 from dhp.step.stages import InFlight
-from experiments.two_hosts.formula import Shape
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_reader
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
@@ -101,9 +102,11 @@ def test_a_divided_image_is_sent_in_full_attention_layers_only(
     """Around the ring, or gathered by an all-to-all, as the image is large or small."""
     found = traffic(made_model, Case(Degrees(ring=ring, ulysses=ulysses), ONE, 1), [large_image(patches)])
     gather = patches <= GATHER_TOKENS
-    shape = Shape(patches, 4, 4, 8, ring, ulysses, 8, exact_bytes=8, gather=gather)
+    shape = DividedAttention(patches, 4, 4, 8, ring, ulysses, 8, exact_bytes=8, gather=gather)
     around = "all_to_all" if gather else "ring"
     exchanged = {"all_to_all": FULL_LAYERS * shape.exchange()}
+    for back, ring_bytes in ((False, shape.ring_forward()), (True, shape.ring_backward())):
+        assert sum(map(Collective.sent_bytes, shape.sends(back))) == pytest.approx(shape.exchange() + ring_bytes)
     there = _by_kind(exchanged, {around: FULL_LAYERS * shape.ring_forward()})
     back = _by_kind(exchanged, {around: FULL_LAYERS * shape.ring_backward()})
     assert found.parameters[VISION] == VISION_PARAMETERS
@@ -136,6 +139,8 @@ def test_the_tensor_plan_of_the_decoder(made_model: str, autotp: bool) -> None:
     case = Case(ONE, Degrees(tensor=4), 1, autotp=autotp)
     found = traffic(made_model, case, [large_image()])
     states, rows = TOKENS * WIDTH * 8, TARGETS * 8
+    layer = DividedMatrices(4, TOKENS, WIDTH, 8).sends(back=False)
+    assert sum(map(Collective.sent_bytes, layer)) == all_reduced(4, 2 * states)
     forward = all_reduced(4, (2 * LAYERS + 1) * states + 3 * rows)
     backward = all_reduced(4, (5 if autotp else 2) * LAYERS * states + rows * WIDTH)
     assert found.forward[TEXT] == [{"all_reduce": forward}] * 4
@@ -150,6 +155,8 @@ def test_sharded_norms_gather_and_scatter_where_states_were_summed(made_model: s
     found = traffic(made_model, case, [large_image()])
     states, rows = -(-TOKENS // 4) * 4 * WIDTH * 8, TARGETS * 8
     once = states * 3 // 4
+    layer = DividedMatrices(4, TOKENS, WIDTH, 8, sharded_norms=True)
+    assert [[one.sent_bytes() / once for one in layer.sends(back)] for back in (False, True)] == [[2, 2], [4, 2]]
     embedded = all_reduced(4, TOKENS * WIDTH * 8 + 3 * rows)
     assert (
         found.forward[TEXT]

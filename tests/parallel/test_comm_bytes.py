@@ -1,6 +1,6 @@
 """Bytes that sharded attention sends against their closed forms, forward and backward apart.
 
-The forms are those of `experiments.two_hosts.formula`; where shards are uneven they hold for all ranks together.
+The forms are those of `dhp.planner.traffic`; where shards are uneven they hold for all ranks together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dhp.core.tracing import take_sent
 from dhp.parallel.attention.segment_plan import plan_shard
 from dhp.parallel.attention.segments import attend_segments
 from dhp.parallel.traffic import count_collectives
-from experiments.two_hosts.formula import Shape
+from dhp.planner.traffic import DividedAttention
 from tests.helpers.attention import CPU, DIM, Attention, _position
 from tests.parallel.conftest import RunOnRanks
 
@@ -40,10 +40,10 @@ def _sent(cases: Sequence[Attention]) -> list[tuple[Sent, Sent]]:
     return found
 
 
-def _shape(case: Attention, tokens: int) -> Shape:
+def _shape(case: Attention, tokens: int) -> DividedAttention:
     exact = 8 if case.dtype == torch.float64 else 4
     of_case = (case.heads, case.kv_heads, DIM, case.ring, case.ulysses, case.dtype.itemsize, exact, case.gather)
-    return Shape(tokens, *of_case)
+    return DividedAttention(tokens, *of_case)
 
 
 def _expected(case: Attention, tokens: int) -> tuple[Sent, Sent]:
