@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dhp.planner.rates import Sent
+from dhp.planner.rates import Operation, Sent
 
 
 @dataclass(frozen=True)
@@ -95,3 +95,43 @@ class DividedMatrices:
 
     def _bytes(self, rows: int) -> float:
         return rows * self.width * self.element_bytes
+
+
+@dataclass(frozen=True)
+class DividedWeights:
+    """A stage's weights and gradients over the `ranks` that hold the same slices, which lie `stride` apart.
+
+    parameters: on one of them, were nothing cut; again: of them, those that backward gathers a second time, in layers.
+    weight_bytes, gradient_bytes: of a value as it is sent. zero_stage: what is cut; by_torch: FSDP2 cuts it, not
+    DeepSpeed, which sums whole buckets on all ranks in its stages 1 and 2, in stage 2 behind each micro-batch.
+    """
+
+    ranks: int
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    zero_stage: int = 0
+    by_torch: bool = False
+    again: int = 0
+    stride: int = 1
+
+    def forward(self, first: bool) -> tuple[Sent, ...]:
+        """Of a micro-batch. first: of the step."""
+        gathers = self.zero_stage == 3 or (self.by_torch and first)
+        return self._sent("all-gather", self.parameters * self.weight_bytes) if gathers else ()
+
+    def backward(self, last: bool) -> tuple[Sent, ...]:
+        """Of a micro-batch. last: of the step."""
+        gradients = self.parameters * self.gradient_bytes
+        if self.zero_stage == 3 or self.by_torch:
+            again = self.again * self.weight_bytes if self.zero_stage == 3 else 0
+            return self._sent("all-gather", again) + self._sent("reduce-scatter", gradients)
+        return self._sent("all-reduce", gradients) if last or self.zero_stage == 2 else ()
+
+    def update(self) -> tuple[Sent, ...]:
+        """Behind the optimizer, where it updates a share of weights that all ranks hold."""
+        shares = self.zero_stage in (1, 2) and not self.by_torch
+        return self._sent("all-gather", self.parameters * self.weight_bytes) if shares else ()
+
+    def _sent(self, operation: Operation, nbytes: float) -> tuple[Sent, ...]:
+        return (Sent(operation, nbytes, self.ranks, self.stride),) if self.ranks > 1 and nbytes else ()

@@ -19,7 +19,7 @@ from dhp.core.tracing import take_sent
 from dhp.data.sample.sample import Sample
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS
 from dhp.planner.rates import Sent as Collective
-from dhp.planner.traffic import DividedAttention, DividedMatrices
+from dhp.planner.traffic import DividedAttention, DividedMatrices, DividedWeights
 from dhp.step.schedule import Forward, last_backwards
 from dhp.step.stages import InFlight
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_reader
@@ -205,3 +205,33 @@ def test_stages_of_a_pipeline_sum_only_what_they_hold(made_model: str) -> None:
     assert found.forward["text.1"] == [{"all_reduce": all_reduced(2, LAYERS * states + 3 * rows)}] * 2
     assert found.backward["text.0"] == [{"all_reduce": all_reduced(2, LAYERS * states)}] * 2
     assert sum(found.parameters[stage] for stage in ("text.0", "text.1")) < TEXT_PARAMETERS
+
+
+WEIGHTS = [(0, False, 4), (1, False, 4), (2, False, 4), (2, True, 4), (3, True, 4), (0, False, 2), (3, True, 2)]
+
+
+@pytest.mark.parametrize(("stage", "fsdp", "weight_bytes"), WEIGHTS)
+def test_divided_weights_are_sent_as_the_planner_has_it(
+    made_model: str, stage: int, fsdp: bool, weight_bytes: int
+) -> None:
+    """Action by action of two micro-batches. Gradients are sent in float32, weights as they compute; torch leaves
+    what is outside of the layers gathered from forward to backward, and the norm of shares is a number."""
+    dtype = "float32" if weight_bytes == 4 else "bfloat16"
+    case = Case(Degrees(data=2), Degrees(data=2), 2, dtype, stage, text_zero_stage=stage, fsdp=fsdp)
+    with Running(made_model, case, Fault(_Vision, _Text)) as running:
+        data = make_reader(made_model, case, [[large_image()] * 4]).step(0)
+        in_flight, last = InFlight(Batch(data.info, data.work, data.routes)), last_backwards(running.schedule)
+        found = []
+        for at, action in enumerate(running.schedule):
+            running.stages[action.node.stage].run(action, at in last, in_flight)
+            running.stages[action.node.stage].flush()
+            sent = running.groups[action.node.stage].execute_all("sent")[0]
+            found += [sum(sent.values())] if action.node.stage == TEXT else []
+        _, reports = running.update(in_flight.batch)
+        gathered = reports[TEXT][0].sent_bytes.get("all_gather", 0)
+    outside = (2 * 512 + 1) * WIDTH  # the embedding and the head of 512 tokens, and the last norm
+    again = TEXT_PARAMETERS - outside
+    weights = DividedWeights(2, TEXT_PARAMETERS, weight_bytes, 4, stage, fsdp, again)
+    expected = [weights.forward(True), weights.backward(False), weights.forward(False), weights.backward(True)]
+    assert found == [sum(map(Collective.sent_bytes, of)) for of in expected]
+    assert gathered == sum(map(Collective.sent_bytes, weights.update()))
