@@ -42,14 +42,15 @@ class Profile:
         """A step that ran. timed: its seconds say something, which those of a first step do not."""
         self._rows, self._all_rows = max(self._rows, usage.rows), max(self._all_rows, usage.all_rows)
         self._kinds = tuple(layer.kind for layer in usage.layers)
-        shared = _shared_bytes(usage.layers)
-        self._before = max(self._before, (usage.before_bytes + shared) / usage.rows)
+        least = _least_held(usage.layers)
+        more = sum(layer.held_bytes - least[layer.kind, layer.choice] for layer in usage.layers)
+        self._before = max(self._before, (usage.before_bytes + more) / usage.rows)
         self._after = max(self._after, usage.after_bytes / usage.rows)
-        for index, layer in enumerate(usage.layers):
+        for layer in usage.layers:
             key = (layer.kind, layer.choice)
             seen, seconds = self._seen.setdefault(key, {}), self._seconds.setdefault(key, {})
             for name in BYTES:
-                taken = getattr(layer, name) - (shared if index == 0 and name == HELD else 0)
+                taken = least[key] if name == HELD else getattr(layer, name)
                 seen[name] = max(seen.get(name, 0.0), taken / usage.rows)
             for name in SECONDS if timed else ():
                 seconds.setdefault(name, []).append(getattr(layer, name) / usage.all_rows)
@@ -73,7 +74,11 @@ class Profile:
         return StageCosts(self._rows, self._kinds, self._before * self._rows, self._after * self._rows, layers)
 
 
-def _shared_bytes(layers: Sequence[LayerUsage]) -> int:
-    """Bytes that the first layer holds beyond others of its kind: tensors that all share (positions) count there."""
-    alike = [one.held_bytes for one in layers[1:] if (one.kind, one.choice) == (layers[0].kind, layers[0].choice)]
-    return max(0, layers[0].held_bytes - min(alike)) if alike else 0
+def _least_held(layers: Sequence[LayerUsage]) -> dict[tuple[str, str], int]:
+    """By kind and choice, what each such layer holds. What one holds beyond others alike is not its kind's: positions
+    that the first one makes for all, or what mergers keep that run behind an inner layer of a tower."""
+    least: dict[tuple[str, str], int] = {}
+    for layer in layers:
+        key = (layer.kind, layer.choice)
+        least[key] = min(layer.held_bytes, least.get(key, layer.held_bytes))
+    return least

@@ -45,13 +45,27 @@ def test_what_all_layers_share_is_counted_once() -> None:
     assert found.layer(0, "all").held_bytes == pytest.approx(known.layer(0, "all").held_bytes, abs=0.01)
 
 
-def test_what_a_later_layer_holds_beyond_the_others_is_its_own() -> None:
+def test_what_any_layer_holds_beyond_others_alike_counts_once() -> None:
+    """As the merger of an inner layer's states: were it its kind's, each layer would be taken to hold it."""
     known = costs(3)
     seen = usage(known, ("all",) * 3)
     more = [replace(one, held_bytes=one.held_bytes + extra) for one, extra in zip(seen.layers, (7, 0, 5), strict=True)]
     profile = Profile()
     profile.add(replace(seen, layers=tuple(more)), timed=True)
-    assert profile.costs().before_bytes == pytest.approx(known.before_bytes + 7, abs=0.01)
+    found = profile.costs()
+    assert found.before_bytes == pytest.approx(known.before_bytes + 7 + 5, abs=0.01)
+    assert found.layer(2, "all").held_bytes == pytest.approx(known.layer(2, "all").held_bytes, abs=0.01)
+
+
+def test_a_layer_alone_with_its_choice_has_all_that_it_holds() -> None:
+    known = costs(3)
+    seen = usage(known, ("all", "none", "all"))
+    more = [replace(one, held_bytes=one.held_bytes + extra) for one, extra in zip(seen.layers, (7, 4, 0), strict=True)]
+    profile = Profile()
+    profile.add(replace(seen, layers=tuple(more)), timed=True)
+    found = profile.costs()
+    assert found.before_bytes == pytest.approx(known.before_bytes + 7, abs=0.01)
+    assert found.layer(1, "none").held_bytes == pytest.approx(known.layer(1, "none").held_bytes + 4, abs=0.01)
 
 
 def test_seconds_of_a_first_step_do_not_count() -> None:
