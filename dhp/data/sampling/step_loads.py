@@ -199,7 +199,10 @@ def step_loads(
     on_bad_sample: str = "error",
     epoch: int = 0,
 ) -> StepLoads:
-    """The loads of one epoch's steps in a run of these settings: rows are what the run's own sampler hands out.
+    """The loads of one epoch's steps in a run of these settings: rows are what the run's own sampler hands out. Samples
+    that only decoding finds defective count as good.
+
+    packing: rows are packed, as they always are where ranks share a sequence.
 
     Raises DataError where the run would for want of samples, and for a defective one unless on_bad_sample is "skip".
     """

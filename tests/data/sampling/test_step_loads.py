@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dhp.batch import build
+from dhp.batch.encoder_shards import Split
+from dhp.config.data import DataConfig, DatasetEntry
 from dhp.core.errors import DataError
 from dhp.data.balance.packs import Loads
 from dhp.data.sample.lengths import LENGTH_COLUMNS
@@ -167,3 +171,31 @@ def test_a_defective_sample_is_an_error_unless_it_is_to_be_skipped() -> None:
         in_file_order(table([0, 0], [0, 0]), BatchLayout(1, 1, 2), on_bad_sample="skip")
     with pytest.raises(ValueError, match="1 samples are not measured, the first of them 1"):
         table([8, -1], [0, 0])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_ranks_of_a_run_get_what_was_said(write_json, images: Path, tmp_path: Path, tiny_assets: Path, packing) -> None:
+    """Of datasets that show other samples in each epoch, with pictures; told by the run's own table of lengths."""
+    say = lambda text, **more: {
+        "conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "a " * len(text)}],
+        **more,
+    }
+    words = write_json([say("more " * n) for n in (1, 30, 2, 2, 50, 9, 1)], "words.jsonl")
+    shown = write_json([say("<image>" + "x " * n, image=name) for n, name in enumerate(["a.png", "b.jpg", "b.jpg"])])
+    registry = {"w": DatasetEntry(str(words), weight=1.5), "p": DatasetEntry(str(shown), str(images))}
+    data = DataConfig(["w", "p"], data_registry=registry, packing=packing, cache_dir=str(tmp_path / "cache"))
+    layout, model = BatchLayout(2, 2, 1), str(tiny_assets / "model")
+    random = build.BatchReaderSettings(model, data, layout, {"vision": Split()}, 3)
+    balanced = replace(random, balancing=BalanceSettings("isf" if packing else "length_group"))
+    lengths = build.make_reader(balanced).lengths
+    for settings in (random, balanced):
+        run = build.make_reader(settings)
+        for epoch in (0, 1):
+            loads = step_loads(lengths, settings.balancing, layout, 3, packing=packing, epoch=epoch)
+            steps = [run.step(loads.first + step) for step in range(len(loads))]
+            assert {step.info.epoch for step in steps} == {epoch}
+            laid = [[[one.tensors["input_ids"].numel() for one in row] for row in step.work["text"]] for step in steps]
+            assert loads.tokens.tolist() == laid
+            told = zip(*(loads.totals[name].tolist() for name in ("text", "patches", "targets", "pictures")))
+            infos = [step.info for step in steps]
+            assert list(told) == [(i.tokens, i.vision_tokens, i.target_tokens, i.images) for i in infos]
