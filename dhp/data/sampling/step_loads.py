@@ -1,0 +1,280 @@
+"""What steps load their ranks with, before anything runs: the run's own sampler, over the lengths of all samples.
+
+A table's mean does not tell it: a step waits for its slowest text replica, and a rank must have room for its worst row.
+A row is what one text replica holds in one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
+
+from dhp.core.errors import DataError
+from dhp.data.balance.packs import Loads
+from dhp.data.sampling.sampler import RANDOM, BalanceSettings, BatchLayout, RandomSampler, Sampler
+
+if TYPE_CHECKING:
+    from dhp.data.sampling.length_table import MeasuredDataset
+
+EMPTY_TOKENS = 1  # of padding, in a row without samples: what its rank computes all the same
+
+
+class Measured(Protocol):
+    """Samples of known lengths, as `dhp.data.sampling.length_table.MeasuredDataset` has them."""
+
+    def __len__(self) -> int: ...
+
+    def columns(self, indices: np.ndarray, epoch: int) -> np.ndarray: ...
+
+    def loads(self, indices: np.ndarray, epoch: int) -> Loads: ...
+
+    def defects(self, indices: np.ndarray, epoch: int) -> list[str]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Lengths of samples by their number, the same in every epoch.
+
+    rows: [samples], fields of LENGTH_COLUMNS, at least `vision` and `text`; both 0 where a sample is defective.
+    """
+
+    rows: np.ndarray
+
+    def __post_init__(self) -> None:
+        unknown = np.flatnonzero(self.rows["text"] < 0)
+        if len(unknown):
+            raise ValueError(f"lengths of {len(unknown)} samples are not measured, the first of them {unknown[0]}")
+
+    @classmethod
+    def of(cls, loads: Loads) -> Table:
+        """Where no more is known than tokens and image tokens."""
+        rows = np.zeros(len(loads), [("vision", np.int64), ("text", np.int64)])
+        rows["vision"], rows["text"] = loads.vision, loads.text
+        return cls(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def columns(self, indices: np.ndarray, epoch: int) -> np.ndarray:
+        """As `MeasuredDataset.columns`."""
+        return self.rows[indices]
+
+    def loads(self, indices: np.ndarray, epoch: int) -> Loads:
+        """As `MeasuredDataset.loads`."""
+        return Loads(self.rows["vision"][indices].astype(np.int64), self.rows["text"][indices].astype(np.int64))
+
+    def defects(self, indices: np.ndarray, epoch: int) -> list[str]:
+        """As `MeasuredDataset.defects`, which knows more of them."""
+        return [f"sample {index} is defective" for index in indices.tolist()]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    step: 0-based, from the run's beginning; None: no step has it, it is a bound.
+
+    samples: their numbers in the epoch, without defective ones. tokens, pairs: as in `StepLoads`.
+
+    vision: image tokens. patches: that enter the tower; None: not known.
+    """
+
+    step: int | None
+    samples: tuple[int, ...]
+    tokens: int
+    pairs: int
+    vision: int
+    patches: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class StepLoads:
+    """The loads of all steps of one epoch.
+
+    first: number of its first step, 0-based, from the run's beginning.
+
+    tokens, pairs: of each row, int64 [steps, micro_batches, replicas]: the decoder's tokens, padding included, and
+    Σ tokens² over the row's samples as they are laid out, which attention costs.
+
+    vision: image tokens of each row, of the same shape.
+
+    totals: int64 [steps], of all samples of a step together and without padding, by the name of each column that is
+    known (`dhp.data.sample.lengths.Length`: text, vision, patches, squares, targets, pictures and so on).
+
+    samples, ends: numbers of the samples of all rows one after another, and where each row ends among them.
+
+    columns: lengths of the epoch's samples, by number.
+    """
+
+    first: int
+    tokens: np.ndarray
+    pairs: np.ndarray
+    vision: np.ndarray
+    totals: Mapping[str, np.ndarray]
+    samples: np.ndarray
+    ends: np.ndarray
+    columns: np.ndarray
+
+    def __len__(self) -> int:
+        """Steps of the epoch."""
+        return len(self.tokens)
+
+    @property
+    def slowest_tokens(self) -> np.ndarray:
+        """Tokens of each step's replica with most of them: int64 [steps]."""
+        slowest: np.ndarray = self.tokens.sum(axis=1).max(axis=1)
+        return slowest
+
+    @property
+    def slowest_pairs(self) -> np.ndarray:
+        """Σ tokens² of each step's replica with most of it, which may be another than that with most tokens."""
+        slowest: np.ndarray = self.pairs.sum(axis=1).max(axis=1)
+        return slowest
+
+    @property
+    def mean_tokens(self) -> np.ndarray:
+        """Tokens of each step, mean over its replicas: float64 [steps]."""
+        mean: np.ndarray = self.tokens.sum(axis=1).mean(axis=1)
+        return mean
+
+    @property
+    def mean_pairs(self) -> np.ndarray:
+        """Σ tokens² of each step, mean over its replicas: float64 [steps]."""
+        mean: np.ndarray = self.pairs.sum(axis=1).mean(axis=1)
+        return mean
+
+    @property
+    def longest_rows(self) -> np.ndarray:
+        """Tokens of each step's longest row: int64 [steps]."""
+        longest: np.ndarray = self.tokens.max(axis=(1, 2))
+        return longest
+
+    def slowest_work(self, of_token: float, of_pair: float) -> np.ndarray:
+        """Work of each step's slowest replica, in the unit of the two arguments: float64 [steps]."""
+        work: np.ndarray = (self.tokens * of_token + self.pairs * of_pair).sum(axis=1).max(axis=1)
+        return work
+
+    @property
+    def mean_slowest_tokens(self) -> float:
+        """Tokens that a step waits for, mean over steps."""
+        return float(self.slowest_tokens.mean())
+
+    @property
+    def mean_slowest_pairs(self) -> float:
+        """Σ tokens² that a step waits for, mean over steps."""
+        return float(self.slowest_pairs.mean())
+
+    @property
+    def unseen_by_means(self) -> float:
+        """By which share of the time of its tokens an epoch would seem faster if replicas were taken for even."""
+        return float(1.0 - self.mean_tokens.sum() / self.slowest_tokens.sum())
+
+    def row(self, step: int, micro_batch: int, replica: int) -> Row:
+        """One row. step: within the epoch, 0-based."""
+        number = int(np.ravel_multi_index((step, micro_batch, replica), self.tokens.shape))
+        samples = self.samples[self.ends[number - 1] if number else 0 : self.ends[number]]
+        counts = (self.tokens.flat[number], self.pairs.flat[number])
+        return _row(self.first + step, samples, self.columns, *counts)
+
+    def worst_row(self, of_vision: float = 0.0) -> Row:
+        """The row with most tokens, the first of several. of_vision: what an image token counts beyond the one that it
+        is, for what a rank must have room for."""
+        worst = int((self.tokens + of_vision * self.vision).argmax())
+        step, micro_batch, replica = map(int, np.unravel_index(worst, self.tokens.shape))
+        return self.row(step, micro_batch, replica)
+
+
+def step_loads(
+    dataset: Measured,
+    balancing: BalanceSettings,
+    layout: BatchLayout,
+    seed: int,
+    *,
+    packing: bool = True,
+    shuffle: bool = True,
+    on_bad_sample: str = "error",
+    epoch: int = 0,
+) -> StepLoads:
+    """The loads of one epoch's steps in a run of these settings: rows are what the run's own sampler hands out. Samples
+    that only decoding finds defective count as good.
+
+    packing: rows are packed, as they always are where ranks share a sequence.
+
+    Raises DataError where the run would for want of samples, and for a defective one unless on_bad_sample is "skip".
+    """
+    columns = dataset.columns(np.arange(len(dataset)), epoch)
+    defective = np.flatnonzero(columns["text"] <= 0)
+    if len(defective) == len(columns):
+        raise DataError("not one sample of the datasets can be used; `python -m dhp inspect data` tells why")
+    if len(defective) and on_bad_sample != "skip":
+        raise DataError(dataset.defects(defective[:1], epoch)[0])
+    sampler = _sampler(dataset, balancing, layout, seed, shuffle, on_bad_sample)
+    first = sampler.steps(epoch) if epoch else 0
+    samples, ends = _rows(sampler, first, sampler.steps(epoch + 1))
+    usable = columns["text"][samples] > 0  # random rows lose defective samples when they are read
+    samples, ends = samples[usable], np.concatenate([[0], np.cumsum(usable)])[ends]
+    shape = (-1, layout.micro_batches, layout.replicas)
+    lengths = columns["text"][samples].astype(np.int64)
+    tokens, pairs = (_packed if packing else _padded)(lengths, ends)
+    of_rows = {name: _sums(columns[name][samples], ends).reshape(shape) for name in columns.dtype.names or ()}
+    totals = {name: values.sum(axis=(1, 2)) for name, values in of_rows.items()}
+    by_row = (tokens.reshape(shape), pairs.reshape(shape), of_rows["vision"])
+    return StepLoads(first, *by_row, totals, samples, ends, columns)
+
+
+def row_bound(columns: np.ndarray, micro_batch_size: int, packing: bool = True) -> Row:
+    """The longest samples in one row: no row has more tokens, by the methods that put `micro_batch_size` samples into
+    each (random, length_group, device_group), whatever the seed. columns: as `Table.rows`."""
+    longest = np.argsort(-columns["text"].astype(np.int64), kind="stable")[:micro_batch_size]
+    samples = longest[columns["text"][longest] > 0]
+    lengths = columns["text"][samples].astype(np.int64)
+    tokens, pairs = (_packed if packing else _padded)(lengths, np.array([len(samples)]))
+    return _row(None, samples, columns, tokens[0], pairs[0])
+
+
+def _sampler(
+    dataset: Measured, balancing: BalanceSettings, layout: BatchLayout, seed: int, shuffle: bool, on_bad_sample: str
+) -> Sampler:
+    """As a run makes it."""
+    if balancing.method == RANDOM:
+        return RandomSampler(len(dataset), layout, seed, shuffle)
+    from dhp.data.sampling.balanced_sampler import BalancedSampler
+
+    return BalancedSampler(cast("MeasuredDataset", dataset), balancing, layout, seed, on_bad_sample)
+
+
+def _rows(sampler: Sampler, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    """The samples of all rows of some steps one after another, and where each row ends among them."""
+    micro_batches = chain.from_iterable(sampler.batch(step).samples for step in range(first, last))
+    rows = list(chain.from_iterable(micro_batches))
+    ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)))
+    return np.fromiter(chain.from_iterable(rows), np.int64, int(ends[-1])), ends
+
+
+def _packed(lengths: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and Σ tokens² of each row, whose samples lie one behind another."""
+    empty = np.diff(ends, prepend=0) == 0
+    return _sums(lengths, ends) + EMPTY_TOKENS * empty, _sums(lengths**2, ends) + EMPTY_TOKENS**2 * empty
+
+
+def _padded(lengths: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and Σ tokens² of each row, whose samples are padded to the longest."""
+    counts = np.diff(ends, prepend=0)
+    held = counts > 0
+    longest = np.full(len(ends), EMPTY_TOKENS)
+    longest[held] = np.maximum.reduceat(lengths, (ends - counts)[held])
+    return longest * np.maximum(counts, 1), longest**2 * np.maximum(counts, 1)
+
+
+def _sums(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Sums of the values of each row, of which some may be empty: int64 [rows]."""
+    return np.diff(np.concatenate([[0], np.cumsum(values, dtype=np.int64)])[ends], prepend=0)
+
+
+def _row(step: int | None, samples: np.ndarray, columns: np.ndarray, tokens: int, pairs: int) -> Row:
+    total = {name: int(columns[name][samples].sum(dtype=np.int64)) for name in columns.dtype.names or ()}
+    return Row(step, tuple(samples.tolist()), int(tokens), int(pairs), total["vision"], total.get("patches"))
