@@ -100,7 +100,7 @@ def longvila_rows(start: Fitted) -> tuple[list[Row], list[Row], Fitted]:
     }
     fitted, rows = fit(start, wanted), []
     for row in TABLE["rows"]:
-        why = {"why": TABLE["why_unexplained"]} if row["role"] == UNEXPLAINED else {}
+        why = {"why": TABLE["why_unexplained"][row["group"]]} if row["role"] == UNEXPLAINED else {}
         rows.append(compared(TABLE, row, step_seconds(row, fitted), **why))
     names = {"attention": round(fitted.attention, 3), "fixed_s": round(fitted.fixed, 3)}
     main = score(TABLE, rows, "sequence parallel", TABLE["goal"], factors=names)

@@ -32,7 +32,7 @@ def compared(table: Row, row: Row, predicted: float | None, **more: Any) -> Row:
         "row": row["row"],
         "published": "OOM" if published is None else published,
         "predicted": "OOM" if predicted is None else float(f"{predicted:.5g}"),
-        "error": None if error is None else round(error, 4),
+        "error": None if error is None else round(error, 4) + 0.0,
         "role": row["role"],
         "unit": table["unit"],
         **more,

@@ -68,6 +68,16 @@ def test_roles_are_disjoint_and_only_what_the_table_names_is_fitted(found: tuple
     assert all(row["error"] < -0.5 and row["why"] for row in found[0] if row["role"] == UNEXPLAINED)
 
 
+def test_rings_take_time_by_length_and_devices_as_their_reason_says(found: tuple) -> None:
+    rows = [row for row in read_table("longvila")["rows"] if row["group"] == "ring"]
+    each = [row["published"] / row["thousands"] / row["devices"] for row in rows]
+    one = next(e for e, row in zip(each, rows, strict=True) if (row["thousands"], row["devices"]) == (128, 32))
+    assert np.median([abs(one / other - 1) for other in each]) < 0.04
+    assert {row["why"] for row in found[0] if row["group"] == "ring"} == {
+        read_table("longvila")["why_unexplained"]["ring"]
+    }
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_have_a_source_and_a_role_for_each_row(name: str) -> None:
     table = read_table(name)
@@ -132,4 +142,5 @@ def test_lines_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert rows[: len(first)] == first and "score" in rows[-1]  # scores come last
     assert all({"source", "row", "published", "predicted", "error", "role"} <= row.keys() for row in first)
     assert any(row["role"] == HELD_OUT for row in first)
-    assert Image.open(plot).size[0] > 1000
+    with Image.open(plot) as picture:
+        assert picture.size[0] > 1000
