@@ -78,9 +78,19 @@ class Sent:
         if self.operation != "send" and self.ranks < 2:
             return 0.0
         channel = rates.channel(self)
+        if self.operation == "all-to-all" and channel is not rates.inner:
+            return self._exchange_seconds(rates)
         hops = {"all-reduce": 2 * (self.ranks - 1) / 4, "all-to-all": 1.0, "send": 1.0}
         wait = hops.get(self.operation, (self.ranks - 1) / 4) * channel.latency_s
         return self.sent_bytes() / channel.bytes_s + self.times * wait
+
+    def _exchange_seconds(self, rates: Rates) -> float:
+        """Of an all-to-all over several nodes: each device sends what leaves the node through its own adapter."""
+        beside = max(1, rates.node // self.stride)
+        share = self.times * self.nbytes / self.ranks
+        inside = share * (beside - 1) / rates.inner.bytes_s
+        outside = share * (self.ranks - beside) / rates.outer.bytes_s
+        return inside + outside + self.times * rates.outer.latency_s
 
 
 @dataclass(frozen=True)

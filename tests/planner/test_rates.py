@@ -57,3 +57,9 @@ def test_works_add_and_repeat() -> None:
     assert spend(twice, RATES).sent == spend(one + one, RATES).sent == 2 * spend(one, RATES).sent
     assert (twice.products, twice.launched) == (2.0, 8.0)
     assert len((one + one).hidden) == 2
+
+
+def test_an_all_to_all_over_nodes_leaves_each_by_the_devices_own_adapters() -> None:
+    # Of 8 ranks on two nodes of 4, each sends 3 eighths inside its node and 4 eighths out of it.
+    assert Sent("all-to-all", 16.0, 8).seconds(RATES) == 16 / 8 * 3 / 8.0 + 16 / 8 * 4 / 1.0
+    assert Sent("all-to-all", 16.0, 4).seconds(RATES) == 12 / 8.0  # one node

@@ -1,0 +1,197 @@
+"""A step of Qwen2.5-VL-32B on 8 H100 under three layouts, and the largest batch that fits: 18 published cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+from typing import Any
+
+from dhp.config.devices import find_device
+from dhp.models.flops import OPERATIONS
+from dhp.planner.rates import Rates, Sent, Work, spend
+from experiments.published.machine import PASSES, Fitted, fit, head_of, rates_of, trained
+from experiments.published.shapes import MERGED, VALUE, decoder_named, tower_named
+from experiments.published.tables import FIT, HELD_OUT, Row, compared, errors, read_table, score
+
+WINDOW = 64  # patches, of which pictures of these sizes have whole ones only
+BATCHES = (8, 4, 2, 1)
+NETWORK = "ib400"  # unused on one node
+GROUP = "18 cells"
+
+TABLE = read_table("ray_cells")
+PROFILES = read_table("profiles")
+DECODER, TOWER = decoder_named(TABLE["model"]), tower_named(TABLE["model"])
+DEVICES: int = TABLE["devices"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank's layers see: pictures of so many patches each, a sample a picture."""
+
+    samples: int
+    patches: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.patches // MERGED + int(TABLE["text_tokens"])
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.length
+
+    @property
+    def all_patches(self) -> int:
+        return self.samples * self.patches
+
+
+def seen_by_a_rank(layout: str, samples: int, patches: int) -> Batch:
+    """Tensor and sequence ranks see all samples together, ranks of ZeRO-3 their own."""
+    return Batch(samples if PROFILES["implementations"][layout]["tensor"] > 1 else samples // DEVICES, patches)
+
+
+def text_pass(profile: Row, batch: Batch) -> Work:
+    """Decoder and head on one rank, everything recomputed."""
+    ranks = profile["tensor"]
+    forward = DECODER.forward(batch.tokens, batch.samples * batch.length**2) * (1 / ranks)
+    forward += DECODER.moved(_bytes("text"), batch.tokens, ranks, norms_cut=False)
+    sums = Sent("all-reduce", VALUE * batch.tokens * DECODER.hidden, ranks)
+    sent = (sums,) if profile["all_reduces"] else ()
+    sums_of_layers = Work(sent=sent) * (DECODER.layers * profile["all_reduces"])
+    return trained(forward) + sums_of_layers + head_of(DECODER, batch.tokens, ranks)
+
+
+def vision_pass(profile: Row, batch: Batch) -> Work:
+    """The tower on one rank, everything recomputed: cut by tensors, by sequence, or whole."""
+    patches, how = batch.all_patches, profile["tower"]
+    ranks = 1 if how == "whole" else DEVICES
+    forward = TOWER.forward(patches, patches * WINDOW, patches * batch.patches) * (1 / ranks)
+    moved = patches / ranks if how == "sequence" else patches
+    forward += TOWER.moved(_bytes("vision"), moved, ranks if how == "tensor" else 1)
+    merged_by = ranks if how == "tensor" else 1  # each sequence rank merges the whole picture
+    merger = Work(3 * OPERATIONS * TOWER.work.embedding * patches / MERGED / merged_by)
+    embedding = Work(2 * OPERATIONS * TOWER.work.patch * patches / ranks)
+    return trained(forward) + merger + embedding + Work(sent=tuple(_vision_sent(profile, patches)))
+
+
+def _vision_sent(profile: Row, patches: int) -> Iterator[Sent]:
+    states = VALUE * patches * TOWER.hidden
+    if profile["tower"] == "tensor":
+        yield Sent("all-reduce", states, DEVICES, times=TOWER.layers * profile["all_reduces"])
+    if profile["tower"] == "sequence":
+        # Queries, keys, values and outputs: forward, recomputed and backward.
+        yield Sent("all-to-all", states / DEVICES, DEVICES, times=TOWER.full * 4 * 3)
+        yield Sent("all-gather", VALUE * patches / MERGED * TOWER.out, DEVICES, times=2)
+        yield Sent("all-gather", states, DEVICES)
+        yield Sent("all-reduce", VALUE * TOWER.parameters, DEVICES)
+
+
+def _bytes(part: str) -> tuple[float, float, float]:
+    norms, rotary, gate = PROFILES["elementwise"]["eager"][part]
+    return norms, rotary, gate
+
+
+def step_seconds(layout: str, samples: int, patches: int, fitted: Fitted) -> float:
+    """Of a whole step."""
+    profile, rates = PROFILES["implementations"][layout], _rates(fitted)
+    batch = seen_by_a_rank(layout, samples, patches)
+    work = text_pass(profile, batch) + vision_pass(profile, batch)
+    launched = PASSES * (DECODER.layers * profile["text_host"] + TOWER.layers * profile["vision_host"])
+    parameters = DECODER.parameters + TOWER.parameters
+    if profile["tensor"] == 1:  # weights for forward and for backward, and sums of gradients
+        launched *= fitted.gathered
+        work += Work(hidden=(Sent("all-gather", VALUE * parameters, DEVICES, times=3),))
+    work, update = work + Work(launched=launched), Work(elementwise=profile["update"] * parameters / DEVICES)
+    if profile["update_waits"]:
+        return spend(work, rates).total + spend(update, rates).total + float(TABLE["fixed_s"])
+    return spend(work + update, rates).total + float(TABLE["fixed_s"])
+
+
+def _rates(fitted: Fitted) -> Rates:
+    return rates_of(TABLE["device"], NETWORK, fitted)
+
+
+def memory_bytes(layout: str, samples: int, patches: int) -> float:
+    """Of the fullest device, at its peak: states, inputs of recomputed layers, and the largest of what is short-lived:
+    logits, or one layer's own activations."""
+    profile, room = PROFILES["implementations"][layout], PROFILES["memory"]
+    batch, tensor, how = seen_by_a_rank(layout, samples, patches), profile["tensor"], profile["tower"]
+    cut = DEVICES if how == "sequence" else 1
+    states = profile["bytes"] * DECODER.parameters / DEVICES
+    states += TOWER.parameters * (profile["kept"] + (12 if profile["kept"] else profile["bytes"]) / DEVICES)
+    inputs = VALUE * (DECODER.layers * batch.tokens * DECODER.hidden)
+    inputs += VALUE * TOWER.layers * batch.all_patches / cut * TOWER.hidden
+    (text_hidden, text_inner), (own_hidden, own_inner) = room["text_work"], room["vision_work"]
+    short = [
+        PROFILES["logits"] * batch.tokens * DECODER.words / tensor,
+        batch.tokens * (text_hidden * DECODER.hidden + text_inner * DECODER.inner / tensor),
+    ]
+    if how != "sequence":  # there the tower's process and the decoder's take turns
+        short.append(batch.all_patches * (own_hidden * TOWER.hidden + own_inner * TOWER.inner / tensor))
+    handed = 4 * VALUE * batch.all_patches / MERGED * DECODER.hidden if how == "sequence" else 0.0
+    held = states + profile["gathered"] + inputs + max(short) + handed
+    return float(room["fragments"] * held + room["process_gb"] * 1e9 * profile["processes"])
+
+
+def largest_batch(layout: str, patches: int) -> int | None:
+    """That fits; None: none does. ZeRO-3 takes a sample a rank at least."""
+    memory = find_device(TABLE["device"]).memory.value
+    sizes = BATCHES if PROFILES["implementations"][layout]["tensor"] > 1 else (DEVICES,)
+    return next((size for size in sizes if memory_bytes(layout, size, patches) <= memory), None)
+
+
+def calibrated(factors: Mapping[str, str]) -> Fitted:
+    """By published cells. factors: by a row's name, the factor that it fits."""
+    wanted = {}
+    for row in TABLE["rows"]:
+        if row["row"] in factors:
+            published = row["batch"] * row["patches"] / row["published"]
+            wanted[factors[row["row"]]] = (published, lambda fitted, row=row: _seconds(row, fitted))
+    return fit(Fitted(), wanted)
+
+
+def _seconds(row: Row, fitted: Fitted) -> float:
+    return step_seconds(row["layout"], row["batch"], row["patches"], fitted)
+
+
+def cell_rows(fitted: Fitted, factors: Mapping[str, str]) -> list[Row]:
+    """All 18 beside what is predicted, at the published batch; rows of `factors` have the role fit."""
+    rows = []
+    for row in TABLE["rows"]:
+        batch = largest_batch(row["layout"], row["patches"])
+        both = batch is not None and row["batch"] is not None
+        predicted = row["batch"] * row["patches"] / _seconds(row, fitted) if both else None
+        named = {**row, "group": GROUP, "role": FIT if row["row"] in factors else HELD_OUT}
+        free = find_device(TABLE["device"]).memory.value - memory_bytes(row["layout"], batch or DEVICES, row["patches"])
+        sizes = {"batch": row["batch"], "predicted_batch": batch, "free_gib": round(free / 2**30, 1)}
+        rows.append(compared(TABLE, named, predicted, **sizes))
+    return rows
+
+
+def choices() -> list[dict[str, Any]]:
+    """Errors with each choice of the three cells that fit."""
+    found, by_factor = [], TABLE["choices"]
+    for cells in product(*by_factor.values()):
+        factors = dict(zip(cells, by_factor, strict=True))
+        off = errors(cell_rows(calibrated(factors), factors))
+        found.append({"cells": list(cells), "median": median(off), "max": max(off)})
+    return found
+
+
+def ray_rows() -> tuple[list[Row], Row, Fitted]:
+    """Rows, the score, and what was fitted."""
+    fitted = calibrated(TABLE["fitted"])
+    rows, all_choices = cell_rows(fitted, TABLE["fitted"]), choices()
+    medians, maxima = ([one[key] for one in all_choices] for key in ("median", "max"))
+    more = {
+        "batches_right": sum(row["batch"] == row["predicted_batch"] for row in rows),
+        "cells": len(rows),
+        "choices": len(all_choices),
+        "median_over_choices": round(median(medians), 4),
+        "medians_of_choices": [round(min(medians), 4), round(max(medians), 4)],
+        "max_of_choices": [round(min(maxima), 4), round(max(maxima), 4)],
+        "factors": {key: round(getattr(fitted, key), 3) for key in ("device", "host", "gathered")},
+    }
+    return rows, score(TABLE, rows, GROUP, TABLE["goal"], **more), fitted

@@ -1,0 +1,146 @@
+"""The simulator beside published tables: its scores, the roles of rows, and the counts it rests on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dhp.models.flops import NO_BACKWARD
+from dhp.models.types import ImageLayout
+from experiments.published import ray_cells
+from experiments.published.__main__ import all_rows, main
+from experiments.published.machine import Fitted, fit
+from experiments.published.pipelines import least_slowest, pipeline_seconds, stage_layers
+from experiments.published.shapes import decoder_named, tower_named
+from experiments.published.tables import FIT, HELD_OUT, ROLES, UNEXPLAINED, read_table
+
+TABLES = ("ray_cells", "longvila", "omnibal")
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[list[dict], dict[str, dict]]:
+    """All rows, and scores by name."""
+    rows, scores = all_rows()
+    return rows, {one["score"]: one for one in scores}
+
+
+@pytest.mark.parametrize(
+    ("name", "fitted", "held_out", "middle", "most"),
+    [
+        ("18 cells", 3, 12, 0.06, 0.13),
+        ("sequence parallel", 2, 28, 0.06, 0.22),
+        ("chain of rows", 1, 7, 0.05, 0.10),
+        ("Megatron CP+TP", 0, 9, 0.07, 0.16),
+        ("ratios", 0, 5, 0.10, 0.14),
+        ("other models", 0, 7, 0.22, 0.30),
+    ],
+)
+def test_scores(found: tuple, name: str, fitted: int, held_out: int, middle: float, most: float) -> None:
+    score = found[1][name]
+    assert (score["fitted"], score["held_out"]) == (fitted, held_out)
+    assert score["median"] <= middle and score["max"] <= most
+    assert score["met"] is not False and score["inferred"]
+
+
+def test_every_batch_and_every_cell_without_memory_is_right(found: tuple) -> None:
+    score = found[1]["18 cells"]
+    assert score["batches_right"] == score["cells"] == 18
+    assert score["choices"] == 18 and score["median_over_choices"] <= 0.06
+    cells = [row for row in found[0] if row["group"] == "18 cells"]
+    assert [row["row"] for row in cells if row["predicted"] == "OOM"] == [f"ZeRO-3 {n}" for n in ("16k", "25k", "65k")]
+    assert all((row["published"] == "OOM") == (row["predicted"] == "OOM") for row in cells)
+
+
+def test_roles_are_disjoint_and_only_what_the_table_names_is_fitted(found: tuple) -> None:
+    names = {role: {(row["source"], row["row"]) for row in found[0] if row["role"] == role} for role in ROLES}
+    assert sum(map(len, names.values())) == len(found[0]) == len(set.union(*names.values()))
+    assert {name for _, name in names[FIT]} == {name for table in TABLES for name in read_table(table)["fitted"]}
+    for row in found[0]:
+        if row["role"] == FIT:
+            assert abs(row["error"]) < 1e-3
+    of_rings = {row["group"] for row in found[0] if row["role"] == UNEXPLAINED}
+    assert of_rings == {"ring", "Megatron CP"}
+    assert all(row["error"] < -0.5 and row["why"] for row in found[0] if row["role"] == UNEXPLAINED)
+
+
+def test_rings_take_time_by_length_and_devices_as_their_reason_says(found: tuple) -> None:
+    rows = [row for row in read_table("longvila")["rows"] if row["group"] == "ring"]
+    each = [row["published"] / row["thousands"] / row["devices"] for row in rows]
+    one = next(e for e, row in zip(each, rows, strict=True) if (row["thousands"], row["devices"]) == (128, 32))
+    assert np.median([abs(one / other - 1) for other in each]) < 0.04
+    assert {row["why"] for row in found[0] if row["group"] == "ring"} == {
+        read_table("longvila")["why_unexplained"]["ring"]
+    }
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_have_a_source_and_a_role_for_each_row(name: str) -> None:
+    table = read_table(name)
+    assert table["source"] and table["inferred"]
+    rows = [row["row"] for row in table["rows"]]
+    assert len(set(rows)) == len(rows) and {row["role"] for row in table["rows"]} <= set(ROLES)
+    assert {row["row"] for row in table["rows"] if row["role"] == FIT} == set(table["fitted"])
+
+
+def test_operations_are_those_that_dhp_counts() -> None:
+    decoder, tower = decoder_named("Qwen2.5-VL-32B"), tower_named("Qwen2.5-VL-32B")
+    work = decoder.forward(300, 100**2 + 200**2)
+    assert work.products + work.attention == decoder.work.flops([100, 200], 0, NO_BACKWARD)
+    picture = ImageLayout(torch.empty(0), 4, (64,) * 16, (1024,), torch.empty(1024, 2))
+    own = tower.forward(1024, 1024 * 64, 1024**2)
+    entering = 2 * tower.work.patch * 1024
+    assert own.products + own.attention + entering == tower.work.flops([picture], NO_BACKWARD)
+    assert 32e9 < decoder.parameters + tower.parameters < 34e9
+    assert tower_named("InternViT-6B", 6144).parameters == pytest.approx(5.6e9, rel=0.05)
+
+
+def test_a_fit_finds_its_factors() -> None:
+    wanted = {
+        "device": (6.0, lambda one: 2 * one.device + one.host),
+        "host": (4.0, lambda one: one.device + one.host),
+    }
+    fitted = fit(Fitted(), wanted)
+    assert (fitted.device, fitted.host) == pytest.approx((2.0, 2.0), rel=1e-3)
+
+
+def test_memory_grows_with_samples_and_pictures() -> None:
+    for layout in ("SP+TP", "TP", "ZeRO-3"):
+        sizes = [ray_cells.memory_bytes(layout, 8, patches) for patches in (1024, 4096, 65536)]
+        assert sizes == sorted(sizes)
+    assert ray_cells.memory_bytes("TP", 4, 25600) < ray_cells.memory_bytes("TP", 8, 25600)
+
+
+def test_a_pipeline_with_equal_micro_batches_takes_the_known_time() -> None:
+    stages, micro_batches = 4, 8
+    forward = np.ones((stages, micro_batches, 3))
+    seconds = pipeline_seconds(forward, 2 * forward, np.zeros((micro_batches, 3)))
+    assert seconds == pytest.approx(3.0 * (micro_batches + stages - 1))
+    slower = forward.copy()
+    slower[1, 3, 2] += 5.0  # one stage's micro-batch of one replica
+    found = pipeline_seconds(slower, 2 * forward, np.zeros((micro_batches, 3)))
+    assert found[0] == found[1] == seconds[0] and found[2] > seconds[2]
+
+
+def test_cuts() -> None:
+    assert stage_layers([57, 12, 12, 12], 45) == [(45, 12), (0, 12), (0, 12), (0, 12)]
+    assert stage_layers([22, 24, 2], 45) == [(22, 0), (23, 1), (0, 2)]
+    assert least_slowest([1, 1, 1, 1, 4, 4], 3) == [4, 1, 1]
+
+
+def test_lines_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "rows.jsonl", tmp_path / "rows.png"
+    main(["--out", str(out), "--plot", str(plot)])
+    lines = out.read_text(encoding="utf-8").splitlines()
+    assert capsys.readouterr().out.splitlines() == lines
+    rows = [json.loads(line) for line in lines]
+    first = [row for row in rows if "score" not in row]
+    assert rows[: len(first)] == first and "score" in rows[-1]  # scores come last
+    assert all({"source", "row", "published", "predicted", "error", "role"} <= row.keys() for row in first)
+    assert any(row["role"] == HELD_OUT for row in first)
+    with Image.open(plot) as picture:
+        assert picture.size[0] > 1000
