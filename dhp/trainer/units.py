@@ -97,12 +97,13 @@ def layer_operations(family: Family, sizes: DecoderSizes, rows: AssumedRows) -> 
     which experts count as far as tokens visit them."""
     work, layers = family.decoder.work, len(sizes.layers)
     pairs = rows.samples * rows.tokens**2 / 2
-    weights = _visited(family, sizes)
+    weights = visited_parameters(family, sizes)
     matrices = [work.token * own / sum(weights) for own in weights]
     return [OPERATIONS * (own * rows.samples * rows.tokens + work.pair / layers * pairs) for own in matrices]
 
 
-def _visited(family: Family, sizes: DecoderSizes) -> list[float]:
+def visited_parameters(family: Family, sizes: DecoderSizes) -> list[float]:
+    """Of each layer, those that a token goes through: of experts, the ones that it visits."""
     experts = family.decoder.experts
     if experts is None:
         return list(map(float, sizes.layers))

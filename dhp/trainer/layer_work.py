@@ -1,0 +1,141 @@
+"""What one rank does of a micro-batch in each unit of a part, as `Work` of which `dhp.planner.rates` makes seconds.
+
+Products and attention are counted as `dhp.models.flops` counts them, elementwise traffic by what a layer keeps
+(`dhp.trainer.row_bytes`), sends by `dhp.planner.traffic`. Recomputing is a share of a forward (`dhp.trainer.units`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dhp.config.part import PartConfig
+from dhp.core.axes import Degrees
+from dhp.models.family import Family
+from dhp.models.flops import OPERATIONS
+from dhp.models.shape import DecoderSizes
+from dhp.planner.rates import Sent, Work
+from dhp.planner.traffic import DividedAttention, DividedMatrices
+from dhp.planner.units import NONE
+from dhp.trainer.memory import VALUE_BYTES
+from dhp.trainer.row_bytes import PartBytes
+from dhp.trainer.tower_units import Piece, TowerLoad, tower_operations, tower_width
+from dhp.trainer.units import hidden_width, visited_parameters
+
+if TYPE_CHECKING:
+    from dhp.engine.traced import TracedRows
+
+# Bytes that elementwise kernels read and write, for each that a layer keeps where nothing is recomputed: a forward
+# writes it and reads what it is made of; a backward reads it, the gradient that comes, and writes another.
+FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 2, 4
+ATTENTION_BACKWARD = 2.5  # of a forward's operations: the scores are made again, and four products follow
+LOGIT_PASSES = 6  # over the logits of a chunk, forward and backward
+
+
+@dataclass(frozen=True)
+class TextLoad:
+    """A micro-batch of one replica of a decoder. pairs: Σ length² of its samples, whatever sees what; targets: tokens
+    with a loss."""
+
+    tokens: float
+    pairs: float
+    targets: float
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Of one unit and micro-batch. backward: of its own gradients, without recomputing."""
+
+    forward: Work
+    backward: Work
+
+
+def decoder_passes(
+    section: PartConfig,
+    degrees: Degrees,
+    family: Family,
+    sizes: DecoderSizes,
+    load: TextLoad,
+    kept: PartBytes,
+    trained: Mapping[int | None, float] | None = None,
+) -> tuple[Passes, ...]:
+    """Of each layer, and behind them of the last norm with the head. trained: see `dhp.trainer.units.decoder_units`."""
+    work, count = family.decoder.work, len(sizes.layers)
+    ranks, rows = degrees.tensor * degrees.sequence, _rows(load, degrees)
+    visited = visited_parameters(family, sizes)
+    attention = OPERATIONS * work.pair / count * load.pairs / 2 / ranks
+    there, back = (_sends(section, degrees, family, load, backwards) for backwards in (False, True))
+    found = []
+    for at, own in enumerate(visited):
+        products = OPERATIONS * work.token * own / sum(visited) * load.tokens / ranks
+        share = 1.0 if trained is None else trained.get(at, 0.0)
+        saved = kept.held[kept.kinds[at], NONE].of(rows)
+        forward = Work(products, attention, FORWARD_TRAFFIC * saved, 1.0, there)
+        behind = (products * (1 + share), attention * ATTENTION_BACKWARD, BACKWARD_TRAFFIC * saved)
+        found.append(Passes(forward, Work(*behind, 2.0, back)))
+    return (*found, _head(section, degrees, family, load, 1.0 if trained is None else trained.get(None, 0.0)))
+
+
+def tower_passes(
+    section: PartConfig,
+    degrees: Degrees,
+    family: Family,
+    pieces: Sequence[Piece],
+    load: TowerLoad,
+    kept: PartBytes,
+) -> tuple[Passes, ...]:
+    """Of the patch embedding, each layer and the merger. load: of the ranks that share a sequence, all together."""
+    from dhp.engine.traced import TracedRows  # imports torch
+
+    ranks = degrees.tensor * degrees.sequence
+    rows = TracedRows(0, patches=max(1, round(load.patches / degrees.sequence)))
+    matrices = DividedMatrices(degrees.tensor, rows.patches, tower_width(family), VALUE_BYTES[section.dtype])
+    found, last = [], len(pieces) - 1
+    for at, (piece, done) in enumerate(zip(pieces, tower_operations(family, pieces, load), strict=True)):
+        products, attention = (own / ranks for own in done)
+        inner = 0 < at < last
+        saved = kept.held[kept.kinds[at - 1], NONE].of(rows) if inner else 0.0
+        there, back = (matrices.sends(backwards) if inner else () for backwards in (False, True))
+        gradients = (1.0 if at else 0.0) + piece.share  # pixels have none
+        behind = (products * gradients, attention * ATTENTION_BACKWARD, BACKWARD_TRAFFIC * saved)
+        forward = Work(products, attention, FORWARD_TRAFFIC * saved, float(inner), there)
+        found.append(Passes(forward, Work(*behind, 2.0 * inner, back)))
+    return tuple(found)
+
+
+def recomputed(forward: Work, share: float) -> Work:
+    """A second forward in backward, as far as a choice of recompute runs it again. Sums over ranks run once: what they
+    return is kept."""
+    return replace(forward * share, sent=())
+
+
+def _head(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad, share: float) -> Passes:
+    targets = load.targets / degrees.sequence
+    products = OPERATIONS * family.decoder.work.target * targets / degrees.tensor
+    width = family.decoder.work.target / hidden_width(family) / degrees.tensor
+    logits = LOGIT_PASSES * targets * width * VALUE_BYTES[section.dtype]
+    return Passes(Work(products, 0.0, logits / 2, 1.0), Work(products * (1 + share), 0.0, logits / 2, 2.0))
+
+
+def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad, back: bool) -> tuple[Sent, ...]:
+    value, text = VALUE_BYTES[section.dtype], family.config.get_text_config()
+    own = round(load.tokens / degrees.sequence)
+    matrices = DividedMatrices(degrees.tensor, own, hidden_width(family), value, section.sequence_sharded_norms)
+    found: Sequence[Sent] = matrices.sends(back)
+    if degrees.sequence > 1:
+        heads = text.num_attention_heads // degrees.tensor
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        held = max(1, family.decoder.kv_heads // degrees.tensor)
+        whole = DividedAttention(round(load.tokens), heads, held, dim, degrees.ring, degrees.ulysses, value)
+        apart = (replace(one, stride=one.stride * degrees.tensor) for one in whole.sends(back))
+        found = (*found, *apart)
+    return tuple(found)
+
+
+def _rows(load: TextLoad, degrees: Degrees) -> TracedRows:
+    from dhp.engine.traced import TracedRows  # imports torch
+
+    own = (max(1, round(count / degrees.sequence)) for count in (load.tokens, load.targets))
+    tokens, targets = own
+    return TracedRows(tokens, 0, targets)
