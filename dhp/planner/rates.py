@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from dhp.config.devices import Device, Link, find_link
+from dhp.core.errors import ConfigError
+
 OVERLAP = 3.0  # exponent of the soft maximum: 6 is nearly the plain one, and fits published step times less well
 
 Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
@@ -151,3 +154,23 @@ def soft_maximum(values: Iterable[float], exponent: float = OVERLAP) -> float:
     found = [value for value in values if value > 0]
     most = max(found, default=0.0)
     return float(most * sum((value / most) ** exponent for value in found) ** (1 / exponent)) if most else 0.0
+
+
+def rates_of(device: Device, number_format: str, host_s: float, node: int, between: Link) -> Rates:
+    """Of a kind of device that computes in this format, `node` of them in a node. host_s: see `Rates`. between: nodes.
+    Raises ConfigError where the device has no peak in that format."""
+    if number_format not in device.peaks:
+        raise ConfigError(
+            f"device={device.name} has no peak in {number_format}: known are {', '.join(device.peaks)}. Choose one of "
+            "them as dtype, or add it to configs/devices/devices.json"
+        )
+    peak, inner = device.peaks[number_format].value, find_link(device.link)
+    return Rates(
+        peak * device.products.value,
+        peak * device.attention.value,
+        device.bandwidth.value * device.elementwise.value,
+        host_s,
+        Channel(inner.bytes_s, inner.latency.value),
+        Channel(between.bytes_s, between.latency.value),
+        node,
+    )

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from dhp.config.devices import find_device, find_link
 from dhp.models.flops import OPERATIONS
-from dhp.planner.rates import Channel, Rates, Work
+from dhp.planner import rates
+from dhp.planner.rates import Rates, Work
 from experiments.published.shapes import Decoder
 from experiments.published.tables import read_table
 
-FORMAT = "bfloat16"
+FORMAT, NODE = "bfloat16", 8
 PASSES = 4  # forwards that a recomputed layer's launches are like: forward, again, and a backward of two
 ROUNDS, STEP = 80, 0.8  # of a fit
 
@@ -32,15 +33,13 @@ class Fitted:
 
 def rates_of(name: str, network: str, fitted: Fitted) -> Rates:
     """Of one device, with network cards of that link; host_s is a plain layer's."""
-    device, link, outer = find_device(name), find_link(find_device(name).link), find_link(network)
-    peak = device.peaks[FORMAT].value / fitted.device
-    return Rates(
-        products=peak * device.products.value,
-        attention=peak * device.attention.value / fitted.attention,
-        elementwise=device.bandwidth.value * device.elementwise.value / fitted.device,
-        host_s=fitted.host * read_table("profiles")["host_ms"] / 1e3 / PASSES,
-        inner=Channel(link.bytes_s, link.latency.value),
-        outer=Channel(outer.bytes_s, outer.latency.value),
+    host_s = fitted.host * read_table("profiles")["host_ms"] / 1e3 / PASSES
+    plain = rates.rates_of(find_device(name), FORMAT, host_s, NODE, find_link(network))
+    return replace(
+        plain,
+        products=plain.products / fitted.device,
+        attention=plain.attention / fitted.device / fitted.attention,
+        elementwise=plain.elementwise / fitted.device,
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.planner.rates import Channel, Rates, Sent, Work, soft_maximum, spend
+from dhp.config.devices import find_device, find_link
+from dhp.core.errors import ConfigError
+from dhp.planner.rates import Channel, Rates, Sent, Work, rates_of, soft_maximum, spend
 
 RATES = Rates(100.0, 50.0, 10.0, 0.5, Channel(8.0), Channel(1.0), node=4)
 
@@ -63,3 +65,15 @@ def test_an_all_to_all_over_nodes_leaves_each_by_the_devices_own_adapters() -> N
     # Of 8 ranks on two nodes of 4, each sends 3 eighths inside its node and 4 eighths out of it.
     assert Sent("all-to-all", 16.0, 8).seconds(RATES) == 16 / 8 * 3 / 8.0 + 16 / 8 * 4 / 1.0
     assert Sent("all-to-all", 16.0, 4).seconds(RATES) == 12 / 8.0  # one node
+
+
+def test_rates_of_a_device_are_the_shares_that_real_work_reaches() -> None:
+    rates = rates_of(find_device("h100"), "bfloat16", 0.005, 8, find_link("ib400"))
+    assert rates.products == pytest.approx(544.17e12) and rates.attention == pytest.approx(336.396e12)
+    assert rates.elementwise == pytest.approx(2.412e12)
+    assert rates.inner.bytes_s == pytest.approx(378e9) and rates.outer.bytes_s == pytest.approx(45e9)
+
+
+def test_a_format_without_a_peak_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device=t4 has no peak in bfloat16: known are float16, float32"):
+        rates_of(find_device("t4"), "bfloat16", 0.0, 8, find_link("eth10"))
