@@ -16,7 +16,8 @@ from dhp.planner.rates import Operation, Sent
 
 @dataclass(frozen=True)
 class DividedAttention:
-    """A sequence of so many tokens over Ulysses and ring ranks. dim: of a head; element_bytes: of a value, exact_bytes:
+    """A sequence of so many tokens over Ulysses ranks, which exchange heads, and ring ranks. dim: of a head;
+    element_bytes: of a value, exact_bytes:
     of one that sums; gather: the ring fetches all keys and values at once."""
 
     tokens: int
@@ -24,24 +25,24 @@ class DividedAttention:
     kv_heads: int
     dim: int
     ring: int
-    ulysses: int
+    exchanging: int
     element_bytes: int
     exact_bytes: int = 4
     gather: bool = False
 
     @property
     def _a_rank(self) -> float:
-        return self.tokens / (self.ring * self.ulysses)  # S/N
+        return self.tokens / (self.ring * self.exchanging)  # S/N
 
     @property
     def _sent_kv_width(self) -> int:
         # Heads are repeated until each Ulysses rank gets whole ones.
-        return self.kv_heads * (self.ulysses // math.gcd(self.kv_heads, self.ulysses)) * self.dim
+        return self.kv_heads * (self.exchanging // math.gcd(self.kv_heads, self.exchanging)) * self.dim
 
     def exchange(self) -> float:
         """Bytes a rank sends to its Ulysses ranks, forward; backward sends as many: e (S/N) (2H + 2H_kv) (U−1)/U."""
         widths = 2 * self.heads * self.dim + 2 * self._sent_kv_width
-        return self.element_bytes * self._a_rank * widths * (self.ulysses - 1) / self.ulysses
+        return self.element_bytes * self._a_rank * widths * (self.exchanging - 1) / self.exchanging
 
     def ring_forward(self) -> float:
         """Bytes a rank sends around the ring: 2 e (S/N) H_kv (R−1)."""
@@ -56,13 +57,13 @@ class DividedAttention:
         return 2 * self._a_rank * self._sent_kv_width * (again + self.exact_bytes) * (self.ring - 1)
 
     def sends(self, back: bool) -> tuple[Sent, ...]:
-        """The same as collectives of a layer: forward, or back. Ring ranks lie `ulysses` apart."""
+        """The same as collectives of a layer: forward, or back. Ring ranks lie `exchanging` apart."""
         others = max(1, self.ring - 1)
         around = self.ring_backward() if back else self.ring_forward()
-        whole = self.exchange() * self.ulysses / max(1, self.ulysses - 1)
+        whole = self.exchange() * self.exchanging / max(1, self.exchanging - 1)
         found = (
-            Sent("all-to-all", whole, self.ulysses),
-            Sent("send", around / others, self.ring, self.ulysses, others),
+            Sent("all-to-all", whole, self.exchanging),
+            Sent("send", around / others, self.ring, self.exchanging, others),
         )
         return tuple(one for one in found if one.ranks > 1)
 
