@@ -17,8 +17,7 @@ from dhp.planner.rates import Operation, Sent
 @dataclass(frozen=True)
 class DividedAttention:
     """A sequence of so many tokens over Ulysses ranks, which exchange heads, and ring ranks. dim: of a head;
-    element_bytes: of a value, exact_bytes:
-    of one that sums; gather: the ring fetches all keys and values at once."""
+    element_bytes: of a value, exact_bytes: of one that sums; gather: the ring fetches all keys and values at once."""
 
     tokens: int
     heads: int
