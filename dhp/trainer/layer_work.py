@@ -127,7 +127,7 @@ def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad
         heads = text.num_attention_heads // degrees.tensor
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         held = max(1, family.decoder.kv_heads // degrees.tensor)
-        whole = DividedAttention(round(load.tokens), heads, held, dim, degrees.ring, degrees.ulysses, value)
+        whole = DividedAttention(round(load.tokens), heads, held, dim, *degrees.rows, value)
         apart = (replace(one, stride=one.stride * degrees.tensor) for one in whole.sends(back))
         found = (*found, *apart)
     return tuple(found)
