@@ -27,7 +27,8 @@ from dhp.data.sampling.dataset import BatchSource, Dataset, open_dataset
 from dhp.data.sampling.exchanged import Exchanged, Records
 from dhp.data.sampling.length_cache import LengthCache
 from dhp.data.sampling.length_table import MeasuredDataset
-from dhp.data.sampling.sampler import RANDOM, BalanceSettings, BatchLayout, RandomSampler, Sampler
+from dhp.data.sampling.sampler import RANDOM, BalanceSettings, BatchLayout, Sampler
+from dhp.data.sampling.step_loads import make_sampler
 from dhp.models.family import Family
 from dhp.models.flops import TrainedShare
 from dhp.models.positions import find_positions
@@ -148,11 +149,8 @@ def pad_token(tokenizer: Any) -> int:
 
 
 def _sampler(settings: BatchReaderSettings, dataset: Any) -> Sampler:
-    if settings.balancing.method == RANDOM:
-        return RandomSampler(len(dataset), settings.layout, settings.seed, settings.data.shuffle)
-    from dhp.data.sampling.balanced_sampler import BalancedSampler
-
-    return BalancedSampler(dataset, settings.balancing, settings.layout, settings.seed, settings.data.on_bad_sample)
+    shuffle, bad = settings.data.shuffle, settings.data.on_bad_sample
+    return make_sampler(dataset, settings.balancing, settings.layout, settings.seed, shuffle, bad)
 
 
 def _videos(family: Family, data: DataConfig) -> Videos | None:

@@ -8,7 +8,7 @@ a soft maximum, which is a little more than the largest of them: real overlap is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dhp.config.devices import Device, Link, find_link
@@ -138,7 +138,7 @@ class Spent:
     sent: float
     hidden: float
     host: float
-    total: float = field(default=0.0)
+    total: float
 
 
 def spend(work: Work, rates: Rates) -> Spent:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # writes it and reads what it is made of; a backward reads it, the gradient that comes, and writes another.
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 2, 4
 ATTENTION_BACKWARD = 2.5  # of a forward's operations: the scores are made again, and four products follow
+_WHOLE = ("all", "offload")  # choices of recompute that run a layer again from its input
 LOGIT_PASSES = 6  # over the logits of a chunk, forward and backward
 
 
@@ -104,10 +105,16 @@ def tower_passes(
     return tuple(found)
 
 
-def recomputed(forward: Work, share: float) -> Work:
-    """A second forward in backward, as far as a choice of recompute runs it again. Sums over ranks run once: what they
-    return is kept."""
-    return replace(forward * share, sent=())
+def recomputed(forward: Work, choice: str, share: float) -> Work:
+    """A second forward in backward, as far as a choice of recompute runs it again. Where projections run again, the sum
+    behind attention does too; that behind the MLP is no input of backward. Exchanges of attention run again where
+    attention does."""
+    sums, exchanges = 0.5 * (choice in (*_WHOLE, "linear")), float(choice in _WHOLE)
+    again = (
+        replace(one, times=one.times * (exchanges if one.operation in ("all-to-all", "send") else sums))
+        for one in forward.sent
+    )
+    return replace(forward * share, sent=tuple(one for one in again if one.times))
 
 
 def _head(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad, share: float) -> Passes:
@@ -136,6 +143,5 @@ def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad
 def _rows(load: TextLoad, degrees: Degrees) -> TracedRows:
     from dhp.engine.traced import TracedRows  # imports torch
 
-    own = (max(1, round(count / degrees.sequence)) for count in (load.tokens, load.targets))
-    tokens, targets = own
+    tokens, targets = (max(1, round(count / degrees.sequence)) for count in (load.tokens, load.targets))
     return TracedRows(tokens, 0, targets)

@@ -235,3 +235,22 @@ def test_divided_weights_are_sent_as_the_planner_has_it(
     expected = [weights.forward(True), weights.backward(False), weights.forward(False), weights.backward(True)]
     assert found == [sum(map(Collective.sent_bytes, of)) for of in expected]
     assert gathered == sum(map(Collective.sent_bytes, weights.update()))
+
+
+@pytest.mark.parametrize(("choice", "again"), [("mlp", 0), ("linear", 1), ("all", 1)])
+def test_recomputed_layers_sum_behind_attention_again(made_model: str, choice: str, again: int) -> None:
+    """What is behind the MLP is no input of its backward."""
+    case = Case(ONE, Degrees(tensor=2), 1)
+    chosen = lambda stage: (choice,) * len(stage.layers)
+    with Running(made_model, case, Fault(_Vision, _Text), recompute=chosen) as running:
+        data = make_reader(made_model, case, [[large_image()]]).step(0)
+        in_flight, last = InFlight(Batch(data.info, data.work, data.routes)), last_backwards(running.schedule)
+        for at, action in enumerate(running.schedule):
+            running.stages[action.node.stage].run(action, at in last, in_flight)
+            running.stages[action.node.stage].flush()
+            sent = running.groups[action.node.stage].execute_all("sent")[0]
+            if action.node.stage == TEXT:
+                found = sent
+        running.update(in_flight.batch)
+    states, rows = TOKENS * WIDTH * 8, TARGETS * 8
+    assert found == {"all_reduce": all_reduced(2, (2 + again) * LAYERS * states + rows * WIDTH)}

@@ -70,10 +70,19 @@ def test_frozen_layers_have_gradients_of_states_alone(made_model: str) -> None:
     assert shares == [1.0, 2.0, 1.5]
 
 
-def test_recomputing_repeats_a_share_and_sends_nothing_again(made_model: str) -> None:
+@pytest.mark.parametrize(("choice", "sums"), [("light", 0), ("mlp", 0), ("linear", 1), ("all", 1)])
+def test_recomputing_repeats_a_share_and_the_sum_behind_attention(made_model: str, choice: str, sums: int) -> None:
+    """As ranks count it: tests/engine/test_comm_bytes.py."""
     _, found, _ = passes(made_model, Degrees(tensor=2))
-    again = recomputed(found[0].forward, 0.5)
-    assert again.products == found[0].forward.products / 2 and not again.sent
+    again = recomputed(found[0].forward, choice, 0.5)
+    assert again.products == found[0].forward.products / 2
+    assert sum(one.times for one in again.sent) == sums
+
+
+def test_attention_exchanges_again_where_it_runs_again(made_model: str) -> None:
+    _, found, _ = passes(made_model, Degrees(ulysses=2))
+    forward = found[0].forward
+    assert recomputed(forward, "all", 1.0).sent == forward.sent and not recomputed(forward, "linear", 0.9).sent
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2), Degrees(ulysses=2)], ids=str)

@@ -212,7 +212,7 @@ def step_loads(
         raise DataError("not one sample of the datasets can be used; `python -m dhp inspect data` tells why")
     if len(defective) and on_bad_sample != "skip":
         raise DataError(dataset.defects(defective[:1], epoch)[0])
-    sampler = _sampler(dataset, balancing, layout, seed, shuffle, on_bad_sample)
+    sampler = make_sampler(dataset, balancing, layout, seed, shuffle, on_bad_sample)
     first = sampler.steps(epoch) if epoch else 0
     samples, ends = _rows(sampler, first, sampler.steps(epoch + 1))
     usable = columns["text"][samples] > 0  # random rows lose defective samples when they are read
@@ -236,10 +236,10 @@ def row_bound(columns: np.ndarray, micro_batch_size: int, packing: bool = True) 
     return _row(None, samples, columns, tokens[0], pairs[0])
 
 
-def _sampler(
+def make_sampler(
     dataset: Measured, balancing: BalanceSettings, layout: BatchLayout, seed: int, shuffle: bool, on_bad_sample: str
 ) -> Sampler:
-    """As a run makes it."""
+    """The sampler of a run: balancing.method says which kind."""
     if balancing.method == RANDOM:
         return RandomSampler(len(dataset), layout, seed, shuffle)
     from dhp.data.sampling.balanced_sampler import BalancedSampler
