@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,7 +47,41 @@ class PartShape:
     quantized: int = 0
 
 
-def part_shape(
+@dataclass(frozen=True)
+class HeldParameter:
+    """One parameter of a part, as the fullest tensor rank holds it. names: all of a weight that modules share.
+
+    total: numbers that it has; own: of these, on the rank; split: other ranks hold the rest. trains: it is trained.
+    quantized: it is kept in four bits.
+    """
+
+    names: tuple[str, ...]
+    total: int
+    own: int
+    split: bool
+    trains: bool
+    quantized: bool
+
+
+def part_shape(source: str, dropped: Sequence[str], tensor: int = 1, **how: Any) -> PartShape:
+    """Count the model of `source` without the modules `dropped`, split by its tensor-parallel plan over `tensor` ranks.
+    how: as `held_parameters` has it."""
+    return sum_shape(held_parameters(source, dropped, tensor, **how), how.get("trained") is not None)
+
+
+def sum_shape(parameters: Iterable[HeldParameter], selects: bool) -> PartShape:
+    """Of these parameters together. selects: not all of the run's are trained."""
+    total = per_rank = replicated = trained = quantized = 0
+    for one in parameters:
+        total += one.total
+        per_rank += one.own
+        replicated += 0 if one.split else one.total
+        trained += one.own * one.trains
+        quantized += one.total * one.quantized
+    return PartShape(total, per_rank, replicated, trained if selects else None, quantized)
+
+
+def held_parameters(
     source: str,
     dropped: Sequence[str],
     tensor: int = 1,
@@ -58,8 +92,8 @@ def part_shape(
     sharing: int = 1,
     put_adapters: Callable[[nn.Module], None] = lambda _: None,
     find_quantized: Callable[[nn.Module], Collection[str]] = lambda _: (),
-) -> PartShape:
-    """Count the model of `source` without the modules `dropped`, split by its tensor-parallel plan over `tensor` ranks.
+) -> tuple[HeldParameter, ...]:
+    """The parameters of the model of `source` without the modules `dropped`, split over `tensor` ranks.
 
     whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says. added_plan:
     transformers' style of further modules. trained: whether the parameter of a name is trained; None: all are.
@@ -70,19 +104,20 @@ def part_shape(
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
     mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0) if tensor > 1 else None
     put_adapters(model)
-    total = per_rank = replicated = of_trained = 0
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    rounded = {f"{name}.weight" for name in find_quantized(model)}
+    found = []
     for name, parameter in list(model.named_parameters()):  # a tied one comes once
         held = parameter if mesh is None or is_adapter(name) else _sharded(model, name, plan, mesh)
         split = isinstance(held, DTensor) and not all(placement.is_replicate() for placement in held.placements)
-        total += parameter.numel()
         own = held.to_local().numel() if isinstance(held, DTensor) else held.numel()
         if sharing > 1 and is_inside(name, shared):
             split, own = True, own // sharing
-        per_rank += own
-        of_trained += own if trained is None or trained(name) else 0
-        replicated += 0 if split else parameter.numel()
-    quantized = sum(model.get_submodule(name).weight.numel() for name in find_quantized(model))
-    return PartShape(total, per_rank, replicated, None if trained is None else of_trained, quantized)
+        trains = trained is None or trained(name)
+        found.append(HeldParameter(tuple(names[id(parameter)]), parameter.numel(), own, split, trains, name in rounded))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

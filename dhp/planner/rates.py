@@ -36,6 +36,10 @@ class Rates:
     host_s: of launching one layer's forward; a backward takes twice that.
 
     inner, outer: between devices of one node, and of two. node: devices of a node.
+
+    update: bytes a second that an optimizer's step goes through; None: as elementwise.
+
+    overlap: exponent of the soft maximum of what goes on at once; 1 where nothing does, as on cores that all work.
     """
 
     products: float
@@ -45,6 +49,8 @@ class Rates:
     inner: Channel
     outer: Channel
     node: int = 8
+    update: float | None = None
+    overlap: float = OVERLAP
 
     def channel(self, sent: Sent) -> Channel:
         """Of a group of ranks. Where it has several devices of each node, each sends through its own adapter."""
@@ -146,7 +152,7 @@ def spend(work: Work, rates: Rates) -> Spent:
     parts = (work.products / rates.products, work.attention / rates.attention, work.elementwise / rates.elementwise)
     sent, hidden = (sum(one.seconds(rates) for one in sends) for sends in (work.sent, work.hidden))
     host = work.launched * rates.host_s
-    return Spent(*parts, sent, hidden, host, soft_maximum((sum(parts) + sent, hidden, host)))
+    return Spent(*parts, sent, hidden, host, soft_maximum((sum(parts) + sent, hidden, host), rates.overlap))
 
 
 def soft_maximum(values: Iterable[float], exponent: float = OVERLAP) -> float:

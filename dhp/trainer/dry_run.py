@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, decoder, model_name, parts, resolved
@@ -11,15 +10,11 @@ from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph, StageSpec
-from dhp.core.parameters import TrainingRules, is_inside
 from dhp.core.state_forms import EXACT_STATES
 from dhp.core.text import aligned
-from dhp.models.family import Family
 from dhp.models.pretrained import config_source
-from dhp.models.quantized import find_quantized
-from dhp.models.shape import PartShape, adapt, part_shape
+from dhp.models.shape import PartShape
 from dhp.models.types import chunks_of
-from dhp.parallel.tensor.styles import with_fused
 from dhp.step.schedule import draw, make_schedule
 from dhp.trainer.activations import Activations, expected_activations
 from dhp.trainer.chain import Model, is_joint, part_cuts
@@ -28,6 +23,7 @@ from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, footprint, r
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import missing_data
 from dhp.trainer.settings import FULLEST_FIRST, stage_choices
+from dhp.trainer.shapes import stage_shapes
 from dhp.trainer.table import table_of_training
 from dhp.trainer.units import assumed_rows
 
@@ -71,40 +67,6 @@ def dry_run(config: Config) -> str:
     lines += [f"data           {message}" for message in missing]
     passed = "every check but these of the data passed" if missing else "every check passed"
     return "\n".join([*lines, "", f"{passed}; nothing was started"])
-
-
-def stage_shapes(plan: RunPlan) -> dict[str, PartShape]:
-    """Parameters of each stage."""
-    return {stage.name: _shape(stage, plan) for stage in plan.graph.stages}
-
-
-def _shape(stage: StageSpec, plan: RunPlan) -> PartShape:
-    family, rules, adapters = plan.family, plan.rules, plan.adapters
-    part, tensor = family.parts[stage.part], stage.degrees.tensor
-    dropped = (*family.outside(stage.part), *part.absent(chunks_of(stage.chunks, part.whole)))
-    trained = partial(_is_trained, rules, family) if rules.selects or family.idle else None
-    styles = with_fused(part.tensor_plan, part.fused)
-    put = partial(adapt, family=family, adapters={name: own for name, own in adapters.items() if name == stage.part})
-    sharing = stage.degrees.holders // tensor
-    whole, asked = part.kept_whole(tensor), adapters.get(stage.part)
-    rounded = asked is not None and asked.quantization is not None
-    quantized = partial(find_quantized, layers=part.layers, trains=rules.trains) if rounded else lambda _: ()
-    return part_shape(
-        plan.source,
-        dropped,
-        tensor,
-        whole,
-        styles,
-        trained,
-        part.shared,
-        sharing,
-        put,
-        quantized,
-    )
-
-
-def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:
-    return rules.trains(name) and not is_inside(name, family.idle)
 
 
 def footprints(plan: RunPlan, shapes: dict[str, PartShape]) -> dict[str, Footprint]:

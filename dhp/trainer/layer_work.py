@@ -67,14 +67,20 @@ def decoder_passes(
     visited = visited_parameters(family, sizes)
     attention = OPERATIONS * work.pair / count * load.pairs / 2 / ranks
     there, back = (_sends(section, degrees, family, load, backwards) for backwards in (False, True))
-    found = []
+    found: list[Passes] = []
+    known: dict[tuple[float, float, str], Passes] = {}  # layers that are the same have one object
     for at, own in enumerate(visited):
-        products = OPERATIONS * work.token * own / sum(visited) * load.tokens / ranks
         share = 1.0 if trained is None else trained.get(at, 0.0)
+        key = (own, share, kept.kinds[at])
+        if key in known:
+            found.append(known[key])
+            continue
+        products = OPERATIONS * work.token * own / sum(visited) * load.tokens / ranks
         saved = kept.held[kept.kinds[at], NONE].of(rows)
         forward = Work(products, attention, FORWARD_TRAFFIC * saved, 1.0, there)
         behind = (products * (1 + share), attention * ATTENTION_BACKWARD, BACKWARD_TRAFFIC * saved)
-        found.append(Passes(forward, Work(*behind, 2.0, back)))
+        known[key] = Passes(forward, Work(*behind, 2.0, back))
+        found.append(known[key])
     return (*found, _head(section, degrees, family, load, 1.0 if trained is None else trained.get(None, 0.0)))
 
 
@@ -93,7 +99,12 @@ def tower_passes(
     rows = TracedRows(0, patches=max(1, round(load.patches / degrees.sequence)))
     matrices = DividedMatrices(degrees.tensor, rows.patches, tower_width(family), VALUE_BYTES[section.dtype])
     found, last = [], len(pieces) - 1
+    known: dict[tuple[Piece, tuple[float, float], str], Passes] = {}
     for at, (piece, done) in enumerate(zip(pieces, tower_operations(family, pieces, load), strict=True)):
+        key = (piece, done, kept.kinds[at - 1] if 0 < at < last else "")
+        if key in known:
+            found.append(known[key])
+            continue
         products, attention = (own / ranks for own in done)
         inner = 0 < at < last
         saved = kept.held[kept.kinds[at - 1], NONE].of(rows) if inner else 0.0
@@ -101,7 +112,8 @@ def tower_passes(
         gradients = (1.0 if at else 0.0) + piece.share  # pixels have none
         behind = (products * gradients, attention * ATTENTION_BACKWARD, BACKWARD_TRAFFIC * saved)
         forward = Work(products, attention, FORWARD_TRAFFIC * saved, float(inner), there)
-        found.append(Passes(forward, Work(*behind, 2.0 * inner, back)))
+        known[key] = Passes(forward, Work(*behind, 2.0 * inner, back))
+        found.append(known[key])
     return tuple(found)
 
 

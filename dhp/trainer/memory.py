@@ -122,6 +122,11 @@ def _piece_bytes(part: PartConfig) -> dict[str, int]:
     return dict.fromkeys((WEIGHT, SUM, *MOMENTS), VALUE_BYTES[part.dtype])
 
 
+def sum_bytes(part: PartConfig) -> int:
+    """Of a number in the sum of gradients over micro-batches and ranks."""
+    return _piece_bytes(part)[SUM]
+
+
 def loss_bytes(part: PartConfig, head: HeadShape) -> int:
     """The most that the loss's chunk takes on one tensor rank: logits in the part's format and twice exactly, and the
     gradient of the head, exactly and rounded."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf, isinf
@@ -16,7 +16,7 @@ from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import AdapterSettings, TrainingRules
 from dhp.core.reports import StageUsage
 from dhp.models.family import Family
-from dhp.models.shape import DecoderSizes, decoder_sizes, list_parameters
+from dhp.models.shape import DecoderSizes, Parameter, decoder_sizes, list_parameters
 from dhp.planner.partition.bmp import bmp
 from dhp.planner.partition.even import by_layers, by_parameters, by_profile
 from dhp.planner.partition.exact import exact
@@ -106,11 +106,14 @@ def trained_shares(
 ) -> dict[int | None, float] | None:
     """Of each of the decoder's layers, and of all outside of them under None, the share of the parameters that are
     trained; None: all are everywhere."""
-    if not rules.selects:
-        return None
+    return shares_of(family, list_parameters(source, family, adapters), rules) if rules.selects else None
+
+
+def shares_of(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> dict[int | None, float]:
+    """The same of all parameters of a model."""
     path = f"{family.decoder.layers.path}."
     of_layer: dict[int | None, list[tuple[int, bool]]] = {}
-    for one in list_parameters(source, family, adapters):
+    for one in parameters:
         if one.part == DECODER:
             number = one.name.removeprefix(path).partition(".")[0] if one.name.startswith(path) else None
             own = of_layer.setdefault(None if number is None else int(number), [])

@@ -100,7 +100,8 @@ class StepLoads:
     tokens, pairs: of each row, int64 [steps, micro_batches, replicas]: the decoder's tokens, padding included, and
     Σ tokens² over the row's samples as they are laid out, which attention costs.
 
-    vision: image tokens of each row, of the same shape.
+    vision, pictures: image tokens and pictures of each row, of the same shape. Where pictures were not counted, each
+    sample with image tokens has one.
 
     totals: int64 [steps], of all samples of a step together and without padding, by the name of each column that is
     known (`dhp.data.sample.lengths.Length`: text, vision, patches, squares, targets, pictures and so on).
@@ -114,6 +115,7 @@ class StepLoads:
     tokens: np.ndarray
     pairs: np.ndarray
     vision: np.ndarray
+    pictures: np.ndarray
     totals: Mapping[str, np.ndarray]
     samples: np.ndarray
     ends: np.ndarray
@@ -222,7 +224,9 @@ def step_loads(
     tokens, pairs = (_packed if packing else _padded)(lengths, ends)
     of_rows = {name: _sums(columns[name][samples], ends).reshape(shape) for name in columns.dtype.names or ()}
     totals = {name: values.sum(axis=(1, 2)) for name, values in of_rows.items()}
-    by_row = (tokens.reshape(shape), pairs.reshape(shape), of_rows["vision"])
+    shown = columns["pictures" if "pictures" in of_rows else "vision"][samples]
+    pictures = of_rows.get("pictures", _sums(shown > 0, ends).reshape(shape))
+    by_row = (tokens.reshape(shape), pairs.reshape(shape), of_rows["vision"], pictures)
     return StepLoads(first, *by_row, totals, samples, ends, columns)
 
 

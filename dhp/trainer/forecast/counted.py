@@ -1,0 +1,206 @@
+"""What is counted of a model once, whatever its layout: sizes, what a rank holds, what its layers keep. Kept on disk.
+
+Traces of a large model take seconds, and a search asks for some tensor degrees of them. All of it depends on the
+model's configuration, on what is trained and on versions, by which the files are named; a file that cannot be read is
+made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dhp.config.part import PartConfig
+from dhp.config.parts import DECODER
+from dhp.core.files import write_whole
+from dhp.core.parameters import AdapterSettings, TrainingRules, is_inside
+from dhp.core.reports import RecomputePolicies, StageUsage
+from dhp.models.family import VISION, Family
+from dhp.trainer.partition import shares_of
+from dhp.trainer.row_bytes import PartBytes, RowBytes, trace_bytes
+from dhp.trainer.tower_units import Piece, tower_pieces
+
+if TYPE_CHECKING:
+    from dhp.engine.traced import TracedRows, TraceSettings
+    from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
+
+T = TypeVar("T")
+FOLDER = "shapes"  # below the cache's
+_PACKAGES = ("torch", "transformers")
+_FORM = 1  # of the files; raised when what they hold changes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a part's matrices are cut, and in which format it computes: what its bytes depend on."""
+
+    dtype: str
+    tensor: int = 1
+    expert: int = 1
+    sequence_sharded_norms: bool = False
+    mlp_chunks: int = 1
+
+    @classmethod
+    def of(cls, section: PartConfig) -> Cut:
+        """Of a resolved section."""
+        values = {one.name: getattr(section, one.name) for one in fields(cls)}
+        return cls(**values)
+
+
+class Counted:
+    """One model, trained by these rules."""
+
+    def __init__(
+        self,
+        family: Family,
+        source: str,
+        rules: TrainingRules,
+        adapters: Mapping[str, AdapterSettings],
+        objective: str,
+        folder: Path | None = None,
+    ):
+        """folder: of the cache; None: nothing is kept on disk."""
+        self.family, self.source, self.rules, self.adapters = family, source, rules, adapters
+        self._objective = objective
+        self._folder = None if folder is None else folder / FOLDER
+        self._known: dict[str, Any] = {}
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All parameters of the model, those of adapters among them."""
+        from dhp.models.shape import Parameter, list_parameters
+
+        def make() -> Any:
+            return [asdict(one) for one in list_parameters(self.source, self.family, self.adapters)]
+
+        return tuple(
+            Parameter(**{**one, "also": tuple(one["also"]), "shape": tuple(one["shape"])})
+            for one in self._kept("parameters", make)
+        )
+
+    @cached_property
+    def sizes(self) -> DecoderSizes:
+        """Of the decoder's pieces."""
+        from dhp.models.shape import DecoderSizes, decoder_sizes
+
+        found = self._kept("sizes", lambda: asdict(decoder_sizes(self.source)))
+        return DecoderSizes(**{**found, "layers": tuple(found["layers"])})
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """Of the tower."""
+        return tower_pieces(self.family, self.parameters, self.rules)
+
+    @cached_property
+    def trained(self) -> dict[int | None, float] | None:
+        """Of each of the decoder's layers, and under None of what is outside, the share that is trained; None: all."""
+        return shares_of(self.family, self.parameters, self.rules) if self.rules.selects else None
+
+    @property
+    def trains_before(self) -> bool:
+        """Whether the tower trains, so that gradients go back through the whole decoder."""
+        return VISION in self.family.parts and any(piece.trained for piece in self.pieces)
+
+    def trains(self, part: str) -> bool:
+        """Whether anything of the part is trained."""
+        return any(one.part == part and one.used and self.rules.trains(one.name) for one in self.parameters)
+
+    def held(self, part: str, cut: Cut) -> tuple[HeldParameter, ...]:
+        """What the fullest tensor rank holds of the whole part."""
+        from dhp.models.shape import HeldParameter
+
+        key = f"held {part} {cut.tensor} {cut.expert}"
+        if key not in self._known:
+            found = self._kept(key, lambda: [asdict(one) for one in self._count(part, cut)])
+            self._known[key] = tuple(HeldParameter(**{**one, "names": tuple(one["names"])}) for one in found)
+        known: tuple[HeldParameter, ...] = self._known[key]
+        return known
+
+    def keeps(self, part: str, cut: Cut) -> PartBytes:
+        """What the part keeps of a micro-batch on a rank. Raises ModelError where it cannot be traced."""
+        key = f"keeps {part} {cut} {self.trains_before}"
+        if key not in self._known:
+            self._known[key] = _read(self._kept(key, lambda: _written(self._trace(part, cut))))
+        known: PartBytes = self._known[key]
+        return known
+
+    def _count(self, part: str, cut: Cut) -> tuple[HeldParameter, ...]:
+        from dhp.trainer.shapes import count_held
+
+        return count_held(self.family, self.source, self.rules, self.adapters, part, cut.tensor, cut.expert)
+
+    def _trace(self, part: str, cut: Cut) -> PartBytes:
+        from dhp.engine.traced import TracedRows, TraceSettings, trace_part
+
+        own = self.family.parts[part]
+        settings = partial(
+            TraceSettings,
+            cut.dtype,
+            cut.tensor,
+            trains=self.rules.trains,
+            receives_gradients=self.trains_before,
+            adapters=self.adapters,
+            mlp_chunks=cut.mlp_chunks,
+            sequence_sharded_norms=cut.sequence_sharded_norms,
+            objective=self._objective,
+        )
+
+        def trace(rows: TracedRows, choices: RecomputePolicies) -> StageUsage:
+            made: TraceSettings = settings(recompute=choices)
+            return trace_part(self.source, self.family, part, rows, made)
+
+        features = 64 * (VISION in self.family.parts)
+        base = TracedRows(256, features, 64) if part == DECODER else TracedRows(0, patches=1024, windows=64)
+        return trace_bytes(own.layers.kinds, base, trace)
+
+    def _kept(self, what: str, make: Callable[[], T]) -> T:
+        """As JSON gives it back."""
+        if self._folder is None:
+            found: T = json.loads(json.dumps(make()))
+            return found
+        path = self._folder / f"{_digest([self._key, what])}.json"
+        with suppress(OSError, ValueError):
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return found
+        text = json.dumps(make())
+        with suppress(OSError):  # without a cache all is counted again
+            write_whole(path, text + "\n")
+        found = json.loads(text)
+        return found
+
+    @cached_property
+    def _key(self) -> str:
+        known = [self.family.config.to_dict(), repr(self.rules), repr(dict(self.adapters)), self._objective]
+        return _digest([_FORM, known, sorted(self.family.parts), [version(package) for package in _PACKAGES]])
+
+
+def stage_parameters(held: Sequence[HeldParameter], absent: Sequence[str]) -> list[HeldParameter]:
+    """Those of a stage. held: of the whole part; absent: its modules that the stage does not hold."""
+    return [one for one in held if not all(is_inside(name, absent) for name in one.names)]
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _written(kept: PartBytes) -> dict[str, Any]:
+    by_choice = {what: [[*key, asdict(own)] for key, own in getattr(kept, what).items()] for what in ("held", "replay")}
+    rows = {what: asdict(getattr(kept, what)) for what in ("before", "after")}
+    return {"kinds": list(kept.kinds), "more": [asdict(one) for one in kept.more], **by_choice, **rows}
+
+
+def _read(values: Mapping[str, Any]) -> PartBytes:
+    held, replay = (
+        {(kind, choice): RowBytes(**own) for kind, choice, own in values[what]} for what in ("held", "replay")
+    )
+    more = tuple(RowBytes(**own) for own in values["more"])
+    return PartBytes(
+        tuple(values["kinds"]), held, replay, more, RowBytes(**values["before"]), RowBytes(**values["after"])
+    )

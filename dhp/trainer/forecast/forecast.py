@@ -1,0 +1,329 @@
+"""A run's step and memory before it starts: the schedule played in seconds, and the fullest moment of each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from dhp.config.parts import DECODER, encoders, parts, resolved
+from dhp.config.recompute import read_choices
+from dhp.config.resolve import micro_batches
+from dhp.core.errors import ConfigError
+from dhp.core.graph import Edge, StageSpec
+from dhp.core.reports import RecomputePolicies
+from dhp.models.family import VISION
+from dhp.models.types import chunks_of
+from dhp.planner.costs import Arrangement, StageCosts
+from dhp.planner.rates import Work
+from dhp.planner.search import best_plan
+from dhp.step.schedule import Action, Forward, Schedule, make_schedule
+from dhp.step.timed import Timeline, play
+from dhp.trainer.forecast.counted import Counted, Cut
+from dhp.trainer.forecast.loads import RunLoads, text_rows, tower_rows
+from dhp.trainer.forecast.machine import Machine
+from dhp.trainer.forecast.memory import Moment, StageMemory, device_peak, stage_memory, stage_states
+from dhp.trainer.forecast.seconds import KINDS, StageSeconds, UnitSeconds, once_a_step, stage_seconds, unit_seconds
+from dhp.trainer.memory import VALUE_BYTES
+from dhp.trainer.plan import RunPlan
+from dhp.trainer.recompute import arrange
+from dhp.trainer.tower_units import tower_width
+from dhp.trainer.units import hidden_width
+
+MOST_MICRO_BATCHES = 64  # of a step that is played
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one layout. timeline: of one step, of at most `MOST_MICRO_BATCHES` micro-batches. step_s: of a mean step, all
+    that a run takes for it.
+
+    stages: seconds by stage; memory: by stage; peak: of the fullest device, and the stages there. recompute: what each
+    stage's layers recompute. loads: what it is for.
+    """
+
+    step_s: float
+    timeline: Timeline
+    stages: Mapping[str, StageSeconds]
+    memory: Mapping[str, StageMemory]
+    peak: Moment
+    fullest: tuple[str, ...]
+    recompute: Mapping[str, RecomputePolicies]
+    loads: RunLoads
+    micro_batches: int
+    fixed_s: float
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens a second, of all replicas."""
+        return self.loads.step_tokens / self.step_s
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Seconds of a step that each stage's devices work for it."""
+        return {name: self.micro_batches * one.micro_batch_s + one.once_s for name, one in self.stages.items()}
+
+    def kinds(self) -> dict[str, float]:
+        """Seconds of a step by kind of work, of the stage of each part that works most, `bubble` and `driver` besides:
+        in sum the step, where parts take turns."""
+        found = dict.fromkeys(KINDS, 0.0)
+        busiest: dict[str, str] = {}
+        for name in self.stages:
+            part, busy = name.partition(".")[0], self.busy_s
+            if part not in busiest or busy[name] > busy[busiest[part]]:
+                busiest[part] = name
+        for name in busiest.values():
+            for kind, seconds in self.stages[name].kinds.items():
+                found[kind] += seconds * (1 if kind in ("update", "sync") else self.micro_batches)
+        left = self.step_s - self.fixed_s - sum(found.values())
+        return {**found, "bubble": left, "driver": self.fixed_s}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a forecast is made from. plan: of the run. machine: that it is for."""
+
+    plan: RunPlan
+    counted: Counted
+    machine: Machine
+    loads: RunLoads
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return make_schedule(self.plan.config.training.schedule, self.plan.graph, micro_batches(self.plan.config))
+
+    @cached_property
+    def arrangement(self) -> Arrangement:
+        return arrange(self.plan.graph, self.schedule, "cuda" if self.machine.contexts else "cpu")
+
+
+def count_model(plan: RunPlan) -> Counted:
+    """What is counted of a run's model, kept in the folder of lengths."""
+    folder = plan.config.data.cache_dir
+    objective = plan.config.training.objective
+    return Counted(
+        plan.family, plan.source, plan.rules, plan.adapters, objective, None if folder is None else Path(folder)
+    )
+
+
+def forecast(asked: Question) -> Forecast:
+    """Raises ModelError where a part's costs are not known, ConfigError where its number format has no rates."""
+    plan, machine = asked.plan, asked.machine
+    if others := [name for name in encoders(plan.config) if name != VISION]:
+        raise ConfigError(
+            f"seconds and activations of the {', '.join(others)} part are not known before it runs. Plan the run "
+            "without it, or measure it: memory.accounting=true"
+        )
+    costs = {stage.name: _costs(asked, stage) for stage in plan.graph.stages}
+    units = {name: _units(asked, name) for name in plan.graph.parts()}
+    recompute = _choose(asked, costs, units)
+    memory = {stage.name: _memory(asked, stage, costs[stage.name], recompute) for stage in plan.graph.stages}
+    seconds = {stage.name: _seconds(asked, stage, units[stage.part], recompute, memory) for stage in plan.graph.stages}
+    timeline = _play(asked, seconds)
+    count, played = micro_batches(plan.config), _played(asked)
+    grown = timeline.step_s + (count - played) * _slowest(asked, seconds)
+    once = max(sum(seconds[s.name].once_s for s in _on(plan, device)) for device in range(plan.graph.device_count()))
+    fixed = machine.step_s + machine.action_s * _actions(asked)
+    peak, fullest = _peak(asked, memory)
+    return Forecast(
+        grown + once + fixed, timeline, seconds, memory, peak, fullest, recompute, asked.loads, count, fixed
+    )
+
+
+def _on(plan: RunPlan, device: int) -> list[StageSpec]:
+    return [stage for stage in plan.graph.stages if device in stage.devices]
+
+
+def _units(asked: Question, name: str) -> tuple[UnitSeconds, ...]:
+    plan = asked.plan
+    section = parts(plan.config)[name]
+    degrees = plan.graph.of_part(name)[0].degrees
+    return unit_seconds(asked.counted, name, section, degrees, asked.loads, asked.machine.of_format(section.dtype))
+
+
+def _costs(asked: Question, stage: StageSpec) -> StageCosts | None:
+    """What its layers keep of its largest micro-batch; None where no backward goes through it."""
+    plan = asked.plan
+    if not any(map(plan.graph.goes_back, stage.nodes)):
+        return None
+    kept = asked.counted.keeps(stage.part, Cut.of(parts(plan.config)[stage.part]))
+    rows = (text_rows if stage.part == DECODER else tower_rows)(asked.loads.worst, stage.degrees)
+    return kept.costs(rows, stage.layers)
+
+
+def _choose(
+    asked: Question, costs: Mapping[str, StageCosts | None], units: Mapping[str, tuple[UnitSeconds, ...]]
+) -> dict[str, RecomputePolicies]:
+    """What layers recompute: as the configuration has it; with auto as little as the budget, or the device, has room
+    for."""
+    plan, found = asked.plan, {}
+    count = micro_batches(plan.config)
+    automatic: dict[str, StageCosts] = {}
+    for stage in plan.graph.stages:
+        written, known = resolved(parts(plan.config)[stage.part].recompute), costs[stage.name]
+        layers = len(plan.family.parts[stage.part].layers.kinds)
+        choices = read_choices(written, layers) if written != "auto" else ("all",) * layers
+        found[stage.name] = tuple(choices[at] for at in stage.layers) if known else ("none",) * len(stage.layers)
+        if written == "auto" and known is not None:
+            automatic[stage.name] = _with_seconds(known, stage, units[stage.part], count)
+    if not automatic:
+        return found
+    everything = {name: automatic.get(name, known) for name, known in costs.items() if known is not None}
+    budget = _budget(asked, costs, found)
+    best = best_plan(everything, found, frozenset(automatic), asked.arrangement, budget)
+    return {**found, **best}
+
+
+def _with_seconds(costs: StageCosts, stage: StageSpec, units: tuple[UnitSeconds, ...], count: int) -> StageCosts:
+    """With the seconds that a step recomputes."""
+    layers = {
+        kind: {c: replace(cost, replay_s=count * units[int(kind) + 1].again_s(c)) for c, cost in own.items()}
+        for kind, own in costs.layers.items()
+    }
+    return replace(costs, layers=layers)
+
+
+def _budget(asked: Question, costs: Mapping[str, StageCosts | None], all_of: Mapping[str, RecomputePolicies]) -> float:
+    """Bytes that activations may take on the fullest device."""
+    given = asked.plan.config.memory.budget_gib
+    if given is not None:
+        return given * 2**30
+    plan = asked.plan
+    memory = {stage.name: _memory(asked, stage, costs[stage.name], all_of) for stage in plan.graph.stages}
+    kept = [
+        sum(sum(memory[s.name].idle.values()) + _others(memory[s.name]) for s in _on(plan, device))
+        for device in range(plan.graph.device_count())
+    ]
+    return max(0.0, asked.machine.limit_bytes - max(kept))
+
+
+def _others(memory: StageMemory) -> float:
+    """The most of what comes and goes beside activations."""
+    return max(one.taken.get("loss", 0.0) + one.taken.get("gathered", 0.0) for one in memory.others)
+
+
+def _memory(
+    asked: Question, stage: StageSpec, costs: StageCosts | None, recompute: Mapping[str, RecomputePolicies]
+) -> StageMemory:
+    plan, counted = asked.plan, asked.counted
+    section, part = parts(plan.config)[stage.part], plan.family.parts[stage.part]
+    chunks = chunks_of(stage.chunks, part.whole)
+    held = counted.held(stage.part, Cut.of(section))
+    selects = bool(plan.rules.selects or plan.family.idle)
+    shape, _ = stage_states(section, stage, held, part.absent(chunks), selects)
+    holds = asked.arrangement.holding[stage.name][stage.name]
+    return stage_memory(
+        section,
+        stage,
+        shape,
+        part.head_shape(chunks),
+        costs,
+        recompute[stage.name],
+        holds,
+        micro_batches(plan.config) > holds,
+        asked.machine.contexts,
+    )
+
+
+def _seconds(
+    asked: Question,
+    stage: StageSpec,
+    units: tuple[UnitSeconds, ...],
+    recompute: Mapping[str, RecomputePolicies],
+    memory: Mapping[str, StageMemory],
+) -> StageSeconds:
+    plan, counted = asked.plan, asked.counted
+    section, part = parts(plan.config)[stage.part], plan.family.parts[stage.part]
+    absent = part.absent(chunks_of(stage.chunks, part.whole))
+    begins = _backward_from(asked, stage)
+    behind = Work()
+    for at in stage.layers if begins is not None else ():
+        behind = behind + units[at + 1].passes.backward
+    once = once_a_step(
+        section,
+        stage.degrees,
+        counted.held(stage.part, Cut.of(section)),
+        absent,
+        memory[stage.name].states,
+        replace(behind, hidden=()),
+        asked.machine.of_format(section.dtype),
+    )
+    return stage_seconds(units, stage.chunks, recompute[stage.name], begins, once if stage.trains else (0.0, 0.0))
+
+
+def _backward_from(asked: Question, stage: StageSpec) -> int | None:
+    """The first unit of the part through which a backward goes, by its place."""
+    if not any(map(asked.plan.graph.goes_back, stage.nodes)):
+        return None
+    counted = asked.counted
+    if stage.part == DECODER:
+        shares = counted.trained
+        if shares is None or counted.trains_before or shares.get(None, 0.0):
+            return 0
+        return next((at + 1 for at in range(len(counted.sizes.layers)) if shares.get(at, 0.0)), None)
+    return next((at for at, piece in enumerate(counted.pieces) if piece.trained), None)
+
+
+def _played(asked: Question) -> int:
+    """As many micro-batches as are played, in whole groups of the decoder's stages."""
+    stages, count = len(asked.plan.graph.of_part(DECODER)), micro_batches(asked.plan.config)
+    return min(count, MOST_MICRO_BATCHES - MOST_MICRO_BATCHES % stages or stages)
+
+
+def _slowest(asked: Question, seconds: Mapping[str, StageSeconds]) -> float:
+    """Of a further micro-batch: what the device with most work takes for it."""
+    plan = asked.plan
+    return max(
+        sum(seconds[s.name].micro_batch_s for s in _on(plan, device)) for device in range(plan.graph.device_count())
+    )
+
+
+def _actions(asked: Question) -> int:
+    """Of the schedule, on the device that has most of them."""
+    plan = asked.plan
+    own = [sum(len(s.nodes) * 2 for s in _on(plan, device)) for device in range(plan.graph.device_count())]
+    return max(own) * micro_batches(plan.config)
+
+
+def _play(asked: Question, seconds: Mapping[str, StageSeconds]) -> Timeline:
+    plan, graph = asked.plan, asked.plan.graph
+    schedule = make_schedule(plan.config.training.schedule, graph, _played(asked))
+    programs = {stage.name: [a for a in schedule if a.node.stage == stage.name] for stage in graph.stages}
+
+    def of(action: Action) -> float:
+        own = seconds[action.node.stage]
+        return (own.forward_s if isinstance(action, Forward) else own.backward_s)[action.node.chunk]
+
+    return play(programs, graph, of, _hop(asked))
+
+
+def _hop(asked: Question) -> Callable[[Edge, bool], float]:
+    """Seconds of a hand-over between two stages: what one rank sends."""
+    plan, loads, hand = asked.plan, asked.loads, asked.machine.handover
+    sections = parts(plan.config)
+
+    def hop(edge: Edge, back: bool) -> float:
+        source, target = (plan.graph.stage(node.stage) for node in (edge.source, edge.target))
+        value = VALUE_BYTES[sections[source.part].dtype]
+        if source.part == DECODER:
+            rows = loads.text.tokens / source.degrees.sequence * hidden_width(plan.family)
+        elif target.part == DECODER:
+            rows = loads.pictures.features / source.degrees.shards * hidden_width(plan.family) * len(edge.tensors)
+        else:
+            rows = loads.pictures.patches / source.degrees.shards * tower_width(plan.family)
+        return hand.latency_s + rows * value / hand.bytes_s
+
+    return hop
+
+
+def _peak(asked: Question, memory: Mapping[str, StageMemory]) -> tuple[Moment, tuple[str, ...]]:
+    plan, arrangement = asked.plan, asked.arrangement
+    found = {
+        stages: device_peak(
+            {name: memory[name] for name in memory if name in stages}, arrangement.together, arrangement.holding
+        )
+        for stages in arrangement.sharing
+    }
+    fullest = max(found, key=lambda stages: found[stages].total)
+    return found[fullest], tuple(stage.name for stage in plan.graph.stages if stage.name in fullest)
