@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from dhp.config.lora import check_lora
+from dhp.config.lora import check_lora, resolve_lora
 from dhp.config.part import PartConfig
 from dhp.config.ranges import require_choice, require_positive
 from dhp.config.recompute import resolve_recompute
@@ -71,11 +71,8 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     degrees = _filled(name, part, {degree: getattr(part, degree) for degree in DEGREES})
     _check_product(name, part.num_actors, degrees)
     _check_existing(name, part, degrees)
-    lora = part.lora
-    if lora.rank and lora.alpha is None:
-        lora = replace(lora, alpha=2.0 * lora.rank)
     engine = part.zero_engine if part.zero_engine != "auto" else FSDP if degrees["tensor"] > 1 else DEEPSPEED
-    filled: dict[str, Any] = {**degrees, "lora": lora, "zero_engine": engine}
+    filled: dict[str, Any] = {**degrees, "lora": resolve_lora(part.lora), "zero_engine": engine}
     found = replace(part, recompute=resolve_recompute(name, part), **filled)
     check_lora(name, found)
     check_rules(PART_RULES, name, found)

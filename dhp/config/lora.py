@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dhp.config.part import LoraConfig, PartConfig
 from dhp.config.parts import HEARING
 from dhp.config.ranges import require, require_choice, require_positive
 from dhp.core.errors import ConfigError
 from dhp.core.parameters import NF4
+
+
+def resolve_lora(lora: LoraConfig) -> LoraConfig:
+    """The same with its alpha a number, where there are adapters."""
+    return replace(lora, alpha=2.0 * lora.rank) if lora.rank and lora.alpha is None else lora
 
 
 def check_lora(name: str, part: PartConfig) -> None:

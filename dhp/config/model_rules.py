@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import gcd
 
+from dhp.config.layout import LAYERS
 from dhp.config.part import PartConfig
 from dhp.config.parts import resolved
 from dhp.config.recompute import read_choices
@@ -42,6 +43,16 @@ def check_stages(name: str, layers: int, pipeline: int, virtual: int) -> None:
             f"(pipeline({pipeline}) × virtual_stages({virtual}) = {runs}) = {layers % runs} != 0. Set {remedy}"
             f"{name}.pipeline to one of {_divisors(layers)}, or give {name}.cuts."
         )
+
+
+def check_runs(name: str, part: PartConfig, layers: int) -> None:
+    """Where the resolved part `name` is cut by hand, the cuts go with its `layers` layers; else each run of layers has
+    one at least, and by layers as many as the others. Raises ConfigError."""
+    pipeline, virtual = resolved(part.pipeline), part.virtual_stages
+    if part.cuts is not None:
+        check_cuts(name, part.cuts, layers)
+    elif part.partition in (None, LAYERS) or pipeline * virtual > layers:
+        check_stages(name, layers, pipeline, virtual)
 
 
 def check_layers(key: str, text: str, layers: int) -> None:

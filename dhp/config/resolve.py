@@ -41,16 +41,21 @@ def resolve(config: Config, reads: bool = True) -> Config:
             errors.append(error)
     raise_all(errors)
     resolved = replace(deepcopy(config), **found)
-    check_run(resolved)
-    check_evaluation(resolved)
-    check_balance(resolved)
+    check_together(resolved)
     if resolved.data.fullest_first is None:
         resolved.data.fullest_first = resolved.data.balance != "random" and _plans_recomputing(resolved)
     _fill_paths(resolved)
     # torch reads 0 as "scale every gradient to nothing"; here 0 and null both mean no clipping.
     resolved.training.max_grad_norm = config.training.max_grad_norm or None
-    micro_batches(resolved)
     return resolved
+
+
+def check_together(config: Config) -> None:
+    """Rules of a resolved configuration between its parts and the rest. Raises ConfigError."""
+    check_run(config)
+    check_evaluation(config)
+    check_balance(config)
+    micro_batches(config)
 
 
 def micro_batches(config: Config) -> int:

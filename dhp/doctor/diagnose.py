@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConf
 from transformers.utils import logging
 
 from dhp.config.layout import PARALLELISMS, resolve_part
-from dhp.config.model_rules import check_stages
 from dhp.config.part import PartConfig
 from dhp.core.errors import DhpError, ModelError
 from dhp.doctor.doubles import staying_double
@@ -22,7 +21,7 @@ from dhp.models.contract.twin_model import exact_experts
 from dhp.models.family import Family
 from dhp.models.pretrained import name_accelerator
 from dhp.models.registry import load_family
-from dhp.trainer.preflight import check_plan
+from dhp.trainer.model_checks import check_part, check_plan
 
 EXACT = 1e-9  # the largest deviation, relative, at which parts and packed rows count as equal to the whole
 
@@ -103,10 +102,8 @@ def _check(name: str, layout: str, family: Family, source: str) -> None:
     actors = 1 if layout == "none" else ACTORS
     asked = PartConfig(source, layout, actors, zero_stage=1 if layout == "deepspeed" else 0)
     part = resolve_part(name, asked)
-    family.parts[name].check(part)
+    check_part(name, part, family)
     check_plan(name, part, source, family)
-    if layout == "pipeline":
-        check_stages(name, len(family.parts[name].layers.kinds), ACTORS, 1)
 
 
 def examine(source: str) -> Diagnosis:

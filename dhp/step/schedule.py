@@ -180,17 +180,22 @@ def _one_f_one_b(stage: StageSpec, micro_batches: int, warmup: int) -> list[Acti
     return _in_turn(forwards, backwards, warmup)
 
 
+def check_groups(part: str, pipeline: int, micro_batches: int) -> None:
+    """An interleaved schedule takes micro-batches in groups of as many as the part has stages. Raises ConfigError."""
+    if micro_batches % pipeline:
+        raise ConfigError(
+            f"training.schedule=interleaved takes micro-batches in groups of {part}.pipeline({pipeline}), but a step "
+            f"has {micro_batches}: micro-batches({micro_batches}) % pipeline({pipeline}) = {micro_batches % pipeline} "
+            "!= 0. Choose training.batch_size and training.micro_batch_size so that it is a multiple, or training."
+            f"schedule=1f1b with {part}.virtual_stages=1"
+        )
+
+
 def _interleaved(stages: Sequence[StageSpec], micro_batches: int) -> dict[str, list[Action]]:
     """As 1F1B, over chunks: a stage takes as many micro-batches as there are stages through its first chunk, then the
     same through its second, and so on, so that each stage begins and ends earlier."""
-    part, count, chunks = stages[0].part, len(stages), len(stages[0].chunks)
-    if micro_batches % count:
-        raise ConfigError(
-            f"training.schedule=interleaved takes micro-batches in groups of {part}.pipeline({count}), but a step has "
-            f"{micro_batches}: micro-batches({micro_batches}) % pipeline({count}) = {micro_batches % count} != 0. "
-            "Choose training.batch_size and training.micro_batch_size so that it is a multiple, or training."
-            f"schedule=1f1b with {part}.virtual_stages=1"
-        )
+    count, chunks = len(stages), len(stages[0].chunks)
+    check_groups(stages[0].part, count, micro_batches)
     visits = [
         (chunk, group * count + m)
         for group in range(micro_batches // count)

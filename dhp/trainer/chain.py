@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from dhp.config.layout import BMP, EXACT, LAYERS
-from dhp.config.model_rules import check_stages
+from dhp.config.model_rules import check_runs
 from dhp.config.parts import DECODER, decoder, encoders, parts, resolved
 from dhp.config.ranges import INTERLEAVED, ONE_F_ONE_B
 from dhp.config.resolve import micro_batches
@@ -57,18 +57,11 @@ def part_cuts(config: Config, model: Model) -> dict[str, LayerCuts]:
     ConfigError where it cannot."""
     asked = [name for name, part in parts(config).items() if _runs(config, name) > 1 and part.cuts is None]
     for name in asked:
-        _check(config, name, len(model.family.parts[name].layers.kinds))
+        check_runs(name, parts(config)[name], len(model.family.parts[name].layers.kinds))
     if asked and is_joint(config):
         return _chain(config, model)
     by_part: dict[str, Callable[[Config, Model], LayerCuts]] = {VISION: _tower, DECODER: _decoder}
     return {name: by_part[name](config, model) if name in by_part else _even(config, model, name) for name in asked}
-
-
-def _check(config: Config, name: str, layers: int) -> None:
-    """Each run has a layer at least, and by layers as many as the others. Raises ConfigError."""
-    section = parts(config)[name]
-    if section.partition in (None, LAYERS) or _runs(config, name) > layers:
-        check_stages(name, layers, resolved(section.pipeline), section.virtual_stages)
 
 
 def is_joint(config: Config) -> bool:

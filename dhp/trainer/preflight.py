@@ -9,23 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dhp.config.layout import resolve_part
-from dhp.config.model_rules import check_layers
-from dhp.config.part import PartConfig
-from dhp.config.parts import HEARING, model_name, parts, read_datasets, resolved
-from dhp.config.recompute import check_mlp_chunks
+from dhp.config.parts import HEARING, model_name, parts, read_datasets
 from dhp.config.resolve import check_model_dir, micro_batches, resolve
 from dhp.config.rules import FLASH_ATTENTION_2
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
 from dhp.config.vocabulary import environment_notes
-from dhp.core.batch import PositionRange
 from dhp.core.errors import ConfigError, DhpError, raise_all
 from dhp.core.process import say_nothing
 from dhp.data.sample.chat import read_template
 from dhp.trainer.reports import require_loggers
 
 if TYPE_CHECKING:
-    from dhp.models.family import Family
     from dhp.trainer.plan import RunPlan
 
 
@@ -167,11 +162,11 @@ def missing_data(config: Config) -> list[str]:
 def _check_model(config: Config, saves: bool) -> None:
     """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages. saves: what
     checkpoints take along too."""
-    from dhp.models.positions import find_positions
     from dhp.models.registry import load_family
     from dhp.objectives.registry import find_objective
     from dhp.step.schedule import make_schedule
     from dhp.trainer.features import check_features
+    from dhp.trainer.model_checks import check_fit, check_plan, having_parts
     from dhp.trainer.plan import plan_run
     from dhp.trainer.trainable import check_frozen_states
 
@@ -181,21 +176,10 @@ def _check_model(config: Config, saves: bool) -> None:
         from dhp.models.pretrained import config_source
 
         source = config_source(source)
-    family = load_family(source)
-    for name in parts(config):
-        if name not in family.parts:
-            raise ConfigError(
-                f"{name}.num_actors={parts(config)[name].num_actors} with a {family.config.model_type} model, which "
-                f"has no {name} part here: its parts are {', '.join(family.parts)}. Leave the section {name} out"
-            )
-    family = family.having(parts(config))
-    for name, part in parts(config).items():
-        family.parts[name].check(part)
-        check_layers(f"{name}.recompute", resolved(part.recompute), len(family.parts[name].layers.kinds))
-        check_mlp_chunks(name, part, family.parts[name].layers.mlp)
+    family = having_parts(config, load_family(source))
+    check_fit(config, family)
     for name, part in parts(config).items():
         check_plan(name, part, source, family)
-    check_row_length(config.data.max_tokens, find_positions(family.config))
     plan = plan_run(config, source)
     _check_rules(plan)
     check_frozen_states(config, plan.graph)
@@ -205,48 +189,6 @@ def _check_model(config: Config, saves: bool) -> None:
         from dhp.models.pretrained import auxiliary_files
 
         auxiliary_files(model_name(config))  # or the first checkpoint would be the first to say so
-
-
-def check_row_length(max_tokens: int | None, positions: PositionRange | None) -> None:
-    """Raises ConfigError where samples are allowed that the model has no positions for. Where tokens of a picture share
-    positions, their number alone does not tell; a sample's own length is checked when it is read."""
-    if max_tokens is None or positions is None or not positions.of_pictures or max_tokens <= positions.count:
-        return
-    raise ConfigError(
-        f"data.max_tokens={max_tokens} is more than the {positions.count} positions that the model knows "
-        f"(max_position_embeddings). Set data.max_tokens={positions.count}, or extend the model: max_positions and "
-        "rope_theta of a training stage (stages), or its config.json"
-    )
-
-
-def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None:
-    """Raises ConfigError where DeepSpeed would have no plan to cut the part by, ModelError where it would be cut by
-    styles whose gradients are not known to be exact."""
-    from dhp.trainer.graph import degrees
-
-    own = family.parts[name]
-    if degrees(part).shares_experts:
-        from dhp.models.shape import check_tensor_plan
-        from dhp.parallel.expert.shares import check_shares
-
-        check_tensor_plan(source, family.outside(name), check_shares)
-    if resolved(part.tensor) == 1:
-        return  # and spare the time that making a large model takes, even without weights
-    if part.parallelism == "autotp":  # DeepSpeed's layers follow transformers' plan of the model
-        if own.tensor_plan:
-            raise ConfigError(
-                f"{name}.parallelism=autotp with a {family.config.model_type} model: transformers has no "
-                "tensor-parallel plan of its decoder for DeepSpeed to follow. "
-                f"Set {name}.parallelism=tensor, where dhp has its own."
-            )
-        return
-    from dhp.engine.shard_norms import check_norms
-    from dhp.models.shape import check_tensor_plan
-    from dhp.parallel.tensor.plan import local_plan
-    from dhp.parallel.tensor.styles import with_fused
-
-    read = check_norms(own, resolved(part.tensor)) if part.sequence_sharded_norms else local_plan
-    check_tensor_plan(source, family.outside(name), read, with_fused(own.tensor_plan, own.fused))
 
 
 def _check_rules(plan: RunPlan) -> None:

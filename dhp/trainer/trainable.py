@@ -7,6 +7,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.schema import Config
 from dhp.config.suggestions import did_you_mean, nearest
@@ -78,15 +79,21 @@ def check_rules(rules: TrainingRules, parameters: Sequence[Parameter], known_par
 
 
 def check_frozen_states(config: Config, graph: StageGraph) -> None:
-    """ZeRO cuts what training keeps. Raises ConfigError for a part that keeps nothing."""
+    """Raises ConfigError for a part that ZeRO has nothing to cut of."""
     for name, part in parts(config).items():
-        if part.zero_stage and not any(stage.trains for stage in graph.of_part(name)):
-            cut = f"{name}.tensor or {name}.pipeline" if name == DECODER else f"{name}.tensor"
-            raise ConfigError(
-                f"{name}.zero_stage={part.zero_stage} with nothing of {name} trained: ZeRO cuts what training keeps, "
-                f"and a part that is not trained keeps nothing but weights. Set {name}.zero_stage=0; weights that are "
-                f"too large for a device are cut by {cut}."
-            )
+        check_frozen_part(name, part, any(stage.trains for stage in graph.of_part(name)))
+
+
+def check_frozen_part(name: str, part: PartConfig, trains: bool) -> None:
+    """ZeRO cuts what training keeps. Raises ConfigError for a part that keeps nothing. trains: some of it is."""
+    if not part.zero_stage or trains:
+        return
+    cut = f"{name}.tensor or {name}.pipeline" if name == DECODER else f"{name}.tensor"
+    raise ConfigError(
+        f"{name}.zero_stage={part.zero_stage} with nothing of {name} trained: ZeRO cuts what training keeps, "
+        f"and a part that is not trained keeps nothing but weights. Set {name}.zero_stage=0; weights that are "
+        f"too large for a device are cut by {cut}."
+    )
 
 
 def part_names(family: Family) -> list[str]:

@@ -16,7 +16,7 @@ from dhp.models.shape import empty_slices
 from dhp.parallel.kernels.replace import INNER, _classes, replace_without_weights
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import PARTIAL_OVER, with_fused
-from dhp.trainer.preflight import check_plan
+from dhp.trainer.model_checks import check_plan
 from tests.helpers.tiny_families import save_family
 
 ASKED = PartConfig(tensor=2, pipeline=1, data=1, ulysses=1, ring=1, parallelism="tensor", sequence_sharded_norms=True)

@@ -10,7 +10,8 @@ import pytest
 from dhp.config.command_line import compose_config, to_yaml
 from dhp.core.batch import PositionRange
 from dhp.core.errors import ConfigError, DataError, DhpError, ModelError
-from dhp.trainer.preflight import check_row_length, prepare
+from dhp.trainer.model_checks import check_row_length
+from dhp.trainer.preflight import prepare
 
 
 def check(assets: Path, *overrides: str) -> None:

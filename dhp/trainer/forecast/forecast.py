@@ -14,16 +14,17 @@ from dhp.core.errors import ConfigError
 from dhp.core.graph import Edge, StageSpec
 from dhp.core.reports import RecomputePolicies
 from dhp.models.family import VISION
+from dhp.models.shape import PartShape, sum_shape
 from dhp.models.types import chunks_of
 from dhp.planner.costs import Arrangement, StageCosts
 from dhp.planner.rates import Work
 from dhp.planner.search import best_plan
 from dhp.step.schedule import Action, Forward, Schedule, make_schedule
 from dhp.step.timed import Timeline, play
-from dhp.trainer.forecast.counted import Counted, Cut
+from dhp.trainer.forecast.counted import Counted, Cut, stage_parameters
 from dhp.trainer.forecast.loads import RunLoads, text_rows, tower_rows
 from dhp.trainer.forecast.machine import Machine
-from dhp.trainer.forecast.memory import Moment, StageMemory, device_peak, stage_memory, stage_states
+from dhp.trainer.forecast.memory import Moment, StageMemory, device_peak, stage_memory
 from dhp.trainer.forecast.seconds import KINDS, StageSeconds, UnitSeconds, once_a_step, stage_seconds, unit_seconds
 from dhp.trainer.memory import VALUE_BYTES
 from dhp.trainer.plan import RunPlan
@@ -206,17 +207,14 @@ def _others(memory: StageMemory) -> float:
 def _memory(
     asked: Question, stage: StageSpec, costs: StageCosts | None, recompute: Mapping[str, RecomputePolicies]
 ) -> StageMemory:
-    plan, counted = asked.plan, asked.counted
+    plan = asked.plan
     section, part = parts(plan.config)[stage.part], plan.family.parts[stage.part]
     chunks = chunks_of(stage.chunks, part.whole)
-    held = counted.held(stage.part, Cut.of(section))
-    selects = bool(plan.rules.selects or plan.family.idle)
-    shape, _ = stage_states(section, stage, held, part.absent(chunks), selects)
     holds = asked.arrangement.holding[stage.name][stage.name]
     return stage_memory(
         section,
         stage,
-        shape,
+        _shape(asked, stage),
         part.head_shape(chunks),
         costs,
         recompute[stage.name],
@@ -226,6 +224,13 @@ def _memory(
     )
 
 
+def _shape(asked: Question, stage: StageSpec) -> PartShape:
+    plan, part = asked.plan, asked.plan.family.parts[stage.part]
+    held = asked.counted.held(stage.part, Cut.of(parts(plan.config)[stage.part]))
+    absent = part.absent(chunks_of(stage.chunks, part.whole))
+    return sum_shape(stage_parameters(held, absent), bool(plan.rules.selects or plan.family.idle))
+
+
 def _seconds(
     asked: Question,
     stage: StageSpec,
@@ -233,9 +238,7 @@ def _seconds(
     recompute: Mapping[str, RecomputePolicies],
     memory: Mapping[str, StageMemory],
 ) -> StageSeconds:
-    plan, counted = asked.plan, asked.counted
-    section, part = parts(plan.config)[stage.part], plan.family.parts[stage.part]
-    absent = part.absent(chunks_of(stage.chunks, part.whole))
+    section = parts(asked.plan.config)[stage.part]
     begins = _backward_from(asked, stage)
     behind = Work()
     for at in stage.layers if begins is not None else ():
@@ -243,8 +246,7 @@ def _seconds(
     once = once_a_step(
         section,
         stage.degrees,
-        counted.held(stage.part, Cut.of(section)),
-        absent,
+        _shape(asked, stage),
         memory[stage.name].states,
         replace(behind, hidden=()),
         asked.machine.of_format(section.dtype),

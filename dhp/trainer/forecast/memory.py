@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from dhp.config.part import PartConfig
 from dhp.core.graph import StageSpec
 from dhp.core.reports import RecomputePolicies
-from dhp.models.shape import HeldParameter, PartShape, sum_shape
+from dhp.models.shape import PartShape
 from dhp.models.types import HeadShape
 from dhp.planner.costs import StageCosts
-from dhp.trainer.forecast.counted import stage_parameters
 from dhp.trainer.memory import RankBytes, gathered_bytes, loss_bytes, rank_bytes, runtime_bytes
 
 NAMES = (
@@ -50,14 +49,6 @@ class StageMemory:
     idle: Mapping[str, float]
     held_bytes: float
     holds: float
-
-
-def stage_states(
-    section: PartConfig, stage: StageSpec, held: Sequence[HeldParameter], absent: Sequence[str], selects: bool
-) -> tuple[PartShape, RankBytes]:
-    """Parameters of a stage, and bytes of what one of its ranks keeps. See `dhp.trainer.memory.rank_bytes`."""
-    shape = sum_shape(stage_parameters(held, absent), selects)
-    return shape, rank_bytes(section, stage, shape)
 
 
 def stage_memory(

@@ -12,11 +12,11 @@ from dhp.config.rules import FSDP
 from dhp.core.axes import Degrees
 from dhp.core.parameters import is_inside
 from dhp.core.reports import RecomputePolicies
-from dhp.models.shape import HeldParameter, sum_shape
+from dhp.models.shape import PartShape
 from dhp.planner.rates import Rates, Spent, Work, spend
 from dhp.planner.traffic import DividedWeights
 from dhp.planner.units import NONE
-from dhp.trainer.forecast.counted import Counted, Cut, stage_parameters
+from dhp.trainer.forecast.counted import Counted, Cut
 from dhp.trainer.forecast.loads import RunLoads, tower_load
 from dhp.trainer.layer_work import Passes, decoder_passes, recomputed, tower_passes
 from dhp.trainer.memory import VALUE_BYTES, RankBytes, sum_bytes
@@ -25,7 +25,7 @@ from dhp.trainer.units import replay_shares, replays
 KINDS = ("products", "attention", "elementwise", "sent", "exposed", "host", "recompute", "update", "sync")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UnitSeconds:
     """One unit: what precedes the layers, a layer, or what follows them. shares: of a forward that each choice of
     recompute runs again."""
@@ -45,6 +45,15 @@ class UnitSeconds:
 
     def again_s(self, choice: str) -> float:
         """That recomputing adds to a backward."""
+        if choice not in self._again:
+            self._again[choice] = self._recomputing(choice)
+        return self._again[choice]
+
+    @cached_property
+    def _again(self) -> dict[str, float]:
+        return {}
+
+    def _recomputing(self, choice: str) -> float:
         share = self.shares.get(choice, 0.0)
         if not share:
             return 0.0
@@ -200,21 +209,19 @@ def _count(kinds: dict[str, float], spent: Spent) -> None:
 def once_a_step(
     section: PartConfig,
     degrees: Degrees,
-    held: Sequence[HeldParameter],
-    absent: Sequence[str],
+    shape: PartShape,
     states: RankBytes,
     backward: Work,
     rates: Rates,
 ) -> tuple[float, float]:
     """Seconds of a stage's update, and of what is exchanged once a step beyond what its last backward hides.
 
-    held: of the whole part; absent: modules that the stage does not hold. states: of a rank. backward: of one
-    micro-batch.
+    shape: of the stage. states: of a rank. backward: of one micro-batch.
     """
-    shape = sum_shape(stage_parameters(held, absent), True)
-    if not shape.trained:
+    trained = shape.per_rank if shape.trained is None else shape.trained
+    if not trained:
         return 0.0, 0.0
-    weights = divided_weights(section, degrees, shape.trained, 0)
+    weights = divided_weights(section, degrees, trained, 0)
     # Optimizer states are read and written, gradients read twice (their norm first), weights written.
     traffic = 2 * (states.optimizer + states.host) + 2 * states.gradients + states.weights
     updated = traffic / (rates.update or rates.elementwise)

@@ -1,0 +1,137 @@
+"""The samples that a forecast is for: lengths, of which the run's own sampler makes steps, or equal ones."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dhp.config.parts import decoder, encoders, resolved
+from dhp.config.resolve import micro_batches
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
+from dhp.models.family import Family
+from dhp.trainer.forecast.loads import RunLoads, even_loads, loads_of_steps
+from dhp.trainer.graph import degrees
+from dhp.trainer.settings import feed_settings
+
+if TYPE_CHECKING:
+    from dhp.data.sampling.step_loads import Table
+
+QUICK_STEPS = 64  # of a search's candidates; what is shown is made from all
+_NAMES = ("text", "vision", "patches", "squares", "pictures", "targets")
+_NEEDED = ("text",)
+
+
+@dataclass(frozen=True)
+class EqualSamples:
+    """Samples that are all alike. tokens, features, targets: of one, all tokens, those of its picture, learned ones."""
+
+    tokens: int
+    features: int
+    targets: int
+    why: str = "assumed"
+
+    def __str__(self) -> str:
+        of = f"{self.tokens:,} tokens, {self.features:,} of a picture, {self.targets:,} learned"
+        return f"every sample {of} ({self.why})"
+
+
+class Samples:
+    """Loads of any layout of a run. Those of the same rows are made once."""
+
+    def __init__(self, family: Family, table: Table | None, equal: EqualSamples):
+        """table: lengths of all samples; None: each is as `equal`."""
+        self._family, self._table, self._equal = family, table, equal
+        self._known: dict[tuple[object, ...], RunLoads] = {}
+
+    def __str__(self) -> str:
+        if self._table is None:
+            return str(self._equal)
+        rows = self._table.rows
+        patches = f", {rows['patches'].mean():,.0f} patches" if "patches" in (rows.dtype.names or ()) else ""
+        return f"{len(rows):,} samples: {rows['text'].mean():,.0f} tokens{patches} each"
+
+    @property
+    def count(self) -> int | None:
+        """Samples of an epoch; None: not known."""
+        return None if self._table is None else len(self._table)
+
+    @property
+    def encoded_bytes(self) -> float:
+        """Of a sample's files, mean; 0 where they are not known."""
+        if self._table is None or "encoded" not in (self._table.rows.dtype.names or ()):
+            return 0.0
+        return float(self._table.rows["encoded"].mean())
+
+    def loads(self, config: Config, quick: bool = False) -> RunLoads:
+        """Of a resolved configuration. quick: of some steps, for a search. Raises DataError."""
+        own = (resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size)
+        packing = config.data.packing or degrees(decoder(config)).sequence > 1
+        if self._table is None:
+            return self._of_equal(config)
+        steps = -(-len(self._table) // config.training.batch_size)
+        key = (own, packing, quick and steps > QUICK_STEPS)
+        if key not in self._known:
+            self._known[key] = self._of_table(config, packing, bool(key[-1]))
+        return self._known[key]
+
+    def _of_equal(self, config: Config) -> RunLoads:
+        equal, unit = self._equal, self._family.tower.merge_unit if encoders(config) else 1
+        replicas = resolved(decoder(config).data)
+        samples = config.training.micro_batch_size
+        return even_loads(samples, equal.tokens, equal.features, equal.targets, replicas, unit)
+
+    def _of_table(self, config: Config, packing: bool, quick: bool) -> RunLoads:
+        from dhp.data.sampling.step_loads import Table, step_loads
+
+        table = self._table
+        assert table is not None
+        if quick:  # the longest samples are among them: a rank must have room for these
+            count = QUICK_STEPS * config.training.batch_size
+            chosen = np.random.default_rng(config.seed).choice(len(table), count, replace=False)
+            chosen[: config.training.micro_batch_size] = table.rows["text"].argsort()[
+                -config.training.micro_batch_size :
+            ]
+            table = Table(table.rows[chosen])
+        settings = feed_settings(config)
+        steps = step_loads(
+            table,
+            settings.balancing,
+            settings.layout,
+            config.seed,
+            packing=packing,
+            shuffle=config.data.shuffle,
+            on_bad_sample="skip",
+        )
+        work = self._family.decoder.work
+        unit = self._family.tower.merge_unit if encoders(config) else 1
+        return loads_of_steps(steps, work.token, work.pair / 2, unit, len(table))
+
+
+def read_table(path: Path) -> Table:
+    """Lengths from a CSV file with a header: text (all tokens of a sample), and as far as they are known vision (tokens
+    of pictures), patches, squares, pictures, targets. Raises ConfigError."""
+    from dhp.data.sampling.step_loads import Table
+
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(
+            f"lengths={path} cannot be read ({error}); give a CSV file with the columns {_NAMES}"
+        ) from error
+    known = [name for name in _NAMES if lines and name in lines[0]]
+    if not lines or any(name not in known for name in _NEEDED):
+        header = ", ".join(lines[0]) if lines else "no lines"
+        raise ConfigError(f"lengths={path} has {header}: a column `text` with the tokens of each sample is needed")
+    rows = np.zeros(len(lines), [(name, np.int64) for name in dict.fromkeys(("vision", "text", *known))])
+    for name in known:
+        try:
+            rows[name] = [int(float(line[name])) for line in lines]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"lengths={path}: the column {name} has what is no number ({error})") from error
+    return Table(rows)
