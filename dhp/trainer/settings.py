@@ -48,24 +48,35 @@ def feed_settings(
     return BatchReaderSettings(
         model_name=model_name(config),
         data=replace(data, chat_template=read_template(data.chat_template)),
-        layout=BatchLayout(resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size),
+        layout=batch_layout(config),
         encoders={name: _split(part, near.get(name)) for name, part in encoders(config).items()},
         seed=config.seed,
         objective=config.training.objective,
-        balancing=BalanceSettings(
-            data.balance,
-            window=data.balance_window,
-            long=data.long_tokens,
-            isf_passes=data.isf_passes,
-            group_window=data.group_window,
-            fullest_first=resolved(data.fullest_first),
-            **asdict(data.limits),
-        ),
+        balancing=balance_settings(config),
         passes=dict(passes),
         features=features,
         text=degrees(decoder(config)),
         sequence_groups=decoder(config).sequence_groups,
         even_calls=decoder(config).zero_stage == 3,
+    )
+
+
+def batch_layout(config: Config) -> BatchLayout:
+    """How a step's samples are divided."""
+    return BatchLayout(resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size)
+
+
+def balance_settings(config: Config) -> BalanceSettings:
+    """How samples are put into rows."""
+    data = config.data
+    return BalanceSettings(
+        data.balance,
+        window=data.balance_window,
+        long=data.long_tokens,
+        isf_passes=data.isf_passes,
+        group_window=data.group_window,
+        fullest_first=bool(data.fullest_first),
+        **asdict(data.limits),
     )
 
 

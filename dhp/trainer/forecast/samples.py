@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dhp.config.model_rules import shares_sequence
 from dhp.config.parts import decoder, encoders, resolved
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.models.family import Family
 from dhp.trainer.forecast.loads import RunLoads, even_loads, loads_of_steps
-from dhp.trainer.graph import degrees
-from dhp.trainer.settings import feed_settings
+from dhp.trainer.settings import balance_settings, batch_layout
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table
@@ -70,7 +70,7 @@ class Samples:
     def loads(self, config: Config, quick: bool = False) -> RunLoads:
         """Of a resolved configuration. quick: of some steps, for a search. Raises DataError."""
         own = (resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size)
-        packing = config.data.packing or degrees(decoder(config)).sequence > 1
+        packing = config.data.packing or shares_sequence(decoder(config))
         if self._table is None:
             return self._of_equal(config)
         steps = -(-len(self._table) // config.training.batch_size)
@@ -97,11 +97,10 @@ class Samples:
                 -config.training.micro_batch_size :
             ]
             table = Table(table.rows[chosen])
-        settings = feed_settings(config)
         steps = step_loads(
             table,
-            settings.balancing,
-            settings.layout,
+            balance_settings(config),
+            batch_layout(config),
             config.seed,
             packing=packing,
             shuffle=config.data.shuffle,

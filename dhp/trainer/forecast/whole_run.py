@@ -70,6 +70,24 @@ class WholeRun:
         trains = trained_stage(rules, family, self._source, adapters)
         return {name: trains(name, ()) for name in family.parts}
 
+    @property
+    def family(self) -> Family:
+        """Having the run's parts."""
+        return having_parts(self._config, self._family)
+
+    def resolved(self, config: Config, layouts: Mapping[str, PartLayout]) -> Config:
+        """A composed configuration with these layouts in it, resolved and checked. Raises ConfigError."""
+        if self._resolved is None:
+            self._resolved = resolve(self.composed(layouts))
+        model = model_name(self._resolved)
+        own: dict[str, Any] = {name: replace(one.section, model_name=model) for name, one in layouts.items()}
+        asked, training = config.training, self._resolved.training
+        training = replace(training, micro_batch_size=asked.micro_batch_size, schedule=asked.schedule)
+        config = replace(self._resolved, cluster=config.cluster, training=training, **own)
+        check_together(config)
+        check_fit(config, self.family)
+        return config
+
     def _with(self, layouts: Mapping[str, PartLayout]) -> Config:
         """Resolved and checked. Raises ConfigError."""
         if self._resolved is None:
