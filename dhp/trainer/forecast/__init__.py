@@ -1,0 +1,1 @@
+"""The search for a layout before a run: which there are, and what they would take."""

@@ -1,0 +1,85 @@
+"""The checks of a whole run, for layouts of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from dhp.config.layout import resolve_part
+from dhp.config.lora import resolve_lora
+from dhp.config.parts import model_name, parts, sections
+from dhp.config.resolve import check_together, resolve
+from dhp.config.schema import Config
+from dhp.core.errors import DhpError
+from dhp.models.family import Family
+from dhp.trainer.forecast.layouts import PartLayout, PlanChecks
+from dhp.trainer.model_checks import check_fit, having_parts
+from dhp.trainer.trainable import adapters_of, check_frozen_part, trained_stage, training_rules
+
+
+class WholeRun:
+    """One composed configuration, into which layouts of its parts are put.
+
+    family: the model's; source: where its configuration is read from. plans: None where the plans of tensor parallelism
+    are not to be checked, which takes a second for the first layout.
+
+    What needs samples, weights or a search for cuts is left to the run: `dhp.trainer.preflight.prepare`.
+    """
+
+    def __init__(self, config: Config, family: Family, source: str, plans: PlanChecks | None = None):
+        self._config, self._family, self._source, self._plans = config, family, source, plans
+        self._resolved: Config | None = None
+
+    def composed(self, layouts: Mapping[str, PartLayout]) -> Config:
+        """The configuration with these layouts, by part, not resolved."""
+        own: dict[str, Any] = {
+            name: replace(sections(self._config)[name], **layout.settings) for name, layout in layouts.items()
+        }
+        return replace(self._config, **own)
+
+    def refusal(self, layouts: Mapping[str, PartLayout]) -> str | None:
+        """The message with which a run with these layouts would end before it starts; None: none. A part that is not
+        among them is as it was composed.
+
+        The first time the configuration is resolved as a whole; then its parts alone are, and the rules checked.
+        """
+        try:
+            config = self._with(layouts)
+            family = having_parts(config, self._family)
+            check_fit(config, family)
+            for name, part in parts(config).items():
+                refusal = self._plans.refusal(name, part) if self._plans else None
+                if refusal:
+                    return refusal
+                if part.zero_stage:  # or the model would be made for nothing
+                    check_frozen_part(name, part, self.trained[name])
+        except DhpError as error:
+            return str(error)
+        return None
+
+    @cached_property
+    def trained(self) -> dict[str, bool]:
+        """By part, whether something of it is trained. Where `training` selects parameters, the model is made without
+        weights, which takes a second."""
+        family = having_parts(self._config, self._family)
+        own: dict[str, Any] = {n: replace(p, lora=resolve_lora(p.lora)) for n, p in parts(self._config).items()}
+        adapters = adapters_of(replace(self._config, **own))
+        rules = training_rules(self._config.training, family, adapters)
+        trains = trained_stage(rules, family, self._source, adapters)
+        return {name: trains(name, ()) for name in family.parts}
+
+    def _with(self, layouts: Mapping[str, PartLayout]) -> Config:
+        """Resolved and checked. Raises ConfigError."""
+        if self._resolved is None:
+            self._resolved = resolve(self.composed(layouts))
+            return self._resolved
+        model = model_name(self._resolved)
+        own: dict[str, Any] = {
+            name: replace(layouts[name].section if name in layouts else resolve_part(name, part), model_name=model)
+            for name, part in parts(self._config).items()
+        }
+        config = replace(self._resolved, **own)
+        check_together(config)
+        return config
