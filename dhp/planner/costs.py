@@ -13,7 +13,7 @@ from dhp.core.text import aligned
 from dhp.planner.cache import read_entry, write_entry
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class LayerCost:
     """One layer. held_bytes: saved from forward to backward; replay_bytes: added while its backward recomputes;
     replay_s: seconds of recomputing in a step."""

@@ -18,7 +18,7 @@ from dhp.models.shape import PartShape, sum_shape
 from dhp.models.types import chunks_of
 from dhp.planner.costs import Arrangement, StageCosts
 from dhp.planner.rates import Work
-from dhp.planner.search import best_plan
+from dhp.planner.search import filled_plan
 from dhp.step.schedule import Action, Forward, Schedule, make_schedule
 from dhp.step.timed import Timeline, play
 from dhp.trainer.forecast.counted import Counted, Cut, stage_parameters
@@ -172,7 +172,7 @@ def _choose(
         return found
     everything = {name: automatic.get(name, known) for name, known in costs.items() if known is not None}
     budget = _budget(asked, costs, found)
-    best = best_plan(everything, found, frozenset(automatic), asked.arrangement, budget)
+    best = filled_plan(everything, found, frozenset(automatic), asked.arrangement, budget)
     return {**found, **best}
 
 

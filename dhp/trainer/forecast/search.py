@@ -229,18 +229,11 @@ def _join(scores: Scores, apart: bool, limit: float) -> Iterator[Pair]:
             yield from (Pair(one, None) for one in texts)
             continue
         visions = scores[VISION].get(rows, [])
+        towers, decoders = _front(visions), _front(texts)
         for one in texts:
-            yield from _best(one, _front(visions), apart, limit)
+            yield from _fastest([Pair(one, other, apart) for other in towers], limit)
         for other in visions:
-            yield from _best_text(_front(texts), other, apart, limit)
-
-
-def _best(text: Score, visions: Sequence[Score], apart: bool, limit: float) -> Iterator[Pair]:
-    yield from _fastest([Pair(text, other, apart) for other in visions], limit)
-
-
-def _best_text(texts: Sequence[Score], vision: Score, apart: bool, limit: float) -> Iterator[Pair]:
-    yield from _fastest([Pair(one, vision, apart) for one in texts], limit)
+            yield from _fastest([Pair(one, other, apart) for one in decoders], limit)
 
 
 def _fastest(pairs: Sequence[Pair], limit: float) -> Iterator[Pair]:

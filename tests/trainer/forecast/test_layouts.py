@@ -28,6 +28,7 @@ from dhp.trainer.forecast.layouts import PartLayout, PlanChecks, Refused, part_l
 from dhp.trainer.forecast.whole_run import WholeRun
 from dhp.trainer.preflight import prepare
 from tests.helpers.runs import ONE_ACTOR_EACH
+from tests.helpers.tiny_omni import save_omni
 
 SEVEN_B = "Qwen/Qwen2.5-VL-7B-Instruct"
 NODE = 8
@@ -123,6 +124,15 @@ def test_experts_are_shared_out_among_replicas(experts_model: str) -> None:
     assert {summary(one.section) for one in layouts} == wanted
     assert {one.degrees.expert for one in layouts} == {1, 2, 4}
     assert any("expert=2 with text.zero_stage=1" in one.reason for one in refused)
+
+
+def test_an_audio_part_has_the_degrees_that_are_offered(tmp_path: Path) -> None:
+    save_omni(tmp_path)
+    family = load_family(str(tmp_path)).having(("vision", "audio", "text"))
+    layouts, _ = part_layouts("audio", PartConfig(), family, 4)
+    wanted = {summary(one) for one in brute_force("audio", family, 4)}
+    assert {summary(one.section) for one in layouts} == wanted
+    assert {(one.degrees.ring, one.degrees.tensor) for one in layouts} == {(1, 1)}
 
 
 def test_tensor_groups_stay_in_a_node(made_model: str) -> None:
