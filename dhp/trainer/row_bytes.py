@@ -36,7 +36,13 @@ class RowBytes:
 
     def of(self, rows: TracedRows) -> float:
         """Bytes of these rows."""
-        return self.fixed + sum(getattr(self, name) * getattr(rows, name) for name in _counts())
+        return (
+            self.fixed
+            + self.tokens * rows.tokens
+            + self.features * rows.features
+            + self.targets * rows.targets
+            + self.patches * rows.patches
+        )
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from dhp.core.files import write_whole
 from dhp.core.parameters import AdapterSettings, TrainingRules, is_inside
 from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.models.family import VISION, Family
+from dhp.trainer.forecast.loads import window_length
 from dhp.trainer.partition import shares_of
 from dhp.trainer.row_bytes import PartBytes, RowBytes, trace_bytes
 from dhp.trainer.tower_units import Piece, tower_pieces
@@ -103,7 +104,12 @@ class Counted:
         """Of each of the decoder's layers, and under None of what is outside, the share that is trained; None: all."""
         return shares_of(self.family, self.parameters, self.rules) if self.rules.selects else None
 
-    @property
+    @cached_property
+    def window(self) -> float:
+        """Patches that see each other in the tower's windows, in the mean."""
+        return window_length(self.family)
+
+    @cached_property
     def trains_before(self) -> bool:
         """Whether the tower trains, so that gradients go back through the whole decoder."""
         return VISION in self.family.parts and any(piece.trained for piece in self.pieces)
@@ -121,6 +127,23 @@ class Counted:
             found = self._kept(key, lambda: [asdict(one) for one in self._count(part, cut)])
             self._known[key] = tuple(HeldParameter(**{**one, "names": tuple(one["names"])}) for one in found)
         known: tuple[HeldParameter, ...] = self._known[key]
+        return known
+
+    def unit_parameters(self, part: str, cut: Cut) -> list[int]:
+        """Of each unit, the parameters that a rank holds: what precedes the layers, each layer, what follows them."""
+        key = f"units {part} {cut.tensor} {cut.expert}"
+        if key not in self._known:
+            own = self.family.parts[part]
+            path, count = f"{own.layers.path}.", len(own.layers.kinds)
+            begins = (self.family.decoder.embedding,) if part == DECODER else ()
+            found = [0] * (count + 2)
+            for one in self.held(part, cut):
+                name = one.names[0]
+                inside = name.startswith(path)
+                layer = int(name.removeprefix(path).partition(".")[0]) + 1 if inside else -1
+                found[0 if is_inside(name, begins) else layer] += one.own
+            self._known[key] = found
+        known: list[int] = self._known[key]
         return known
 
     def keeps(self, part: str, cut: Cut) -> PartBytes:

@@ -1,15 +1,9 @@
 """The layouts of one part on so many devices: all that a run's own checks allow.
 
-<<<<<<< HEAD
-Degrees are all factorizations of the devices, with every ZeRO stage, engine and way to hold norms. What is left out
-without being checked, each time with a reason in `Refused`, is never faster nor smaller than a layout that stays:
-tensor groups that leave a node, and ZeRO over one rank.
-=======
 Degrees are all factorizations of the devices, with every ZeRO stage, engine and way to hold norms. Left out without
 being checked, each with a reason in `Refused`: tensor groups that leave a node, whose exchanges in each layer would go
 between nodes, and ZeRO over one rank, which cuts nothing. DeepSpeed's layers (autotp) are there where they are held
 alone, for parallelism=tensor cuts the same matrices and goes with more.
->>>>>>> space
 """
 
 from __future__ import annotations

@@ -145,12 +145,12 @@ def even_loads(samples: int, tokens: int, features: int, targets: int, replicas:
     return RunLoads(text, text, shown, worst, count * tokens, 0, 0, f"{samples} samples of {tokens:,} tokens (assumed)")
 
 
-def tower_load(family: Family, pictures: PictureLoad, degrees: Degrees) -> TowerLoad:
-    """Of the replica of an encoder that has most of a micro-batch, of all ranks of its sequence together."""
+def tower_load(pictures: PictureLoad, degrees: Degrees, window: float) -> TowerLoad:
+    """Of the replica of an encoder that has most of a micro-batch, of all ranks of its sequence together. window: see
+    `window_length`."""
     share = pictures.fullest(degrees.data)
     patches, squares = pictures.patches * share, pictures.squares * share
-    windows = patches * window_length(family)
-    return TowerLoad(patches, windows, squares, pictures.features * share, pictures.pictures * share)
+    return TowerLoad(patches, patches * window, squares, pictures.features * share, pictures.pictures * share)
 
 
 def window_length(family: Family) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dhp.config.parts import DECODER, resolved
@@ -57,12 +58,12 @@ class Score:
     passing_bytes: float
     held_bytes: float
 
-    @property
+    @cached_property
     def pipeline(self) -> int:
         """Stages."""
         return resolved(self.layout.section.pipeline)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Of a step of the part alone: stages fill and drain with a micro-batch each."""
         return (self.rows.micro_batches + self.pipeline - 1) * self.micro_batch_s + self.once_s

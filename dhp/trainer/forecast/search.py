@@ -27,6 +27,7 @@ from dhp.trainer.forecast.samples import Samples
 from dhp.trainer.forecast.score import Rows, Score, Scorer
 from dhp.trainer.forecast.whole_run import WholeRun
 from dhp.trainer.plan import RunPlan, plan_run
+from dhp.trainer.row_bytes import CHOICES
 
 FORECASTS = 40  # made of a search's best
 EACH = 3  # of these, with the same layout of one part
@@ -204,21 +205,27 @@ Scores = Mapping[str, Mapping[Rows, Sequence[Score]]]
 
 
 def _scores(space: Space, scorer: Scorer, layouts: Mapping[str, Sequence[PartLayout]]) -> Scores:
-    """By part and division of a step."""
-    divisions = list(space.divisions())
-    replicas = {layout.degrees.data for layout in layouts[DECODER]}
+    """By part and division of a step. A tower's go by its micro-batches alone."""
+    fixed = {name: sections(space.config)[name].recompute not in (None, "auto") for name in layouts}
+    decoders: dict[int, list[PartLayout]] = {}
+    for layout in layouts[DECODER]:
+        decoders.setdefault(layout.degrees.data, []).append(layout)
     found: dict[str, dict[Rows, list[Score]]] = {name: {} for name in layouts}
-    for size, data, count in divisions:
-        if data not in replicas:
-            continue
+    towers: dict[int, list[Score]] = {}
+    for size, data, count in space.divisions():
         rows = Rows(size, data, count)
-        for name, of_part in layouts.items():
-            written = sections(space.config)[name].recompute
-            fixed = written is not None and written != "auto"
-            own = [one for one in of_part if name != DECODER or one.degrees.data == data]
-            for layout in own:
-                scores = scorer.scores(layout, rows, ("none",)) if fixed else scorer.scores(layout, rows)
-                found[name].setdefault(rows, []).extend(scores)
+        if data not in decoders:
+            continue
+        own = {DECODER: decoders[data]} | ({VISION: layouts[VISION]} if VISION in layouts else {})
+        for name, of_part in own.items():
+            if name != DECODER and count in towers:
+                found[name][rows] = towers[count]
+                continue
+            choices = ("none",) if fixed[name] else CHOICES
+            scores = [score for one in of_part for score in scorer.scores(one, rows, choices)]
+            found[name][rows] = scores
+            if name != DECODER:
+                towers[count] = scores
     return found
 
 

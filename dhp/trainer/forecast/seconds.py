@@ -10,7 +10,6 @@ from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER
 from dhp.config.rules import FSDP
 from dhp.core.axes import Degrees
-from dhp.core.parameters import is_inside
 from dhp.core.reports import RecomputePolicies
 from dhp.models.shape import PartShape
 from dhp.planner.rates import Rates, Spent, Work, spend
@@ -84,14 +83,14 @@ def unit_seconds(
 ) -> tuple[UnitSeconds, ...]:
     """Of a part's units. section: resolved. Raises ModelError where what layers keep is not known."""
     kept = counted.keeps(name, Cut.of(section))
-    weights = _layer_weights(counted, name, section, degrees)
+    weights = counted.unit_parameters(name, Cut.of(section))
     if name == DECODER:
         load = loads.even if waits_for_others(section) else loads.text
         found = decoder_passes(section, degrees, counted.family, counted.sizes, load, kept, counted.trained)
         found = (Passes(Work(), Work()), *found)
         shares = [replay_shares(counted.family, size) for size in counted.sizes.layers]
     else:
-        load_of_tower = tower_load(counted.family, loads.pictures, degrees)
+        load_of_tower = tower_load(loads.pictures, degrees, counted.window)
         found = tower_passes(section, degrees, counted.family, counted.pieces, load_of_tower, kept)
         shares = [replays(piece.inner / piece.size) for piece in counted.pieces[1:-1]]
     return _alike(found, [{}, *shares, {}], weights, section, degrees, rates)
@@ -150,20 +149,6 @@ def divided_weights(section: PartConfig, degrees: Degrees, parameters: int, agai
         again,
         degrees.tensor,
     )
-
-
-def _layer_weights(counted: Counted, name: str, section: PartConfig, degrees: Degrees) -> list[int]:
-    """Parameters of each unit that a rank holds."""
-    part = counted.family.parts[name]
-    path, count = f"{part.layers.path}.", len(part.layers.kinds)
-    begins = (counted.family.decoder.embedding,) if name == DECODER else ()
-    found = [0] * (count + 2)
-    for one in counted.held(name, Cut.of(section)):
-        first = one.names[0]
-        inside = first.startswith(path)
-        at = int(first.removeprefix(path).partition(".")[0]) + 1 if inside else 0 if is_inside(first, begins) else -1
-        found[at] += one.own
-    return found
 
 
 def stage_seconds(
