@@ -61,7 +61,8 @@ def step_metrics(
         clips=info.clips,
         step_s=timing.step_s,
         data_s=timing.data_s,
-        busy_s=_busy(reports),
+        busy_s=_mean(reports, "busy_s"),
+        comm_s=_mean(reports, "comm_s"),
         tokens_per_s=info.tokens / timing.step_s,
         flops=info.flops,
         mfu=utilisation(info.flops, timing.step_s, timing.peak_flops),
@@ -82,9 +83,11 @@ def notes(reports: Mapping[str, Sequence[StageReport]], metrics: StepMetrics, ti
         yield NO_MFU
 
 
-def _busy(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, float] | None:
-    """Mean of each stage's ranks; None where a rank was not measured."""
-    known = {name: [report.busy_s for report in of if report.busy_s is not None] for name, of in reports.items()}
+def _mean(reports: Mapping[str, Sequence[StageReport]], name: str) -> dict[str, float] | None:
+    """Mean of each stage's ranks of a field of their reports; None where it is null for a rank."""
+    known: dict[str, list[float]] = {
+        stage: [value for report in of if (value := getattr(report, name)) is not None] for stage, of in reports.items()
+    }
     return {name: sum(of) / len(of) for name, of in known.items()} if all(known.values()) else None
 
 

@@ -106,7 +106,7 @@ class Scorer:
         waits = (section.zero_stage, section.zero_engine) if waits_for_others(section) else ()
         key = (layout.part, Cut.of(section), layout.degrees, waits, id(loads))
         if key not in self._units:
-            rates = self._machine.of_format(section.dtype)
+            rates = self._machine.of(layout.part, section.dtype)
             self._units[key] = unit_seconds(self._counted, layout.part, section, layout.degrees, loads, rates)
         return self._units[key]
 
@@ -163,7 +163,7 @@ class Scorer:
         for unit, count in Counter(units[at + 1] for at in stage.layers).items():
             behind = behind + replace(unit.passes.backward, hidden=()) * count
         states = rank_bytes(section, stage, shape)
-        rates = self._machine.of_format(section.dtype)
+        rates = self._machine.of(layout.part, section.dtype)
         return sum(once_a_step(section, layout.degrees, shape, states, behind, rates))
 
 

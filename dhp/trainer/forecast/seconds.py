@@ -206,9 +206,11 @@ def once_a_step(
     if not trained:
         return 0.0, 0.0
     weights = divided_weights(section, degrees, trained, 0)
-    # Optimizer states are read and written, gradients read twice (their norm first), weights written.
-    traffic = 2 * (states.optimizer + states.host) + 2 * states.gradients + states.weights
-    updated = traffic / (rates.update or rates.elementwise)
+    if rates.update is None:  # states are read and written, gradients read twice (their norm first), weights written
+        traffic = 2 * (states.optimizer + states.host) + 2 * states.gradients + states.weights
+        updated = traffic / rates.elementwise
+    else:
+        updated = trained / (degrees.shards if section.zero_stage else 1) / rates.update
     sent = sum(one.seconds(rates) for one in weights.update())
     if section.zero_stage >= 2:
         return updated, sent
