@@ -1,6 +1,6 @@
 """Seconds of one layer of each kind of a part, alone on this device, with random weights and no other rank.
 
-A layer's matrices and its attention are run by themselves too, so that rates of the one can be told from the other's.
+A layer's matrices and its attention are run by themselves too, so that the rates of one are not taken for the other's.
 """
 
 from __future__ import annotations

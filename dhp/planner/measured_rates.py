@@ -14,8 +14,9 @@ from dhp.planner.rates import Channel, Rates
 class PartRates:
     """Rates at which a part's layers compute on this device, as `Rates` has them.
 
-    update: parameters a second that the optimizer updates. rows: tokens or patches with which layers were measured.
-    residual: root of the mean squared error with which the rates give the layers' own seconds, as a share.
+    update: parameters a second that the optimizer updates. ahead: see `Rates`. rows: tokens or patches with which
+    layers were measured. residual: root of the mean squared error with which the rates give the layers' own seconds, as
+    a share.
     """
 
     products: Figure
@@ -25,6 +26,7 @@ class PartRates:
     update: Figure
     rows: tuple[int, ...]
     residual: float
+    ahead: bool
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class MeasuredRates:
         outer channel is given, the channel is that of hand-overs, or the inner one."""
         own, inner = self.parts[part], (self.sums or self.handover).channel
         speeds = (own.products.value, own.attention.value, own.elementwise.value, own.host_s.value)
-        return Rates(*speeds, inner, outer or inner, node)
+        return Rates(*speeds, inner, outer or inner, node, own.ahead)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `from_json`."""
@@ -70,7 +72,7 @@ class MeasuredRates:
 
 def _part(values: Mapping[str, Any]) -> PartRates:
     figures = {name: Figure(**own) for name, own in values.items() if isinstance(own, Mapping)}
-    return PartRates(**figures, rows=tuple(values["rows"]), residual=values["residual"])
+    return PartRates(**figures, rows=tuple(values["rows"]), residual=values["residual"], ahead=values["ahead"])
 
 
 def _channel(values: Mapping[str, Any]) -> MeasuredChannel:

@@ -1,7 +1,7 @@
 """Rates of a device that explain measured seconds of known work, by least squares of relative errors.
 
-Of work that goes on at the same time the sum is a soft maximum (`dhp.planner.rates.spend`), so that seconds are linear
-in no rate. With the host's seconds given, what the device itself takes is: so these are searched, and the other rates
+Where the host launches ahead of the device the sum is a soft maximum (`dhp.planner.rates.spend`), and linear in no
+seconds of one unit. With the host's given, what the device itself takes is: so these are searched, and the other rates
 solved for.
 """
 
@@ -32,15 +32,17 @@ class Observation:
     weight: float = 1.0
 
 
-def fit_rates(observations: Sequence[Observation]) -> Rates:
-    """The rates whose `spend` of the works is nearest to their seconds; works send nothing. What no work has is given
-    an infinite rate. Raises DhpError for seconds that are not positive."""
+def fit_rates(observations: Sequence[Observation], ahead: bool = True) -> Rates:
+    """The rates whose `spend` of the works is nearest to their seconds; works send nothing. ahead: see `Rates`. What no
+    work has is given an infinite rate. Raises DhpError for seconds that are not positive."""
     broken = [one.seconds for one in observations if not 0 < one.seconds < math.inf]
     if broken or not observations:
         raise DhpError(
             f"rates are solved for from measured seconds, but {len(broken)} of {len(observations)} are not positive: "
             f"{broken[:3]}. Measure again, with more rows"
         )
+    if not ahead:
+        return _solve_in_turn(observations)
     best = _search(lambda host_s: _loss(_solve(observations, host_s), observations), _most_host(observations))
     return _solve(observations, best)
 
@@ -102,7 +104,7 @@ def _solve(observations: Sequence[Observation], host_s: float) -> Rates:
     rows, wanted = [], []
     for one in observations:
         busy = one.seconds**OVERLAP - (one.work.launched * host_s) ** OVERLAP
-        counts = [getattr(one.work, name) for name in _DEVICE]
+        counts = _counts(one.work)
         if busy <= 0 or not any(counts):
             continue
         seconds = busy ** (1 / OVERLAP)
@@ -111,10 +113,30 @@ def _solve(observations: Sequence[Observation], host_s: float) -> Rates:
         rows.append([scale * count for count in counts])
         wanted.append(scale * seconds)
     found = _not_negative(np.array(rows), np.array(wanted)) if rows else [0.0] * len(_DEVICE)
+    return _rates(observations, found, host_s, True)
+
+
+def _solve_in_turn(observations: Sequence[Observation]) -> Rates:
+    """The best rates where launching adds to the rest."""
+    scales = [math.sqrt(one.weight) / one.seconds for one in observations]
+    rows = [
+        [scale * count for count in (*_counts(one.work), one.work.launched)]
+        for scale, one in zip(scales, observations, strict=True)
+    ]
+    *found, host_s = _not_negative(np.array(rows), np.sqrt([one.weight for one in observations]))
+    return _rates(observations, found, host_s, False)
+
+
+def _counts(work: Work) -> list[float]:
+    return [getattr(work, name) for name in _DEVICE]
+
+
+def _rates(observations: Sequence[Observation], found: Sequence[float], host_s: float, ahead: bool) -> Rates:
+    """found: seconds of one product, one operation of attention, one byte."""
     least = [_least_cost(observations, name) for name in _DEVICE]
     costs = [max(own, floor) for own, floor in zip(found, least, strict=True)]
     products, attention, elementwise = (1 / cost if cost else math.inf for cost in costs)
-    return Rates(products, attention, elementwise, host_s, NO_CHANNEL, NO_CHANNEL)
+    return Rates(products, attention, elementwise, host_s, NO_CHANNEL, NO_CHANNEL, ahead=ahead)
 
 
 def _least_cost(observations: Sequence[Observation], name: str) -> float:
@@ -124,7 +146,7 @@ def _least_cost(observations: Sequence[Observation], name: str) -> float:
 
 
 def _not_negative(rows: np.ndarray, wanted: np.ndarray) -> list[float]:
-    """Least squares of rows @ x = wanted with x ≥ 0. There are three unknowns at most, so all sets of those that are
+    """Least squares of rows @ x = wanted with x ≥ 0. There are four unknowns at most, so all sets of those that are
     not zero are tried."""
     scales = np.linalg.norm(rows, axis=0)
     columns = [at for at in range(rows.shape[1]) if scales[at] > 0]

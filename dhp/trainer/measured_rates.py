@@ -158,7 +158,8 @@ def _of_part(
     lengths = [row_shape(family, name, count) for count in dict.fromkeys((max(1, longest // SHORTER), longest))]
     measured = measure_layers(source, family, name, lengths, dtype, watch, LIMIT_S)
     observations = [one for own in observe(source, family, name, dtype, measured) for one in own]
-    rates, layers = fit_rates(observations), [one for one in observations if one.weight == 1.0]
+    rates = fit_rates(observations, ahead=asked.device == "cuda")
+    layers = [one for one in observations if one.weight == 1.0]
     update_s = measure_update(dtype, watch, LIMIT_S / 10)
     return PartRates(
         products=origin(rates.products),
@@ -168,6 +169,7 @@ def _of_part(
         update=origin(1 / update_s),
         rows=tuple(sorted({own.rows.patches or own.rows.tokens for own in measured})),
         residual=residual(rates, layers),
+        ahead=rates.ahead,
     )
 
 

@@ -27,10 +27,13 @@ def speeds(rates: Rates) -> tuple[float, ...]:
     return rates.products, rates.attention, rates.elementwise, rates.host_s
 
 
-def test_given_rates_are_found_again() -> None:
-    found = fit_rates(seen(GIVEN, WORKS))
-    assert speeds(found) == pytest.approx(speeds(GIVEN), rel=1e-4)
-    assert residual(found, seen(GIVEN, WORKS)) < 1e-6
+@pytest.mark.parametrize("ahead", [True, False])
+def test_given_rates_are_found_again(ahead: bool) -> None:
+    observations = seen(replace(GIVEN, ahead=ahead), WORKS)
+    found = fit_rates(observations, ahead)
+    assert speeds(found) == pytest.approx(speeds(GIVEN), rel=1e-4) and found.ahead == ahead
+    assert residual(found, observations) < 1e-6
+    assert residual(fit_rates(observations, not ahead), observations) > 1e-3
 
 
 @pytest.mark.parametrize("host_s", [0.0, 3e-3])
