@@ -21,8 +21,8 @@ FORMATS = ("bfloat16", "float32", "float64")
 class Machine:
     """Devices of one kind.
 
-    rates: by number format; measured: of a part, where they were measured on this machine. memory_bytes: of a device, that a process can take; reserve: the share of it that is to
-    stay free.
+    rates: by number format; measured: of a part, where they were measured on this machine. memory_bytes: of a device,
+    that a process can take; reserve: the share of it that is to stay free.
 
     handover: between two stages. action_s, step_s: seconds that each action of the schedule, and each step, takes
     beside the devices' work.
