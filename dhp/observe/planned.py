@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -116,6 +116,18 @@ class Beside:
         if ratio is None or not found or abs(ratio - 1) <= WARNED:
             return None
         return (max if ratio > 1 else min)(found, key=lambda kind: found[kind])
+
+    def summary(self) -> dict[str, Any]:
+        """Fields of the run's summary; none where nothing was planned."""
+        if self.planned.step_s is None:
+            return {}
+        planned = asdict(self.planned)
+        return {
+            "planned": planned,
+            "measured": self.measured(),
+            "planned_ratio": self.ratio,
+            "differs": self.differing(),
+        }
 
     def line(self) -> str | None:
         """`0.21 s a step, took 0.25 (+19%)`; None where nothing was planned or measured."""

@@ -7,6 +7,7 @@ a plan counts it (`dhp.trainer.layer_work`): the rates are those at which the on
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from dhp.core.errors import DhpError
 from dhp.core.parameters import TrainingRules
 from dhp.core.process import count_cores, say_nothing
 from dhp.models.family import Family
-from dhp.planner.cache import read_entry, write_entry
+from dhp.planner.cache import read_entries, read_entry, write_entry
 from dhp.planner.measured_rates import MeasuredChannel, MeasuredRates, PartRates
 from dhp.planner.rate_fit import Observation, fit_channel, fit_rates, residual
 from dhp.planner.rates import Operation, Work
@@ -74,6 +75,26 @@ def measured_rates(
         found = _measure(source, family, asked, _origin(shape))
         write_entry(folder / FILE, shape, found.to_json())
     return found
+
+
+def kept_rates(family: Family, asked: Measured, folder: Path) -> MeasuredRates | None:
+    """Rates that `folder` keeps of an earlier measurement with the same model, versions and device, of rows as near to
+    the asked ones as there are; None where there are none."""
+    shape = _shape(family, asked)
+    near = {key: value for key, value in shape.items() if key != "rows"}
+    found = [
+        (_distance(asked.rows, entry["shape"]["rows"]), entry["costs"])
+        for entry in read_entries(folder / FILE)
+        if {key: value for key, value in entry["shape"].items() if key != "rows"} == near
+    ]
+    try:
+        return MeasuredRates.from_json(min(found, key=lambda one: one[0])[1]) if found else None
+    except (KeyError, TypeError, AttributeError):
+        return None
+
+
+def _distance(asked: Mapping[str, int], known: Mapping[str, int]) -> float:
+    return sum(abs(math.log(asked[name] / known[name])) for name in asked)
 
 
 def require_idle() -> None:

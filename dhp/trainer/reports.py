@@ -96,8 +96,11 @@ def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sorted(sum(map(Counter, of_ranks), Counter()).items()))
 
 
-def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[[str], None]) -> float | None:
-    """Operations a second of all devices together. None, and a line that says so, when one of them is not known."""
+def find_peak(
+    groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[[str], None]
+) -> tuple[float | None, list[DeviceInfo]]:
+    """Operations a second of all devices together, and the device of each rank. None, and a line that says so, when one
+    of them is not known."""
 
     def ask(wanted: Mapping[str, PerRank | bool]) -> list[DeviceInfo]:
         verb = "describe_device"
@@ -116,7 +119,7 @@ def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[
             f"mfu is not reported: no peak of {unknown} is known. Add it to configs/{DEVICES}, from the vendor's data "
             "sheet"
         )
-    return peak
+    return peak, devices
 
 
 def name_kernels(groups: Mapping[str, ActorGroup], timeout_s: float) -> list[str]:
