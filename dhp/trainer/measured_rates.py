@@ -178,9 +178,8 @@ def _of_part(
     longest = asked.rows[name]
     lengths = [row_shape(family, name, count) for count in dict.fromkeys((max(1, longest // SHORTER), longest))]
     measured = measure_layers(source, family, name, lengths, dtype, watch, LIMIT_S)
-    observations = [one for own in observe(source, family, name, dtype, measured) for one in own]
-    rates = fit_rates(observations, ahead=asked.device == "cuda")
-    layers = [one for one in observations if one.weight == 1.0]
+    observed = list(observe(source, family, name, dtype, measured))
+    rates = fit_rates([one for own in observed for one in own], ahead=asked.device == "cuda")
     update_s = measure_update(dtype, watch, LIMIT_S / 10)
     return PartRates(
         products=origin(rates.products),
@@ -189,7 +188,7 @@ def _of_part(
         host_s=origin(rates.host_s),
         update=origin(1 / update_s),
         rows=tuple(sorted({own.rows.patches or own.rows.tokens for own in measured})),
-        residual=residual(rates, layers),
+        residual=residual(rates, [both for both, *_ in observed]),
         ahead=rates.ahead,
     )
 
@@ -221,14 +220,16 @@ def _window(family: Family) -> int:
 def observe(
     source: str, family: Family, name: str, dtype: str, measured: Sequence[LayerSeconds]
 ) -> Iterator[list[Observation]]:
-    """Of each measured layer, its work with its seconds: both passes, each, and what pieces of it were measured."""
+    """Of each measured layer, work with seconds: of both passes first, then of each and of its pieces alone."""
     counted: dict[TracedRows, tuple[Passes, ...]] = {}
+    longest = max(own.rows.patches or own.rows.tokens for own in measured)
     for own in measured:
         if own.rows not in counted:
             counted[own.rows] = _passes(source, family, name, dtype, own.rows)
         work = counted[own.rows][own.layer + (name != DECODER)]  # a tower's first unit is its patch embedding
         there, back = own.whole.forward, own.whole.backward
-        found = [Observation(work.forward + work.backward, there + back)]
+        weight = (own.rows.patches or own.rows.tokens) / longest  # fewer rows are further from a run's
+        found = [Observation(work.forward + work.backward, there + back, weight)]
         found += [Observation(work.forward, there, PIECE), Observation(work.backward, back, PIECE)]
         if own.matrices is not None:
             operations, alone = own.matrices
