@@ -19,6 +19,7 @@ from dhp.step.schedule import draw, make_schedule
 from dhp.trainer.activations import Activations, expected_activations
 from dhp.trainer.chain import Model, is_joint, part_cuts
 from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_lines
+from dhp.trainer.forecast.verdict import verdict
 from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import missing_data
@@ -66,7 +67,7 @@ def dry_run(config: Config) -> str:
     missing = missing_data(config)
     lines += [f"data           {message}" for message in missing]
     passed = "every check but these of the data passed" if missing else "every check passed"
-    return "\n".join([*lines, "", f"{passed}; nothing was started"])
+    return "\n".join([*lines, *verdict(plan), "", f"{passed}; nothing was started"])
 
 
 def footprints(plan: RunPlan, shapes: dict[str, PartShape]) -> dict[str, Footprint]:

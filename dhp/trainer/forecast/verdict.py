@@ -1,0 +1,72 @@
+"""What a forecast says of a layout in a few lines: whether it fits, how fast it is, what it is for."""
+
+from __future__ import annotations
+
+from dhp.config.devices import GIB, find_device, find_link
+from dhp.config.parts import parts
+from dhp.core.errors import DhpError
+from dhp.trainer.forecast.forecast import Forecast, Question, count_model, forecast
+from dhp.trainer.forecast.here import BETWEEN, CPU, asked_rates, folder_of, measured_machine
+from dhp.trainer.forecast.loads import RunLoads
+from dhp.trainer.forecast.machine import Machine, machine_of
+from dhp.trainer.forecast.samples import EqualSamples, Samples
+from dhp.trainer.measured_rates import kept_rates
+from dhp.trainer.plan import RunPlan
+from dhp.trainer.units import assumed_rows
+
+ASSUMED = "h100"  # the device of a run on GPUs, where nothing else is said
+NODE = 8  # devices of a node, as most have
+SURE = 0.03  # of the limit: a prediction that is nearer to it says nothing for certain
+
+
+def verdict(plan: RunPlan) -> list[str]:
+    """Lines about a run's own layout: on `ASSUMED` devices, or on this machine's CPUs, with rows that are assumed."""
+    rows = assumed_rows(plan.config)
+    equal = EqualSamples(rows.tokens, rows.pictures, rows.targets)
+    try:
+        loads = Samples(plan.family, None, equal).loads(plan.config)
+        machine = _machine(plan, loads)
+        found = forecast(Question(plan, count_model(plan), machine, loads))
+    except DhpError as error:
+        return [f"planned        not known: {error}"]
+    lines = [f"planned        {_memory(found, machine)}"]
+    if machine.figures:
+        lines.append(f"               {_speed(found, machine)}, on {machine} (assumed)")
+    return [*lines, "               for your data, other devices and the best layout: python -m dhp plan"]
+
+
+def _machine(plan: RunPlan, loads: RunLoads) -> Machine:
+    config, count = plan.config, plan.graph.device_count()
+    formats = {part.dtype for part in parts(config).values()}
+    if config.cluster.device != CPU:
+        return machine_of(find_device(ASSUMED), count, min(count, NODE), find_link(BETWEEN), formats)
+    asked = asked_rates(config, loads, CPU, config.cluster.threads_per_actor or 1)
+    kept = kept_rates(plan.family, asked, folder_of(config))
+    if kept is not None:
+        return measured_machine(config, kept, CPU, count, float("inf"))
+    anything = machine_of(find_device(ASSUMED), count, count, find_link(BETWEEN), {"bfloat16"})
+    (rates,) = anything.rates.values()
+    return Machine(CPU, count, count, dict.fromkeys(formats, rates), float("inf"), anything.handover, contexts=False)
+
+
+def _memory(found: Forecast, machine: Machine) -> str:
+    """`fits: at most 65.3 GiB of 75.1 (79.1 less 5%), at the loss of text`."""
+    most, limit = found.peak.total, machine.limit_bytes
+    where = f"{size(most)} on the fullest device ({found.peak.name})"
+    if limit == float("inf"):
+        return where
+    room = f"{limit / GIB:.1f} GiB ({machine.memory_bytes / GIB:.1f} less {machine.reserve:.0%})"
+    if most > limit:
+        return f"does not fit: {where}, {size(most - limit)} more than {room}"
+    near = most > limit * (1 - SURE)
+    return f"{'may fit, within the error of this' if near else 'fits'}: {where} of {room}"
+
+
+def _speed(found: Forecast, machine: Machine) -> str:
+    bubble = f", bubble {found.timeline.bubble:.0%}" if found.timeline.bubble >= 0.01 else ""
+    return f"{found.step_s:.3g} s a step, {found.tokens_s / machine.count:,.0f} tokens/s a device{bubble}"
+
+
+def size(count: float) -> str:
+    """`65.3 GiB`, below one `12.3 MiB`."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
