@@ -47,7 +47,7 @@ def prepare(
     if new_run and not config.training.dry_run:
         require_loggers(config)
     if config.tiny_assets is not None:
-        _make_tiny(config, config.tiny_assets, say)
+        make_tiny(config, config.tiny_assets, say)
     check_model_dir(model_name(config))
     read_template(config.data.chat_template)
     if not config.training.dry_run:
@@ -66,7 +66,8 @@ def prepare(
     return config
 
 
-def _make_tiny(config: Config, folder: str, say: Callable[[str], None]) -> None:
+def make_tiny(config: Config, folder: str, say: Callable[[str], None]) -> None:
+    """The tiny model and dataset below `folder`, as far as they are not there. Raises ConfigError."""
     from dhp.tiny.assets import FURTHER, make_tiny_assets
 
     read = [Path(config.data.data_registry[name].annotation_path).parent for name in read_datasets(config.data)]

@@ -312,6 +312,12 @@ def settings_of(space: Space, pair: Pair) -> dict[str, Any]:
 def evaluate(space: Space, pair: Pair, settings: Mapping[str, Any]) -> Candidate:
     """The forecast of a pair. Raises what the run's checks raise."""
     layouts = {name: score.layout for name, score in ((VISION, pair.vision), (DECODER, pair.text)) if score is not None}
+    return evaluate_layouts(space, layouts, settings)
+
+
+def evaluate_layouts(space: Space, layouts: Mapping[str, PartLayout], settings: Mapping[str, Any]) -> Candidate:
+    """The forecast of layouts of the parts. settings: keys of the configuration, as of `settings_of`. Raises what the
+    run's checks raise."""
     config = space.whole.composed(layouts)
     cluster = replace(config.cluster, collocate=settings.get("cluster.collocate", config.cluster.collocate))
     training = replace(
