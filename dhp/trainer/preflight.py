@@ -18,7 +18,6 @@ from dhp.config.vocabulary import environment_notes
 from dhp.core.errors import ConfigError, DhpError, raise_all
 from dhp.core.process import say_nothing
 from dhp.data.sample.chat import read_template
-from dhp.trainer.reports import require_loggers
 
 if TYPE_CHECKING:
     from dhp.trainer.plan import RunPlan
@@ -45,6 +44,8 @@ def prepare(
     if new_run:
         check_run_dir(config)
     if new_run and not config.training.dry_run:
+        from dhp.trainer.reports import require_loggers  # it imports Ray
+
         require_loggers(config)
     if config.tiny_assets is not None:
         make_tiny(config, config.tiny_assets, say)
