@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,9 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
     family, tokenizer = open_model(settings)
     preprocess = make_preprocessor(settings, family, tokenizer)
     dataset = open_datasets(settings)
-    measured = None
-    if settings.balancing.method != RANDOM:
-        cache, whole = LengthCache(Path(resolved(settings.data.cache_dir))), settings.balancing.window is None
-        measured = MeasuredDataset(dataset, preprocess, cache, whole)
+    cache, whole = LengthCache(Path(resolved(settings.data.cache_dir))), settings.balancing.window is None
+    open_lengths = partial(MeasuredDataset, dataset, preprocess, cache, whole)
+    measured = open_lengths() if settings.balancing.method != RANDOM else None
     records: Records = dataset
     if settings.exchange:
         records = Exchanged(dataset, settings.exchange, settings.data.on_bad_sample == "skip")
@@ -99,6 +99,7 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
         *shape,
         preprocess.pictures.read_patches,
         find_objective(settings.objective),
+        open_lengths,
     )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from dhp.batch.collate import Collator, pixels_by_argument, sounds_by_argument
@@ -19,6 +20,7 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import StepData, VisionInput
 from dhp.data.media.sources import File
 from dhp.data.read.records import Record
+from dhp.data.sample.lengths import LENGTH_COLUMNS
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import BatchSource, StepSamples
 from dhp.data.sampling.length_cache import Lengths
@@ -46,6 +48,7 @@ class BatchReader:
         even_calls: bool = False,
         read_patches: ReadPatches = nothing_unread,
         objective: Objective | None = None,
+        open_lengths: Callable[[], MeasuredDataset] | None = None,
     ):
         """encoders: how the inputs of each encoder of the run are divided, by part.
 
@@ -62,12 +65,14 @@ class BatchReader:
         read_patches: of long videos, see `dhp.data.sample.pictures.Pictures.read_patches`.
 
         objective: whose columns and weights the samples get; None: cross-entropy.
+
+        open_lengths: makes `measured` where rows are not balanced, for what a run is expected to take.
         """
         self._source, self._read_patches = source, read_patches
         self._family = family
         self._collator = Collator(family, pad_token_id, packing or text.sequence > 1, objective)
         self._sharder = BatchSharder(family, self._collator, encoders, passes, text, sequence_groups, even_calls)
-        self.measured = measured
+        self.measured, self._open_lengths = measured, open_lengths
 
     @property
     def dataset_size(self) -> int:
@@ -130,6 +135,22 @@ class BatchReader:
     def samples(self, step: int) -> StepSamples:
         """The samples of a step (0-based), before they are sharded."""
         return self._source.step(step)
+
+    def some_lengths(self, most: int, limit_s: float) -> np.ndarray:
+        """LENGTH_COLUMNS of samples of the first epoch that are spread over it: of all, where all are known, else of as
+        many as `most`, and as are measured in limit_s seconds."""
+        known = self.measured or (self._open_lengths() if self._open_lengths is not None else None)
+        size = self.dataset_size
+        if known is None or not size:
+            return np.zeros(0, LENGTH_COLUMNS)
+        if self.measured is not None and not known.missing(np.arange(size)):
+            return known.columns(np.arange(size), 0)
+        indices, begun, found = np.linspace(0, size - 1, min(most, size)).astype(np.int64), time.perf_counter(), []
+        for index in np.random.default_rng(0).permutation(indices).tolist():
+            found.append(known.columns(np.array([index]), 0))
+            if time.perf_counter() - begun > limit_s:
+                break
+        return np.concatenate(found)
 
     def missing(self, step: int = 0) -> list[RowChunk]:
         """Parts of the datasets whose lengths must be measured before a run begins with `step`."""

@@ -108,6 +108,7 @@ class Cluster:
             }
             self._where = f", on nodes {topology.describe(slots)}" if len(topology.nodes) > 1 else ""
             common = self._common(choose_backend(self.device, plan.gpus_per_bundle), topology.threads(slots))
+            self.threads: int = common["threads"]
             common["shares_gpu"] = any(slot.gpus < 1 for of_stage in plan.slots.values() for slot in of_stage)
             common["transport"] = choose_transport(
                 layout.transport, topology.describe(slots), len(topology.nodes), gpus if self.device == "cuda" else 0.0

@@ -35,6 +35,9 @@ class StageReport:
     short: whether a forward pass ran out of memory, and all of it was recomputed instead; no usage then.
 
     busy_s: seconds of the step in which it computed. The worker that runs the rank measures and adds them.
+
+    comm_s: of these, seconds in collectives, waiting for other ranks among them; None on GPUs, which the host does not
+    wait for.
     """
 
     rank: int
@@ -47,6 +50,7 @@ class StageReport:
     notes: tuple[str, ...] = ()
     short: bool = False
     busy_s: float | None = None
+    comm_s: float | None = None
 
 
 @dataclass(frozen=True)

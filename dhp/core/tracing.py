@@ -81,3 +81,19 @@ def take_sent() -> dict[str, int]:
     taken = {kind: round(nbytes) for kind, nbytes in _sent.items()}
     _sent.clear()
     return taken
+
+
+_waited_s = 0.0
+
+
+def add_waited(seconds: float) -> None:
+    """Count time in which a collective was called or waited for."""
+    global _waited_s
+    _waited_s += seconds
+
+
+def take_waited() -> float:
+    """Seconds in collectives since the last call."""
+    global _waited_s
+    taken, _waited_s = _waited_s, 0.0
+    return taken

@@ -57,7 +57,7 @@ class StageSettings:
 
     compiled: each layer's forward goes through torch.compile.
 
-    trace: keep the collectives as spans. deterministic: kernels that give the same bits each time alone.
+    deterministic: kernels that give the same bits each time alone.
 
     rules: what is trained, and how. adapters: of the part's matrices; None: none.
 
@@ -85,7 +85,6 @@ class StageSettings:
     exclusive_sums: bool = False
     attention_backend: str = "auto"
     compiled: bool = False
-    trace: bool = False
     rules: TrainingRules = TrainingRules()
     adapters: AdapterSettings | None = None
     resume_from: str | None = None

@@ -24,7 +24,7 @@ from dhp.core.collectives import RECORD, watch_layers
 from dhp.core.errors import PartFailed
 from dhp.core.graph import Edge, Node
 from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, StageReport
-from dhp.core.tracing import take_sent
+from dhp.core.tracing import take_sent, take_waited
 from dhp.engine.build import (
     cuts_first,
     dtype_to_load,
@@ -54,7 +54,7 @@ from dhp.parallel.recompute.meter import ActivationMeter
 from dhp.parallel.recompute.saved_calls import save_output
 from dhp.parallel.tensor.alike import require_alike
 from dhp.parallel.tensor.slices import as_dtensors
-from dhp.parallel.traffic import count_collectives, trace_collectives
+from dhp.parallel.traffic import count_collectives, time_collectives
 
 TIED = "gradient"  # the one tensor of a bundle between stages that share a weight
 
@@ -89,7 +89,7 @@ class StageEngine(EvaluatingEngine):
         self.optimizer: StageOptimizer = make_optimizer(self.model, self._present_layers(), settings, self.mesh)
         tie_weight(self.optimizer, self.model, settings)
         self._resume_optimizer()
-        take_sent()  # what it took to get here belongs to no step
+        take_sent(), take_waited()  # what it took to get here belongs to no step
 
     @abstractmethod
     def load_slice(self) -> PreTrainedModel:
@@ -166,7 +166,9 @@ class StageEngine(EvaluatingEngine):
         else:
             self.optimizer.drop()
         loss, peak = self.take_loss(), self._peak_memory()
-        return StageReport(self.rank, loss, norm, rates, peak, take_sent(), usage, self.take_notes(), short)
+        comm_s = None if self.device.type == "cuda" else take_waited()
+        sent = take_sent()
+        return StageReport(self.rank, loss, norm, rates, peak, sent, usage, self.take_notes(), short, comm_s=comm_s)
 
     def take_notes(self) -> tuple[str, ...]:
         """Notes for the run's log since the last call."""
@@ -205,7 +207,7 @@ class StageEngine(EvaluatingEngine):
         """
         require_alike(self.model, self.mesh.get_group("tensor"))
         names = self._write(Path(folder))
-        take_sent()  # saving belongs to no step
+        take_sent(), take_waited()  # saving belongs to no step
         return names
 
     @property
@@ -235,8 +237,7 @@ class StageEngine(EvaluatingEngine):
             require(f"{self.spec.part}.attention_backend", self.device)
         require_compiler(self.spec.part, self.settings.kernels)
         count_collectives()
-        if self.settings.trace:
-            trace_collectives()
+        time_collectives()
 
     def _saved(self) -> dict[str, Tensor]:
         """The stage's weights that are saved: all, or with adapters those that are trained."""

@@ -92,20 +92,17 @@ def trace_part(source: str, family: Family, name: str, rows: TracedRows, setting
 
 def _trace(source: str, family: Family, name: str, rows: TracedRows, settings: TraceSettings) -> StageUsage | None:
     part, dtype = family.parts[name], getattr(torch, settings.dtype)
-    model = _model(source, family, name, settings)
+    model = empty_part(source, family, name, settings)
+    _use_attention(model, part)
+    replace_without_weights(model, dtype)
     layers = [model.get_submodule(f"{part.layers.path}.{layer}") for layer in range(len(part.layers.kinds))]
     if settings.mlp_chunks > 1:
         tile_mlps(layers, part.layers.mlp, settings.mlp_chunks)
     meter = ActivationMeter(model, _CPU, part.layers.kinds)
     RecomputedLayers(layers, part.layers, settings.recompute, meter, _CPU)
-    if isinstance(part, Tower):
-        pictures = _pictures(part, rows)
-        with meter.forward(rows.patches):
-            output = _sum(part.encode(model, pictures))
-    else:
-        run = _decoder(model, family, rows, settings, dtype)
-        with meter.forward(rows.tokens):
-            output = run()
+    run = empty_run(model, family, name, rows, settings)
+    with meter.forward(rows.patches if isinstance(part, Tower) else rows.tokens):
+        output = run()
     if output.requires_grad:
         _drop_gradients(model)
         with meter.backward():
@@ -113,8 +110,9 @@ def _trace(source: str, family: Family, name: str, rows: TracedRows, settings: T
     return meter.take(settings.recompute)
 
 
-def _model(source: str, family: Family, name: str, settings: TraceSettings) -> Any:
-    """The part's, cut for a tensor rank, with what a rank puts into it."""
+def empty_part(source: str, family: Family, name: str, settings: TraceSettings) -> Any:
+    """The model of `source` with the part `name` alone, on the meta device, cut for a tensor rank, with what a rank
+    puts into it but attention and kernels."""
     part, tensor = family.parts[name], settings.tensor
     styles = with_fused(part.tensor_plan, part.fused)
     model = empty_slices(source, family.outside(name), tensor, part.kept_whole(tensor), styles)
@@ -126,16 +124,24 @@ def _model(source: str, family: Family, name: str, settings: TraceSettings) -> A
     model.to(getattr(torch, settings.dtype))
     part.freeze_unused(model)
     freeze(model, settings.trains)
-    _use_attention(model, part)
     if isinstance(part, Tower):
         part.split_heads(model, tensor)
     elif tensor > family.decoder.kv_heads:
         family.decoder.share_kv_heads(model, tensor)
-    replace_without_weights(model, getattr(torch, settings.dtype))
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # its row may be another rank's
     return model
+
+
+def empty_run(model: Any, family: Family, name: str, rows: TracedRows, settings: TraceSettings) -> Callable[[], Tensor]:
+    """A forward of what `empty_part` returns, on the meta device: its result is a scalar, through all of whose backward
+    goes."""
+    part = family.parts[name]
+    if isinstance(part, Tower):
+        pictures = _pictures(part, rows)
+        return lambda: _sum(part.encode(model, pictures))
+    return _decoder(model, family, rows, settings, getattr(torch, settings.dtype))
 
 
 def _use_attention(model: Any, part: Part) -> None:

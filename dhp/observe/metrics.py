@@ -63,6 +63,9 @@ class StepMetrics:
     busy_s: Mapping[str, float] | None = None
     """Of the step, the time in which a rank computes (forward, backward, norm, optimizer), mean of a stage's ranks, by
     stage. The rest of step_s it is idle or hands tensors over. See [Busy and idle](#busy-and-idle). Unit: seconds."""
+    comm_s: Mapping[str, float] | None = None
+    """Of busy_s, the time in collectives, waiting for other ranks among it, mean of a stage's ranks, by stage. Unit:
+    seconds. Null: on GPUs, which the host does not wait for."""
     tokens_per_s: float | None = None
     """tokens / step_s. Unit: tokens a second."""
     flops: Mapping[str, int] | None = None

@@ -23,6 +23,7 @@ from dhp.observe.metrics import (
     read_evaluations,
     read_record,
 )
+from dhp.observe.planned import Beside, Planned
 from dhp.observe.summary import Summary, write_summary
 from dhp.observe.terminal import Progress, answer_line, closing_table, eval_line
 from dhp.observe.trace import TraceWriter
@@ -61,6 +62,7 @@ class Recorder:
         self._metrics: MetricsWriter | None = None
         self._concluded = False
         self._evaluated: Sequence[EvalMetrics] = ()
+        self.beside = Beside(Planned())
 
     def __enter__(self) -> Recorder:
         if self._resumed_from is None or not (self.run_dir / "metrics.jsonl").exists():
@@ -96,6 +98,7 @@ class Recorder:
     def record(self, metrics: StepMetrics) -> None:
         """One step has ended."""
         self._steps.append(_in_brief(metrics))
+        self.beside.add(metrics)
         with self.writing():
             numbers = self._opened.write(metrics)
         self.log(metrics.step, numbers)
@@ -191,6 +194,7 @@ class Recorder:
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),
             eval_loss={one.dataset or "all": one.loss for one in self._evaluated} or None,
             eval_accuracy={one.dataset or "all": one.accuracy for one in self._evaluated} or None,
+            **self.beside.summary(),
         )
         try:
             with self.writing():
@@ -214,6 +218,8 @@ class Recorder:
     def _table(self, summary: Summary) -> str:
         stopped = summary.status != "completed" and (summary.steps or self.checkpoint is not None)
         more = {"resume": self._resume(self.checkpoint)} if self._resume and stopped else {}
+        line = self.beside.line()
+        more |= {} if line is None else {"planned": line}
         return closing_table(summary, self.run_dir.absolute(), self.checkpoint, self.best, **more)
 
     def _close(self) -> RecordError | None:

@@ -108,6 +108,18 @@ class Summary:
     while the other works. Unit: a share of 1. Null: no step was done."""
     world: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Actors and degrees, by part. Unit: counts."""
+    planned: Mapping[str, Any] | None = None
+    """What the run was expected to take: `step_s`, by stage `busy_s`, `comm_s`, `memory_bytes` and `activation_bytes`,
+    `bubble`, seconds by kind of work (`kinds`), where the constants are from (`source`). Unit: as in metrics.jsonl.
+    Null: nothing is known of the devices; a CPU's rates are measured by `python -m dhp plan --measure`."""
+    measured: Mapping[str, Any] | None = None
+    """The same keys as they were: medians of seconds, the most of bytes. Null: nothing was planned."""
+    planned_ratio: float | None = None
+    """Median step_s / planned step_s. Unit: a factor. Null: nothing was planned, or no step counts (the first does
+    not)."""
+    differs: str | None = None
+    """Where that is above 1.2 or below 0.8, the kind of cost that differs most. Unit: words. Null: it is not, or
+    nothing was planned."""
     versions: Mapping[str, str | None] = field(default_factory=versions)
     """Of Python, of dhp and of the packages that decide a run's numbers; null for one that is not installed. Unit:
     text."""

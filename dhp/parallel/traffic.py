@@ -20,12 +20,13 @@ What a rank puts on the wire, N ranks in the group, by the standard (bandwidth-o
 A backend may do something else: gloo reduces in other ways, NCCL's trees send as much in other shares.
 
 **Time** is spent elsewhere, where a result is waited for. So spans are those of the functions of torch.distributed,
-which are wrapped only while a run is traced. A collective that overlaps with computation shows as the time spent
-waiting for it.
+which are wrapped. A collective that overlaps with computation shows as the time spent waiting for it; on GPUs, where
+calls return before the work is done, seconds are those of the host alone.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
@@ -51,6 +52,7 @@ from dhp.core.tracing import (
     RING,
     SCATTER,
     add_sent,
+    add_waited,
     span,
 )
 
@@ -68,8 +70,9 @@ _BLOCKING = (
 _MARK = "_dhp_timed"
 
 
-def trace_collectives() -> None:
-    """From now on each collective is a span; calling it again changes nothing."""
+def time_collectives() -> None:
+    """From now on each collective is a span, and its seconds are added to `dhp.core.tracing`; calling it again changes
+    nothing."""
     for name in _BLOCKING:
         setattr(dist, name, _timed(name, getattr(dist, name)))
     # What DTensor begins is waited for here, when its result is first used.
@@ -82,8 +85,12 @@ def _timed(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(collective)
     def timed(*arguments: Any, **named: Any) -> Any:
-        with span(name, COLLECTIVE):
-            return collective(*arguments, **named)
+        begun = time.perf_counter()
+        try:
+            with span(name, COLLECTIVE):
+                return collective(*arguments, **named)
+        finally:
+            add_waited(time.perf_counter() - begun)
 
     setattr(timed, _MARK, True)
     return timed

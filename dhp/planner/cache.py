@@ -20,6 +20,15 @@ def read_entry(path: Path, shape: Mapping[str, Any]) -> Any:
         return None
 
 
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """All entries of a file: `shape`, and `costs` as they were kept. None of a file that is no such cache."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).values()
+        return [entry for entry in found if {"shape", "costs"} <= set(entry)]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return []
+
+
 def write_entry(path: Path, shape: Mapping[str, Any], costs: Any) -> None:
     """Add or replace this shape's entry; others stay. The file appears whole or not at all."""
     try:

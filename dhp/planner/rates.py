@@ -33,13 +33,12 @@ class Rates:
 
     products, attention: operations a second of matrices and of attention. elementwise: bytes a second of memory.
 
-    host_s: of launching one layer's forward; a backward takes twice that.
+    host_s: of launching one layer's forward; a backward takes twice that. ahead: it launches ahead of the device, which
+    also sends while it computes; a CPU does one thing after another.
 
     inner, outer: between devices of one node, and of two. node: devices of a node.
 
-    update: bytes a second that an optimizer's step goes through; None: as elementwise.
-
-    overlap: exponent of the soft maximum of what goes on at once; 1 where nothing does, as on cores that all work.
+    update: parameters a second that an optimizer updates; None: as its traffic of memory takes.
     """
 
     products: float
@@ -50,7 +49,7 @@ class Rates:
     outer: Channel
     node: int = 8
     update: float | None = None
-    overlap: float = OVERLAP
+    ahead: bool = True
 
     def channel(self, sent: Sent) -> Channel:
         """Of a group of ranks. Where it has several devices of each node, each sends through its own adapter."""
@@ -152,7 +151,9 @@ def spend(work: Work, rates: Rates) -> Spent:
     parts = (work.products / rates.products, work.attention / rates.attention, work.elementwise / rates.elementwise)
     sent, hidden = (sum(one.seconds(rates) for one in sends) for sends in (work.sent, work.hidden))
     host = work.launched * rates.host_s
-    return Spent(*parts, sent, hidden, host, soft_maximum((sum(parts) + sent, hidden, host), rates.overlap))
+    in_turn = sum(parts) + sent
+    total = soft_maximum((in_turn, hidden, host)) if rates.ahead else in_turn + host + hidden
+    return Spent(*parts, sent, hidden, host, total)
 
 
 def soft_maximum(values: Iterable[float], exponent: float = OVERLAP) -> float:

@@ -62,8 +62,7 @@ def filled_plan(
     """The same in a fraction of the time, for layers of which many are alike, as those of a forecast are: for each kind
     of layer, steps between choices by seconds saved a byte, each for as many layers as there is room for."""
     plan = dict(start)
-    if predicted_bytes(costs, plan, arrangement) > budget_bytes:
-        return plan
+    most_bytes = max(budget_bytes, predicted_bytes(costs, plan, arrangement))
     for stage, places, choice, other in _steps(costs, auto):
         own = [at for at in places if plan[stage][at] == choice]
         most = len(own)
@@ -71,7 +70,7 @@ def filled_plan(
         while least < most:  # of the last ones: what they keep is freed first
             count = (least + most + 1) // 2
             tried = {**plan, stage: _changed(plan[stage], own[len(own) - count :], other)}
-            if predicted_bytes(costs, tried, arrangement) <= budget_bytes:
+            if predicted_bytes(costs, tried, arrangement) <= most_bytes:
                 least = count
             else:
                 most = count - 1

@@ -20,7 +20,7 @@ from dhp.planner.traffic import DividedAttention, DividedMatrices
 from dhp.planner.units import NONE
 from dhp.trainer.memory import VALUE_BYTES
 from dhp.trainer.row_bytes import PartBytes
-from dhp.trainer.tower_units import Piece, TowerLoad, tower_operations, tower_width
+from dhp.trainer.tower_units import WINDOW, Piece, TowerLoad, tower_operations, tower_width
 from dhp.trainer.units import hidden_width, visited_parameters
 
 if TYPE_CHECKING:
@@ -91,16 +91,22 @@ def tower_passes(
     pieces: Sequence[Piece],
     load: TowerLoad,
     kept: PartBytes,
+    divided: float = 0.0,
+    operations: Sequence[tuple[float, float]] | None = None,
 ) -> tuple[Passes, ...]:
-    """Of the patch embedding, each layer and the merger. load: of the ranks that share a sequence, all together."""
+    """Of the patch embedding, each layer and the merger. load: of the ranks that share a sequence, all together.
+    divided: the share of the patches whose pictures ranks of a sequence divide; operations: `tower_operations` of the
+    load, where they are known."""
     from dhp.engine.traced import TracedRows  # imports torch
 
     ranks = degrees.tensor * degrees.sequence
     rows = TracedRows(0, patches=max(1, round(load.patches / degrees.sequence)))
     matrices = DividedMatrices(degrees.tensor, rows.patches, tower_width(family), VALUE_BYTES[section.dtype])
+    done_of = operations or tower_operations(family, pieces, load)
+    over = _over_ranks(section, degrees, family, load.patches * divided) if divided else ((), ())
     found, last = [], len(pieces) - 1
     known: dict[tuple[Piece, tuple[float, float], str], Passes] = {}
-    for at, (piece, done) in enumerate(zip(pieces, tower_operations(family, pieces, load), strict=True)):
+    for at, (piece, done) in enumerate(zip(pieces, done_of, strict=True)):
         key = (piece, done, kept.kinds[at - 1] if 0 < at < last else "")
         if key in known:
             found.append(known[key])
@@ -109,12 +115,29 @@ def tower_passes(
         inner = 0 < at < last
         saved = kept.held[kept.kinds[at - 1], NONE].of(rows) if inner else 0.0
         there, back = (matrices.sends(backwards) if inner else () for backwards in (False, True))
+        if inner and family.tower.layers.kinds[at - 1] != WINDOW:
+            there, back = (*there, *over[0]), (*back, *over[1])
         gradients = (1.0 if at else 0.0) + piece.share  # pixels have none
         behind = (products * gradients, attention * ATTENTION_BACKWARD, BACKWARD_TRAFFIC * saved)
         forward = Work(products, attention, FORWARD_TRAFFIC * saved, float(inner), there)
         known[key] = Passes(forward, Work(*behind, 2.0 * inner, back))
         found.append(known[key])
     return tuple(found)
+
+
+def _over_ranks(
+    section: PartConfig, degrees: Degrees, family: Family, patches: float
+) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
+    """What ranks of a sequence send, there and back, for attention over pictures of so many patches that they divide.
+    Windows stay whole."""
+    heads = max(1, family.tower.heads // degrees.tensor)
+    dim, value = tower_width(family) // family.tower.heads, VALUE_BYTES[section.dtype]
+    whole = DividedAttention(round(patches), heads, heads, dim, *degrees.rows, value)
+    there, back = (
+        tuple(replace(one, stride=one.stride * degrees.tensor) for one in whole.sends(backwards))
+        for backwards in (False, True)
+    )
+    return there, back
 
 
 def recomputed(forward: Work, choice: str, share: float) -> Work:

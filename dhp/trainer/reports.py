@@ -61,7 +61,8 @@ def step_metrics(
         clips=info.clips,
         step_s=timing.step_s,
         data_s=timing.data_s,
-        busy_s=_busy(reports),
+        busy_s=_mean(reports, "busy_s"),
+        comm_s=_mean(reports, "comm_s"),
         tokens_per_s=info.tokens / timing.step_s,
         flops=info.flops,
         mfu=utilisation(info.flops, timing.step_s, timing.peak_flops),
@@ -82,9 +83,11 @@ def notes(reports: Mapping[str, Sequence[StageReport]], metrics: StepMetrics, ti
         yield NO_MFU
 
 
-def _busy(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, float] | None:
-    """Mean of each stage's ranks; None where a rank was not measured."""
-    known = {name: [report.busy_s for report in of if report.busy_s is not None] for name, of in reports.items()}
+def _mean(reports: Mapping[str, Sequence[StageReport]], name: str) -> dict[str, float] | None:
+    """Mean of each stage's ranks of a field of their reports; None where it is null for a rank."""
+    known: dict[str, list[float]] = {
+        stage: [value for report in of if (value := getattr(report, name)) is not None] for stage, of in reports.items()
+    }
     return {name: sum(of) / len(of) for name, of in known.items()} if all(known.values()) else None
 
 
@@ -93,8 +96,11 @@ def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sorted(sum(map(Counter, of_ranks), Counter()).items()))
 
 
-def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[[str], None]) -> float | None:
-    """Operations a second of all devices together. None, and a line that says so, when one of them is not known."""
+def find_peak(
+    groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[[str], None]
+) -> tuple[float | None, list[DeviceInfo]]:
+    """Operations a second of all devices together, and the device of each rank. None, and a line that says so, when one
+    of them is not known."""
 
     def ask(wanted: Mapping[str, PerRank | bool]) -> list[DeviceInfo]:
         verb = "describe_device"
@@ -113,7 +119,7 @@ def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[
             f"mfu is not reported: no peak of {unknown} is known. Add it to configs/{DEVICES}, from the vendor's data "
             "sheet"
         )
-    return peak
+    return peak, devices
 
 
 def name_kernels(groups: Mapping[str, ActorGroup], timeout_s: float) -> list[str]:

@@ -44,6 +44,9 @@ class RowBytes:
             + self.patches * rows.patches
         )
 
+    def __add__(self, other: RowBytes) -> RowBytes:
+        return RowBytes(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(RowBytes)))
+
 
 @dataclass(frozen=True)
 class PartBytes:
@@ -57,6 +60,15 @@ class PartBytes:
     more: tuple[RowBytes, ...]
     before: RowBytes
     after: RowBytes
+
+    def held_by(self, layers: Sequence[int], choice: str) -> RowBytes:
+        """Of a stage with these layers in all, where each recomputes the same: between forward and backward."""
+        found = self.before if 0 in layers else RowBytes()
+        for place, at in enumerate(layers):
+            found = found + self.held[self.kinds[at], choice] + self.more[at]
+            if place == 0 and at > 0:
+                found = found + self.more[0]
+        return found + self.after if len(self.kinds) - 1 in layers else found
 
     def costs(self, rows: TracedRows, layers: Sequence[int]) -> StageCosts:
         """Of a stage with these layers, by choice of recompute; seconds are none. rows: of a micro-batch on a rank."""

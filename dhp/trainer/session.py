@@ -107,6 +107,18 @@ class Session:
         """cpu or cuda."""
         return self._cluster.device
 
+    @property
+    def node_devices(self) -> int:
+        """Devices of the node that has most of the run's."""
+        found = {device for of_stage in self._cluster.devices.values() for device in of_stage}
+        nodes = [device.node for device in found]
+        return max(map(nodes.count, nodes))
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of an actor."""
+        return self._cluster.threads
+
     def describe(self) -> str:
         """One line: how many actors of each stage, where."""
         return self._cluster.describe()

@@ -193,7 +193,6 @@ def stage_settings(
         kernels=read_kernels(stage.part, part.kernels),
         compiled=part.compile,
         mlp_chunks=part.mlp_chunks,
-        trace=config.training.trace,
         rules=rules,
         adapters=adapters_of(config).get(stage.part),
         resume_from=None if checkpoint is None else str(checkpoint / stage.part),

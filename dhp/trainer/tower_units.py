@@ -21,7 +21,7 @@ from dhp.trainer.units import SPEED, fixed_choices, hidden_width, replays
 if TYPE_CHECKING:
     from dhp.models.shape import Parameter
 
-_WINDOW = "window"  # the kind of a tower's layers that attend to windows, where it has others
+WINDOW = "window"  # the kind of a tower's layers that attend to windows, where it has others
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def tower_operations(family: Family, pieces: Sequence[Piece], load: TowerLoad) -
     """Of a forward of each unit, of products of matrices and of attention."""
     part = family.tower
     work, layers = part.work, pieces[1:-1]
-    windows = [kind == _WINDOW for kind in part.layers.kinds]
+    windows = [kind == WINDOW for kind in part.layers.kinds]
     windows = windows if any(windows) and work.window_pair else [True] * len(layers)
     frames = [not window for window in windows] if not all(windows) else windows
     token, size = work.token * (load.patches + load.segments * work.extra_tokens), sum(one.size for one in layers)

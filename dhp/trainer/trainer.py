@@ -25,6 +25,7 @@ from dhp.observe.summary import DataStall
 from dhp.step.schedule import make_schedule
 from dhp.step.step import StepRefs, train_step
 from dhp.trainer.evaluation import Evaluation, due, misses
+from dhp.trainer.forecast.planned import expected
 from dhp.trainer.measured import SecondsOfParts
 from dhp.trainer.plan import plan_run
 from dhp.trainer.recompute import Recomputing, plans_any
@@ -189,7 +190,10 @@ class Trainer:
         warning = overlap_warning(config, self.graph, session.device)
         for line in ([warning] if warning else []) + name_kernels(session.groups, config.cluster.start_timeout_s):
             self.recorder.say(line)
-        self._peak = find_peak(session.groups, config.cluster.start_timeout_s, self.recorder.say)
+        self._peak, devices = find_peak(session.groups, config.cluster.start_timeout_s, self.recorder.say)
+        self.recorder.beside, lines = expected(session, devices)
+        for line in lines:
+            self.recorder.say(line)
         self.schedule = make_schedule(config.training.schedule, self.graph, micro_batches(config))
         self.recomputing = None
         if plans_any(config, self.graph):

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dhp.core.tracing import COLLECTIVE, keep_spans, take_sent, take_spans
 from dhp.parallel.comm import AllToAll, Shift, begin_sum, exchange_rows, sum_in_place
-from dhp.parallel.traffic import _COUNTS, count_collectives, trace_collectives
+from dhp.parallel.traffic import _COUNTS, count_collectives, time_collectives
 from tests.helpers.ranks import run_on_ranks
 from tests.parallel.conftest import RunOnRanks
 
 
 def _names() -> list[list[str]]:
-    trace_collectives()
-    trace_collectives()  # wrapped once all the same
+    time_collectives()
+    time_collectives()  # wrapped once all the same
     keep_spans()
     group, found = dist.group.WORLD, []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dhp.config.devices import find_device, find_link
@@ -77,3 +79,8 @@ def test_rates_of_a_device_are_the_shares_that_real_work_reaches() -> None:
 def test_a_format_without_a_peak_is_refused() -> None:
     with pytest.raises(ConfigError, match="device=t4 has no peak in bfloat16: known are float16, float32"):
         rates_of(find_device("t4"), "bfloat16", 0.0, 8, find_link("eth10"))
+
+
+def test_a_host_that_does_not_launch_ahead_adds_to_the_rest() -> None:
+    spent = spend(Work(300.0, launched=6.0, hidden=(Sent("send", 16.0, 2),)), replace(RATES, ahead=False))
+    assert spent.total == pytest.approx(6 + 2)  # and so do its sends

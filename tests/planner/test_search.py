@@ -8,7 +8,7 @@ import pytest
 
 from dhp.config.recompute import CHOICES
 from dhp.planner.costs import Arrangement, LayerCost, StageCosts, predicted_bytes
-from dhp.planner.search import best_plan
+from dhp.planner.search import best_plan, filled_plan
 from tests.planner.made import MIB, arrangement, costs
 
 ALONE = arrangement(shared=False, outstanding=1, together=False)
@@ -106,3 +106,23 @@ def test_a_part_that_is_not_to_be_planned_stays() -> None:
     assert plan == {"vision": ("mlp", "none"), "text": ("none", "none")}
     plan = best_plan(parts, start, frozenset({"text"}), ALONE, MIB)
     assert plan == {"vision": ("mlp", "none"), "text": ("offload", "offload")}
+
+
+@pytest.mark.parametrize("budget_mib", [30, 60, 120, 200, 300, 500])
+@pytest.mark.parametrize("kinds", [("only",) * 8, ("only", "slow") * 4])
+def test_filling_by_whole_kinds_comes_near(budget_mib: float, kinds: tuple[str, ...]) -> None:
+    parts = {"text": costs(8, kinds=kinds), "vision": costs(6)}
+    start = {part: ("all",) * len(known.kinds) for part, known in parts.items()}
+    everything = seconds(parts, start)
+    most = max(budget_mib * MIB, predicted_bytes(parts, start, IN_TURNS))
+    greedy = best_plan(parts, start, frozenset(parts), IN_TURNS, most)
+    plan = filled_plan(parts, start, frozenset(parts), IN_TURNS, budget_mib * MIB)
+    assert predicted_bytes(parts, plan, IN_TURNS) <= most
+    assert everything - seconds(parts, plan) >= 0.7 * (everything - seconds(parts, greedy))
+
+
+def test_filling_leaves_written_stages_alone() -> None:
+    parts = {"text": costs(4), "vision": costs(4)}
+    start = {"text": ("all",) * 4, "vision": ("mlp",) * 4}
+    plan = filled_plan(parts, start, frozenset({"text"}), ALONE, 1000 * MIB)
+    assert plan == {"text": ("none",) * 4, "vision": ("mlp",) * 4}

@@ -36,7 +36,7 @@ def test_collocated_parts_on_two_machines_measure_each_once() -> None:
     on = lambda device_id: DeviceInfo("cpu", "cpu", device_id, "float32")
     groups = {"vision": Group(on("m"), on("m")), "text": Group(on("m"), on("n"), on("n"))}
     said: list[str] = []
-    assert find_peak(groups, 9.0, said.append) == 2e9
+    assert find_peak(groups, 9.0, said.append)[0] == 2e9
     assert (groups["vision"].measured, groups["text"].measured) == ([0], [1])
     assert said == ["timing how fast the CPUs multiply, for mfu"]
 
@@ -45,9 +45,9 @@ def test_gpus_are_looked_up_and_an_unknown_one_is_told_once() -> None:
     known = DeviceInfo("cuda", "NVIDIA H100 PCIe", "GPU 0", "bfloat16")
     unknown = DeviceInfo("cuda", "Some GPU", "GPU 1", "bfloat16")
     said: list[str] = []
-    assert find_peak({"vision": Group(known), "text": Group(known)}, 9.0, said.append) == 756e12 and not said
+    assert find_peak({"vision": Group(known), "text": Group(known)}, 9.0, said.append)[0] == 756e12 and not said
     groups = {"vision": Group(known), "text": Group(unknown, unknown)}
-    assert find_peak(groups, 9.0, said.append) is None
+    assert find_peak(groups, 9.0, said.append)[0] is None
     assert said == [
         "mfu is not reported: no peak of Some GPU in bfloat16 is known. Add it to configs/devices/devices.json, from "
         "the vendor's data sheet"

@@ -63,7 +63,6 @@ NOTHING_AS_BY_DEFAULT = [
         "text.sequence_groups=one",
         "training.batch_size=30",
         "training.micro_batch_size=5",
-        "training.trace=true",
     ),
     *("text.state_bytes=12", "text.host_moments=true"),
     *("data.min_pixels=4000", "data.max_pixels=90000", "data.packing=false", "data.shuffle=false"),
@@ -78,7 +77,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
     graph = make_graph(tower, Degrees(data=3, tensor=2), layers=2, tower_layers=2)
     rules = TrainingRules(frozen=(Selector("vision", ("model.visual",), ("model.visual.merger",)),))
     found = {s.name: stage_settings(config, graph, s, "cuda", 40, Path("step_7"), rules) for s in graph.stages}
-    shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
+    shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11}
     shared |= {"rules": rules, "features": None, "resume_states": True, "deterministic": True, "objective": "sft"}
     shared |= {"compiled": False}  # as it must be with what else is asked for
     shared |= {"exclusive_sums": True}  # stages that share GPUs

@@ -140,7 +140,7 @@ def _units(asked: Question, name: str) -> tuple[UnitSeconds, ...]:
     plan = asked.plan
     section = parts(plan.config)[name]
     degrees = plan.graph.of_part(name)[0].degrees
-    return unit_seconds(asked.counted, name, section, degrees, asked.loads, asked.machine.of_format(section.dtype))
+    return unit_seconds(asked.counted, name, section, degrees, asked.loads, asked.machine.of(name, section.dtype))
 
 
 def _costs(asked: Question, stage: StageSpec) -> StageCosts | None:
@@ -249,7 +249,7 @@ def _seconds(
         _shape(asked, stage),
         memory[stage.name].states,
         replace(behind, hidden=()),
-        asked.machine.of_format(section.dtype),
+        asked.machine.of(stage.part, section.dtype),
     )
     return stage_seconds(units, stage.chunks, recompute[stage.name], begins, once if stage.trains else (0.0, 0.0))
 

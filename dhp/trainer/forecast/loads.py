@@ -40,6 +40,14 @@ class PictureLoad:
             return 1.0 / replicas
         return float((-(-counts // replicas)).sum() / counts.sum())
 
+    def divided(self, replicas: int, ranks: int) -> float:
+        """Share of the pictures that the ranks of a replica's sequence divide: those beyond as many as they can have
+        whole alike."""
+        counts = np.array([-(-count // replicas) for count in self.counts if count])
+        if ranks == 1 or not len(counts):
+            return 0.0
+        return float((counts % ranks).sum() / counts.sum())
+
 
 @dataclass(frozen=True)
 class Worst:

@@ -21,8 +21,8 @@ FORMATS = ("bfloat16", "float32", "float64")
 class Machine:
     """Devices of one kind.
 
-    rates: by number format. memory_bytes: of a device, that a process can take; reserve: the share of it that is to
-    stay free.
+    rates: by number format; measured: of a part, where they were measured on this machine. memory_bytes: of a device,
+    that a process can take; reserve: the share of it that is to stay free.
 
     handover: between two stages. action_s, step_s: seconds that each action of the schedule, and each step, takes
     beside the devices' work.
@@ -43,6 +43,7 @@ class Machine:
     reserve: float = 0.05
     contexts: bool = True
     figures: Mapping[str, Figure] = field(default_factory=dict)
+    measured: Mapping[str, Rates] = field(default_factory=dict)
 
     @property
     def nodes(self) -> int:
@@ -53,8 +54,10 @@ class Machine:
         """What a layout may take on a device."""
         return self.memory_bytes * (1 - self.reserve)
 
-    def of_format(self, name: str) -> Rates:
-        """The rates in a number format. Raises ConfigError where the device has none."""
+    def of(self, part: str, name: str) -> Rates:
+        """The rates of a part that computes in a number format. Raises ConfigError where there are none."""
+        if part in self.measured:
+            return self.measured[part]
         if name not in self.rates:
             raise ConfigError(
                 f"device={self.name} has no rates in {name}: known are {', '.join(self.rates)}. Choose one of them as "

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from dhp.config.parts import DECODER, resolved
@@ -22,12 +23,10 @@ from dhp.trainer.forecast.loads import RunLoads, text_rows, tower_rows
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.forecast.seconds import UnitSeconds, once_a_step, unit_seconds, waits_for_others
 from dhp.trainer.memory import gathered_bytes, loss_bytes, rank_bytes, runtime_bytes
-from dhp.trainer.row_bytes import CHOICES
+from dhp.trainer.row_bytes import CHOICES, RowBytes
 
 if TYPE_CHECKING:
-    from dhp.engine.traced import TracedRows
     from dhp.models.shape import PartShape
-    from dhp.planner.costs import StageCosts
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ class Scorer:
     def __init__(self, counted: Counted, machine: Machine, loads: Callable[[PartLayout, Rows], RunLoads]):
         self._counted, self._machine, self._loads = counted, machine, loads
         self._shapes: dict[tuple[object, ...], PartShape] = {}
-        self._held: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._costs: dict[tuple[object, ...], StageCosts] = {}
+        self._held: dict[tuple[object, ...], tuple[RowBytes, RowBytes, RowBytes]] = {}
+        self._sums: dict[tuple[object, ...], list[float]] = {}
         self._units: dict[tuple[object, ...], tuple[UnitSeconds, ...]] = {}
 
     def scores(self, layout: PartLayout, rows: Rows, choices: Sequence[str] = CHOICES) -> Iterator[Score]:
@@ -96,7 +95,7 @@ class Scorer:
         kept = [self._kept(layout, stage, shape) for stage, shape in zip(stages, shapes, strict=True)]
         once = self._once(layout, stages[0], shapes[0], units) if trains else 0.0
         for choice in choices if back else ("none",):
-            seconds = max(_run_seconds(units, run, choice, back) for run in dict.fromkeys(runs))
+            seconds = self._slowest(units, runs, choice, back)
             held = [self._activations(layout, stage, loads, choice) if back else (0.0, 0.0) for stage in stages]
             passing = [more + again for (_, more), (_, again) in zip(kept, held, strict=True)]
             full = max(range(len(stages)), key=lambda at: kept[at][0] + passing[at] + held[at][0])
@@ -107,9 +106,18 @@ class Scorer:
         waits = (section.zero_stage, section.zero_engine) if waits_for_others(section) else ()
         key = (layout.part, Cut.of(section), layout.degrees, waits, id(loads))
         if key not in self._units:
-            rates = self._machine.of_format(section.dtype)
+            rates = self._machine.of(layout.part, section.dtype)
             self._units[key] = unit_seconds(self._counted, layout.part, section, layout.degrees, loads, rates)
         return self._units[key]
+
+    def _slowest(self, units: tuple[UnitSeconds, ...], runs: Sequence[range], choice: str, back: bool) -> float:
+        """Seconds of a micro-batch in the run that takes longest."""
+        key = (id(units), choice)
+        if key not in self._sums:
+            each = {unit: _both_s(unit, choice, back) for unit in set(units)}
+            self._sums[key] = [0.0, *accumulate(each[unit] for unit in units)]
+        sums, last = self._sums[key], len(units) - 2
+        return max(sums[run.stop + 1 + (run.stop == last)] - sums[run.start + (run.start > 0)] for run in runs)
 
     def _stage(self, layout: PartLayout, run: range, trains: bool) -> StageSpec:
         return StageSpec(layout.part, layout.part, (run,), layout.degrees, trains, range(layout.degrees.world))
@@ -138,22 +146,16 @@ class Scorer:
         return float(states), float(logits + gathered_bytes(section, shape, max(1, len(stage.layers)), head))
 
     def _activations(self, layout: PartLayout, stage: StageSpec, loads: RunLoads, choice: str) -> tuple[float, float]:
-        """Held of one micro-batch, and the largest replay beyond what is freed by then: that of the last layer."""
-        rows = (text_rows if layout.part == DECODER else tower_rows)(loads.worst, layout.degrees)
-        cut = Cut.of(layout.section)
-        key = (layout.part, cut, stage.chunks[0], rows, choice)
+        """Held of one micro-batch, and the replay of the last layer beyond what is freed by then."""
+        cut, run = Cut.of(layout.section), stage.chunks[0]
+        key = (layout.part, cut, run, choice)
         if key not in self._held:
-            costs = self._stage_costs(layout, cut, stage.chunks[0], rows)
-            own = (choice,) * len(stage.layers)
-            held = costs.held_bytes(own)
-            self._held[key] = held, max(0.0, costs.peak_bytes(own) - held)
-        return self._held[key]
-
-    def _stage_costs(self, layout: PartLayout, cut: Cut, run: range, rows: TracedRows) -> StageCosts:
-        key = (layout.part, cut, run, rows)
-        if key not in self._costs:
-            self._costs[key] = self._counted.keeps(layout.part, cut).costs(rows, run)
-        return self._costs[key]
+            kept = self._counted.keeps(layout.part, cut)
+            ends = kept.after if run.stop == len(kept.kinds) else RowBytes()
+            self._held[key] = kept.held_by(run, choice), kept.replay[kept.kinds[run.stop - 1], choice], ends
+        rows = (text_rows if layout.part == DECODER else tower_rows)(loads.worst, layout.degrees)
+        held, replay, behind = (one.of(rows) for one in self._held[key])
+        return held, max(0.0, replay - behind)
 
     def _once(self, layout: PartLayout, stage: StageSpec, shape: PartShape, units: Sequence[UnitSeconds]) -> float:
         section = layout.section
@@ -161,19 +163,13 @@ class Scorer:
         for unit, count in Counter(units[at + 1] for at in stage.layers).items():
             behind = behind + replace(unit.passes.backward, hidden=()) * count
         states = rank_bytes(section, stage, shape)
-        rates = self._machine.of_format(section.dtype)
+        rates = self._machine.of(layout.part, section.dtype)
         return sum(once_a_step(section, layout.degrees, shape, states, behind, rates))
 
 
-def _run_seconds(units: Sequence[UnitSeconds], run: range, choice: str, back: bool) -> float:
-    last = len(units) - 2
-    own = units[run.start + (run.start > 0) : run.stop + 1 + (run.stop == last)]
-    found = 0.0
-    for unit, count in Counter(own).items():
-        found += count * unit.forward.total
-        if back:
-            found += count * (unit.backward.total + unit.again_s(choice))
-    return found
+def _both_s(unit: UnitSeconds, choice: str, back: bool) -> float:
+    """Forward and, where there is one, backward."""
+    return unit.forward.total + (unit.backward.total + unit.again_s(choice) if back else 0.0)
 
 
 def _even_runs(layers: int, stages: int) -> list[range]:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Any
+
+import numpy as np
 
 from dhp.config.parts import DECODER, encoders, parts, resolved, sections
 from dhp.config.ranges import ONE_F_ONE_B, SEQUENTIAL, VISION_AHEAD
 from dhp.config.schema import Config
 from dhp.core.errors import DhpError
-from dhp.models.family import VISION
+from dhp.models.family import VISION, Family
 from dhp.planner.planner import as_text
+from dhp.planner.units import Numbers
 from dhp.trainer.forecast.counted import Counted
 from dhp.trainer.forecast.forecast import Forecast, Question, forecast
 from dhp.trainer.forecast.layouts import PartLayout, Refused, part_layouts
@@ -29,10 +33,10 @@ from dhp.trainer.forecast.whole_run import WholeRun
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.row_bytes import CHOICES
 
-FORECASTS = 40  # made of a search's best
+FORECASTS = 20  # made of a search's best
 EACH = 3  # of these, with the same layout of one part
 NEAR = 0.01  # of a step: layouts that differ by less are as fast as each other
-_ROWS = (1, 2, 4, 8, 16)  # samples of a row that are tried
+_ROWS = (1, 2, 4, 8)  # samples of a row that are tried
 _ORDER = ("data", "ulysses", "tensor", "ring", "pipeline")  # of kinds of parallelism, the simplest first
 
 
@@ -45,7 +49,7 @@ class Pair:
     vision: Score | None
     apart: bool = False
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         rows, text, vision = self.text.rows, self.text, self.vision
         if vision is None:
@@ -58,6 +62,12 @@ class Pair:
         return (rows.micro_batches - 1) * slower + fill + max(text.once_s, vision.once_s)
 
     @property
+    def vision_share(self) -> float:
+        """Of the devices' work."""
+        own = 0.0 if self.vision is None else self.vision.micro_batch_s
+        return own / (own + self.text.micro_batch_s)
+
+    @cached_property
     def peak_bytes(self) -> float:
         """Of the fullest device."""
         text, count = self.text, self.text.rows.micro_batches
@@ -153,19 +163,25 @@ def search(space: Space, forecasts: int = FORECASTS) -> Found:
     scorer = Scorer(space.counted, space.machine, space.loads)
     pairs: dict[tuple[object, ...], Pair] = {}
     refused: list[Refused] = []
-    scored, least = 0, None
+    scored, least, share = 0, None, 0.5
     limit = space.machine.limit_bytes
     for text_devices, vision_devices in _splits(space):
+        count = space.machine.count
+        apart = vision_devices is not None and text_devices < count
+        if apart and not share / 2 <= (count - text_devices) / count <= 2 * share:
+            continue
         layouts, more = _layouts(space, text_devices, vision_devices)
         refused += more
         scores = _scores(space, scorer, layouts)
         scored += sum(len(own) for of_part in scores.values() for own in of_part.values())
-        for pair in _join(scores, vision_devices is not None and text_devices < space.machine.count, limit):
+        for pair in _join(scores, apart, limit):
             if pair.peak_bytes > limit:
                 if least is None or pair.peak_bytes < least.peak_bytes:
                     least = pair
             elif pair.key not in pairs or pair.step_s < pairs[pair.key].step_s:
                 pairs[pair.key] = pair
+        if pairs and not apart:
+            share = min(pairs.values(), key=lambda one: one.step_s).vision_share
     chosen = _various(sorted(pairs.values(), key=lambda one: one.step_s), forecasts)
     candidates, more = _forecasts(space, chosen)
     tight = None
@@ -195,10 +211,24 @@ def _layouts(
             continue
         section = sections(space.config)[name]
         held, family, node = space.held.get(name, ()), space.whole.family, space.machine.node
+        if name == VISION and not space.config.cluster.chain and "pipeline" not in held:
+            # Stages of a tower help in a chain, where the decoder's go on behind them.
+            held, section = {*held, "pipeline"}, replace(section, pipeline=1)
         layouts, more = part_layouts(name, section, family, devices, held, node, None, space.whole.trained[name])
-        found[name] = layouts
+        found[name] = [one for one in layouts if not _sends_more(one, counted_heads(family, name), held)]
         refused += more if devices == space.machine.count else []
     return found, refused
+
+
+def counted_heads(family: Family, name: str) -> int:
+    """Attention heads of a tower; 1 of a decoder, whose few heads of keys and values a ring may send faster."""
+    return family.tower.heads if name == VISION else 1
+
+
+def _sends_more(layout: PartLayout, heads: int, held: Collection[str]) -> bool:
+    """Whether a ring divides what Ulysses could: with as many heads of keys as of queries it sends more."""
+    own = layout.degrees
+    return own.ring > 1 and "ring" not in held and heads % (own.sequence * own.tensor) == 0
 
 
 Scores = Mapping[str, Mapping[Rows, Sequence[Score]]]
@@ -216,7 +246,9 @@ def _scores(space: Space, scorer: Scorer, layouts: Mapping[str, Sequence[PartLay
         rows = Rows(size, data, count)
         if data not in decoders:
             continue
-        own = {DECODER: decoders[data]} | ({VISION: layouts[VISION]} if VISION in layouts else {})
+        # With fewer micro-batches than stages, most of a pipeline waits.
+        full = [one for one in decoders[data] if resolved(one.section.pipeline) <= count]
+        own = {DECODER: full} | ({VISION: layouts[VISION]} if VISION in layouts else {})
         for name, of_part in own.items():
             if name != DECODER and count in towers:
                 found[name][rows] = towers[count]
@@ -232,24 +264,70 @@ def _scores(space: Space, scorer: Scorer, layouts: Mapping[str, Sequence[PartLay
 def _join(scores: Scores, apart: bool, limit: float) -> Iterator[Pair]:
     """Pairs for each division: each layout of one part with the best of the other part that it fits with."""
     for rows, texts in scores[DECODER].items():
-        if VISION not in scores:
+        visions = scores[VISION].get(rows, []) if VISION in scores else []
+        if not visions:
             yield from (Pair(one, None) for one in texts)
             continue
-        visions = scores[VISION].get(rows, [])
         towers, decoders = _front(visions), _front(texts)
-        for one in texts:
-            yield from _fastest([Pair(one, other, apart) for other in towers], limit)
-        for other in visions:
-            yield from _fastest([Pair(one, other, apart) for one in decoders], limit)
+        chosen = _fastest(_Columns.of(texts), _Columns.of(towers), rows.micro_batches, apart, limit)
+        yield from (Pair(one, towers[at], apart) for one, at in zip(texts, chosen, strict=True))
+        others = _fastest(_Columns.of(visions), _Columns.of(decoders), rows.micro_batches, apart, limit)
+        yield from (Pair(decoders[at], one, apart) for one, at in zip(visions, others, strict=True))
 
 
-def _fastest(pairs: Sequence[Pair], limit: float) -> Iterator[Pair]:
-    """The fastest that fits, else the smallest."""
-    fitting = [one for one in pairs if one.peak_bytes <= limit]
-    if fitting:
-        yield min(fitting, key=lambda one: one.step_s)
-    elif pairs:
-        yield min(pairs, key=lambda one: one.peak_bytes)
+@dataclass(frozen=True)
+class _Columns:
+    """Scores of one part, as arrays."""
+
+    micro_batch_s: Numbers
+    once_s: Numbers
+    stages: Numbers
+    kept: Numbers
+    held: Numbers
+    decodes: bool
+
+    @classmethod
+    def of(cls, scores: Sequence[Score]) -> _Columns:
+        rows = [
+            (one.micro_batch_s, one.once_s, one.pipeline, one.kept_bytes + one.passing_bytes, one.held_bytes)
+            for one in scores
+        ]
+        columns = np.array(rows, dtype=np.float64)
+        decodes = scores[0].layout.part == DECODER
+        return cls(columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3], columns[:, 4], decodes)
+
+
+def _fastest(one: _Columns, other: _Columns, count: int, apart: bool, limit: float) -> list[int]:
+    """Of each of the first, the place of the other with which it is fastest and fits, else with which it is smallest.
+    As `Pair` has seconds and bytes."""
+    text, vision = (one, other) if one.decodes else (other, one)
+    turn, back = (_down, _across) if one.decodes else (_across, _down)
+    ahead = turn(np.minimum(count, text.stages))
+    further = np.minimum(count, turn(text.stages) + back(vision.stages) - 1 + apart)
+    own = turn(text.kept) + ahead * turn(text.held)
+    of_tower = back(vision.kept) + further * back(vision.held)
+    t, v = turn(text.micro_batch_s), back(vision.micro_batch_s)
+    if apart:
+        peak = np.maximum(own, of_tower)
+        seconds = (count - 1) * np.maximum(t, v) + turn(text.stages) * t + back(vision.stages) * v
+        seconds = seconds + np.maximum(turn(text.once_s), back(vision.once_s))
+    else:
+        peak = own + of_tower
+        seconds = (count + turn(text.stages) + back(vision.stages) - 2) * (t + v)
+        seconds = seconds + turn(text.once_s) + back(vision.once_s)
+    fits = peak <= limit
+    best = np.where(fits, seconds, inf).argmin(axis=1)
+    least = peak.argmin(axis=1)
+    found: list[int] = np.where(fits.any(axis=1), best, least).tolist()
+    return found
+
+
+def _down(values: Numbers) -> Numbers:
+    return values[:, None]
+
+
+def _across(values: Numbers) -> Numbers:
+    return values[None, :]
 
 
 def _front(scores: Sequence[Score]) -> list[Score]:

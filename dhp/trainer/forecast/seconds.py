@@ -19,7 +19,6 @@ from dhp.trainer.forecast.counted import Counted, Cut
 from dhp.trainer.forecast.loads import RunLoads, tower_load
 from dhp.trainer.layer_work import Passes, decoder_passes, recomputed, tower_passes
 from dhp.trainer.memory import VALUE_BYTES, RankBytes, sum_bytes
-from dhp.trainer.units import replay_shares, replays
 
 KINDS = ("products", "attention", "elementwise", "sent", "exposed", "host", "recompute", "update", "sync")
 
@@ -88,12 +87,12 @@ def unit_seconds(
         load = loads.even if waits_for_others(section) else loads.text
         found = decoder_passes(section, degrees, counted.family, counted.sizes, load, kept, counted.trained)
         found = (Passes(Work(), Work()), *found)
-        shares = [replay_shares(counted.family, size) for size in counted.sizes.layers]
     else:
-        load_of_tower = tower_load(loads.pictures, degrees, counted.window)
-        found = tower_passes(section, degrees, counted.family, counted.pieces, load_of_tower, kept)
-        shares = [replays(piece.inner / piece.size) for piece in counted.pieces[1:-1]]
-    return _alike(found, [{}, *shares, {}], weights, section, degrees, rates)
+        pictures = tower_load(loads.pictures, degrees, counted.window)
+        divided = loads.pictures.divided(degrees.data, degrees.sequence)
+        done = counted.tower_operations(pictures)
+        found = tower_passes(section, degrees, counted.family, counted.pieces, pictures, kept, divided, done)
+    return _alike(found, counted.replays[name], weights, section, degrees, rates)
 
 
 def waits_for_others(section: PartConfig) -> bool:
@@ -207,9 +206,11 @@ def once_a_step(
     if not trained:
         return 0.0, 0.0
     weights = divided_weights(section, degrees, trained, 0)
-    # Optimizer states are read and written, gradients read twice (their norm first), weights written.
-    traffic = 2 * (states.optimizer + states.host) + 2 * states.gradients + states.weights
-    updated = traffic / (rates.update or rates.elementwise)
+    if rates.update is None:  # states are read and written, gradients read twice (their norm first), weights written
+        traffic = 2 * (states.optimizer + states.host) + 2 * states.gradients + states.weights
+        updated = traffic / rates.elementwise
+    else:
+        updated = trained / (degrees.shards if section.zero_stage else 1) / rates.update
     sent = sum(one.seconds(rates) for one in weights.update())
     if section.zero_stage >= 2:
         return updated, sent

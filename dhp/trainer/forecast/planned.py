@@ -1,0 +1,87 @@
+"""What is expected of a run, for its first lines and beside what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dhp.core.errors import DhpError
+from dhp.core.reports import DeviceInfo
+from dhp.observe.planned import Beside, Planned
+from dhp.trainer.forecast.forecast import Forecast, Question, count_model, forecast
+from dhp.trainer.forecast.here import CPU, machine_of_run
+from dhp.trainer.forecast.machine import Machine
+from dhp.trainer.forecast.samples import EqualSamples, Samples
+from dhp.trainer.plan import RunPlan
+from dhp.trainer.units import assumed_rows
+
+if TYPE_CHECKING:
+    from dhp.trainer.session import Session
+
+LOOKED_AT, LOOKING_S = 256, 2.0  # samples, and seconds, from which a step is planned where not all lengths are known
+_SENDING = ("sent", "exposed", "sync")  # kinds of seconds in which ranks wait for what they send
+
+
+def planned_of(found: Forecast, source: str) -> Planned:
+    """A forecast as a run records it. source: of its constants."""
+    comm_s = {}
+    for name, own in found.stages.items():
+        each = sum(own.kinds[kind] for kind in _SENDING if kind != "sync")
+        comm_s[name] = found.micro_batches * each + own.kinds["sync"]
+    return Planned(
+        step_s=found.step_s,
+        busy_s=found.busy_s,
+        comm_s=comm_s,
+        bubble=found.timeline.bubble,
+        tokens=found.loads.step_tokens or None,
+        memory_bytes={name: own.peak.total for name, own in found.memory.items()},
+        activation_bytes={name: activations(found, name) for name in found.memory},
+        kinds=found.kinds(),
+        source=source,
+    )
+
+
+def activations(found: Forecast, stage: str) -> float:
+    """The most of activations that a rank of a stage has at any moment."""
+    moments = found.memory[stage].others
+    return max(one.taken.get("activations", 0.0) + one.taken.get("recomputed", 0.0) for one in moments)
+
+
+def expected(session: Session, devices: Sequence[DeviceInfo]) -> tuple[Beside, list[str]]:
+    """What is expected of a run that begins, to be held beside what it takes, and lines that say so; nothing where its
+    devices are not known. devices: of all ranks."""
+    plan, timeout_s = session.plan, session.config.cluster.step_timeout_s
+    columns = session.data.ask("some_lengths", LOOKED_AT, LOOKING_S, timeout_s=timeout_s)
+    try:
+        loads = samples_of(plan, columns).loads(plan.config)
+        machine = machine_of_run(plan.config, plan.family, devices, session.node_devices, session.threads, loads)
+        if machine is None:
+            return Beside(Planned()), []
+        found = forecast(Question(plan, count_model(plan), machine, loads))
+    except DhpError as error:
+        return Beside(Planned()), [f"not planned: {error}"]
+    measured = {figure.kind for figure in machine.figures.values()} == {"measured"}
+    source = "rates measured here before" if measured else "rates by data sheets"
+    return Beside(planned_of(found, source)), [plan_line(found, machine, source)]
+
+
+def samples_of(plan: RunPlan, columns: np.ndarray) -> Samples:
+    """Of lengths of some samples (`LENGTH_COLUMNS`); as assumed where there are none."""
+    from dhp.data.sampling.step_loads import Table
+
+    rows, usable = assumed_rows(plan.config), columns[columns["text"] > 0]
+    short = plan.config.training.batch_size - len(usable)
+    if 0 < short < plan.config.training.batch_size:
+        usable = np.tile(usable, 1 + -(-short // len(usable)))
+    equal = EqualSamples(rows.tokens, rows.pictures, rows.targets)
+    return Samples(plan.family, Table(usable) if len(usable) else None, equal)
+
+
+def plan_line(found: Forecast, machine: Machine, source: str) -> str:
+    """`planned 1.69 s a step, 6,146 tokens/s a device, at most 65.3 GiB a device (measured rates)`."""
+    memory = "" if machine.name == CPU else f", {found.peak.total / 2**30:.1f} GiB on the fullest device"
+    speed = found.tokens_s / machine.count
+    bubble = f", bubble {found.timeline.bubble:.0%}" if found.timeline.bubble >= 0.01 else ""
+    return f"planned {found.step_s:.3g} s a step, {speed:,.0f} tokens/s a device{bubble}{memory} ({source})"
