@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dhp.cli.plan_data import find_samples
-from dhp.cli.plan_request import PlanRequest, find_machine
+from dhp.cli.plan_request import PlanRequest, find_machine, measured_device, with_memory
 from dhp.config.devices import GIB, known_devices
 from dhp.config.lora import resolve_lora
 from dhp.config.parts import encoders, parts
@@ -24,6 +24,7 @@ from dhp.trainer.forecast.explain import TooLarge, equations, too_large
 from dhp.trainer.forecast.freed import DEVICES, ROWS, SCHEDULE, Held, freed, one_actor_each
 from dhp.trainer.forecast.loads import window_length
 from dhp.trainer.forecast.machine import Machine
+from dhp.trainer.forecast.measure import measured_here
 from dhp.trainer.forecast.needs import Needs, needs_of, useful_operations
 from dhp.trainer.forecast.samples import Samples
 from dhp.trainer.forecast.search import Candidate, Found, Space, search
@@ -97,10 +98,13 @@ class Outcome:
         return one.margin_bytes >= BYTES_ERROR * one.limit_bytes
 
     def used(self, one: Candidate) -> dict[str, float]:
-        """By part and in `total`, the share of the devices' peak that useful operations take."""
+        """By part and in `total`, the share of the devices' peak that useful operations take; nothing
+        where the peak is not known."""
         counted = self.space.counted
         window = window_length(counted.family) if encoders(one.plan.config) else 0.0
         done = useful_operations(one.plan, one.found.loads, window)
+        if self.machine.name not in known_devices():
+            return {}
         peaks = known_devices()[self.machine.name].peaks
         each = max(peaks[part.dtype].value for part in parts(one.plan.config).values())
         most = each * self.machine.count * one.found.step_s
@@ -118,15 +122,20 @@ def find_plan(asked: Asked, say: Callable[[str], None]) -> Outcome:
         )
     if config.tiny_assets is not None:
         make_tiny(config, config.tiny_assets, say)
-    machine, notes = find_machine(asked.request, config, asked.measure)
+    machine, notes = find_machine(asked.request, config)
     plain = resolve(one_actor_each(config))
     source = config_source(plain.text.model_name)
     family = having_parts(config, load_family(source))
     samples, table, _ = find_samples(asked.request, plain, family, say)
+    if asked.measure:
+        here = measured_device(asked.request)
+        machine = measured_here(machine, plain, family, source, samples, here, say)
+        machine = with_memory(asked.request, machine)
+        notes = [note for note in notes if not note.startswith("device=")]
     own: dict[str, Any] = {name: replace(part, lora=resolve_lora(part.lora)) for name, part in parts(config).items()}
     adapters = adapters_of(replace(config, **own))
     rules = training_rules(config.training, family, adapters)
-    counted = Counted(family, source, rules, adapters, config.training.objective, Path(plain.data.cache_dir or ""))
+    counted = Counted(family, source, rules, adapters, config.training.objective, Path(plain.data.cache_dir or ""), say)
     given, held = freed(config, asked.held), asked.held
     whole = WholeRun(given, family, source)
     space = Space(given, whole, counted, machine, samples, held.layouts(config), **_of_run(held))
@@ -141,7 +150,7 @@ def _answered(
     table: Table | None,
     say: Callable[[str], None],
 ) -> Outcome:
-    say("searching layouts (a model that is new here is traced first, which takes a minute)")
+    say("searching layouts")
     begun = time.perf_counter()
     found = search(space)
     seconds = time.perf_counter() - begun

@@ -12,8 +12,8 @@ from dhp.config.devices import Device, Link, find_device, find_link, known_devic
 from dhp.config.parts import parts
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
+from dhp.trainer.forecast.here import CPU
 from dhp.trainer.forecast.machine import Machine, machine_of
-from dhp.trainer.forecast.measure import measured_machine
 from dhp.trainer.forecast.samples import EqualSamples
 
 NODE = 8  # devices of a node, where nothing else is said
@@ -58,9 +58,9 @@ def read_request(settings: Sequence[str]) -> tuple[PlanRequest, list[str]]:
     return request, [one for one in settings if one.partition("=")[0] not in own]
 
 
-def find_machine(request: PlanRequest, config: Config, measure: bool = False) -> tuple[Machine, list[str]]:
-    """The devices that are planned for, and lines about what of them is assumed. measure: with the rates of the device
-    that is here. Raises ConfigError for a device or link that is not known."""
+def find_machine(request: PlanRequest, config: Config) -> tuple[Machine, list[str]]:
+    """The devices that are planned for, by data sheets, and lines about what of them is assumed. Raises ConfigError for
+    a device or link that is not known."""
     device, notes = _device(request, config)
     count, node = request.devices or _as_configured(config)
     between, assumed = _link(request)
@@ -69,11 +69,26 @@ def find_machine(request: PlanRequest, config: Config, measure: bool = False) ->
     formats = {part.dtype for part in parts(config).values()}
     machine = machine_of(device, count, node, between, formats)
     machine = replace(machine, reserve=request.reserve)
-    if measure:
-        machine = measured_machine(machine)
-    if request.memory_gib is not None:
-        machine = replace(machine, memory_bytes=request.memory_gib * 2**30)
-    return machine, notes
+    return with_memory(request, machine), notes
+
+
+def with_memory(request: PlanRequest, machine: Machine) -> Machine:
+    """The devices with the memory that is asked for, if any."""
+    if request.memory_gib is None:
+        return machine
+    return replace(machine, memory_bytes=request.memory_gib * 2**30)
+
+
+def measured_device(request: PlanRequest) -> str:
+    """What --measure measures: cuda, where GPUs of the table are here, else cpu. Raises ConfigError where another
+    device is asked for."""
+    here = _device_here()
+    name = CPU if here is None else here.name
+    if request.device is not None and find_device(request.device) != here:
+        raise ConfigError(
+            f"--measure measures the device that is here, {name}, not device={request.device}. Leave out one of them"
+        )
+    return CPU if here is None else "cuda"
 
 
 def _device(request: PlanRequest, config: Config) -> tuple[Device, list[str]]:

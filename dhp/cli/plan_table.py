@@ -66,6 +66,8 @@ def _longest(outcome: Outcome) -> str:
 def _value(outcome: Outcome, key: str) -> str:
     section, _, leaf = key.partition(".")
     value = getattr(getattr(outcome.config, section), leaf)
+    if leaf == "recompute" and value is None:
+        return f"{section}.activation_checkpointing=true ({key})"
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
@@ -86,7 +88,7 @@ def table_lines(outcome: Outcome, most: int | None = SHOWN) -> list[str]:
             f"{found.peak.total / GIB:.1f}",
             f"{one.margin_bytes / GIB:.1f}{doubt}",
             f"{found.tokens_s / outcome.machine.count:,.0f}",
-            f"{used['total']:.0%}",
+            f"{used['total']:.0%}" if used else "-",
             f"{found.micro_batches}×{one.settings['training.micro_batch_size']}",
         ]
         layouts = [layout_text(one.settings, name) for name in names]
@@ -148,10 +150,10 @@ def sure_line(outcome: Outcome) -> str:
     doubt = ""
     if best is not None and not outcome.sure(best):
         doubt = "; a margin with ? is within that error: whether it fits, a run has to show"
-    return (
-        f"sure?         bytes are counted: ±{BYTES_ERROR:.0%}{doubt}; seconds are from a data sheet: "
-        f"±{SECONDS_ERROR:.0%} (--measure)"
-    )
+    seconds = f"seconds are from a data sheet: ±{SECONDS_ERROR:.0%} (--measure)"
+    if outcome.machine.measured:
+        seconds = "seconds are by rates of this machine, measured"
+    return f"sure?         bytes are counted: ±{BYTES_ERROR:.0%}{doubt}; {seconds}"
 
 
 def nothing_lines(outcome: Outcome) -> Iterator[str]:

@@ -123,7 +123,7 @@ def test_where_nothing_fits_the_smallest_memory_and_a_change_are_named(
         ("lengths=none.csv", "give one of them"),
         ("text.tensor=3", "% tensor(3)"),
         ("training.batchsize=3", "did you mean training.batch_size?"),
-        ("--measure", "Leave --measure out"),
+        ("--measure", "Leave out one of them"),
     ],
 )
 def test_bad_input_is_refused(
