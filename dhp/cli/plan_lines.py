@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dhp.cli.plan_data import seconds_text
 from dhp.cli.plan_outcome import Outcome
-from dhp.cli.plan_table import memory_needed, whole_layout
+from dhp.cli.plan_table import gib, memory_needed, whole_layout
 from dhp.config.devices import GIB
 from dhp.trainer.forecast.memory import NAMES
 from dhp.trainer.forecast.needs import FAILURE_HOURS, PIXELS_S, SAVED_BYTES_S, crossing
@@ -17,17 +17,13 @@ from dhp.trainer.forecast.ways import MOST_TOKENS, samples_a_step
 def memory_lines(outcome: Outcome, one: Candidate) -> Iterator[str]:
     """By kind, at the fullest moment of the fullest device; and each stage's other moments."""
     taken = {name: one.found.peak.taken.get(name, 0.0) for name in NAMES}
-    kinds = "  ".join(f"{name} {_gib(size)}" for name, size in taken.items() if size >= 0.005 * GIB)
+    kinds = "  ".join(f"{name} {gib(size)}" for name, size in taken.items() if size >= 0.005 * GIB)
     reserve = outcome.machine.memory_bytes - outcome.machine.limit_bytes
     total = one.found.peak.total
-    yield f"memory of 1   {kinds}  = {_gib(total)} GiB, at {one.found.peak.name}; reserve {_gib(reserve)}"
+    yield f"memory of 1   {kinds}  = {gib(total)} GiB, at {one.found.peak.name}; reserve {gib(reserve)}"
     for name in one.found.fullest:
-        moments = "  ".join(f"{moment.name} {_gib(moment.total)}" for moment in one.found.memory[name].others)
+        moments = "  ".join(f"{moment.name} {gib(moment.total)}" for moment in one.found.memory[name].others)
         yield f"  {name:12}{moments} GiB, of its process alone"
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2f}"
 
 
 def way_lines(outcome: Outcome) -> Iterator[str]:
@@ -36,8 +32,8 @@ def way_lines(outcome: Outcome) -> Iterator[str]:
     if ways.devices is not None:
         count = ways.devices.plan.graph.device_count()
         doubt = "" if outcome.sure(ways.devices) else " (inside its error of the limit)"
-        took = f"{ways.devices.found.step_s:.3g} s a step, {_gib(ways.devices.found.peak.total)} GiB{doubt}"
-        yield f"fewest        {count} devices: {took}: {whole_layout(outcome, ways.devices)}"
+        took = f"{ways.devices.found.step_s:.3g} s a step, {gib(ways.devices.found.peak.total)} GiB{doubt}"
+        yield f"fewest        {count} device{'s' * (count > 1)}: {took}: {whole_layout(outcome, ways.devices)}"
     else:
         yield f"fewest        more than {8 * machine.count} devices"
     hours, samples = outcome.asked.request.hours, outcome.samples_of_epoch
@@ -47,7 +43,7 @@ def way_lines(outcome: Outcome) -> Iterator[str]:
             yield f"in time       {wanted}: not on {8 * machine.count} devices either"
         else:
             count = ways.in_time.plan.graph.device_count()
-            yield f"in time       {wanted}: {count} devices, {ways.in_time.found.step_s:.3g} s a step"
+            yield f"in time       {wanted}: {count} device{'s' * (count > 1)}, {ways.in_time.found.step_s:.3g} s a step"
     if best is not None:
         worst = best.found.loads.worst
         more = "more than " * (ways.longest >= MOST_TOKENS // 2)
@@ -82,12 +78,12 @@ def need_lines(outcome: Outcome, one: Candidate) -> Iterator[str]:
         f"pixels a second){read}"
     )
     yield (
-        f"hosts         {_gib(needs.host_bytes)} GiB a node (assumed: 3 GiB a rank, 1 a reader), of these "
-        f"{_gib(needs.shared_bytes)} in shared memory (/dev/shm, with cluster.transport=shared_memory)"
+        f"hosts         {gib(needs.host_bytes)} GiB a node (assumed: 3 GiB a rank, 1 a reader), of these "
+        f"{gib(needs.shared_bytes)} in shared memory (/dev/shm, with cluster.transport=shared_memory)"
     )
     steps = max(1, round(needs.interval_s / one.found.step_s))
     yield (
-        f"checkpoints   {_gib(needs.checkpoint_bytes)} GiB each; save every {seconds_text(needs.interval_s)} "
+        f"checkpoints   {gib(needs.checkpoint_bytes)} GiB each; save every {seconds_text(needs.interval_s)} "
         f"({steps:,} steps; assumed: {SAVED_BYTES_S / 1e9:.0f} GB/s a node, "
         f"a failure every {FAILURE_HOURS:,} device-hours)"
     )

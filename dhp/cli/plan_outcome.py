@@ -13,7 +13,7 @@ from dhp.cli.plan_data import find_samples
 from dhp.cli.plan_request import PlanRequest, find_machine, measured_device, with_memory
 from dhp.config.devices import GIB, known_devices
 from dhp.config.lora import resolve_lora
-from dhp.config.parts import encoders, parts
+from dhp.config.parts import DECODER, encoders, parts
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
@@ -177,18 +177,27 @@ def _ways(asked: Asked, space: Space, best: Candidate | None, found: Found, samp
 
 
 def _nothing_can_be(asked: Asked, space: Space, found: Found) -> str:
-    training, count = asked.config.training, space.machine.count
-    reasons = "".join(f"\n  {reason}" for reason in equations(found))
-    batch = (
-        f"training.batch_size({training.batch_size}) % (micro_batch_size × text.data) = 0 must hold for some number of "
-        f"replicas that divides {count} devices"
-    )
+    count = space.machine.count
+    reasons = "".join(f"\n  {reason}" for reason in [*_indivisible(space), *equations(found)])
     held = f" with {', '.join(asked.held.keys)} held" if asked.held.keys else ""
     return (
         f"no layout of {asked.named} on {count} devices can be{held}: the run's own checks say"
-        f"{reasons or ' ' + batch}\n"
+        f"{reasons or ' nothing more'}\n"
         "Free some keys (free=KEY,… or free=all), or take another number of devices (devices=N)"
     )
+
+
+def _indivisible(space: Space) -> Iterator[str]:
+    """The equation of a batch that cannot be divided as it has to be."""
+    training, replicas = space.config.training, space.config.text.data
+    held = "data" in space.held.get(DECODER, ())
+    if not any(own == replicas or not held for _, own, _ in space.divisions()):
+        size = training.micro_batch_size if space.rows_held else 1
+        each = size * ((replicas or 1) if held else 1)
+        yield (
+            f"training.batch_size({training.batch_size}) % (micro_batch_size({size}) × text.data({each // size})) = "
+            f"{training.batch_size % each} != 0"
+        )
 
 
 def _changes(asked: Asked, space: Space, ways: Ways) -> list[str]:

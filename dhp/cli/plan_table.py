@@ -85,18 +85,24 @@ def table_lines(outcome: Outcome, most: int | None = SHOWN) -> list[str]:
         figures = [
             f"{number}",
             f"{found.step_s:.3g}",
-            f"{found.peak.total / GIB:.1f}",
-            f"{one.margin_bytes / GIB:.1f}{doubt}",
+            gib(found.peak.total),
+            f"{gib(one.margin_bytes)}{doubt}",
             f"{found.tokens_s / outcome.machine.count:,.0f}",
             f"{used['total']:.0%}" if used else "-",
             f"{found.micro_batches}×{one.settings['training.micro_batch_size']}",
         ]
         layouts = [layout_text(one.settings, name) for name in names]
         if one.settings.get("cluster.collocate") is False:
-            layouts = [f"{text} ({one.settings[f'{name}.num_actors']} devices)" for text, name in zip(layouts, names)]
+            own = [one.settings[f"{name}.num_actors"] for name in names]
+            layouts = [f"{text} ({n} device{'s' * (n > 1)})" for text, n in zip(layouts, own)]
         recompute = " | ".join(_short(one.settings[f"{name}.recompute"]) for name in names)
         rows.append([*figures, *layouts, recompute, loses_by(found, best.found) if number > 1 else "-"])
     return _laid_out(rows)
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, with two digits below one."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2f}"
 
 
 def _laid_out(rows: list[list[str]]) -> list[str]:

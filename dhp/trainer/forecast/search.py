@@ -264,9 +264,11 @@ def _scores(space: Space, scorer: Scorer, layouts: Mapping[str, Sequence[PartLay
 def _join(scores: Scores, apart: bool, limit: float) -> Iterator[Pair]:
     """Pairs for each division: each layout of one part with the best of the other part that it fits with."""
     for rows, texts in scores[DECODER].items():
-        visions = scores[VISION].get(rows, []) if VISION in scores else []
-        if not visions:
+        if VISION not in scores:
             yield from (Pair(one, None) for one in texts)
+            continue
+        visions = scores[VISION].get(rows, [])
+        if not texts or not visions:
             continue
         towers, decoders = _front(visions), _front(texts)
         chosen = _fastest(_Columns.of(texts), _Columns.of(towers), rows.micro_batches, apart, limit)
