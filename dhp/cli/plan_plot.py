@@ -11,15 +11,11 @@ from dhp.observe.scatter import Point, draw_points
 
 def draw_plan(outcome: Outcome, path: Path) -> None:
     """Write a PNG. Layouts within a forecast's error of the limit are grey."""
-    named = 10
     points = [
-        Point(one.found.peak.total / GIB, one.found.step_s, str(rank) if rank <= named else "", outcome.sure(one))
+        Point(one.found.peak.total / GIB, one.found.step_s, "1" if rank == 1 else "", outcome.sure(one))
         for rank, one in enumerate(outcome.found.candidates, 1)
     ]
-    points += [
-        Point(one.candidate.found.peak.total / GIB, one.candidate.found.step_s, "", False) for one in outcome.large
-    ]
     limit = outcome.machine.limit_bytes / GIB
-    title = f"{outcome.asked.named} on {outcome.machine}"
+    title = f"{outcome.asked.named} on {outcome.machine}".replace("×", "x")  # the font has no such sign
     path.parent.mkdir(parents=True, exist_ok=True)
     draw_points(points, title, "GiB of the fullest device", "seconds of a step", (limit, "limit"), path)

@@ -155,7 +155,9 @@ def sure_line(outcome: Outcome) -> str:
     best = outcome.best
     doubt = ""
     if best is not None and not outcome.sure(best):
-        doubt = "; a margin with ? is within that error: whether it fits, a run has to show"
+        ranks = [rank for rank, one in enumerate(outcome.found.candidates, 1) if outcome.sure(one)]
+        first = f", the first by more is {ranks[0]}" if ranks else ", none by more"
+        doubt = f"; a margin with ? is within that error: whether it fits, a run has to show{first}"
     seconds = f"seconds are from a data sheet: ±{SECONDS_ERROR:.0%} (--measure)"
     if outcome.machine.measured:
         seconds = "seconds are by rates of this machine, measured"
