@@ -82,8 +82,7 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
     family, tokenizer = open_model(settings)
     preprocess = make_preprocessor(settings, family, tokenizer)
     dataset = open_datasets(settings)
-    cache, whole = LengthCache(Path(resolved(settings.data.cache_dir))), settings.balancing.window is None
-    open_lengths = partial(MeasuredDataset, dataset, preprocess, cache, whole)
+    open_lengths = partial(_open_lengths, settings, dataset, preprocess)
     measured = open_lengths() if settings.balancing.method != RANDOM else None
     records: Records = dataset
     if settings.exchange:
@@ -101,6 +100,11 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
         find_objective(settings.objective),
         open_lengths,
     )
+
+
+def _open_lengths(settings: BatchReaderSettings, dataset: Dataset, preprocess: Preprocessor) -> MeasuredDataset:
+    cache, whole = LengthCache(Path(resolved(settings.data.cache_dir))), settings.balancing.window is None
+    return MeasuredDataset(dataset, preprocess, cache, whole)
 
 
 def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:

@@ -43,6 +43,10 @@ _NAMED_DEGREE = {
     "deepspeed": "data",
     "autotp": "tensor",
 }
+# Which name a layout with several degrees above 1 gets where all are set: the first one's.
+NAMES = {"tensor": "tensor", "ulysses": "sequence", "ring": "sequence", "pipeline": "pipeline", "data": "data"}
+PLAINEST = ("data", "ulysses", "tensor", "ring", "pipeline")  # first, of layouts that are as good as each other
+FREE = ("data", "pipeline", "ulysses", "tensor")  # degrees of which one may take what the others leave
 SEQUENCE_GROUPS = ("auto", "one")
 EXACT, BMP, PROFILE, LAYERS, PARAMETERS = PARTITIONS = ("exact", "bmp", "profile", "layers", "parameters")
 # Other names of a partition.

@@ -113,7 +113,8 @@ class Summary:
     `bubble`, seconds by kind of work (`kinds`), where the constants are from (`source`). Unit: as in metrics.jsonl.
     Null: nothing is known of the devices; a CPU's rates are measured by `python -m dhp plan --measure`."""
     measured: Mapping[str, Any] | None = None
-    """The same keys as they were: medians of seconds, the most of bytes. Null: nothing was planned."""
+    """The same keys as they were: medians of seconds, the most of bytes. Unit: as in metrics.jsonl. Null: nothing was
+    planned."""
     planned_ratio: float | None = None
     """Median step_s / planned step_s. Unit: a factor. Null: nothing was planned, or no step counts (the first does
     not)."""

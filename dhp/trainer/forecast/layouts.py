@@ -15,11 +15,11 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from dhp.config.layout import DEGREES, OFFERED, PARALLELISMS, resolve_part
+from dhp.config.layout import DEGREES, FREE, NAMES, OFFERED, PARALLELISMS, resolve_part
 from dhp.config.part import PartConfig
 from dhp.config.parts import resolved
 from dhp.config.rules import FSDP
-from dhp.core.axes import Degrees
+from dhp.core.axes import OF_TOKENS, Degrees
 from dhp.core.errors import ConfigError, DhpError
 from dhp.models.family import Family
 from dhp.trainer.graph import degrees
@@ -27,8 +27,6 @@ from dhp.trainer.model_checks import check_part, check_plan
 from dhp.trainer.trainable import check_frozen_part
 
 _AUTO = "auto"
-# Which name a layout gets: of several degrees above 1, the first one's.
-_NAMES = {"tensor": "tensor", "ulysses": "sequence", "ring": "sequence", "pipeline": "pipeline", "data": "data"}
 
 Settings = Mapping[str, Any]  # of a part's section, by key
 
@@ -176,7 +174,7 @@ class _Space:
         """The name that goes with the degrees: all are set, so that it decides nothing more."""
         given: str | None = self.given("parallelism")
         known = PARALLELISMS[self.name]
-        named = (kind for axis, kind in _NAMES.items() if split[axis] > 1 and kind in known)
+        named = (kind for axis, kind in NAMES.items() if split[axis] > 1 and kind in known)
         return given or next(named, "none")
 
     def _experts(self, split: Mapping[str, int]) -> list[int]:
@@ -227,8 +225,8 @@ class _Space:
     def no_split(self, devices: int) -> Refused:
         """The run's message for held degrees that do not multiply to so many devices."""
         own = {axis: self.given(axis) for axis in DEGREES}
-        free = [axis for axis in ("data", "pipeline", "ulysses", "tensor") if own[axis] is None]
-        kind = _NAMES[free[0]] if free else "data"
+        free = [axis for axis in FREE if own[axis] is None]
+        kind = NAMES[free[0]] if free else "data"
         settings = {**own, "num_actors": devices, "parallelism": kind}
         try:
             resolve_part(self.name, replace(self.section, **settings))
@@ -240,4 +238,4 @@ class _Space:
 
 def _holders(split: Mapping[str, int]) -> int:
     """Ranks of a stage that hold the same weights."""
-    return split["data"] * split["ulysses"] * split["ring"]
+    return prod(split[axis] for axis in OF_TOKENS)

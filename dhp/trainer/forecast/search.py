@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dhp.config.layout import DEGREES, PLAINEST
 from dhp.config.parts import DECODER, encoders, parts, resolved, sections
 from dhp.config.ranges import ONE_F_ONE_B, SEQUENTIAL, VISION_AHEAD
 from dhp.config.schema import Config
@@ -37,7 +38,6 @@ FORECASTS = 20  # made of a search's best
 EACH = 3  # of these, with the same layout of one part
 NEAR = 0.01  # of a step: layouts that differ by less are as fast as each other
 _ROWS = (1, 2, 4, 8)  # samples of a row that are tried
-_ORDER = ("data", "ulysses", "tensor", "ring", "pipeline")  # of kinds of parallelism, the simplest first
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,7 @@ class Space:
 
 
 def _replicas(count: int) -> dict[str, Any]:
-    plain = dict.fromkeys(("pipeline", "ulysses", "ring", "tensor"), 1)
-    return {"parallelism": "data", "num_actors": count, "data": count, **plain}
+    return {**dict.fromkeys(DEGREES, 1), "parallelism": "data", "num_actors": count, "data": count}
 
 
 def search(space: Space, forecasts: int = FORECASTS) -> Found:
@@ -434,7 +433,7 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _plainness(one: Candidate) -> tuple[float, ...]:
     sections_of = parts(one.plan.config).values()
-    kinds = [[key for key in _ORDER if resolved(getattr(part, key)) > 1] for part in sections_of]
-    places = sum(_ORDER.index(key) for own in kinds for key in own)
+    kinds = [[key for key in PLAINEST if resolved(getattr(part, key)) > 1] for part in sections_of]
+    places = sum(PLAINEST.index(key) for own in kinds for key in own)
     again = sum(choice != "none" for own in one.found.recompute.values() for choice in own)
     return (sum(map(len, kinds)), places, again, -one.margin_bytes)
