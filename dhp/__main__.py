@@ -21,6 +21,7 @@ COMMANDS = {
     "inspect": "batch --config-name=NAME step=K out=FILE.safetensors: the tensors of a step as the model gets them\n"
     f"{'':11}sample --config-name=NAME index=K: its prompt, what of it is learned, lengths, pictures\n"
     f"{'':11}data --config-name=NAME: counts, lengths, defects, and the balancing methods side by side",
+    "plan": "--config-name=NAME [devices=8x8 device=h100]: the fastest layouts that fit, and why others lose, offline",
 }
 
 

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
 from dhp.batch.assign_images import Locality
 from dhp.batch.build import BatchReaderSettings, make_reader, open_datasets
 from dhp.batch.reader import BatchReader
 from dhp.cli.inspect_costs import cost_table
 from dhp.cli.inspect_locality import locality_table
+from dhp.cli.lengths import map_chunks, measure_all, measuring_settings, own_reader
 from dhp.config.parts import resolved
 from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
-from dhp.core.errors import DataError, PartFailed
+from dhp.core.errors import DataError
 from dhp.data.balance.methods import PADDED, choose_method
 from dhp.data.balance.metrics import BalanceMetrics, measure_balance
 from dhp.data.balance.packs import Limits, Loads
-from dhp.data.sampling.length_cache import Lengths
 from dhp.data.sampling.length_table import RowChunk
 from dhp.data.sampling.probe import count_unread
 from dhp.data.sampling.sampler import BalanceSettings
 from dhp.models.registry import load_family
 from dhp.observe.plots import draw_histograms
 from dhp.trainer.graph import devices_as_planned, find_localities, make_graph
-from dhp.trainer.settings import feed_settings
 
 SHOWN_DEFECTS = 20  # defects that are printed; the file has all
 DATASETS = {
@@ -72,11 +67,10 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
 
     decode: decode every sample too. Raises DataError for datasets that cannot be opened, or without a usable sample.
     """
-    settings = feed_settings(config)
-    settings = replace(settings, balancing=replace(settings.balancing, method="balanced", window=None))
+    settings = measuring_settings(config)
     feed = make_reader(settings)
     out.mkdir(parents=True, exist_ok=True)
-    _measure(feed, settings, config.data.num_workers)
+    measure_all(feed, settings, config.data.num_workers)
     defects = _defects(feed)
     if decode:
         defects |= _decode(settings, feed, config.data.num_workers)
@@ -141,53 +135,17 @@ def _locality(config: Config) -> Locality | None:
     return find_localities(graph, devices_as_planned(graph), config.data.locality_slack).get("vision")
 
 
-_feeds: dict[str, BatchReader] = {}  # of a worker process: the one that it works on
-
-
-def _own_feed(settings: BatchReaderSettings) -> BatchReader:
-    if not _feeds:
-        _feeds["own"] = make_reader(settings)
-    return _feeds["own"]
-
-
-def _measured(settings: BatchReaderSettings, chunk: RowChunk) -> Lengths:
-    return _own_feed(settings).measure(chunk)
-
-
 def _decoded(settings: BatchReaderSettings, chunk: RowChunk) -> dict[tuple[str, int], str]:
-    return _own_feed(settings).lengths.decode(chunk)
-
-
-def _measure(feed: BatchReader, settings: BatchReaderSettings, workers: int) -> None:
-    chunks = feed.missing()
-    work = partial(_measured, settings) if workers else feed.measure
-    for lengths, chunk in zip(_map(work, chunks, workers, "measuring"), chunks):
-        feed.learn(chunk, lengths)
+    return own_reader(settings).lengths.decode(chunk)
 
 
 def _decode(settings: BatchReaderSettings, feed: BatchReader, workers: int) -> dict[tuple[str, int], str]:
     chunks = feed.lengths.chunks()
     work = partial(_decoded, settings) if workers else feed.lengths.decode
     found: dict[tuple[str, int], str] = {}
-    for defects in _map(work, chunks, workers, "decoding"):
+    for defects in map_chunks(work, chunks, workers, "decoding"):
         found |= defects
     return found
-
-
-def _map(work: Callable[[RowChunk], T], chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator[T]:
-    """The results of `work` for each chunk, in order, from so many worker processes; 0: from this one."""
-    bar = {"total": len(chunks), "desc": what, "disable": not chunks}
-    if not workers:
-        yield from tqdm(map(work, chunks), **bar)
-        return
-    try:
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            yield from tqdm(pool.map(work, chunks), **bar)
-    except BrokenProcessPool as error:
-        raise PartFailed(
-            f"a process died while {what}: killed, perhaps for want of memory, or crashed in a native library. Take "
-            "fewer (data.num_workers), or none to see where it happens"
-        ) from error
 
 
 def _defects(feed: BatchReader) -> dict[tuple[str, int], str]:

@@ -22,20 +22,13 @@ from dhp.cluster.host import beacon, require_own_gpu
 from dhp.cluster.placement.nodes import own_node, read_nodes
 from dhp.cluster.placement.rank_mapping import TENSOR, describe_straddle, find_straddles, map_ranks, refuse_straddle
 from dhp.cluster.placement.reservation import Slot, Topology, bundle_nodes, find_topology, plan_placement, reserve
+from dhp.cluster.rank_device import RankDevice
 from dhp.cluster.ray_session import cluster_gpus, ray_session
 from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
 from dhp.cluster.worker import GroupSettings
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph
 from dhp.core.process import ending_on_error, say_nothing
-
-
-@dataclass(frozen=True)
-class RankDevice:
-    """A rank's device: the number of its logical device, and that of its node."""
-
-    device: int
-    node: int
 
 
 @dataclass(frozen=True)

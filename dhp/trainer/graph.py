@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from dhp.batch.assign_images import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
-from dhp.cluster.cluster import RankDevice
+from dhp.cluster.rank_device import RankDevice
 from dhp.config.model_rules import check_cuts
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, parts, resolved

@@ -18,7 +18,6 @@ from dhp.config.vocabulary import environment_notes
 from dhp.core.errors import ConfigError, DhpError, raise_all
 from dhp.core.process import say_nothing
 from dhp.data.sample.chat import read_template
-from dhp.trainer.reports import require_loggers
 
 if TYPE_CHECKING:
     from dhp.trainer.plan import RunPlan
@@ -45,9 +44,11 @@ def prepare(
     if new_run:
         check_run_dir(config)
     if new_run and not config.training.dry_run:
+        from dhp.trainer.reports import require_loggers  # it imports Ray
+
         require_loggers(config)
     if config.tiny_assets is not None:
-        _make_tiny(config, config.tiny_assets, say)
+        make_tiny(config, config.tiny_assets, say)
     check_model_dir(model_name(config))
     read_template(config.data.chat_template)
     if not config.training.dry_run:
@@ -66,7 +67,8 @@ def prepare(
     return config
 
 
-def _make_tiny(config: Config, folder: str, say: Callable[[str], None]) -> None:
+def make_tiny(config: Config, folder: str, say: Callable[[str], None]) -> None:
+    """The tiny model and dataset below `folder`, as far as they are not there. Raises ConfigError."""
     from dhp.tiny.assets import FURTHER, make_tiny_assets
 
     read = [Path(config.data.data_registry[name].annotation_path).parent for name in read_datasets(config.data)]

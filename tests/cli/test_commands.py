@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from dhp.__main__ import main
 from dhp.cli.inspect_costs import COSTS
-from dhp.cli.inspect_data import COLUMNS, DATASETS, LENGTHS, _map
+from dhp.cli.inspect_data import COLUMNS, DATASETS, LENGTHS
+from dhp.cli.lengths import map_chunks
 from dhp.core.errors import PartFailed
 from dhp.observe.plots import HEIGHT, WIDTH
 
@@ -138,7 +139,7 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
 
 def test_inspect_data_says_when_one_of_its_processes_died() -> None:
     with pytest.raises(PartFailed, match=r"^a process died while measuring: .*data\.num_workers"):
-        list(_map(os._exit, [1], 1, "measuring"))
+        list(map_chunks(os._exit, [1], 1, "measuring"))
 
 
 def test_a_command_that_is_interrupted_says_so(

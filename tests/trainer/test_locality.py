@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dhp.cluster.cluster import RankDevice
+from dhp.cluster.rank_device import RankDevice
 from dhp.core.axes import Degrees
 from dhp.trainer.graph import devices_as_planned, find_localities
 from tests.helpers.graphs import make_graph

@@ -23,6 +23,7 @@ from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER
 from dhp.core.files import write_whole
 from dhp.core.parameters import AdapterSettings, TrainingRules, is_inside
+from dhp.core.process import say_nothing
 from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.models.family import VISION, Family
 from dhp.trainer.forecast.loads import window_length
@@ -69,8 +70,10 @@ class Counted:
         adapters: Mapping[str, AdapterSettings],
         objective: str,
         folder: Path | None = None,
+        say: Callable[[str], None] = say_nothing,
     ):
-        """folder: of the cache; None: nothing is kept on disk."""
+        """folder: of the cache; None: nothing is kept on disk. say: receives a line before what takes seconds."""
+        self._say = say
         self.family, self.source, self.rules, self.adapters = family, source, rules, adapters
         self._objective = objective
         self._folder = None if folder is None else folder / FOLDER
@@ -192,6 +195,8 @@ class Counted:
     def _trace(self, part: str, cut: Cut) -> PartBytes:
         from dhp.engine.traced import TracedRows, TraceSettings, trace_part
 
+        norms = ", sharded norms" * cut.sequence_sharded_norms
+        self._say(f"tracing {part} in {cut.dtype} with tensor={cut.tensor}{norms}, once for this model")
         own = self.family.parts[part]
         settings = partial(
             TraceSettings,

@@ -263,9 +263,11 @@ def _scores(space: Space, scorer: Scorer, layouts: Mapping[str, Sequence[PartLay
 def _join(scores: Scores, apart: bool, limit: float) -> Iterator[Pair]:
     """Pairs for each division: each layout of one part with the best of the other part that it fits with."""
     for rows, texts in scores[DECODER].items():
-        visions = scores[VISION].get(rows, []) if VISION in scores else []
-        if not visions:
+        if VISION not in scores:
             yield from (Pair(one, None) for one in texts)
+            continue
+        visions = scores[VISION].get(rows, [])
+        if not texts or not visions:
             continue
         towers, decoders = _front(visions), _front(texts)
         chosen = _fastest(_Columns.of(texts), _Columns.of(towers), rows.micro_batches, apart, limit)
@@ -389,6 +391,12 @@ def settings_of(space: Space, pair: Pair) -> dict[str, Any]:
 def evaluate(space: Space, pair: Pair, settings: Mapping[str, Any]) -> Candidate:
     """The forecast of a pair. Raises what the run's checks raise."""
     layouts = {name: score.layout for name, score in ((VISION, pair.vision), (DECODER, pair.text)) if score is not None}
+    return evaluate_layouts(space, layouts, settings)
+
+
+def evaluate_layouts(space: Space, layouts: Mapping[str, PartLayout], settings: Mapping[str, Any]) -> Candidate:
+    """The forecast of layouts of the parts. settings: keys of the configuration, as of `settings_of`. Raises what the
+    run's checks raise."""
     config = space.whole.composed(layouts)
     cluster = replace(config.cluster, collocate=settings.get("cluster.collocate", config.cluster.collocate))
     training = replace(

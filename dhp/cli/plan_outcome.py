@@ -1,0 +1,249 @@
+"""All that `python -m dhp plan` finds for one configuration, before it is written in any form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dhp.cli.plan_data import find_samples
+from dhp.cli.plan_request import PlanRequest, find_machine, measured_device, with_memory
+from dhp.config.devices import GIB, known_devices
+from dhp.config.lora import resolve_lora
+from dhp.config.parts import DECODER, encoders, parts
+from dhp.config.resolve import resolve
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
+from dhp.models.pretrained import config_source
+from dhp.models.registry import load_family
+from dhp.trainer.forecast.counted import Counted
+from dhp.trainer.forecast.explain import TooLarge, equations, too_large
+from dhp.trainer.forecast.freed import DEVICES, ROWS, SCHEDULE, Held, freed, one_actor_each
+from dhp.trainer.forecast.loads import window_length
+from dhp.trainer.forecast.machine import Machine
+from dhp.trainer.forecast.measure import measured_here
+from dhp.trainer.forecast.needs import Needs, needs_of, useful_operations
+from dhp.trainer.forecast.samples import Samples
+from dhp.trainer.forecast.search import Candidate, Found, Space, search
+from dhp.trainer.forecast.ways import (
+    Ways,
+    devices_in_time,
+    fewest_devices,
+    largest_rows,
+    longest_row,
+    samples_a_step,
+    smallest_memory,
+)
+from dhp.trainer.forecast.whole_run import WholeRun
+from dhp.trainer.model_checks import having_parts
+from dhp.trainer.preflight import make_tiny
+from dhp.trainer.trainable import adapters_of, training_rules
+
+if TYPE_CHECKING:
+    from dhp.data.sampling.step_loads import Table
+
+BYTES_ERROR = 0.03  # of a forecast's bytes
+SECONDS_ERROR = 0.13  # of its seconds, by data sheets
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question. config: composed. named: the configuration, in a word."""
+
+    config: Config
+    named: str
+    request: PlanRequest
+    held: Held
+    measure: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """config: what the search was given. notes: what is assumed. table: lengths of the samples, where they are known.
+    seconds: that the search took. samples_s: of the best layout. changes: single ones with which something fits, where
+    nothing does."""
+
+    asked: Asked
+    config: Config
+    space: Space
+    notes: tuple[str, ...]
+    samples: Samples
+    table: Table | None
+    found: Found
+    seconds: float
+    ways: Ways
+    needs: Needs | None
+    large: tuple[TooLarge, ...]
+    changes: tuple[str, ...] = ()
+
+    @property
+    def machine(self) -> Machine:
+        return self.space.machine
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest layout that fits."""
+        return next(iter(self.found.candidates), None)
+
+    @property
+    def samples_of_epoch(self) -> int | None:
+        """None: not known."""
+        return self.asked.request.samples or self.samples.count
+
+    def sure(self, one: Candidate) -> bool:
+        """Whether it fits by more than a forecast's own error."""
+        return one.margin_bytes >= BYTES_ERROR * one.limit_bytes
+
+    def used(self, one: Candidate) -> dict[str, float]:
+        """By part and in `total`, the share of the devices' peak that useful operations take; nothing
+        where the peak is not known."""
+        counted = self.space.counted
+        window = window_length(counted.family) if encoders(one.plan.config) else 0.0
+        done = useful_operations(one.plan, one.found.loads, window)
+        if self.machine.name not in known_devices():
+            return {}
+        peaks = known_devices()[self.machine.name].peaks
+        each = max(peaks[part.dtype].value for part in parts(one.plan.config).values())
+        most = each * self.machine.count * one.found.step_s
+        return {name: own / most for name, own in {**done, "total": sum(done.values())}.items()}
+
+
+def find_plan(asked: Asked, say: Callable[[str], None]) -> Outcome:
+    """Search, and answer the further questions. Raises ConfigError, ModelError, DataError, and ConfigError where no
+    layout can be, with the equations of the run's checks."""
+    config = asked.config
+    if config.stages:
+        raise ConfigError(
+            f"{asked.named} has stages ({', '.join(config.stages)}), which differ in what is trained and in their "
+            "data: plan each by itself, as a FILE.yaml without `stages` and with that stage's settings"
+        )
+    if config.tiny_assets is not None:
+        make_tiny(config, config.tiny_assets, say)
+    machine, notes = find_machine(asked.request, config)
+    plain = resolve(one_actor_each(config))
+    source = config_source(plain.text.model_name)
+    family = having_parts(config, load_family(source))
+    samples, table, _ = find_samples(asked.request, plain, family, say)
+    if asked.measure:
+        here = measured_device(asked.request)
+        machine = measured_here(machine, plain, family, source, samples, here, say)
+        machine = with_memory(asked.request, machine)
+        notes = [note for note in notes if not note.startswith("device=")]
+    own: dict[str, Any] = {name: replace(part, lora=resolve_lora(part.lora)) for name, part in parts(config).items()}
+    adapters = adapters_of(replace(config, **own))
+    rules = training_rules(config.training, family, adapters)
+    counted = Counted(family, source, rules, adapters, config.training.objective, Path(plain.data.cache_dir or ""), say)
+    given, held = freed(config, asked.held), asked.held
+    whole = WholeRun(given, family, source)
+    space = Space(given, whole, counted, machine, samples, held.layouts(config), **_of_run(held))
+    return _answered(asked, space, tuple(notes), samples, table, say)
+
+
+def _answered(
+    asked: Asked,
+    space: Space,
+    notes: tuple[str, ...],
+    samples: Samples,
+    table: Table | None,
+    say: Callable[[str], None],
+) -> Outcome:
+    say("searching layouts")
+    begun = time.perf_counter()
+    found = search(space)
+    seconds = time.perf_counter() - begun
+    best = next(iter(found.candidates), None)
+    if best is None and found.tight is None:
+        raise ConfigError(_nothing_can_be(asked, space, found))
+    say("asking for fewer devices, longer samples, less memory")
+    ways = _ways(asked, space, best, found, samples)
+    needs = None if best is None else needs_of(best, space.counted, space.machine, samples_a_step(space, best))
+    large = () if best is None else tuple(too_large(space, best))
+    changes = () if best is not None else tuple(_changes(asked, space, ways))
+    return Outcome(asked, space.config, space, notes, samples, table, found, seconds, ways, needs, large, changes)
+
+
+def _ways(asked: Asked, space: Space, best: Candidate | None, found: Found, samples: Samples) -> Ways:
+    hours, count = asked.request.hours, asked.request.samples or samples.count
+    if hours is not None and count is None:
+        raise ConfigError(f"hours={hours} is for so many samples: say how many, as samples=1000000")
+    in_time = None if hours is None or count is None else devices_in_time(space, best, count, hours)
+    fewest, smallest = fewest_devices(space, best), found.tight or smallest_memory(space)
+    if best is None:
+        return Ways(fewest, smallest, in_time)
+    return Ways(fewest, smallest, in_time, longest_row(space, best), largest_rows(space, best))
+
+
+def _nothing_can_be(asked: Asked, space: Space, found: Found) -> str:
+    count = space.machine.count
+    reasons = "".join(f"\n  {reason}" for reason in [*_indivisible(space), *equations(found)])
+    held = f" with {', '.join(asked.held.keys)} held" if asked.held.keys else ""
+    return (
+        f"no layout of {asked.named} on {count} devices can be{held}: the run's own checks say"
+        f"{reasons or ' nothing more'}\n"
+        "Free some keys (free=KEY,… or free=all), or take another number of devices (devices=N)"
+    )
+
+
+def _indivisible(space: Space) -> Iterator[str]:
+    """The equation of a batch that cannot be divided as it has to be."""
+    training, replicas = space.config.training, space.config.text.data
+    held = "data" in space.held.get(DECODER, ())
+    if not any(own == replicas or not held for _, own, _ in space.divisions()):
+        size = training.micro_batch_size if space.rows_held else 1
+        each = size * ((replicas or 1) if held else 1)
+        yield (
+            f"training.batch_size({training.batch_size}) % (micro_batch_size({size}) × text.data({each // size})) = "
+            f"{training.batch_size % each} != 0"
+        )
+
+
+def _changes(asked: Asked, space: Space, ways: Ways) -> list[str]:
+    """Single changes with which something fits: keys that are held, the form of states, moments in host memory."""
+    found = []
+    for key in asked.held.keys:
+        free = Held(tuple(one for one in asked.held.keys if one != key))
+        if _fits(asked, space, asked.config, free):
+            found.append(f"free={key}")
+    for key, value in (("state_bytes", 12), ("host_moments", True)):
+        for name, part in parts(asked.config).items():
+            section: dict[str, Any] = {key: value}
+            own: dict[str, Any] = {name: replace(part, **section)}
+            if getattr(part, key) != value and _fits(asked, space, replace(asked.config, **own), asked.held):
+                found.append(f"{name}.{key}={str(value).lower()}")
+    if ways.devices is not None:
+        found.append(f"devices={ways.devices.plan.graph.device_count()}")
+    return [*found, *_more_memory(asked, space, ways)]
+
+
+def _more_memory(asked: Asked, space: Space, ways: Ways) -> Iterator[str]:
+    """Less reserve, or the smallest device of the table that has room."""
+    if ways.smallest is None:
+        return
+    machine, peak = space.machine, ways.smallest.found.peak.total
+    if peak < machine.memory_bytes:
+        yield f"reserve={int(100 * (1 - peak / machine.memory_bytes)) / 100:g}"
+    if asked.request.memory_gib is not None:
+        yield f"memory_gib={ceil(100 * peak / (1 - machine.reserve) / GIB) / 100:g}"
+        return
+    wide = [one for one in known_devices().values() if one.memory.value * (1 - machine.reserve) >= peak]
+    if wide:
+        yield f"device={min(wide, key=lambda one: one.memory.value).name}"
+
+
+def _fits(asked: Asked, space: Space, config: Config, held: Held) -> bool:
+    given = freed(config, held)
+    whole = WholeRun(given, space.whole.family, space.counted.source)
+    try:
+        other = replace(space, config=given, whole=whole, held=held.layouts(config), known={}, **_of_run(held))
+        return bool(search(other, 1).candidates)
+    except ConfigError:
+        return False
+
+
+def _of_run(held: Held) -> dict[str, Any]:
+    """What a search keeps that is of no part."""
+    keys = {"rows_held": ROWS, "schedule_held": SCHEDULE, "devices_held": DEVICES}
+    return {name: key in held.keys for name, key in keys.items()}

@@ -1,0 +1,195 @@
+"""A plan as text: what was asked, the best layouts, why each other loses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dhp.cli.plan_outcome import BYTES_ERROR, SECONDS_ERROR, Outcome
+from dhp.config.devices import GIB
+from dhp.config.layout import DEGREES
+from dhp.config.parts import DECODER, parts
+from dhp.core.text import aligned
+from dhp.models.family import VISION
+from dhp.trainer.forecast.explain import loses_by, refusals
+from dhp.trainer.forecast.search import Candidate
+
+SHOWN = 10  # layouts of the table
+_REFUSED = 3  # messages that are shown
+_WIDE = 24  # characters of a recompute that is shown whole
+_HEAD = ("", "step_s", "GiB", "margin", "tok/s/dev", "MFU", "m×rows")
+
+
+def head_lines(outcome: Outcome) -> Iterator[str]:
+    """Model, devices, data, what was searched."""
+    config, machine = outcome.config, outcome.machine
+    formats = ", ".join(dict.fromkeys(part.dtype for part in parts(config).values()))
+    counted = outcome.space.counted
+    total = sum(one.size for one in counted.parameters)
+    trained = sum(one.size for one in counted.parameters if one.used and counted.rules.trains(one.name))
+    share = "all trained" if trained == total else f"{trained / 1e9:.3g}B trained"
+    samples = f"{config.training.batch_size} rows" if _by_tokens(outcome) else f"{config.training.batch_size} samples"
+    yield (
+        f"plan of {outcome.asked.named}: {machine}, {formats}, {samples} a step, {total / 1e9:.3g}B parameters, {share}"
+    )
+    yield f"data          {outcome.samples}{_longest(outcome)}"
+    kept = outcome.asked.held.keys
+    if kept:
+        values = ", ".join(_value(outcome, key) for key in kept)
+        yield f"kept          {values}; free=KEY,… or free=all searches them too"
+    for note in outcome.notes:
+        yield f"note          {note}"
+    found = outcome.found
+    limit = f"{machine.limit_bytes / GIB:.1f} GiB ({machine.memory_bytes / GIB:.1f} less {machine.reserve:.0%} reserve)"
+    yield (
+        f"searched      {found.scored:,} layouts of parts scored, {found.fit:,} pairs fit, {outcome.seconds:.1f} s; "
+        f"limit {limit}"
+    )
+
+
+def _by_tokens(outcome: Outcome) -> bool:
+    return outcome.config.data.limits.text is not None and outcome.config.data.balance in ("isf", "balanced")
+
+
+def _longest(outcome: Outcome) -> str:
+    best = outcome.best or outcome.found.tight
+    if best is None:
+        return ""
+    worst = best.found.loads.worst
+    where = ""
+    if worst.step is not None and outcome.table is not None:
+        samples = ", ".join(map(str, worst.samples[:4])) + (", …" if len(worst.samples) > 4 else "")
+        where = f" (step {worst.step + 1}, samples {samples})"
+    return f"; longest row: {worst.tokens:,} tokens{where}"
+
+
+def _value(outcome: Outcome, key: str) -> str:
+    section, _, leaf = key.partition(".")
+    value = getattr(getattr(outcome.config, section), leaf)
+    if leaf == "recompute" and value is None:
+        return f"{section}.activation_checkpointing=true ({key})"
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def table_lines(outcome: Outcome, most: int | None = SHOWN) -> list[str]:
+    """The best layouts, a line each. most: None for all."""
+    shown = outcome.found.candidates[:most]
+    if not shown:
+        return []
+    names = [name for name in (DECODER, VISION) if name in parts(outcome.config)]
+    rows = [[*_HEAD, *names, "recompute", "loses by"]]
+    best = shown[0]
+    for number, one in enumerate(shown, 1):
+        found, used = one.found, outcome.used(one)
+        doubt = "" if outcome.sure(one) else "?"
+        figures = [
+            f"{number}",
+            f"{found.step_s:.3g}",
+            gib(found.peak.total),
+            f"{gib(one.margin_bytes)}{doubt}",
+            f"{found.tokens_s / outcome.machine.count:,.0f}",
+            f"{used['total']:.0%}" if used else "-",
+            f"{found.micro_batches}×{one.settings['training.micro_batch_size']}",
+        ]
+        layouts = [layout_text(one.settings, name) for name in names]
+        if one.settings.get("cluster.collocate") is False:
+            own = [one.settings[f"{name}.num_actors"] for name in names]
+            layouts = [f"{text} ({n} device{'s' * (n > 1)})" for text, n in zip(layouts, own)]
+        recompute = " | ".join(_short(one.settings[f"{name}.recompute"]) for name in names)
+        rows.append([*figures, *layouts, recompute, loses_by(found, best.found) if number > 1 else "-"])
+    return _laid_out(rows)
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, with two digits below one."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2f}"
+
+
+def _laid_out(rows: list[list[str]]) -> list[str]:
+    """Figures flush right, texts flush left."""
+    figures = aligned([row[: len(_HEAD)] for row in rows], 1)
+    texts = aligned([row[len(_HEAD) :] for row in rows], len(rows[0]))
+    return [f"{left}  {right}".rstrip() for left, right in zip(figures, texts, strict=True)]
+
+
+def layout_text(settings: Mapping[str, Any], name: str) -> str:
+    """A part's layout in words: data 4 × tensor 2, zero 3 (fsdp)."""
+    degrees = [(axis, settings.get(f"{name}.{axis}") or 1) for axis in reversed(DEGREES)]
+    shown = " × ".join(f"{axis} {degree}" for axis, degree in degrees if degree > 1) or "one device"
+    if settings.get(f"{name}.expert", 1) > 1:
+        shown += f", expert {settings[f'{name}.expert']}"
+    stage = settings.get(f"{name}.zero_stage", 0)
+    engine = " fsdp" if stage and settings.get(f"{name}.zero_engine") == "fsdp" else ""
+    norms = ", sharded norms" if settings.get(f"{name}.sequence_sharded_norms") else ""
+    return f"{shown}{f', zero {stage}{engine}' if stage else ''}{norms}"
+
+
+def _short(recompute: str) -> str:
+    """A recompute as its key has it; a long one by its kinds and how many layers have them."""
+    if len(recompute) <= _WIDE:
+        return recompute
+    counts: dict[str, int] = {}
+    for run in recompute.split(","):
+        kind, _, layers = run.partition(":")
+        first, _, last = layers.partition("-")
+        counts[kind] = counts.get(kind, 0) + int(last or first) - int(first) + 1
+    return " + ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+def refused_lines(outcome: Outcome, everything: bool) -> Iterator[str]:
+    """Layouts that do not fit, with the single change with which they would, and what the run's checks refuse."""
+    for one in outcome.large:
+        over = -one.candidate.margin_bytes / GIB
+        change = f"{one.change} fits" if one.change else "no single change fits"
+        names = [name for name in (DECODER, VISION) if name in parts(outcome.config)]
+        layout = " | ".join(layout_text(one.candidate.settings, name) for name in names)
+        recompute = " | ".join(_short(one.candidate.settings[f"{name}.recompute"]) for name in names)
+        total = one.candidate.found.peak.total / GIB
+        yield f"does not fit  {layout}, recompute {recompute}: {total:.1f} GiB, {over:.1f} over; {change}"
+    for refused in refusals(outcome.found, len(outcome.found.refused) if everything else _REFUSED):
+        yield f"refused       {' '.join(refused.reason.split())}"
+
+
+def sure_line(outcome: Outcome) -> str:
+    """What a forecast's own errors are."""
+    best = outcome.best
+    doubt = ""
+    if best is not None and not outcome.sure(best):
+        ranks = [rank for rank, one in enumerate(outcome.found.candidates, 1) if outcome.sure(one)]
+        first = f", the first by more is {ranks[0]}" if ranks else ", none by more"
+        doubt = f"; a margin with ? is within that error: whether it fits, a run has to show{first}"
+    seconds = f"seconds are from a data sheet: ±{SECONDS_ERROR:.0%} (--measure)"
+    if outcome.machine.measured:
+        seconds = "seconds are by rates of this machine, measured"
+    return f"sure?         bytes are counted: ±{BYTES_ERROR:.0%}{doubt}; {seconds}"
+
+
+def nothing_lines(outcome: Outcome) -> Iterator[str]:
+    """Where no layout fits: the smallest memory that would do, and single changes with which one fits."""
+    smallest = outcome.ways.smallest
+    if smallest is None:
+        return
+    need, have = memory_needed(outcome, smallest), outcome.machine.memory_bytes / GIB
+    yield (
+        f"nothing fits  the least that a layout takes is {smallest.found.peak.total / GIB:.2f} GiB, with the reserve "
+        f"of {outcome.machine.reserve:.0%} {need:.2f} GiB a device (here {have:.2f}): {whole_layout(outcome, smallest)}"
+    )
+    if outcome.changes:
+        yield f"it would with {' or '.join(outcome.changes)}"
+    else:
+        yield "it would with no single change of the keys that are held, states (state_bytes, host_moments) or devices"
+
+
+def memory_needed(outcome: Outcome, one: Candidate) -> float:
+    """GiB of a device that has room for a layout and the reserve."""
+    return one.found.peak.total / (1 - outcome.machine.reserve) / GIB
+
+
+def whole_layout(outcome: Outcome, one: Candidate) -> str:
+    """All parts of a layout in words."""
+    names = [name for name in (DECODER, VISION) if name in parts(outcome.config)]
+    texts = [
+        f"{name} {layout_text(one.settings, name)}, recompute {_short(one.settings[f'{name}.recompute'])}"
+        for name in names
+    ]
+    return "; ".join(texts)
