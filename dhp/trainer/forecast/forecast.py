@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dhp.config.parts import DECODER, encoders, parts, resolved
 from dhp.config.recompute import read_choices
 from dhp.config.resolve import micro_batches
 from dhp.core.errors import ConfigError
-from dhp.core.graph import Edge, StageSpec
+from dhp.core.graph import HIDDEN_STATES, Edge, StageSpec
 from dhp.core.reports import RecomputePolicies
 from dhp.models.family import VISION
 from dhp.models.shape import PartShape, sum_shape
@@ -24,13 +25,16 @@ from dhp.step.timed import Timeline, play
 from dhp.trainer.forecast.counted import Counted, Cut, stage_parameters
 from dhp.trainer.forecast.loads import RunLoads, text_rows, tower_rows
 from dhp.trainer.forecast.machine import Machine
-from dhp.trainer.forecast.memory import Moment, StageMemory, device_peak, stage_memory
+from dhp.trainer.forecast.memory import Moment, Passing, StageMemory, device_peak, stage_memory
 from dhp.trainer.forecast.seconds import KINDS, StageSeconds, UnitSeconds, once_a_step, stage_seconds, unit_seconds
-from dhp.trainer.memory import VALUE_BYTES
+from dhp.trainer.memory import VALUE_BYTES, sum_bytes
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.recompute import arrange
 from dhp.trainer.tower_units import tower_width
 from dhp.trainer.units import hidden_width
+
+if TYPE_CHECKING:
+    from dhp.engine.traced import TracedRows
 
 MOST_MICRO_BATCHES = 64  # of a step that is played
 
@@ -149,8 +153,7 @@ def _costs(asked: Question, stage: StageSpec) -> StageCosts | None:
     if not any(map(plan.graph.goes_back, stage.nodes)):
         return None
     kept = asked.counted.keeps(stage.part, Cut.of(parts(plan.config)[stage.part]))
-    rows = (text_rows if stage.part == DECODER else tower_rows)(asked.loads.worst, stage.degrees)
-    return kept.costs(rows, stage.layers)
+    return kept.costs(_rows(asked, stage), stage.layers)
 
 
 def _choose(
@@ -201,7 +204,10 @@ def _budget(asked: Question, costs: Mapping[str, StageCosts | None], all_of: Map
 
 def _others(memory: StageMemory) -> float:
     """The most of what comes and goes beside activations."""
-    return max(one.taken.get("loss", 0.0) + one.taken.get("gathered", 0.0) for one in memory.others)
+    return max(
+        one.taken.get("loss", 0.0) + one.taken.get("gathered", 0.0) + one.taken.get("inside", 0.0)
+        for one in memory.others
+    )
 
 
 def _memory(
@@ -209,19 +215,54 @@ def _memory(
 ) -> StageMemory:
     plan = asked.plan
     section, part = parts(plan.config)[stage.part], plan.family.parts[stage.part]
-    chunks = chunks_of(stage.chunks, part.whole)
-    holds = asked.arrangement.holding[stage.name][stage.name]
-    return stage_memory(
-        section,
-        stage,
-        _shape(asked, stage),
-        part.head_shape(chunks),
+    kept = asked.counted.keeps(stage.part, Cut.of(section))
+    passing = Passing(
         costs,
         recompute[stage.name],
-        holds,
-        micro_batches(plan.config) > holds,
-        asked.machine.contexts,
+        kept.inside(_rows(asked, stage), stage.layers, recompute[stage.name]),
+        asked.arrangement.holding[stage.name][stage.name],
+        micro_batches(plan.config),
+        _handed(asked, stage),
+        _grown(asked, stage),
     )
+    head = part.head_shape(chunks_of(stage.chunks, part.whole))
+    return stage_memory(section, stage, _shape(asked, stage), head, passing, asked.machine.contexts)
+
+
+def _rows(asked: Question, stage: StageSpec) -> TracedRows:
+    """Of its largest micro-batch."""
+    return (text_rows if stage.part == DECODER else tower_rows)(asked.loads.worst, stage.degrees)
+
+
+def _handed(asked: Question, stage: StageSpec) -> float:
+    """Bytes of gradients that a rank of a tower receives, and of those with which its backward begins."""
+    if stage.part == DECODER or not any(map(asked.plan.graph.goes_back, stage.nodes)):
+        return 0.0
+    outputs = [edge for node in stage.nodes for edge in asked.plan.graph.outputs(node)]
+    family, patches = asked.plan.family, _rows(asked, stage).patches
+    features = patches / family.tower.merge_unit * hidden_width(family)
+    each = [
+        patches * tower_width(family) if edge.tensors == (HIDDEN_STATES,) else features * len(edge.tensors)
+        for edge in outputs
+    ]
+    return 2 * VALUE_BYTES[parts(asked.plan.config)[stage.part].dtype] * sum(each)
+
+
+def _grown(asked: Question, stage: StageSpec) -> tuple[float, ...] | None:
+    """Bytes of gradients where autograd accumulates them, as backward goes; None where all have their room before it
+    begins: in buckets that are summed, or in another format."""
+    section = parts(asked.plan.config)[stage.part]
+    if section.zero_stage or stage.degrees.shards > 1 or VALUE_BYTES[section.dtype] != sum_bytes(section):
+        return None
+    trained = asked.counted.unit_parameters(stage.part, Cut.of(section), trained=True)
+    units = [trained[at + 1] for at in reversed(stage.layers)]
+    last = len(trained) - 2
+    after = trained[-1] if last - 1 in stage.layers else 0
+    found, values = [0, after], after
+    for unit in units:
+        values += unit
+        found.append(values)
+    return tuple(float(VALUE_BYTES[section.dtype] * count) for count in found)
 
 
 def _shape(asked: Question, stage: StageSpec) -> PartShape:
