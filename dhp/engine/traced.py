@@ -112,7 +112,7 @@ def _trace(
         tile_mlps(layers, part.layers.mlp, settings.mlp_chunks)
     meter = ActivationMeter(model, _CPU, part.layers.kinds)
     RecomputedLayers(layers, part.layers, settings.recompute, meter, _CPU)
-    moments = MomentsOfTrace(model, layers) if records else None
+    moments = MomentsOfTrace(model, layers, meter) if records else None
     with moments or nullcontext():
         run = empty_run(model, family, name, rows, settings)
         with meter.forward(rows.patches if isinstance(part, Tower) else rows.tokens):
@@ -126,7 +126,9 @@ def _trace(
     usage = meter.take(settings.recompute)
     if usage is None:
         return None
-    return Traced(usage, {}) if moments is None else moments.taken(usage)
+    if moments is None:
+        return Traced(usage, {})
+    return moments.taken(usage, settings.mlp_chunks > 1)
 
 
 def empty_part(source: str, family: Family, name: str, settings: TraceSettings) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dhp.core.reports import StageUsage
 from dhp.parallel.recompute.live_storages import LiveStorages
+from dhp.parallel.recompute.meter import ActivationMeter
 
 Pass = Literal["forward", "backward", "growing"]
 FORWARD: Pass = "forward"
@@ -35,8 +36,12 @@ class Traced:
 class MomentsOfTrace(LiveStorages):
     """Records a trace. To be entered around it, with the model's layers."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]):
+    of_meta = True
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], meter: ActivationMeter):
         super().__init__(shares=False)
+        self._meter = meter
+        self._saved: dict[int, int] = defaultdict(int)  # the most that was kept in each layer's backward
         self._count = len(layers)
         self._now: tuple[Pass, int] = (FORWARD, BEFORE)
         self._found: dict[tuple[Pass, int], list[int]] = defaultdict(list)
@@ -55,9 +60,11 @@ class MomentsOfTrace(LiveStorages):
         self._found[own, at].append(self.bytes - self._gradients)
         if own == BACKWARD:
             self._found[GROWING, at].append(self.bytes - self._earlier)
+            self._saved[at] = max(self._saved[at], self._meter.now())
 
-    def taken(self, usage: StageUsage) -> Traced:
-        """What was recorded. usage: of the same trace."""
+    def taken(self, usage: StageUsage, replays_parts: bool) -> Traced:
+        """What was recorded. usage: of the same trace. replays_parts: backward runs parts of layers again, of which the
+        meter does not know where they begin."""
         kept = usage.before_bytes
         before = {BEFORE: 0.0}
         for at, layer in enumerate(usage.layers):
@@ -66,6 +73,12 @@ class MomentsOfTrace(LiveStorages):
         before[self._count] = kept
         behind = {at: before[at + 1] for at in range(BEFORE, self._count)} | {self._count: kept + usage.after_bytes}
         kept_by = {FORWARD: before, BACKWARD: behind, GROWING: behind}
+        if replays_parts:
+            again = (max(0, self._saved[at] - int(behind[at])) for at in range(self._count))
+            layers = (
+                replace(layer, replay_bytes=max(layer.replay_bytes, more)) for layer, more in zip(usage.layers, again)
+            )
+            usage = replace(usage, layers=tuple(layers))
         moments = {
             (own, at): tuple(int(n - kept_by[own][at]) for n in found) for (own, at), found in self._found.items()
         }

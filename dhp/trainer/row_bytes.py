@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
+from dhp.config.recompute import OFFLOAD
 from dhp.core.reports import RecomputePolicies
 from dhp.planner.costs import LayerCost, StageCosts
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 CHOICES = ("none", "light", "mlp", "linear", "all")
 LEAST = CHOICES[-1]  # keeps least
+TRACED = ("none", "light", "mlp", "linear", OFFLOAD, "all")  # offload: never chosen, its copies cost what is not known
 
 Trace = Callable[["TracedRows", RecomputePolicies], "Traced"]
 
@@ -133,8 +135,9 @@ class PartBytes:
         return StageCosts(rows.tokens or rows.patches, tuple(map(str, layers)), before, after, found)
 
 
-def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace) -> PartBytes:
+def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace, first_apart: bool = False) -> PartBytes:
     """From traces of `base`, and of it with twice as many of each count that it has. kinds: of the part's layers.
+    first_apart: no gradient goes on from the first layer, which therefore keeps less than others; takes more traces.
 
     Where all is recomputed, every layer and both ends are traced for every count. What a choice of recompute keeps goes
     by the rows that a layer computes with; where features of an inner layer of the tower come to it, by them too.
@@ -145,6 +148,7 @@ def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace) -> PartByt
     layers = [_of_layer(uniform, at, base) for at in range(len(kinds))]
     shown = [own.held.features > 0 for own in layers]
     kinds = [f"{kind} with features" if own else kind for kind, own in zip(kinds, shown, strict=True)]
+    kinds = [f"{kinds[0]}, the first", *kinds[1:]] if first_apart else kinds
     known = {(kind, LEAST): _least([own for own, of in zip(layers, kinds) if of == kind], base) for kind in kinds}
     beyond = tuple(_less(own.held, known[kind, LEAST].held) for own, kind in zip(layers, kinds, strict=True))
     counts = ["", "patches" if base.patches else "tokens", *(["features"] if any(shown) else [])]
@@ -153,6 +157,12 @@ def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace) -> PartByt
     for key, (number, at) in _places(kinds, plans).items():
         own = _of_layer(mixed[number], at, base)
         known[key] = _Layer(_less(own.held, beyond[at]), own.replay, own.inside)
+    for kind in dict.fromkeys(
+        kinds
+    ):  # what enters a layer is back before its second run, where a replay is measured from
+        away = known[kind, OFFLOAD]
+        back = _less(known[kind, LEAST].held, away.held)
+        known[kind, OFFLOAD] = replace(away, replay=away.replay + back)
     ends = ({name: getattr(one.usage, end) for name, one in uniform.items()} for end in ("before_bytes", "after_bytes"))
     before, after = (_affine(values, base) for values in ends)
     held, replay, insides = ({key: getattr(own, what) for key, own in known.items()} for what in _PIECES)
@@ -214,7 +224,7 @@ def _affine(values: Mapping[str, float], base: TracedRows) -> RowBytes:
 def _plans(kinds: Sequence[str]) -> Iterator[RecomputePolicies]:
     """What layers recompute, so that each kind has each choice but the least in some layer, in as few plans as that
     takes."""
-    left = {kind: list(CHOICES[:-1]) for kind in dict.fromkeys(kinds)}
+    left = {kind: list(TRACED[:-1]) for kind in dict.fromkeys(kinds)}
     while any(left.values()):
         yield tuple(left[kind].pop(0) if left[kind] else LEAST for kind in kinds)
 

@@ -66,8 +66,8 @@ CASES = {
     "MLPs in chunks, many targets": Case(
         "decoder", (*ONE, *PACKED, "text.mlp_chunks=4", "vision.mlp_chunks=2"), Load(32, 32, 1400, 1398)
     ),
-    "experts": Case("experts", (*TWO, *PACKED)),
-    "experts over two": Case("experts", (*FOUR, *both("data"), "text.expert=2")),
+    "experts, 16 bits": Case("experts", (*TWO, *PACKED, *SIXTEEN)),
+    "experts over two, 16 bits": Case("experts", (*FOUR, *both("data"), "text.expert=2", *SIXTEEN)),
     "ZeRO-1": Case("balanced", (*FOUR, *both("data", "zero_stage=1"))),
     "ZeRO-2": Case("balanced", (*FOUR, *both("data", "zero_stage=2"))),
     "ZeRO-3": Case("balanced", (*FOUR, *both("data", "zero_stage=3"))),

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dhp.parallel.recompute.offload import leaving_out
 from dhp.parallel.recompute.saved_tensors import plain_tensors
 
 BEFORE = "before"  # the moment in which storages came that were there at first
@@ -27,6 +28,8 @@ BEFORE = "before"  # the moment in which storages came that were there at first
 class LiveStorages(TorchDispatchMode):
     """The count. bytes: now; peak: the most since `begin`, and peak_moment the `moment` that was set then. shared: at
     the peak, bytes by the moment in which their storages were made."""
+
+    of_meta = False  # count tensors without memory, as if they had some, and no others
 
     def __init__(self, shares: bool = True) -> None:
         """shares: keep `shared`, which takes time at each new peak."""
@@ -52,7 +55,10 @@ class LiveStorages(TorchDispatchMode):
     def leave_out(self, tensor: Tensor) -> None:
         """Do not count a tensor's storage."""
         for one in plain_tensors(tensor):
-            self._sizes[one.untyped_storage()._cdata] = 0, BEFORE
+            key = one.untyped_storage()._cdata
+            self._add(one.untyped_storage())
+            self.bytes -= self._sizes[key][0]
+            self._sizes[key] = 0, BEFORE
 
     def begin(self) -> None:
         """The peak begins at what is there now."""
@@ -82,12 +88,15 @@ class LiveStorages(TorchDispatchMode):
     def __enter__(self) -> LiveStorages:
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resizing(self._resize)  # FSDP2 frees so what it gathered, past dispatch
+        self._offloads = leaving_out(self.leave_out)
+        self._offloads.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize
         super().__exit__(*error)
+        self._offloads.__exit__(*error)
 
     def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(resize)
@@ -104,7 +113,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._sizes:
+        if key in self._sizes or (storage.device.type == "meta") != self.of_meta:
             return
         self._sizes[key] = storage.nbytes(), self.moment
         weakref.finalize(storage, self._free, key).atexit = False

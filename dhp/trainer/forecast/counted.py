@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FOLDER = "shapes"  # below the cache's
 _PACKAGES = ("torch", "transformers")
-_FORM = 3  # of the files; raised when what they hold changes
+_FORM = 5  # of the files; raised when what they hold changes
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,13 @@ class Counted:
         known: PartBytes = self._known[key]
         return known
 
+    def _trains_first(self, part: str) -> bool:
+        """Whether gradients go on from the part's first layer, to what is before it."""
+        if part != DECODER:
+            return bool(self.pieces[0].trained)
+        named = [one for one in self.parameters if is_inside(one.name, (self.family.decoder.embedding,))]
+        return self.trains_before or any(self.rules.trains(one.name) for one in named)
+
     def _count(self, part: str, cut: Cut) -> tuple[HeldParameter, ...]:
         from dhp.trainer.shapes import count_held
 
@@ -216,7 +223,7 @@ class Counted:
 
         features = 64 * (VISION in self.family.parts)
         base = TracedRows(256, features, 64) if part == DECODER else TracedRows(0, patches=1024, windows=64)
-        return trace_bytes(own.layers.kinds, base, trace)
+        return trace_bytes(own.layers.kinds, base, trace, self.trains(part) and not self._trains_first(part))
 
     def _kept(self, what: str, make: Callable[[], T]) -> T:
         """As JSON gives it back."""

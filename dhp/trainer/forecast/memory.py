@@ -14,9 +14,8 @@ from dhp.config.part import PartConfig
 from dhp.core.graph import StageSpec
 from dhp.core.reports import RecomputePolicies
 from dhp.models.shape import PartShape
-from dhp.models.types import HeadShape
 from dhp.planner.costs import StageCosts
-from dhp.trainer.memory import RankBytes, gathered_bytes, rank_bytes, runtime_bytes
+from dhp.trainer.memory import Gathered, RankBytes, gathered_moments, rank_bytes, runtime_bytes
 from dhp.trainer.row_bytes import StageInsides
 
 NAMES = (
@@ -61,8 +60,12 @@ class Passing:
     it. choices: of its layers. inside: what comes and goes.
 
     holds: micro-batches that it holds at most; micro_batches: of a step. handed: bytes of gradients that are received,
-    and of those that enter backward. grown: bytes of gradients when each layer's backward begins, and when the last one
-    is done, where they come one by one; None: they are there from the first backward on.
+    and of those that enter backward. flown: of what a micro-batch under way keeps of what was and is handed over, and
+    autograd does not. more_targets: that the loss takes beyond what `inside` has, where it has several chunks.
+
+    layer, root: parameters of a layer, and of what is outside of the layers, on a rank. grown: bytes of gradients when
+    each layer's backward begins, and when the last one is done, where they come one by one; None: they are there from
+    the first backward on.
     """
 
     costs: StageCosts | None
@@ -71,6 +74,10 @@ class Passing:
     holds: float = 1.0
     micro_batches: int = 1
     handed: float = 0.0
+    flown: float = 0.0
+    more_targets: float = 0.0
+    layer: int = 0
+    root: int = 0
     grown: tuple[float, ...] | None = None
 
 
@@ -78,7 +85,6 @@ def stage_memory(
     section: PartConfig,
     stage: StageSpec,
     shape: PartShape,
-    head: HeadShape | None,
     passing: Passing,
     contexts: bool,
 ) -> StageMemory:
@@ -86,35 +92,36 @@ def stage_memory(
     states = rank_bytes(section, stage, shape)
     kept = {"weights": float(states.weights), "optimizer": float(states.optimizer)}
     kept["contexts"] = float(runtime_bytes(stage)) if contexts else 0.0
-    whole = float(gathered_bytes(section, shape, max(1, len(stage.layers)), head))
+    whole = gathered_moments(section, shape, passing.layer, passing.root)
     held = passing.costs.held_bytes(passing.choices) if passing.costs is not None else 0.0
     moments = list(_moments(kept, float(states.gradients), passing, whole))
-    idle = {**kept, "gradients": float(states.gradients)}
+    idle = {**kept, "gradients": float(states.gradients), "gathered": whole.idle}
     fullest, most = max(moments, key=lambda one: one.total), max(0.0, passing.holds - 1) * held
     most += 0.0 if passing.costs is None else passing.costs.peak_bytes(passing.choices)
     return StageMemory(states, fullest, _fullest(moments), idle, held, passing.holds, most)
 
 
-def _moments(kept: Mapping[str, float], gradients: float, passing: Passing, whole: float) -> Iterator[Moment]:
-    """gradients: once all are there. whole: of what is gathered for a while."""
+def _moments(kept: Mapping[str, float], gradients: float, passing: Passing, whole: Gathered) -> Iterator[Moment]:
+    """gradients: once all are there."""
     held = passing.costs.held_bytes(passing.choices) if passing.costs is not None else 0.0
     before = max(0.0, passing.holds - 1) * held  # of other micro-batches
     there = gradients if passing.micro_batches > passing.holds else 0.0  # of earlier ones, in a forward
-    yield from _forwards({**kept, "gradients": there, "gathered": whole}, before, passing)
-    yield Moment(UPDATE, {**kept, "gradients": gradients})
+    kept = {**kept, "handed": max(0.0, passing.holds - 1) * passing.flown}
+    yield from _forwards({**kept, "gradients": there}, before, passing, whole)
+    yield Moment(UPDATE, {**kept, "handed": 0.0, "gradients": gradients, "gathered": whole.idle})
     if passing.costs is None:
         return
-    backward = {**kept, "gathered": whole}
     layers = len(passing.choices)
     first = [gradients] * (layers + 2) if passing.grown is None else passing.grown
-    yield from _backwards(backward, before, passing, first, passing.grown is not None)
+    yield from _backwards(kept, before, passing, first, passing.grown is not None, whole)
     if passing.micro_batches > 1:  # a later one, which finds the gradients of those before it
         fewer = before if passing.micro_batches > passing.holds else max(0.0, before - held)
-        yield from _backwards(backward, fewer, passing, [gradients] * (layers + 2), False)
+        yield from _backwards(kept, fewer, passing, [gradients] * (layers + 2), False, whole)
 
 
-def _forwards(taken: Mapping[str, float], before: float, passing: Passing) -> Iterator[Moment]:
+def _forwards(taken: Mapping[str, float], before: float, passing: Passing, whole: Gathered) -> Iterator[Moment]:
     inside, costs = passing.inside, passing.costs
+    taken = {**taken, "gathered": whole.forward}
     behind = before
     if inside.before is not None:
         yield Moment(FORWARD, {**taken, "activations": behind, "inside": inside.before.forward})
@@ -123,11 +130,17 @@ def _forwards(taken: Mapping[str, float], before: float, passing: Passing) -> It
         yield Moment(FORWARD, {**taken, "activations": behind, "inside": own.forward})
         behind += costs.layer(at, choice).held_bytes if costs is not None else 0.0
     if inside.after is not None:
-        yield Moment(LOSS, {**taken, "activations": behind, "loss": inside.after.forward})
+        taken = {**taken, "gathered": whole.loss}
+        yield Moment(LOSS, {**taken, "activations": behind, "loss": inside.after.forward + passing.more_targets})
 
 
 def _backwards(
-    taken: Mapping[str, float], before: float, passing: Passing, gradients: Sequence[float], grows: bool
+    taken: Mapping[str, float],
+    before: float,
+    passing: Passing,
+    gradients: Sequence[float],
+    grows: bool,
+    whole: Gathered,
 ) -> Iterator[Moment]:
     """gradients: when the backward of what follows the layers, of each layer from the last one on, and of what precedes
     them begins. grows: they come one by one."""
@@ -135,7 +148,8 @@ def _backwards(
     assert costs is not None
     behind = before + costs.held_bytes(passing.choices)
     grown = iter(gradients)
-    taken = {**taken, "handed": passing.handed}
+    summed = {**taken, "handed": taken["handed"] + passing.handed, "gathered": whole.summing}
+    taken = {**summed, "gathered": whole.backward}
     of_after = next(grown)
     if inside.after is not None:
         yield Moment(
@@ -146,8 +160,10 @@ def _backwards(
         layer = costs.layer(at, passing.choices[at])
         inner = max(layer.replay_bytes, inside.layers[at].back(grows))
         again = {"recomputed": layer.replay_bytes, "inside": inner - layer.replay_bytes}
-        yield Moment(BACKWARD, {**taken, "gradients": next(grown), "activations": behind, **again})
+        there = next(grown)
+        yield Moment(BACKWARD, {**taken, "gradients": there, "activations": behind, **again})
         behind -= layer.held_bytes
+        yield Moment(BACKWARD, {**summed, "gradients": there, "activations": behind})
     if inside.before is not None:
         own = inside.before.back(grows)
         yield Moment(BACKWARD, {**taken, "gradients": next(grown), "activations": behind, "inside": own})
