@@ -154,39 +154,62 @@ def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadSh
     return weights + layer * size + layer * _piece_bytes(part)[SUM]
 
 
-def gathered_moments(part: PartConfig, shape: PartShape, layer: int, root: int) -> Gathered:
-    """The same moment by moment. layer, root: parameters of a layer, and outside of the layers, on a rank."""
-    trained = shape.per_rank if shape.trained is None else shape.trained
-    if not part.zero_stage or not trained:
-        return Gathered()
-    if part.zero_engine != FSDP:
-        bucket = float(bucket_bytes(part, trained))
-        if part.zero_stage < 3:
-            return Gathered(backward=bucket)
-        whole = bucket + _kept_whole(part, shape.per_rank)
-        return Gathered(whole, whole, whole, whole, idle=bucket)
-    size, exact = VALUE_BYTES[part.dtype], _piece_bytes(part)[SUM]
-    if part.zero_stage == 2:  # weights stay whole from a step's first forward on, and are counted as weights
-        return Gathered(backward=float(layer * size), summing=float(layer * (size + exact)))
-    ends = root * size
-    return Gathered(
-        float(ends + 2 * layer * size),
-        float(ends),
-        float(ends + 3 * layer * size),
-        summing=float(ends + 2 * layer * size + layer * exact),
-    )
+@dataclass(frozen=True)
+class Units:
+    """Parameters of a stage on a rank, were nothing cut: of a layer, of what is outside of the layers, and of that, of
+    what follows them."""
+
+    layer: int = 0
+    root: int = 0
+    behind: int = 0
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Bytes of weights and gradients that are whole for a while: in a layer's forward, in the loss, while a layer's
-    backward computes, and while its gradients are summed, when its insides are gone; idle: all the time."""
+    """Bytes of weights and gradients that are whole for a while: in a layer's forward; in the loss; in backward while
+    what follows the layers computes, the last layer, and others; while a layer's gradients are summed, when its insides
+    are gone; idle: all the time."""
 
     forward: float = 0.0
     loss: float = 0.0
+    after: float = 0.0
+    last: float = 0.0
     backward: float = 0.0
     summing: float = 0.0
     idle: float = 0.0
+
+
+def gathered_moments(part: PartConfig, shape: PartShape, units: Units, shards: int) -> Gathered:
+    """`gathered_bytes`, moment by moment. shards: ranks that cut states."""
+    trained = shape.per_rank if shape.trained is None else shape.trained
+    if not part.zero_stage or not trained:
+        return Gathered()
+    if part.zero_engine == FSDP:
+        return _by_torch(part, units, shards)
+    bucket = float(bucket_bytes(part, trained))
+    if part.zero_stage < 3:
+        return Gathered(after=bucket, last=bucket, backward=bucket, summing=bucket)
+    whole = bucket + _kept_whole(part, shape.per_rank)
+    return Gathered(whole, whole, whole, whole, whole, whole, idle=bucket)
+
+
+def _by_torch(part: PartConfig, units: Units, shards: int) -> Gathered:
+    """FSDP2 gathers a layer beside the one that computes, and keeps what it sent of a layer's gradients, and what came
+    of it, until the next one's are sent. What is outside of the layers stays whole, with its gradients until the end.
+    Of stage 2 all weights are whole, and counted as such."""
+    size, exact, layer = VALUE_BYTES[part.dtype], _piece_bytes(part)[SUM], units.layer
+    gathers = part.zero_stage == 3
+    ends, weights = (units.root * size, layer * size) if gathers else (0, 0)
+    last = ends + 2 * weights + (layer + units.behind) * size
+    sent = layer * exact + 2 * layer * exact / shards
+    return Gathered(
+        forward=float(ends + 2 * weights),
+        loss=float(ends),
+        after=float(ends + weights),
+        last=float(last),
+        backward=last + sent,
+        summing=last - weights + sent,
+    )
 
 
 def bucket_bytes(part: PartConfig, trained: int) -> int:

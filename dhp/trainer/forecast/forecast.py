@@ -28,7 +28,7 @@ from dhp.trainer.forecast.loads import RunLoads, text_rows, tower_rows
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.forecast.memory import Moment, Passing, StageMemory, device_peak, stage_memory
 from dhp.trainer.forecast.seconds import KINDS, StageSeconds, UnitSeconds, once_a_step, stage_seconds, unit_seconds
-from dhp.trainer.memory import VALUE_BYTES, sum_bytes
+from dhp.trainer.memory import VALUE_BYTES, Units, sum_bytes
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.recompute import arrange
 from dhp.trainer.row_bytes import CHOICES
@@ -219,6 +219,7 @@ def _memory(
     section = parts(plan.config)[stage.part]
     kept = asked.counted.keeps(stage.part, Cut.of(section))
     own = asked.counted.unit_parameters(stage.part, Cut.of(section))
+    before, behind = own[0] * (0 in stage.layers), own[-1] * (len(own) - 3 in stage.layers)
     passing = Passing(
         costs,
         recompute[stage.name],
@@ -228,8 +229,7 @@ def _memory(
         _handed(asked, stage),
         _flown(asked, stage),
         _more_targets(asked, stage),
-        max(own[at + 1] for at in stage.layers),
-        own[0] * (0 in stage.layers) + own[-1] * (len(own) - 3 in stage.layers),
+        Units(max(own[at + 1] for at in stage.layers), before + behind, behind),
         _grown(asked, stage),
     )
     return stage_memory(section, stage, _shape(asked, stage), passing, asked.machine.contexts)

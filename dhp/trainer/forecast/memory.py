@@ -15,7 +15,7 @@ from dhp.core.graph import StageSpec
 from dhp.core.reports import RecomputePolicies
 from dhp.models.shape import PartShape
 from dhp.planner.costs import StageCosts
-from dhp.trainer.memory import Gathered, RankBytes, gathered_moments, rank_bytes, runtime_bytes
+from dhp.trainer.memory import Gathered, RankBytes, Units, gathered_moments, rank_bytes, runtime_bytes
 from dhp.trainer.row_bytes import StageInsides
 
 NAMES = (
@@ -63,9 +63,8 @@ class Passing:
     and of those that enter backward. flown: of what a micro-batch under way keeps of what was and is handed over, and
     autograd does not. more_targets: that the loss takes beyond what `inside` has, where it has several chunks.
 
-    layer, root: parameters of a layer, and of what is outside of the layers, on a rank. grown: bytes of gradients when
-    each layer's backward begins, and when the last one is done, where they come one by one; None: they are there from
-    the first backward on.
+    units: its parameters. grown: bytes of gradients when each layer's backward begins, and when the last one is done,
+    where they come one by one; None: they are there from the first backward on.
     """
 
     costs: StageCosts | None
@@ -76,8 +75,7 @@ class Passing:
     handed: float = 0.0
     flown: float = 0.0
     more_targets: float = 0.0
-    layer: int = 0
-    root: int = 0
+    units: Units = Units()
     grown: tuple[float, ...] | None = None
 
 
@@ -92,7 +90,7 @@ def stage_memory(
     states = rank_bytes(section, stage, shape)
     kept = {"weights": float(states.weights), "optimizer": float(states.optimizer)}
     kept["contexts"] = float(runtime_bytes(stage)) if contexts else 0.0
-    whole = gathered_moments(section, shape, passing.layer, passing.root)
+    whole = gathered_moments(section, shape, passing.units, stage.degrees.shards)
     held = passing.costs.held_bytes(passing.choices) if passing.costs is not None else 0.0
     moments = list(_moments(kept, float(states.gradients), passing, whole))
     idle = {**kept, "gradients": float(states.gradients), "gathered": whole.idle}
@@ -148,20 +146,19 @@ def _backwards(
     assert costs is not None
     behind = before + costs.held_bytes(passing.choices)
     grown = iter(gradients)
-    summed = {**taken, "handed": taken["handed"] + passing.handed, "gathered": whole.summing}
-    taken = {**summed, "gathered": whole.backward}
-    of_after = next(grown)
+    taken = {**taken, "handed": taken["handed"] + passing.handed, "gathered": whole.backward}
+    summed, last = ({**taken, "gathered": own} for own in (whole.summing, whole.last))
+    of_after = {**taken, "gradients": next(grown), "activations": behind, "gathered": whole.after}
     if inside.after is not None:
-        yield Moment(
-            BACKWARD, {**taken, "gradients": of_after, "activations": behind, "inside": inside.after.back(grows)}
-        )
+        yield Moment(BACKWARD, {**of_after, "inside": inside.after.back(grows)})
     behind -= costs.after_bytes
     for at in reversed(range(len(passing.choices))):
         layer = costs.layer(at, passing.choices[at])
         inner = max(layer.replay_bytes, inside.layers[at].back(grows))
         again = {"recomputed": layer.replay_bytes, "inside": inner - layer.replay_bytes}
         there = next(grown)
-        yield Moment(BACKWARD, {**taken, "gradients": there, "activations": behind, **again})
+        computing = last if at == len(passing.choices) - 1 else taken
+        yield Moment(BACKWARD, {**computing, "gradients": there, "activations": behind, **again})
         behind -= layer.held_bytes
         yield Moment(BACKWARD, {**summed, "gradients": there, "activations": behind})
     if inside.before is not None:
