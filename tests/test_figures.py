@@ -328,6 +328,15 @@ def published() -> Sentences:
     yield INDEX, f"its other models {models['median']:.0%}; {unexplained} rows of rings are unexplained"
 
 
+def plan_accuracy() -> Sentences:
+    saved, live = (one("plan_accuracy", score=f"{count} bytes") for count in ("saved", "live"))
+    yield INDEX, f"of {live['cases']} configurations what autograd keeps {saved['median']:.2%} in the median and "
+    yield INDEX, f"{saved['max']:.1%} at most off, all live storages {live['median']:.2%} and {live['max']:.1%}"
+    step, choice = one("plan_accuracy", score="step"), one("plan_accuracy", score="regret")
+    yield INDEX, f"step times of {step['rows']} layouts {step['median']:.0%} and {step['max']:.0%}"
+    yield INDEX, f"the chosen layout {choice['mean']:.1%} slower than the fastest in the mean"
+
+
 def make_train() -> Sentences:
     """Of the quickstart's own run; no file of results/ has it."""
     shown = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -338,7 +347,7 @@ def make_train() -> Sentences:
 HELD: list[Callable[[], Sentences]] = [
     overhead, families, compile_, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts,
     long_context, longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline,
-    partition_search, partition, published, make_train,
+    partition_search, partition, published, plan_accuracy, make_train,
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ that GPUs compile keep less than is counted here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from dhp.core.parameters import AdapterSettings
 from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.engine.build import freeze
 from dhp.engine.shard_norms import shard_without_ranks
+from dhp.engine.traced_moments import MomentsOfTrace, Traced
 from dhp.models.family import Family
 from dhp.models.part import Part
 from dhp.models.shape import adapt, empty_slices
@@ -57,7 +59,7 @@ class TracedRows:
 @dataclass(frozen=True)
 class TraceSettings:
     """How a part is run. dtype: it computes in. tensor: ranks that cut its matrices. recompute: of each layer. trains:
-    by a parameter's name. receives_gradients: what sends to the decoder trains."""
+    by a parameter's name. receives_gradients: what sends to the decoder trains. kernels: asked for, by kind."""
 
     dtype: str
     tensor: int
@@ -68,6 +70,7 @@ class TraceSettings:
     mlp_chunks: int = 1
     sequence_sharded_norms: bool = False
     objective: str = "sft"
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
 
 def trace_part(source: str, family: Family, name: str, rows: TracedRows, settings: TraceSettings) -> StageUsage:
@@ -76,8 +79,15 @@ def trace_part(source: str, family: Family, name: str, rows: TracedRows, setting
 
     Raises ModelError where the part's code looks at values, as routers of experts do, or saves nothing.
     """
+    return trace_moments(source, family, name, rows, settings, False).usage
+
+
+def trace_moments(
+    source: str, family: Family, name: str, rows: TracedRows, settings: TraceSettings, records: bool = True
+) -> Traced:
+    """The same, with what is live at each operation. records: False for no moments, in less time."""
     try:
-        usage = _trace(source, family, name, rows, settings)
+        traced = _trace(source, family, name, rows, settings, records)
     except DhpError:
         raise
     except Exception as error:  # a family's own code may raise anything
@@ -85,29 +95,40 @@ def trace_part(source: str, family: Family, name: str, rows: TracedRows, setting
             f"what the {name} part of {source} keeps for backward is not known before it runs: its code asks for more "
             f"than shapes ({type(error).__name__}: {str(error)[:150]}). Measure it with memory.accounting=true"
         ) from error
-    if usage is None:
+    if traced is None:
         raise ModelError(f"the {name} part of {source} was traced without a layer; tell {rows} rows of it")
-    return usage
+    return traced
 
 
-def _trace(source: str, family: Family, name: str, rows: TracedRows, settings: TraceSettings) -> StageUsage | None:
+def _trace(
+    source: str, family: Family, name: str, rows: TracedRows, settings: TraceSettings, records: bool
+) -> Traced | None:
     part, dtype = family.parts[name], getattr(torch, settings.dtype)
     model = empty_part(source, family, name, settings)
     _use_attention(model, part)
-    replace_without_weights(model, dtype)
+    replace_without_weights(model, dtype, settings.kernels)
     layers = [model.get_submodule(f"{part.layers.path}.{layer}") for layer in range(len(part.layers.kinds))]
     if settings.mlp_chunks > 1:
         tile_mlps(layers, part.layers.mlp, settings.mlp_chunks)
     meter = ActivationMeter(model, _CPU, part.layers.kinds)
     RecomputedLayers(layers, part.layers, settings.recompute, meter, _CPU)
-    run = empty_run(model, family, name, rows, settings)
-    with meter.forward(rows.patches if isinstance(part, Tower) else rows.tokens):
-        output = run()
-    if output.requires_grad:
-        _drop_gradients(model)
-        with meter.backward():
-            output.backward(torch.ones((), dtype=output.dtype, device=_META))
-    return meter.take(settings.recompute)
+    moments = MomentsOfTrace(model, layers, meter) if records else None
+    with moments or nullcontext():
+        run = empty_run(model, family, name, rows, settings)
+        with meter.forward(rows.patches if isinstance(part, Tower) else rows.tokens):
+            output = run()
+        if output.requires_grad:
+            _drop_gradients(model)
+            if moments is not None:
+                moments.begin_backward()
+            with meter.backward():
+                output.backward(torch.ones((), dtype=output.dtype, device=_META))
+    usage = meter.take(settings.recompute)
+    if usage is None:
+        return None
+    if moments is None:
+        return Traced(usage, {})
+    return moments.taken(usage, settings.mlp_chunks > 1)
 
 
 def empty_part(source: str, family: Family, name: str, settings: TraceSettings) -> Any:
@@ -139,7 +160,7 @@ def empty_run(model: Any, family: Family, name: str, rows: TracedRows, settings:
     goes."""
     part = family.parts[name]
     if isinstance(part, Tower):
-        pictures = _pictures(part, rows)
+        pictures = _pictures(part, rows, settings.dtype)
         return lambda: _sum(part.encode(model, pictures))
     return _decoder(model, family, rows, settings, getattr(torch, settings.dtype))
 
@@ -151,9 +172,10 @@ def _use_attention(model: Any, part: Part) -> None:
     part.use_attention(model, name)  # type: ignore[attr-defined]  # both kinds of part have it
 
 
-def _pictures(tower: Tower, rows: TracedRows) -> TowerInputs:
+def _pictures(tower: Tower, rows: TracedRows, dtype: str) -> TowerInputs:
     positions = _numbers(rows.patches, tower.position_columns)
-    pixels = torch.empty(rows.patches, tower.patch_dim, device=_META)
+    travels = torch.bfloat16 if dtype == "bfloat16" else torch.float32  # as a run's pictures do
+    pixels = torch.empty(rows.patches, tower.patch_dim, dtype=travels, device=_META)
     windows = plan_segments([rows.patches // rows.windows] * rows.windows, _CPU)
     return TowerInputs(pixels, positions, windows, plan_segments([rows.patches], _CPU))
 

@@ -228,9 +228,24 @@ def empty_slices(
     """The model of `source` on the meta device without the modules `dropped`, its parameters those of the first of
     `tensor` ranks, as `part_shape` counts them. It sums over no ranks: shapes are a rank's, and values there are
     none."""
-    model = _without_weights(source, dropped)
     if tensor == 1:
-        return model
+        return _without_weights(source, dropped)
+    plan = tuple(sorted(added_plan.items()))
+    return deepcopy(_sliced(source, _written_ns(source), tuple(dropped), tensor, tuple(whole_modules), plan))
+
+
+@lru_cache(maxsize=2)
+def _sliced(
+    source: str,
+    written_ns: int,
+    dropped: tuple[str, ...],
+    tensor: int,
+    whole_modules: tuple[str, ...],
+    added_plan: tuple[tuple[str, str], ...],
+) -> Any:
+    """A trace for each count of rows asks for the same slices, which take seconds of a large model. written_ns: when
+    its configuration was."""
+    model = _without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
     mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0)
     for name, _ in list(model.named_parameters()):
@@ -252,11 +267,16 @@ def check_tensor_plan(
 
 def _without_weights(source: str, dropped: Sequence[str]) -> Any:
     """The model on the meta device, to be changed at will."""
-    file = Path(source) / CONFIG_NAME if Path(source).is_dir() else Path(source)
-    model = deepcopy(_empty(source, file.stat().st_mtime_ns if file.is_file() else 0))
+    model = deepcopy(_empty(source, _written_ns(source)))
     drop_modules(model, dropped)
     drop_parameters(model, dropped)
     return model
+
+
+def _written_ns(source: str) -> int:
+    """When the configuration was written; 0 of a hub id."""
+    file = Path(source) / CONFIG_NAME if Path(source).is_dir() else Path(source)
+    return file.stat().st_mtime_ns if file.is_file() else 0
 
 
 @lru_cache(maxsize=1)

@@ -32,6 +32,8 @@ from dhp.models.types import HeadShape
 from dhp.parallel.tensor.loss import CHUNK_ROWS
 
 VALUE_BYTES = {name: FORMAT_BYTES[name] for name in (BFLOAT16, FLOAT32, FLOAT64)}
+BUCKET_ELEMENTS = 1 << 26  # of DeepSpeed's buckets, as `dhp.parallel.optim.zero` asks for them
+LIVE_ELEMENTS = 10**9  # that DeepSpeed's stage 3 keeps gathered (stage3_max_live_parameters, its own default)
 CONTEXT_BYTES = 600 << 20  # a CUDA context with torch's kernels loaded; each process has its own
 COMMUNICATOR_BYTES = 400 << 20  # NCCL's buffers for one group of ranks
 
@@ -86,16 +88,16 @@ def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankByte
     AdamW keeps two averages of each parameter, and its own copy of the weights where it may not update the module's: in
     16 bits, where the state has 32 (or the other half of each weight, as the form of states is), and under ZeRO, whose
     ranks update a share and then exchange it. Stage 1 cuts the optimizer to the share, stage 2 the gradients too, stage
-    3 the weights too, so that they need no copy: torch keeps the share in the optimizer's format alone, DeepSpeed in
-    both. AdamW's own temporaries are none where it is fused, as on GPUs, and of some numbers at a time for forms other
-    than the default. Raises ConfigError for a number format whose memory is not known here.
+    3 the weights too: torch keeps the share in the optimizer's format alone, DeepSpeed has a copy, in float32 as well.
+    AdamW's own temporaries are none where it is fused, as on GPUs, and of some numbers at a time for forms other than
+    the default. Raises ConfigError for a number format whose memory is not known here.
     """
     size, pieces = _value_bytes(part), _piece_bytes(part)
     whole, zero = shape.per_rank, part.zero_stage
     if not stage.trains:
         return RankBytes(size * whole, 0, 0)
     share = -(-whole // stage.degrees.shards) if zero else whole
-    copy = pieces.get(MASTER, pieces.get(COMPENSATION, size if zero in (1, 2) else 0))
+    copy = pieces.get(MASTER, pieces.get(COMPENSATION, size if zero else 0))
     weights = size * (share if zero == 3 else whole) - int((size - BYTES_A_VALUE) * shape.quantized)
     if zero >= 2 and part.zero_engine == FSDP:
         copy = max(size, FORMAT_BYTES[FLOAT32])  # the master weight: with a compensation, both halves at once
@@ -139,6 +141,10 @@ def loss_bytes(part: PartConfig, head: HeadShape) -> int:
 def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadShape | None) -> int:
     """Bytes that are unsharded for a while where weights or gradients are cut: two layers' weights (one computes, one
     comes), the embedding and the head, a layer's gradients, and what is sent of them."""
+    trained = shape.per_rank if shape.trained is None else shape.trained
+    if part.zero_stage and part.zero_engine != FSDP:
+        gathered = _kept_whole(part, shape.per_rank) if part.zero_stage == 3 else 0
+        return gathered + bucket_bytes(part, trained)
     if part.zero_stage < 2:
         return 0
     size = VALUE_BYTES[part.dtype]
@@ -146,6 +152,74 @@ def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadSh
     ends = 0 if head is None else head.matrices * -(-head.vocabulary // resolved(part.tensor)) * head.hidden
     weights = (2 * layer + ends) * size if part.zero_stage == 3 else 0
     return weights + layer * size + layer * _piece_bytes(part)[SUM]
+
+
+@dataclass(frozen=True)
+class Units:
+    """Parameters of a stage on a rank, were nothing cut: of a layer, of what is outside of the layers, and of that, of
+    what follows them."""
+
+    layer: int = 0
+    root: int = 0
+    behind: int = 0
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Bytes of weights and gradients that are whole for a while: in a layer's forward; in the loss; in backward while
+    what follows the layers computes, the last layer, and others; while a layer's gradients are summed, when its insides
+    are gone; idle: all the time."""
+
+    forward: float = 0.0
+    loss: float = 0.0
+    after: float = 0.0
+    last: float = 0.0
+    backward: float = 0.0
+    summing: float = 0.0
+    idle: float = 0.0
+
+
+def gathered_moments(part: PartConfig, shape: PartShape, units: Units, shards: int) -> Gathered:
+    """`gathered_bytes`, moment by moment. shards: ranks that cut states."""
+    trained = shape.per_rank if shape.trained is None else shape.trained
+    if not part.zero_stage or not trained:
+        return Gathered()
+    if part.zero_engine == FSDP:
+        return _by_torch(part, units, shards)
+    bucket = float(bucket_bytes(part, trained))
+    if part.zero_stage < 3:
+        return Gathered(after=bucket, last=bucket, backward=bucket, summing=bucket)
+    whole = bucket + _kept_whole(part, shape.per_rank)
+    return Gathered(whole, whole, whole, whole, whole, whole, idle=bucket)
+
+
+def _by_torch(part: PartConfig, units: Units, shards: int) -> Gathered:
+    """FSDP2 gathers a layer beside the one that computes, and keeps what it sent of a layer's gradients, and what came
+    of it, until the next one's are sent. What is outside of the layers stays whole, with its gradients until the end.
+    Of stage 2 all weights are whole, and counted as such."""
+    size, exact, layer = VALUE_BYTES[part.dtype], _piece_bytes(part)[SUM], units.layer
+    gathers = part.zero_stage == 3
+    ends, weights = (units.root * size, layer * size) if gathers else (0, 0)
+    last = ends + 2 * weights + (layer + units.behind) * size
+    sent = layer * exact + 2 * layer * exact / shards
+    return Gathered(
+        forward=float(ends + 2 * weights),
+        loss=float(ends),
+        after=float(ends + weights),
+        last=float(last),
+        backward=last + sent,
+        summing=last - weights + sent,
+    )
+
+
+def bucket_bytes(part: PartConfig, trained: int) -> int:
+    """Of gradients that DeepSpeed sends at once: in the stages 1 and 3 in the format of their sums."""
+    return min(BUCKET_ELEMENTS, trained) * (VALUE_BYTES[part.dtype] if part.zero_stage == 2 else sum_bytes(part))
+
+
+def _kept_whole(part: PartConfig, parameters: int) -> int:
+    """Of weights that DeepSpeed's stage 3 has gathered: it keeps them while there are no more than so many."""
+    return min(LIVE_ELEMENTS, parameters) * VALUE_BYTES[part.dtype]
 
 
 def runtime_bytes(stage: StageSpec) -> int:

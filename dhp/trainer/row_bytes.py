@@ -9,19 +9,22 @@ rows, which a test holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from dhp.core.reports import RecomputePolicies, StageUsage
+from dhp.config.recompute import OFFLOAD
+from dhp.core.reports import RecomputePolicies
 from dhp.planner.costs import LayerCost, StageCosts
 
 if TYPE_CHECKING:
     from dhp.engine.traced import TracedRows
+    from dhp.engine.traced_moments import Pass, Traced
 
 CHOICES = ("none", "light", "mlp", "linear", "all")
 LEAST = CHOICES[-1]  # keeps least
+TRACED = ("none", "light", "mlp", "linear", OFFLOAD, "all")  # offload: never chosen, its copies cost what is not known
 
-Trace = Callable[["TracedRows", RecomputePolicies], StageUsage]
+Trace = Callable[["TracedRows", RecomputePolicies], "Traced"]
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,47 @@ class RowBytes:
 
 
 @dataclass(frozen=True)
+class Inside:
+    """What a layer, or what is outside of the layers, has live in each pass beyond what is kept: bytes at those moments
+    that may be the fullest. As `dhp.engine.traced_moments.Traced` counts them."""
+
+    forward: tuple[RowBytes, ...] = ()
+    backward: tuple[RowBytes, ...] = ()
+    growing: tuple[RowBytes, ...] = ()
+
+    def of(self, rows: TracedRows) -> InsideBytes:
+        """The most, of these rows."""
+        each = (self.forward, self.backward, self.growing)
+        return InsideBytes(*(max((own.of(rows) for own in moments), default=0.0) for moments in each))
+
+
+@dataclass(frozen=True)
+class InsideBytes:
+    """Bytes of `Inside`."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    growing: float = 0.0
+
+    def back(self, grows: bool) -> float:
+        """Of a backward. grows: in which gradients of parameters stay as they come."""
+        return self.growing if grows else self.backward
+
+
+@dataclass(frozen=True)
+class StageInsides:
+    """Of a stage. layers: in order; before, after: them; None where the stage does not have it."""
+
+    layers: tuple[InsideBytes, ...]
+    before: InsideBytes | None
+    after: InsideBytes | None
+
+
+@dataclass(frozen=True)
 class PartBytes:
     """What a part keeps on a rank. kinds: of its layers. held, replay: of a layer by its kind and choice of recompute;
     more: of each layer, beyond its kind, as what the first one shares with those behind it; before, after: outside of
+    the layers. insides: what comes and goes, of a layer by its kind and choice; ends: before and behind
     the layers."""
 
     kinds: tuple[str, ...]
@@ -60,6 +101,15 @@ class PartBytes:
     more: tuple[RowBytes, ...]
     before: RowBytes
     after: RowBytes
+    insides: Mapping[tuple[str, str], Inside] = field(default_factory=dict)
+    ends: tuple[Inside, Inside] = (Inside(), Inside())
+
+    def inside(self, rows: TracedRows, layers: Sequence[int], choices: RecomputePolicies) -> StageInsides:
+        """What comes and goes in a stage with these layers. choices: of its layers."""
+        own = tuple(self.insides[self.kinds[at], choice].of(rows) for at, choice in zip(layers, choices, strict=True))
+        before, after = (end.of(rows) for end in self.ends)
+        last = len(self.kinds) - 1
+        return StageInsides(own, before if 0 in layers else None, after if last in layers else None)
 
     def held_by(self, layers: Sequence[int], choice: str) -> RowBytes:
         """Of a stage with these layers in all, where each recomputes the same: between forward and backward."""
@@ -85,8 +135,9 @@ class PartBytes:
         return StageCosts(rows.tokens or rows.patches, tuple(map(str, layers)), before, after, found)
 
 
-def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace) -> PartBytes:
+def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace, first_apart: bool = False) -> PartBytes:
     """From traces of `base`, and of it with twice as many of each count that it has. kinds: of the part's layers.
+    first_apart: no gradient goes on from the first layer, which therefore keeps less than others; takes more traces.
 
     Where all is recomputed, every layer and both ends are traced for every count. What a choice of recompute keeps goes
     by the rows that a layer computes with; where features of an inner layer of the tower come to it, by them too.
@@ -97,6 +148,7 @@ def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace) -> PartByt
     layers = [_of_layer(uniform, at, base) for at in range(len(kinds))]
     shown = [own.held.features > 0 for own in layers]
     kinds = [f"{kind} with features" if own else kind for kind, own in zip(kinds, shown, strict=True)]
+    kinds = [f"{kinds[0]}, the first", *kinds[1:]] if first_apart else kinds
     known = {(kind, LEAST): _least([own for own, of in zip(layers, kinds) if of == kind], base) for kind in kinds}
     beyond = tuple(_less(own.held, known[kind, LEAST].held) for own, kind in zip(layers, kinds, strict=True))
     counts = ["", "patches" if base.patches else "tokens", *(["features"] if any(shown) else [])]
@@ -104,24 +156,59 @@ def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace) -> PartByt
     mixed = [{name: trace(points[name], choices) for name in counts} for choices in plans]
     for key, (number, at) in _places(kinds, plans).items():
         own = _of_layer(mixed[number], at, base)
-        known[key] = _Layer(_less(own.held, beyond[at]), own.replay)
-    ends = ({name: getattr(usage, end) for name, usage in uniform.items()} for end in ("before_bytes", "after_bytes"))
+        known[key] = _Layer(_less(own.held, beyond[at]), own.replay, own.inside)
+    for kind in dict.fromkeys(
+        kinds
+    ):  # what enters a layer is back before its second run, where a replay is measured from
+        away = known[kind, OFFLOAD]
+        back = _less(known[kind, LEAST].held, away.held)
+        known[kind, OFFLOAD] = replace(away, replay=away.replay + back)
+    ends = ({name: getattr(one.usage, end) for name, one in uniform.items()} for end in ("before_bytes", "after_bytes"))
     before, after = (_affine(values, base) for values in ends)
-    held, replay = ({key: getattr(own, what) for key, own in known.items()} for what in ("held", "replay"))
-    return PartBytes(tuple(kinds), held, replay, beyond, before, after)
+    held, replay, insides = ({key: getattr(own, what) for key, own in known.items()} for what in _PIECES)
+    outside = (_inside(uniform, -1, base), _inside(uniform, len(kinds), base))
+    return PartBytes(tuple(kinds), held, replay, beyond, before, after, insides, outside)
 
 
 @dataclass(frozen=True)
 class _Layer:
     held: RowBytes
     replay: RowBytes
+    inside: Inside
 
 
-def _of_layer(usages: Mapping[str, StageUsage], at: int, base: TracedRows) -> _Layer:
-    """usages: as `_affine` has values."""
-    own = {name: usage.layers[at] for name, usage in usages.items()}
+_PIECES = ("held", "replay", "inside")
+
+
+def _of_layer(traces: Mapping[str, Traced], at: int, base: TracedRows) -> _Layer:
+    """traces: as `_affine` has values."""
+    own = {name: one.usage.layers[at] for name, one in traces.items()}
     held, replay = ({name: getattr(one, f"{what}_bytes") for name, one in own.items()} for what in ("held", "replay"))
-    return _Layer(_affine(held, base), _affine(replay, base))
+    return _Layer(_affine(held, base), _affine(replay, base), _inside(traces, at, base))
+
+
+def _inside(traces: Mapping[str, Traced], at: int, base: TracedRows) -> Inside:
+    """Of a layer, or of what is outside of them."""
+    passes: tuple[Pass, ...] = ("forward", "backward", "growing")
+    found = ({name: one.moments.get((own, at), ()) for name, one in traces.items()} for own in passes)
+    return Inside(*(_moments(each, base) for each in found))
+
+
+def _moments(found: Mapping[str, Sequence[int]], base: TracedRows) -> tuple[RowBytes, ...]:
+    """Operation by operation, those that may be the fullest for some numbers of rows. found: as `_affine` has values;
+    where traces have other operations, their fullest moments stand for all."""
+    if len({len(values) for values in found.values()}) != 1:
+        found = {name: (max(values, default=0),) for name, values in found.items()}
+    each = [_affine(dict(zip(found, values)), base) for values in zip(*found.values())]
+    best: list[RowBytes] = []
+    for own in sorted(set(each), key=lambda one: -one.of(base)):
+        if not any(_covers(other, own) for other in best):
+            best.append(own)
+    return tuple(best)
+
+
+def _covers(more: RowBytes, less: RowBytes) -> bool:
+    return all(getattr(more, one.name) >= getattr(less, one.name) for one in fields(RowBytes))
 
 
 def _least(layers: Sequence[_Layer], base: TracedRows) -> _Layer:
@@ -137,7 +224,7 @@ def _affine(values: Mapping[str, float], base: TracedRows) -> RowBytes:
 def _plans(kinds: Sequence[str]) -> Iterator[RecomputePolicies]:
     """What layers recompute, so that each kind has each choice but the least in some layer, in as few plans as that
     takes."""
-    left = {kind: list(CHOICES[:-1]) for kind in dict.fromkeys(kinds)}
+    left = {kind: list(TRACED[:-1]) for kind in dict.fromkeys(kinds)}
     while any(left.values()):
         yield tuple(left[kind].pop(0) if left[kind] else LEAST for kind in kinds)
 

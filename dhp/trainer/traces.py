@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.recompute import read_choices
+from dhp.config.rules import read_kernels
 from dhp.config.schema import Config
 from dhp.core.axes import Degrees
 from dhp.core.parameters import TrainingRules
@@ -45,6 +46,7 @@ def traced(
         mlp_chunks=section.mlp_chunks,
         sequence_sharded_norms=section.sequence_sharded_norms,
         objective=config.training.objective,
+        kernels=read_kernels(name, section.kernels),
     )
     return trace_part(source, family, name, traced_rows(config, family, name), settings)
 

@@ -9,7 +9,7 @@ import pytest
 from dhp.config.part import PartConfig
 from dhp.core.axes import Degrees
 from dhp.core.parameters import TrainingRules
-from dhp.engine.traced import TracedRows, TraceSettings, trace_part
+from dhp.engine.traced import TracedRows, TraceSettings, trace_moments
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.models.shape import decoder_sizes, list_parameters
@@ -25,7 +25,7 @@ LOAD = TextLoad(sum(LENGTHS), sum(length**2 for length in LENGTHS), TARGETS)
 def kept_by(model: str, part: str, tensor: int) -> PartBytes:
     family = load_family(model)
     settings = lambda choices: TraceSettings("bfloat16", tensor, choices)
-    trace = lambda rows, choices: trace_part(model, family, part, rows, settings(choices))
+    trace = lambda rows, choices: trace_moments(model, family, part, rows, settings(choices))
     base = TracedRows(256, 64, 32) if part == "text" else TracedRows(0, patches=1024, windows=64)
     return trace_bytes(family.parts[part].layers.kinds, base, trace)
 

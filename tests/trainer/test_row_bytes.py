@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from dhp.core.reports import RecomputePolicies, StageUsage
-from dhp.engine.traced import TracedRows, TraceSettings, trace_part
+from dhp.engine.traced import TracedRows, TraceSettings, trace_moments
+from dhp.engine.traced_moments import Traced
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.trainer.row_bytes import CHOICES, PartBytes, RowBytes, trace_bytes
@@ -17,9 +18,9 @@ TOWER = (TracedRows(0, patches=1024, windows=64), TracedRows(0, patches=64 * 48,
 ROWS = {"text": TEXT, "vision": TOWER}
 
 
-def tracer(model: str, family: Family, part: str, dtype: str, tensor: int) -> Callable[..., StageUsage]:
-    def trace(rows: TracedRows, choices: RecomputePolicies) -> StageUsage:
-        return trace_part(model, family, part, rows, TraceSettings(dtype, tensor, choices))
+def tracer(model: str, family: Family, part: str, dtype: str, tensor: int) -> Callable[..., Traced]:
+    def trace(rows: TracedRows, choices: RecomputePolicies) -> Traced:
+        return trace_moments(model, family, part, rows, TraceSettings(dtype, tensor, choices))
 
     return trace
 
@@ -44,9 +45,9 @@ def test_equal_to_a_trace(model: str, dtype: str, tensor: int, part: str, reques
     kinds = family.parts[part].layers.kinds
     found = trace_bytes(kinds, base, trace)
     for choice in CHOICES:
-        assert_equal(found, trace(other, (choice,) * len(kinds)), other)
+        assert_equal(found, trace(other, (choice,) * len(kinds)).usage, other)
     mixed = tuple(CHOICES[at % len(CHOICES)] for at in range(len(kinds)))
-    assert_equal(found, trace(other, mixed), other)
+    assert_equal(found, trace(other, mixed).usage, other)
 
 
 def test_a_stage_keeps_what_its_first_layer_shares(made_model: str) -> None:
@@ -65,7 +66,7 @@ def test_what_is_kept_between_layers_counts_with_the_one_before(qwen3_vl_model: 
     """Mergers of a tower's inner states run between its layers."""
     family = load_family(qwen3_vl_model)
     rows, count = TOWER[0], len(family.tower.layers.kinds)
-    usage = tracer(qwen3_vl_model, family, "vision", "bfloat16", 1)(rows, ("none",) * count)
+    usage = tracer(qwen3_vl_model, family, "vision", "bfloat16", 1)(rows, ("none",) * count).usage
     held = [layer.held_bytes for layer in usage.layers]
     assert sum(held) + usage.before_bytes + usage.after_bytes == usage.peak_bytes
     inner = {layer for layer in family.tower.leaves.values() if layer < count - 1}

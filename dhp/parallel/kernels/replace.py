@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from shutil import which
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -74,12 +74,14 @@ def replace_kernels(
     return _uses({name: (kind, served[name], len(modules)) for name, (kind, modules) in classes.items()}, device)
 
 
-def replace_without_weights(model: nn.Module, dtype: torch.dtype) -> None:
+def replace_without_weights(
+    model: nn.Module, dtype: torch.dtype, wanted: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Replace norms and rotary positions of a model on the meta device by the written kernels, which save what GPUs'
-    kernels save. A norm's proof needs its weights, so ranks alone try it."""
+    kernels save, but where `wanted` says plain. A norm's proof needs its weights, so ranks alone try it."""
     cpu = torch.device("cpu")
     for kind, modules in _classes(model).values():
-        if kind == "gate":
+        if kind == "gate" or wanted.get(kind) == PLAIN:
             continue
         make = (lambda one: norm.forwards(one, WRITTEN)[0]) if kind == "norm" else None
         make = make or _find_rotary(modules[0], WRITTEN, cpu, dtype)

@@ -26,7 +26,9 @@ from dhp.parallel.optim.fsdp_parts import Computation
 from dhp.parallel.optim.replicated import MakeOptimizer
 from dhp.parallel.optim.zero_partitions import ScatteredPartitions, partitions_of
 
-BUCKET_ELEMENTS = 1 << 26  # gradients reduced in one message; DeepSpeed's own 5e8 take 2 GB of each device
+# Gradients reduced in one message, for which memory is there whether or not there are as many; DeepSpeed's own 5e8 take
+# 2 GB of each device.
+BUCKET_ELEMENTS = 1 << 26
 PERSISTENT_ELEMENTS = 100_000  # stage 3 leaves parameters up to this size whole: biases, norms
 NORM_CHUNK = 1 << 24  # elements of a gradient that are squared in float64 at a time
 
@@ -194,14 +196,14 @@ def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int,
     deepspeed = import_deepspeed()
     # Its 16-bit optimizer prints memory.
     with redirect_stdout(io.StringIO()):
-        config = _configuration(stage, dtype)
+        config = _configuration(stage, dtype, sum(p.numel() for p in module.parameters() if p.requires_grad))
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     # Where the average is taken differs: in the engine, or in its optimizer.
     engine.gradient_average = engine.optimizer.gradient_average = False
     return engine
 
 
-def _configuration(stage: int, dtype: torch.dtype) -> dict[str, Any]:
+def _configuration(stage: int, dtype: torch.dtype, trained: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -217,7 +219,7 @@ def _configuration(stage: int, dtype: torch.dtype) -> dict[str, Any]:
             "stage": stage,
             "reduce_scatter": True,
             "overlap_comm": False,
-            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "reduce_bucket_size": min(BUCKET_ELEMENTS, max(1, trained)),
             "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
         },
         "zero_allow_untested_optimizer": True,

@@ -118,6 +118,10 @@ class ActivationMeter:
         self._watch = _Stopwatch(device)
         self._forget()
 
+    def now(self) -> int:
+        """Bytes of activations at this moment."""
+        return self._bytes.now()
+
     @contextmanager
     def forward(self, rows: int, micro_batch: int = 0) -> Iterator[None]:
         """Around a forward pass of one micro-batch of `rows` patches or tokens, through a chunk of layers."""

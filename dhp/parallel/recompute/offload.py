@@ -17,6 +17,18 @@ from torch import Tensor
 
 from dhp.parallel.recompute.saved_tensors import detached, note, top_hooks
 
+_counts: list[Callable[[Tensor], None]] = []
+
+
+@contextmanager
+def leaving_out(leave_out: Callable[[Tensor], None]) -> Iterator[None]:
+    """In the block, call this with each clone that stands in for a copy in host memory."""
+    _counts.append(leave_out)
+    try:
+        yield
+    finally:
+        _counts.remove(leave_out)
+
 
 class Away:
     """A tensor that is offloaded, or being copied. before: what the layer before has there."""
@@ -28,6 +40,8 @@ class Away:
         self._there: torch.cuda.Event | None = None
         if self._device.type != "cuda":
             self._host = states.detach().clone()
+            for leave_out in _counts:
+                leave_out(self._host)
             return
         stream = _stream(self._device)
         self._host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)

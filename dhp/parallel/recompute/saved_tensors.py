@@ -1,9 +1,9 @@
 """Counts the bytes that autograd saves for backward, exactly, on CPU and GPU alike, and their peak.
 
 A tensor that is saved keeps its whole storage, so storages are counted: each once, however many views of it are saved,
-from the moment when autograd first saves it until its memory is freed. Parameters and buffers are there anyway and are
-not counted. Non-reentrant checkpointing hides what it will recompute and saves its inputs instead, which are counted;
-`dhp.parallel.recompute.layers` reports what it recomputes inside backward to `note`.
+from the moment when autograd first saves it until its memory is freed or it is a parameter's gradient. Parameters and
+buffers are there anyway and are not counted. Non-reentrant checkpointing hides what it will recompute and saves its
+inputs instead, which are counted; `dhp.parallel.recompute.layers` reports what it recomputes inside backward to `note`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ class SavedTensors:
         self._sizes: dict[int, int] = {}  # of counted storages, by their identity
         self._resident: set[int] = set()
         self.bytes = self.peak = 0
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._take_out)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -74,8 +77,14 @@ class SavedTensors:
             self._resident.add(key)
             weakref.finalize(storage, self._resident.discard, key).atexit = False
 
+    def _take_out(self, parameter: Tensor) -> None:
+        """What was saved may be the parameter's gradient now, as the loss saves that of the head."""
+        if parameter.grad is not None:
+            for part in plain_tensors(parameter.grad):
+                self.bytes -= self._sizes.pop(_storage(part)._cdata, 0)
+
     def _free(self, key: int) -> None:
-        self.bytes -= self._sizes.pop(key)
+        self.bytes -= self._sizes.pop(key, 0)
 
 
 def note(tensor: Tensor) -> None:

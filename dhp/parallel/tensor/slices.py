@@ -57,7 +57,8 @@ def mark(module: nn.Module, name: str, cut: Cut) -> None:
 
 
 def use_local_slices(model: nn.Module) -> None:
-    """Put this rank's slice in the place of each parameter that is a DTensor, on the same memory.
+    """Put this rank's slice in the place of each parameter that is a DTensor, without a copy but where it would keep
+    the memory of the whole one.
 
     A parameter that two modules share stays shared.
     """
@@ -67,9 +68,13 @@ def use_local_slices(model: nn.Module) -> None:
             if not isinstance(parameter, DTensor):
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+                made[id(parameter)] = nn.Parameter(_alone(parameter.detach().to_local()), parameter.requires_grad)
             mark(module, name, Cut(parameter.device_mesh, parameter.placements, parameter.shape))
             module._parameters[name] = made[id(parameter)]
+
+
+def _alone(local: Tensor) -> Tensor:
+    return local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
 
 
 def cut_of(module: nn.Module, name: str) -> Cut | None:

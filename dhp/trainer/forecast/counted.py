@@ -21,25 +21,27 @@ import numpy as np
 
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER
+from dhp.config.rules import read_kernels
 from dhp.core.files import write_whole
 from dhp.core.parameters import AdapterSettings, TrainingRules, is_inside
 from dhp.core.process import say_nothing
-from dhp.core.reports import RecomputePolicies, StageUsage
+from dhp.core.reports import RecomputePolicies
 from dhp.models.family import VISION, Family
 from dhp.trainer.forecast.loads import window_length
 from dhp.trainer.partition import shares_of
-from dhp.trainer.row_bytes import PartBytes, RowBytes, trace_bytes
+from dhp.trainer.row_bytes import Inside, PartBytes, RowBytes, trace_bytes
 from dhp.trainer.tower_units import Piece, TowerLoad, tower_operations, tower_pieces
 from dhp.trainer.units import replay_shares, replays
 
 if TYPE_CHECKING:
     from dhp.engine.traced import TracedRows, TraceSettings
+    from dhp.engine.traced_moments import Traced
     from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
 
 T = TypeVar("T")
 FOLDER = "shapes"  # below the cache's
 _PACKAGES = ("torch", "transformers")
-_FORM = 1  # of the files; raised when what they hold changes
+_FORM = 5  # of the files; raised when what they hold changes
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Cut:
     expert: int = 1
     sequence_sharded_norms: bool = False
     mlp_chunks: int = 1
+    kernels: str = "auto"
 
     @classmethod
     def of(cls, section: PartConfig) -> Cut:
@@ -162,9 +165,10 @@ class Counted:
         known: tuple[HeldParameter, ...] = self._known[key]
         return known
 
-    def unit_parameters(self, part: str, cut: Cut) -> list[int]:
-        """Of each unit, the parameters that a rank holds: what precedes the layers, each layer, what follows them."""
-        key = f"units {part} {cut.tensor} {cut.expert}"
+    def unit_parameters(self, part: str, cut: Cut, trained: bool = False) -> list[int]:
+        """Of each unit, the parameters that a rank holds: what precedes the layers, each layer, what follows them.
+        trained: those alone that are."""
+        key = f"units {part} {cut.tensor} {cut.expert} {trained}"
         if key not in self._known:
             own = self.family.parts[part]
             path, count = f"{own.layers.path}.", len(own.layers.kinds)
@@ -174,7 +178,7 @@ class Counted:
                 name = one.names[0]
                 inside = name.startswith(path)
                 layer = int(name.removeprefix(path).partition(".")[0]) + 1 if inside else -1
-                found[0 if is_inside(name, begins) else layer] += one.own
+                found[0 if is_inside(name, begins) else layer] += one.own * (one.trains or not trained)
             self._known[key] = found
         known: list[int] = self._known[key]
         return known
@@ -187,13 +191,20 @@ class Counted:
         known: PartBytes = self._known[key]
         return known
 
+    def _trains_first(self, part: str) -> bool:
+        """Whether gradients go on from the part's first layer, to what is before it."""
+        if part != DECODER:
+            return bool(self.pieces[0].trained)
+        named = [one for one in self.parameters if is_inside(one.name, (self.family.decoder.embedding,))]
+        return self.trains_before or any(self.rules.trains(one.name) for one in named)
+
     def _count(self, part: str, cut: Cut) -> tuple[HeldParameter, ...]:
         from dhp.trainer.shapes import count_held
 
         return count_held(self.family, self.source, self.rules, self.adapters, part, cut.tensor, cut.expert)
 
     def _trace(self, part: str, cut: Cut) -> PartBytes:
-        from dhp.engine.traced import TracedRows, TraceSettings, trace_part
+        from dhp.engine.traced import TracedRows, TraceSettings, trace_moments
 
         norms = ", sharded norms" * cut.sequence_sharded_norms
         self._say(f"tracing {part} in {cut.dtype} with tensor={cut.tensor}{norms}, once for this model")
@@ -208,15 +219,16 @@ class Counted:
             mlp_chunks=cut.mlp_chunks,
             sequence_sharded_norms=cut.sequence_sharded_norms,
             objective=self._objective,
+            kernels=read_kernels(part, cut.kernels),
         )
 
-        def trace(rows: TracedRows, choices: RecomputePolicies) -> StageUsage:
+        def trace(rows: TracedRows, choices: RecomputePolicies) -> Traced:
             made: TraceSettings = settings(recompute=choices)
-            return trace_part(self.source, self.family, part, rows, made)
+            return trace_moments(self.source, self.family, part, rows, made)
 
         features = 64 * (VISION in self.family.parts)
         base = TracedRows(256, features, 64) if part == DECODER else TracedRows(0, patches=1024, windows=64)
-        return trace_bytes(own.layers.kinds, base, trace)
+        return trace_bytes(own.layers.kinds, base, trace, self.trains(part) and not self._trains_first(part))
 
     def _kept(self, what: str, make: Callable[[], T]) -> T:
         """As JSON gives it back."""
@@ -249,9 +261,11 @@ def _digest(values: Any) -> str:
 
 
 def _written(kept: PartBytes) -> dict[str, Any]:
-    by_choice = {what: [[*key, asdict(own)] for key, own in getattr(kept, what).items()] for what in ("held", "replay")}
+    of_kinds = ("held", "replay", "insides")
+    by_choice = {what: [[*key, asdict(own)] for key, own in getattr(kept, what).items()] for what in of_kinds}
     rows = {what: asdict(getattr(kept, what)) for what in ("before", "after")}
-    return {"kinds": list(kept.kinds), "more": [asdict(one) for one in kept.more], **by_choice, **rows}
+    listed = {"more": [asdict(one) for one in kept.more], "ends": [asdict(one) for one in kept.ends]}
+    return {"kinds": list(kept.kinds), **listed, **by_choice, **rows}
 
 
 def _read(values: Mapping[str, Any]) -> PartBytes:
@@ -259,6 +273,11 @@ def _read(values: Mapping[str, Any]) -> PartBytes:
         {(kind, choice): RowBytes(**own) for kind, choice, own in values[what]} for what in ("held", "replay")
     )
     more = tuple(RowBytes(**own) for own in values["more"])
-    return PartBytes(
-        tuple(values["kinds"]), held, replay, more, RowBytes(**values["before"]), RowBytes(**values["after"])
-    )
+    insides = {(kind, choice): _inside(own) for kind, choice, own in values["insides"]}
+    before, after = (_inside(own) for own in values["ends"])
+    kinds, outside = tuple(values["kinds"]), (RowBytes(**values["before"]), RowBytes(**values["after"]))
+    return PartBytes(kinds, held, replay, more, *outside, insides, (before, after))
+
+
+def _inside(values: Mapping[str, Any]) -> Inside:
+    return Inside(**{name: tuple(RowBytes(**one) for one in own) for name, own in values.items()})

@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dhp.config.parts import DECODER, encoders, parts, resolved
 from dhp.config.recompute import read_choices
 from dhp.config.resolve import micro_batches
 from dhp.core.errors import ConfigError
-from dhp.core.graph import Edge, StageSpec
+from dhp.core.graph import HIDDEN_STATES, Edge, StageSpec
 from dhp.core.reports import RecomputePolicies
 from dhp.models.family import VISION
 from dhp.models.shape import PartShape, sum_shape
 from dhp.models.types import chunks_of
+from dhp.parallel.tensor.loss import CHUNK_ROWS
 from dhp.planner.costs import Arrangement, StageCosts
 from dhp.planner.rates import Work
 from dhp.planner.search import filled_plan
@@ -24,13 +26,17 @@ from dhp.step.timed import Timeline, play
 from dhp.trainer.forecast.counted import Counted, Cut, stage_parameters
 from dhp.trainer.forecast.loads import RunLoads, text_rows, tower_rows
 from dhp.trainer.forecast.machine import Machine
-from dhp.trainer.forecast.memory import Moment, StageMemory, device_peak, stage_memory
+from dhp.trainer.forecast.memory import Moment, Passing, StageMemory, device_peak, stage_memory
 from dhp.trainer.forecast.seconds import KINDS, StageSeconds, UnitSeconds, once_a_step, stage_seconds, unit_seconds
-from dhp.trainer.memory import VALUE_BYTES
+from dhp.trainer.memory import VALUE_BYTES, Units, sum_bytes
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.recompute import arrange
+from dhp.trainer.row_bytes import CHOICES
 from dhp.trainer.tower_units import tower_width
 from dhp.trainer.units import hidden_width
+
+if TYPE_CHECKING:
+    from dhp.engine.traced import TracedRows
 
 MOST_MICRO_BATCHES = 64  # of a step that is played
 
@@ -149,8 +155,7 @@ def _costs(asked: Question, stage: StageSpec) -> StageCosts | None:
     if not any(map(plan.graph.goes_back, stage.nodes)):
         return None
     kept = asked.counted.keeps(stage.part, Cut.of(parts(plan.config)[stage.part]))
-    rows = (text_rows if stage.part == DECODER else tower_rows)(asked.loads.worst, stage.degrees)
-    return kept.costs(rows, stage.layers)
+    return kept.costs(_rows(asked, stage), stage.layers)
 
 
 def _choose(
@@ -179,7 +184,7 @@ def _choose(
 def _with_seconds(costs: StageCosts, stage: StageSpec, units: tuple[UnitSeconds, ...], count: int) -> StageCosts:
     """With the seconds that a step recomputes."""
     layers = {
-        kind: {c: replace(cost, replay_s=count * units[int(kind) + 1].again_s(c)) for c, cost in own.items()}
+        kind: {c: replace(own[c], replay_s=count * units[int(kind) + 1].again_s(c)) for c in CHOICES if c in own}
         for kind, own in costs.layers.items()
     }
     return replace(costs, layers=layers)
@@ -201,27 +206,107 @@ def _budget(asked: Question, costs: Mapping[str, StageCosts | None], all_of: Map
 
 def _others(memory: StageMemory) -> float:
     """The most of what comes and goes beside activations."""
-    return max(one.taken.get("loss", 0.0) + one.taken.get("gathered", 0.0) for one in memory.others)
+    return max(
+        one.taken.get("loss", 0.0) + one.taken.get("gathered", 0.0) + one.taken.get("inside", 0.0)
+        for one in memory.others
+    )
 
 
 def _memory(
     asked: Question, stage: StageSpec, costs: StageCosts | None, recompute: Mapping[str, RecomputePolicies]
 ) -> StageMemory:
     plan = asked.plan
-    section, part = parts(plan.config)[stage.part], plan.family.parts[stage.part]
-    chunks = chunks_of(stage.chunks, part.whole)
-    holds = asked.arrangement.holding[stage.name][stage.name]
-    return stage_memory(
-        section,
-        stage,
-        _shape(asked, stage),
-        part.head_shape(chunks),
+    section = parts(plan.config)[stage.part]
+    kept = asked.counted.keeps(stage.part, Cut.of(section))
+    own = asked.counted.unit_parameters(stage.part, Cut.of(section))
+    before, behind = own[0] * (0 in stage.layers), own[-1] * (len(own) - 3 in stage.layers)
+    passing = Passing(
         costs,
         recompute[stage.name],
-        holds,
-        micro_batches(plan.config) > holds,
-        asked.machine.contexts,
+        kept.inside(_of_one_chunk(_rows(asked, stage)), stage.layers, recompute[stage.name]),
+        asked.arrangement.holding[stage.name][stage.name],
+        micro_batches(plan.config),
+        _handed(asked, stage),
+        _flown(asked, stage),
+        _more_targets(asked, stage),
+        Units(max(own[at + 1] for at in stage.layers), before + behind, behind),
+        _grown(asked, stage),
     )
+    return stage_memory(section, stage, _shape(asked, stage), passing, asked.machine.contexts)
+
+
+def _rows(asked: Question, stage: StageSpec) -> TracedRows:
+    """Of its largest micro-batch."""
+    return (text_rows if stage.part == DECODER else tower_rows)(asked.loads.worst, stage.degrees)
+
+
+def _of_one_chunk(rows: TracedRows) -> TracedRows:
+    """With as many targets as the loss takes at once."""
+    return replace(rows, targets=min(rows.targets, CHUNK_ROWS))
+
+
+def _handed(asked: Question, stage: StageSpec) -> float:
+    """Bytes of gradients that a rank receives and hands on, and of those with which its backward begins, beyond what
+    is inside its layers' passes; with tensor parallelism also a copy of the one that ranks sum."""
+    if not any(map(asked.plan.graph.goes_back, stage.nodes)):
+        return 0.0
+    section, rows = parts(asked.plan.config)[stage.part], _rows(asked, stage)
+    size, width = VALUE_BYTES[section.dtype], hidden_width(asked.plan.family)
+    if stage.part == DECODER:
+        states = rows.tokens * width * size
+        between = (0 not in stage.layers) + 2 * (len(asked.counted.sizes.layers) - 1 not in stage.layers)
+        return float(states * (between + (stage.degrees.tensor > 1)))
+    outputs = [edge for node in stage.nodes for edge in asked.plan.graph.outputs(node)]
+    family, patches = asked.plan.family, _rows(asked, stage).patches
+    features = patches / family.tower.merge_unit * hidden_width(family)
+    each = [
+        patches * tower_width(family) if edge.tensors == (HIDDEN_STATES,) else features * len(edge.tensors)
+        for edge in outputs
+    ]
+    copied = patches * tower_width(family) * ((stage.degrees.tensor > 1) + (0 not in stage.layers))
+    return size * (2 * sum(each) + copied)
+
+
+def _flown(asked: Question, stage: StageSpec) -> float:
+    """Bytes of what one micro-batch received and will have handed on, which autograd need not keep."""
+    section, rows, family = parts(asked.plan.config)[stage.part], _rows(asked, stage), asked.plan.family
+    width, sent = hidden_width(family), [e for node in stage.nodes for e in asked.plan.graph.outputs(node)]
+    numbers: float
+    if stage.part == DECODER:
+        numbers = rows.tokens * width * bool(sent) + rows.features * width * (0 in stage.layers)
+    else:
+        numbers = rows.patches / family.tower.merge_unit * width * sum(e.tensors != (HIDDEN_STATES,) for e in sent)
+    return float(numbers * VALUE_BYTES[section.dtype])
+
+
+def _more_targets(asked: Question, stage: StageSpec) -> float:
+    """Bytes that the loss has beyond those of one chunk of targets: their states and gradients, and a chunk's gradient
+    of the head beside the exact sum of those before it."""
+    section, part = parts(asked.plan.config)[stage.part], asked.plan.family.parts[stage.part]
+    head = part.head_shape(chunks_of(stage.chunks, part.whole))
+    more = text_rows(asked.loads.worst, stage.degrees).targets - CHUNK_ROWS
+    if stage.part != DECODER or more <= 0 or head is None or not head.loss:
+        return 0.0
+    size, exact = VALUE_BYTES[section.dtype], max(VALUE_BYTES[section.dtype], VALUE_BYTES["float32"])
+    matrix = -(-head.vocabulary // stage.degrees.tensor) * head.hidden
+    return float(2 * more * head.hidden * size + matrix * (2 * exact - size))
+
+
+def _grown(asked: Question, stage: StageSpec) -> tuple[float, ...] | None:
+    """Bytes of gradients where autograd accumulates them, as backward goes; None where all have their room before it
+    begins: in buckets that are summed, or in another format."""
+    section = parts(asked.plan.config)[stage.part]
+    if section.zero_stage or stage.degrees.shards > 1 or VALUE_BYTES[section.dtype] != sum_bytes(section):
+        return None
+    trained = asked.counted.unit_parameters(stage.part, Cut.of(section), trained=True)
+    units = [trained[at + 1] for at in reversed(stage.layers)]
+    last = len(trained) - 2
+    after = trained[-1] if last - 1 in stage.layers else 0
+    found, values = [0, after], after
+    for unit in units:
+        values += unit
+        found.append(values)
+    return tuple(float(VALUE_BYTES[section.dtype] * count) for count in found)
 
 
 def _shape(asked: Question, stage: StageSpec) -> PartShape:

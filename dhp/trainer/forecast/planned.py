@@ -37,16 +37,10 @@ def planned_of(found: Forecast, source: str) -> Planned:
         bubble=found.timeline.bubble,
         tokens=found.loads.step_tokens or None,
         memory_bytes={name: own.peak.total for name, own in found.memory.items()},
-        activation_bytes={name: activations(found, name) for name in found.memory},
+        activation_bytes={name: own.activations for name, own in found.memory.items()},
         kinds=found.kinds(),
         source=source,
     )
-
-
-def activations(found: Forecast, stage: str) -> float:
-    """The most of activations that a rank of a stage has at any moment."""
-    moments = found.memory[stage].others
-    return max(one.taken.get("activations", 0.0) + one.taken.get("recomputed", 0.0) for one in moments)
 
 
 def expected(session: Session, devices: Sequence[DeviceInfo]) -> tuple[Beside, list[str]]:

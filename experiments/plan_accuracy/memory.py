@@ -1,0 +1,72 @@
+"""Bytes that a plan expects of each stage, beside two counts of the run: what autograd keeps, and all live storages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dhp.planner.rates import Channel, Rates
+from dhp.trainer.forecast.machine import FORMATS, Machine
+from dhp.trainer.recompute import activation_bytes
+from experiments.plan_accuracy.cases import CASES, Case
+from experiments.plan_accuracy.layout import Layout, running
+from experiments.plan_accuracy.models import save_model
+from experiments.plan_accuracy.ranks import Peak, make_counted
+from experiments.plan_accuracy.scores import errors_of
+
+MEASURED = "memory.accounting=true"
+Row = dict[str, Any]
+
+
+def any_machine() -> Machine:
+    """Two devices without libraries' memory. Its speeds are no machine's: bytes do not depend on them."""
+    link = Channel(1e9)
+    rates = Rates(1e11, 1e11, 1e10, 0.0, link, link, ahead=False)
+    return Machine("cpu", 2, 2, dict.fromkeys(FORMATS, rates), float("inf"), link, contexts=False)
+
+
+def layout_of(case: Case, models: Path) -> Layout:
+    """models: folder of those that were made."""
+    return Layout(save_model(models, case.shape), case.load, (MEASURED, *case.settings))
+
+
+def memory_rows(models: Path, names: list[str] | None = None) -> Iterator[Row]:
+    """A row for each stage of each case, or of those named. The second step is counted: states are there."""
+    for name in names or CASES:
+        layout = layout_of(CASES[name], models)
+        expected = layout.expected(any_machine()).memory
+        with running(layout, make_counted) as run:
+            run.train(1)
+            run.tell("begin_counting")
+            _, reports = run.train(1)
+            answers: dict[str, list[list[Peak]]] = run.ask("peak_bytes")
+        saved = activation_bytes(reports) or {}
+        for stage, own in expected.items():
+            fullest = max((peak for (peak,) in answers[stage]), key=lambda one: one.nbytes)
+            yield {
+                "mode": "memory",
+                "case": name,
+                "stage": stage,
+                "saved_predicted": round(own.activations) if saved.get(stage) else None,
+                "saved_measured": saved.get(stage) or None,
+                "saved_error": round(own.activations / saved[stage] - 1, 6) if saved.get(stage) else None,
+                "live_predicted": round(own.peak.total),
+                "live_measured": fullest.nbytes,
+                "live_error": round(own.peak.total / fullest.nbytes - 1, 6),
+                "moment_predicted": own.peak.name,
+                "moment_measured": fullest.moment,
+                "predicted": {what: round(nbytes) for what, nbytes in own.peak.taken.items() if nbytes},
+            }
+
+
+def memory_scores(rows: list[Row]) -> Iterator[Row]:
+    """Errors of both counts, each with its goal."""
+    for count, middle, most, under in (("saved", 0.001, 0.01, None), ("live", 0.03, 0.08, -0.01)):
+        found = errors_of(rows, f"{count}_error")
+        met = found["median"] <= middle and found["max"] <= most and (under is None or found["least"] >= under)
+        goal = {"median": middle, "max": most, "least": under}
+        cases = len({row["case"] for row in rows})
+        yield {"mode": "memory", "score": f"{count} bytes", "cases": cases, **found, "goal": goal, "met": met}
+    alike = sum(row["moment_predicted"] == row["moment_measured"] for row in rows)
+    yield {"mode": "memory", "score": "moment of the peak", "alike": alike, "rows": len(rows)}
