@@ -17,9 +17,9 @@ from dhp.config.schema import Config
 from dhp.config.shipped import shipped_directory
 from dhp.core.errors import ConfigError
 from dhp.core.files import write_whole
+from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.explain import loses_by
 from dhp.trainer.forecast.freed import with_settings
-from dhp.trainer.forecast.search import Candidate
 
 _OF_EACH_RUN = ("run_dir",)  # its default has the time in it
 

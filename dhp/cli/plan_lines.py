@@ -8,9 +8,9 @@ from dhp.cli.plan_data import seconds_text
 from dhp.cli.plan_outcome import Outcome
 from dhp.cli.plan_table import gib, memory_needed, whole_layout
 from dhp.config.devices import GIB
+from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.memory import NAMES
 from dhp.trainer.forecast.needs import FAILURE_HOURS, PIXELS_S, SAVED_BYTES_S, crossing
-from dhp.trainer.forecast.search import Candidate
 from dhp.trainer.forecast.ways import MOST_TOKENS, samples_a_step
 
 

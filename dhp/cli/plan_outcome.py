@@ -19,6 +19,7 @@ from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.models.pretrained import config_source
 from dhp.models.registry import load_family
+from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.counted import Counted
 from dhp.trainer.forecast.explain import TooLarge, equations, too_large
 from dhp.trainer.forecast.freed import DEVICES, ROWS, SCHEDULE, Held, freed, one_actor_each
@@ -27,7 +28,8 @@ from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.forecast.measure import measured_here
 from dhp.trainer.forecast.needs import Needs, needs_of, useful_operations
 from dhp.trainer.forecast.samples import Samples
-from dhp.trainer.forecast.search import Candidate, Found, Space, search
+from dhp.trainer.forecast.search import Found, search
+from dhp.trainer.forecast.space import Space
 from dhp.trainer.forecast.ways import (
     Ways,
     devices_in_time,

@@ -11,8 +11,8 @@ from dhp.config.layout import DEGREES
 from dhp.config.parts import DECODER, parts
 from dhp.core.text import aligned
 from dhp.models.family import VISION
+from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.explain import loses_by, refusals
-from dhp.trainer.forecast.search import Candidate
 
 SHOWN = 10  # layouts of the table
 _REFUSED = 3  # messages that are shown

@@ -95,10 +95,9 @@ def held_parameters(
 ) -> tuple[HeldParameter, ...]:
     """The parameters of the model of `source` without the modules `dropped`, split over `tensor` ranks.
 
-    whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says. added_plan:
-    transformers' style of further modules. trained: whether the parameter of a name is trained; None: all are.
-    shared: modules whose experts so many ranks (sharing) share out. put_adapters: puts adapters into a model, which are
-    counted as if each rank held them whole. find_quantized: names of modules whose weight is kept in four bits.
+    whole_modules: (`*` for layer numbers) that every rank keeps whole. added_plan: styles of further modules. trained:
+    by a parameter's name; None: all are. shared: modules whose experts so many ranks (sharing) share out. put_adapters:
+    puts adapters into a model, which each rank holds whole. find_quantized: names of modules in four bits.
     """
     model = _without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
@@ -226,8 +225,7 @@ def empty_slices(
     added_plan: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """The model of `source` on the meta device without the modules `dropped`, its parameters those of the first of
-    `tensor` ranks, as `part_shape` counts them. It sums over no ranks: shapes are a rank's, and values there are
-    none."""
+    `tensor` ranks, as `part_shape` counts them; it sums over no ranks."""
     if tensor == 1:
         return _without_weights(source, dropped)
     plan = tuple(sorted(added_plan.items()))
@@ -243,8 +241,7 @@ def _sliced(
     whole_modules: tuple[str, ...],
     added_plan: tuple[tuple[str, str], ...],
 ) -> Any:
-    """A trace for each count of rows asks for the same slices, which take seconds of a large model. written_ns: when
-    its configuration was."""
+    """Each trace of a model asks for the same slices, which take seconds. written_ns: when its configuration was."""
     model = _without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
     mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0)

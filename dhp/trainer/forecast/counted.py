@@ -191,6 +191,11 @@ class Counted:
         known: PartBytes = self._known[key]
         return known
 
+    def is_traced(self, part: str, cut: Cut) -> bool:
+        """Whether `keeps` answers at once."""
+        key = f"keeps {part} {cut} {self.trains_before}"
+        return key in self._known or (self._folder is not None and self._path(key).is_file())
+
     def _trains_first(self, part: str) -> bool:
         """Whether gradients go on from the part's first layer, to what is before it."""
         if part != DECODER:
@@ -235,7 +240,7 @@ class Counted:
         if self._folder is None:
             found: T = json.loads(json.dumps(make()))
             return found
-        path = self._folder / f"{_digest([self._key, what])}.json"
+        path = self._path(what)
         with suppress(OSError, ValueError):
             found = json.loads(path.read_text(encoding="utf-8"))
             return found
@@ -244,6 +249,10 @@ class Counted:
             write_whole(path, text + "\n")
         found = json.loads(text)
         return found
+
+    def _path(self, what: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{_digest([self._key, what])}.json"
 
     @cached_property
     def _key(self) -> str:

@@ -9,9 +9,11 @@ from typing import Any
 from dhp.config.layout import DEGREES, OFFERED, resolve_part
 from dhp.config.parts import DECODER, parts, resolved, sections
 from dhp.core.errors import DhpError
+from dhp.trainer.forecast.candidates import NEAR, Candidate, evaluate_layouts
 from dhp.trainer.forecast.forecast import Forecast
 from dhp.trainer.forecast.layouts import PartLayout, Refused
-from dhp.trainer.forecast.search import NEAR, Candidate, Found, Space, evaluate_layouts
+from dhp.trainer.forecast.search import Found
+from dhp.trainer.forecast.space import Space
 
 NAMED = 0.6  # of a gap that the named kinds make
 WORDS = {

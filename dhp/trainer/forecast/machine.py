@@ -14,6 +14,7 @@ HOST_S = 1.2e-4
 ACTION_S = 1.5e-3  # of the driver and a worker, for each forward and backward of a stage
 STEP_S = 0.02  # of the driver, for each step: its batch, its reports
 HANDOVER = "pcie5"  # the link over which ranks hand tensors on, by way of the host's memory
+SURE = 0.03  # of the limit: a prediction that is nearer to it says nothing for certain
 FORMATS = ("bfloat16", "float32", "float64")
 
 
@@ -53,6 +54,11 @@ class Machine:
     def limit_bytes(self) -> float:
         """What a layout may take on a device."""
         return self.memory_bytes * (1 - self.reserve)
+
+    @property
+    def sure_bytes(self) -> float:
+        """What it may take for certain: less, by the error of a forecast."""
+        return self.limit_bytes * (1 - SURE)
 
     def of(self, part: str, name: str) -> Rates:
         """The rates of a part that computes in a number format. Raises ConfigError where there are none."""

@@ -15,10 +15,10 @@ from dhp.core.graph import StageSpec
 from dhp.core.state_forms import BFLOAT16, FORMS, MOMENTS, SUM, WEIGHT
 from dhp.models.family import VISION
 from dhp.models.flops import EVERYTHING, OPERATIONS, MatmulShare, TrainedShare, VisionWork
+from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.counted import Counted
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.machine import Machine
-from dhp.trainer.forecast.search import Candidate
 from dhp.trainer.memory import VALUE_BYTES
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.settings import passes_of

@@ -10,9 +10,10 @@ import numpy as np
 from dhp.core.errors import DhpError
 from dhp.core.reports import DeviceInfo
 from dhp.observe.planned import Beside, Planned
-from dhp.trainer.forecast.forecast import Forecast, Question, count_model, forecast
+from dhp.trainer.forecast.forecast import Forecast, forecast
 from dhp.trainer.forecast.here import CPU, machine_of_run
 from dhp.trainer.forecast.machine import Machine
+from dhp.trainer.forecast.question import Question, count_model
 from dhp.trainer.forecast.samples import EqualSamples, Samples
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.units import assumed_rows

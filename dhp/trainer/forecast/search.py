@@ -8,99 +8,20 @@ the pairs those are kept that are fastest and fit. A forecast is made of as many
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from math import inf
-from typing import Any
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from dhp.config.layout import DEGREES, PLAINEST
-from dhp.config.parts import DECODER, encoders, parts, resolved, sections
-from dhp.config.ranges import ONE_F_ONE_B, SEQUENTIAL, VISION_AHEAD
-from dhp.config.schema import Config
+from dhp.config.parts import DECODER, encoders, resolved, sections
 from dhp.core.errors import DhpError
 from dhp.models.family import VISION, Family
-from dhp.planner.planner import as_text
-from dhp.planner.units import Numbers
-from dhp.trainer.forecast.counted import Counted
-from dhp.trainer.forecast.forecast import Forecast, Question, forecast
+from dhp.trainer.forecast.candidates import Candidate, evaluate, ranked, settings_of
 from dhp.trainer.forecast.layouts import PartLayout, Refused, part_layouts
-from dhp.trainer.forecast.loads import RunLoads
-from dhp.trainer.forecast.machine import Machine
-from dhp.trainer.forecast.samples import Samples
+from dhp.trainer.forecast.pairs import Pair, Scores, join
 from dhp.trainer.forecast.score import Rows, Score, Scorer
-from dhp.trainer.forecast.whole_run import WholeRun
-from dhp.trainer.plan import RunPlan, plan_run
+from dhp.trainer.forecast.space import Space
 from dhp.trainer.row_bytes import CHOICES
 
 FORECASTS = 20  # made of a search's best
 EACH = 3  # of these, with the same layout of one part
-NEAR = 0.01  # of a step: layouts that differ by less are as fast as each other
-_ROWS = (1, 2, 4, 8)  # samples of a row that are tried
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Scores of both parts, as they run together. vision: None where the run has no tower. apart: each part has devices
-    of its own."""
-
-    text: Score
-    vision: Score | None
-    apart: bool = False
-
-    @cached_property
-    def step_s(self) -> float:
-        rows, text, vision = self.text.rows, self.text, self.vision
-        if vision is None:
-            return text.seconds
-        if not self.apart:
-            filled = rows.micro_batches + text.pipeline + vision.pipeline - 2
-            return filled * (text.micro_batch_s + vision.micro_batch_s) + text.once_s + vision.once_s
-        slower = max(text.micro_batch_s, vision.micro_batch_s)
-        fill = text.pipeline * text.micro_batch_s + vision.pipeline * vision.micro_batch_s
-        return (rows.micro_batches - 1) * slower + fill + max(text.once_s, vision.once_s)
-
-    @property
-    def vision_share(self) -> float:
-        """Of the devices' work."""
-        own = 0.0 if self.vision is None else self.vision.micro_batch_s
-        return own / (own + self.text.micro_batch_s)
-
-    @cached_property
-    def peak_bytes(self) -> float:
-        """Of the fullest device."""
-        text, count = self.text, self.text.rows.micro_batches
-        own = text.bytes(min(count, text.pipeline))
-        if self.vision is None:
-            return own
-        further = text.pipeline + self.vision.pipeline - 1 + self.apart
-        other = self.vision.bytes(min(count, further))
-        return max(own, other) if self.apart else own + other
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Alike for pairs that differ in rows and recompute alone."""
-        return self.text.layout, None if self.vision is None else self.vision.layout, self.apart
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout of the whole run. settings: keys of the configuration that it sets. plan: of its run; found: what it
-    takes."""
-
-    settings: Mapping[str, Any]
-    plan: RunPlan
-    found: Forecast
-    limit_bytes: float
-
-    @property
-    def fits(self) -> bool:
-        return self.margin_bytes >= 0
-
-    @property
-    def margin_bytes(self) -> float:
-        return self.limit_bytes - self.found.peak.total
 
 
 @dataclass(frozen=True)
@@ -114,47 +35,6 @@ class Found:
     refused: tuple[Refused, ...]
     scored: int
     fit: int
-
-
-@dataclass(frozen=True)
-class Space:
-    """What is searched. config: composed, not resolved. held: keys of each part that stay (`held_keys`); rows_held:
-    training.micro_batch_size stays; schedule_held, devices_held: training.schedule, cluster.collocate."""
-
-    config: Config
-    whole: WholeRun
-    counted: Counted
-    machine: Machine
-    samples: Samples
-    held: Mapping[str, Collection[str]]
-    rows_held: bool = False
-    schedule_held: bool = False
-    devices_held: bool = False
-    known: dict[object, RunLoads] = field(default_factory=dict, compare=False)
-
-    def divisions(self) -> Iterator[tuple[int, int, int]]:
-        """Samples of a row, replicas and micro-batches of a step's batch."""
-        training = self.config.training
-        for size in (training.micro_batch_size,) if self.rows_held else _ROWS:
-            for replicas in range(1, self.machine.count + 1):
-                if training.batch_size % (size * replicas) == 0:
-                    yield size, replicas, training.batch_size // (size * replicas)
-
-    def loads(self, layout: PartLayout, rows: Rows) -> RunLoads:
-        """Of a division, quickly."""
-        packing = self.config.data.packing or (layout.part == DECODER and layout.degrees.sequence > 1)
-        key = (rows, packing)
-        if key not in self.known:
-            text = replace(sections(self.config)[DECODER], **_replicas(rows.replicas))
-            training = replace(self.config.training, micro_batch_size=rows.micro_batch_size)
-            data = replace(self.config.data, packing=packing)
-            config = replace(self.config, text=text, training=training, data=data)
-            self.known[key] = self.samples.loads(config, quick=True)
-        return self.known[key]
-
-
-def _replicas(count: int) -> dict[str, Any]:
-    return {**dict.fromkeys(DEGREES, 1), "parallelism": "data", "num_actors": count, "data": count}
 
 
 def search(space: Space, forecasts: int = FORECASTS) -> Found:
@@ -173,7 +53,7 @@ def search(space: Space, forecasts: int = FORECASTS) -> Found:
         refused += more
         scores = _scores(space, scorer, layouts)
         scored += sum(len(own) for of_part in scores.values() for own in of_part.values())
-        for pair in _join(scores, apart, limit):
+        for pair in join(scores, apart, limit):
             if pair.peak_bytes > limit:
                 if least is None or pair.peak_bytes < least.peak_bytes:
                     least = pair
@@ -230,9 +110,6 @@ def _sends_more(layout: PartLayout, heads: int, held: Collection[str]) -> bool:
     return own.ring > 1 and "ring" not in held and heads % (own.sequence * own.tensor) == 0
 
 
-Scores = Mapping[str, Mapping[Rows, Sequence[Score]]]
-
-
 def _scores(space: Space, scorer: Scorer, layouts: Mapping[str, Sequence[PartLayout]]) -> Scores:
     """By part and division of a step. A tower's go by its micro-batches alone."""
     fixed = {name: sections(space.config)[name].recompute not in (None, "auto") for name in layouts}
@@ -257,88 +134,6 @@ def _scores(space: Space, scorer: Scorer, layouts: Mapping[str, Sequence[PartLay
             found[name][rows] = scores
             if name != DECODER:
                 towers[count] = scores
-    return found
-
-
-def _join(scores: Scores, apart: bool, limit: float) -> Iterator[Pair]:
-    """Pairs for each division: each layout of one part with the best of the other part that it fits with."""
-    for rows, texts in scores[DECODER].items():
-        if VISION not in scores:
-            yield from (Pair(one, None) for one in texts)
-            continue
-        visions = scores[VISION].get(rows, [])
-        if not texts or not visions:
-            continue
-        towers, decoders = _front(visions), _front(texts)
-        chosen = _fastest(_Columns.of(texts), _Columns.of(towers), rows.micro_batches, apart, limit)
-        yield from (Pair(one, towers[at], apart) for one, at in zip(texts, chosen, strict=True))
-        others = _fastest(_Columns.of(visions), _Columns.of(decoders), rows.micro_batches, apart, limit)
-        yield from (Pair(decoders[at], one, apart) for one, at in zip(visions, others, strict=True))
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Scores of one part, as arrays."""
-
-    micro_batch_s: Numbers
-    once_s: Numbers
-    stages: Numbers
-    kept: Numbers
-    held: Numbers
-    decodes: bool
-
-    @classmethod
-    def of(cls, scores: Sequence[Score]) -> _Columns:
-        rows = [
-            (one.micro_batch_s, one.once_s, one.pipeline, one.kept_bytes + one.passing_bytes, one.held_bytes)
-            for one in scores
-        ]
-        columns = np.array(rows, dtype=np.float64)
-        decodes = scores[0].layout.part == DECODER
-        return cls(columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3], columns[:, 4], decodes)
-
-
-def _fastest(one: _Columns, other: _Columns, count: int, apart: bool, limit: float) -> list[int]:
-    """Of each of the first, the place of the other with which it is fastest and fits, else with which it is smallest.
-    As `Pair` has seconds and bytes."""
-    text, vision = (one, other) if one.decodes else (other, one)
-    turn, back = (_down, _across) if one.decodes else (_across, _down)
-    ahead = turn(np.minimum(count, text.stages))
-    further = np.minimum(count, turn(text.stages) + back(vision.stages) - 1 + apart)
-    own = turn(text.kept) + ahead * turn(text.held)
-    of_tower = back(vision.kept) + further * back(vision.held)
-    t, v = turn(text.micro_batch_s), back(vision.micro_batch_s)
-    if apart:
-        peak = np.maximum(own, of_tower)
-        seconds = (count - 1) * np.maximum(t, v) + turn(text.stages) * t + back(vision.stages) * v
-        seconds = seconds + np.maximum(turn(text.once_s), back(vision.once_s))
-    else:
-        peak = own + of_tower
-        seconds = (count + turn(text.stages) + back(vision.stages) - 2) * (t + v)
-        seconds = seconds + turn(text.once_s) + back(vision.once_s)
-    fits = peak <= limit
-    best = np.where(fits, seconds, inf).argmin(axis=1)
-    least = peak.argmin(axis=1)
-    found: list[int] = np.where(fits.any(axis=1), best, least).tolist()
-    return found
-
-
-def _down(values: Numbers) -> Numbers:
-    return values[:, None]
-
-
-def _across(values: Numbers) -> Numbers:
-    return values[None, :]
-
-
-def _front(scores: Sequence[Score]) -> list[Score]:
-    """Those that no other beats in seconds and bytes."""
-    found: list[Score] = []
-    least = inf
-    for one in sorted(scores, key=lambda own: (own.seconds, own.bytes(1))):
-        if one.bytes(1) < least:
-            found.append(one)
-            least = one.bytes(1)
     return found
 
 
@@ -370,70 +165,3 @@ def _forecasts(space: Space, pairs: Sequence[Pair], fitting: bool = True) -> tup
         if one.fits or not fitting:
             found.append(one)
     return found, refused
-
-
-def settings_of(space: Space, pair: Pair) -> dict[str, Any]:
-    """Keys of the configuration that a pair sets, by their whole names."""
-    found: dict[str, Any] = {}
-    for name, score in ((VISION, pair.vision), (DECODER, pair.text)):
-        if score is not None:
-            plain = {key: value for key, value in score.layout.settings.items()}
-            found |= {f"{name}.{key}": value for key, value in plain.items()}
-    found["training.micro_batch_size"] = pair.text.rows.micro_batch_size
-    if not space.schedule_held:
-        stages = max(pair.text.pipeline, 1 if pair.vision is None else pair.vision.pipeline)
-        found["training.schedule"] = ONE_F_ONE_B if stages > 1 else VISION_AHEAD if pair.apart else SEQUENTIAL
-    if pair.vision is not None:
-        found["cluster.collocate"] = not pair.apart
-    return found
-
-
-def evaluate(space: Space, pair: Pair, settings: Mapping[str, Any]) -> Candidate:
-    """The forecast of a pair. Raises what the run's checks raise."""
-    layouts = {name: score.layout for name, score in ((VISION, pair.vision), (DECODER, pair.text)) if score is not None}
-    return evaluate_layouts(space, layouts, settings)
-
-
-def evaluate_layouts(space: Space, layouts: Mapping[str, PartLayout], settings: Mapping[str, Any]) -> Candidate:
-    """The forecast of layouts of the parts. settings: keys of the configuration, as of `settings_of`. Raises what the
-    run's checks raise."""
-    config = space.whole.composed(layouts)
-    cluster = replace(config.cluster, collocate=settings.get("cluster.collocate", config.cluster.collocate))
-    training = replace(
-        config.training,
-        micro_batch_size=settings["training.micro_batch_size"],
-        schedule=settings.get("training.schedule", config.training.schedule),
-    )
-    config = space.whole.resolved(replace(config, cluster=cluster, training=training), layouts)
-    plan = plan_run(config, space.counted.source)
-    loads = space.samples.loads(config)
-    found = forecast(Question(plan, space.counted, space.machine, loads))
-    chosen = {f"{name}.recompute": _part_choices(plan, found, name) for name in parts(config)}
-    return Candidate({**settings, **chosen}, plan, found, space.machine.limit_bytes)
-
-
-def _part_choices(plan: RunPlan, found: Forecast, name: str) -> str:
-    """What a part's layers recompute, as its key says it."""
-    by_layer = {at: found.recompute[s.name][n] for s in plan.graph.of_part(name) for n, at in enumerate(s.layers)}
-    return as_text(tuple(by_layer[at] for at in sorted(by_layer)))
-
-
-def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest first. Of those that are as fast, within `NEAR`, that with fewer kinds of parallelism, simpler ones,
-    fewer recomputed layers, and more room."""
-    left = sorted(candidates, key=lambda one: one.found.step_s)
-    found: list[Candidate] = []
-    while left:
-        near = [one for one in left if one.found.step_s <= left[0].found.step_s * (1 + NEAR)]
-        best = min(near, key=_plainness)
-        found.append(best)
-        left.remove(best)
-    return found
-
-
-def _plainness(one: Candidate) -> tuple[float, ...]:
-    sections_of = parts(one.plan.config).values()
-    kinds = [[key for key in PLAINEST if resolved(getattr(part, key)) > 1] for part in sections_of]
-    places = sum(PLAINEST.index(key) for own in kinds for key in own)
-    again = sum(choice != "none" for own in one.found.recompute.values() for choice in own)
-    return (sum(map(len, kinds)), places, again, -one.margin_bytes)

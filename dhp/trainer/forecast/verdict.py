@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dhp.config.devices import GIB, find_device, find_link
-from dhp.config.parts import parts
+from dhp.config.parts import DECODER, parts
 from dhp.core.errors import DhpError
-from dhp.trainer.forecast.forecast import Forecast, Question, count_model, forecast
+from dhp.models.family import VISION
+from dhp.trainer.forecast.counted import Cut
+from dhp.trainer.forecast.forecast import Forecast, forecast
 from dhp.trainer.forecast.here import BETWEEN, CPU, asked_rates, folder_of, measured_machine
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.machine import Machine, machine_of
+from dhp.trainer.forecast.question import Question, count_model
 from dhp.trainer.forecast.samples import EqualSamples, Samples
 from dhp.trainer.measured_rates import kept_rates
 from dhp.trainer.plan import RunPlan
@@ -16,17 +19,22 @@ from dhp.trainer.units import assumed_rows
 
 ASSUMED = "h100"  # the device of a run on GPUs, where nothing else is said
 NODE = 8  # devices of a node, as most have
-SURE = 0.03  # of the limit: a prediction that is nearer to it says nothing for certain
+AT_ONCE = 16  # layers of a part that are traced without being asked for; those of large models take a minute
 
 
 def verdict(plan: RunPlan) -> list[str]:
     """Lines about a run's own layout: on `ASSUMED` devices, or on this machine's CPUs, with rows that are assumed."""
+    counted = count_model(plan)
+    cuts = {name: Cut.of(section) for name, section in parts(plan.config).items() if name in (VISION, DECODER)}
+    slow = [name for name, cut in cuts.items() if not counted.is_traced(name, cut)]
+    if any(len(plan.family.parts[name].layers.kinds) > AT_ONCE for name in slow):
+        return ["planned        not yet: python -m dhp plan traces this model, once, and then a dry run says it too"]
     rows = assumed_rows(plan.config)
     equal = EqualSamples(rows.tokens, rows.pictures, rows.targets)
     try:
         loads = Samples(plan.family, None, equal).loads(plan.config)
         machine = _machine(plan, loads)
-        found = forecast(Question(plan, count_model(plan), machine, loads))
+        found = forecast(Question(plan, counted, machine, loads))
     except DhpError as error:
         return [f"planned        not known: {error}"]
     lines = [f"planned        {_memory(found, machine)}"]
@@ -58,7 +66,7 @@ def _memory(found: Forecast, machine: Machine) -> str:
     room = f"{limit / GIB:.1f} GiB ({machine.memory_bytes / GIB:.1f} less {machine.reserve:.0%})"
     if most > limit:
         return f"does not fit: {where}, {size(most - limit)} more than {room}"
-    near = most > limit * (1 - SURE)
+    near = most > machine.sure_bytes
     return f"{'may fit, within the error of this' if near else 'fits'}: {where} of {room}"
 
 

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from dhp.trainer.forecast.forecast import Question, forecast
+from dhp.trainer.forecast.candidates import Candidate
+from dhp.trainer.forecast.forecast import forecast
 from dhp.trainer.forecast.loads import Worst
-from dhp.trainer.forecast.search import Candidate, Space, search
+from dhp.trainer.forecast.question import Question
+from dhp.trainer.forecast.search import search
+from dhp.trainer.forecast.space import Space
 
 FORECASTS = 3  # of each search
 DOUBLINGS = 3  # of the devices that are tried, where those that there are do not do

@@ -13,9 +13,10 @@ from dhp.planner.rates import Channel, Rates
 from dhp.trainer.activations import expected_activations
 from dhp.trainer.dry_run import footprints
 from dhp.trainer.forecast.counted import Counted, Cut
-from dhp.trainer.forecast.forecast import Forecast, Question, count_model, forecast
+from dhp.trainer.forecast.forecast import Forecast, forecast
 from dhp.trainer.forecast.loads import RunLoads, even_loads, text_rows
 from dhp.trainer.forecast.machine import Machine
+from dhp.trainer.forecast.question import Question, count_model
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.shapes import stage_shapes
 from tests.trainer.test_partition import FROZEN_TOWER, PIPELINE, config_of

@@ -12,12 +12,15 @@ from dhp.config.command_line import compose_config
 from dhp.config.parts import parts
 from dhp.models.registry import load_family
 from dhp.planner.rates import Channel, Rates
+from dhp.trainer.forecast.candidates import evaluate, settings_of
 from dhp.trainer.forecast.counted import Counted
 from dhp.trainer.forecast.layouts import PartLayout, part_layouts
 from dhp.trainer.forecast.machine import Machine
+from dhp.trainer.forecast.pairs import Pair, _Columns, _fastest
 from dhp.trainer.forecast.samples import EqualSamples, Samples
 from dhp.trainer.forecast.score import Rows, Score, Scorer
-from dhp.trainer.forecast.search import Found, Pair, Space, _Columns, _fastest, evaluate, search, settings_of
+from dhp.trainer.forecast.search import Found, search
+from dhp.trainer.forecast.space import Space
 from dhp.trainer.forecast.whole_run import WholeRun
 from dhp.trainer.plan import plan_run
 from dhp.trainer.trainable import training_rules
