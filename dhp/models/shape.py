@@ -143,8 +143,7 @@ Adapters = Mapping[str, AdapterSettings]  # by part
 def list_parameters(source: str, family: Family, adapters: Adapters = MappingProxyType({})) -> tuple[Parameter, ...]:
     """All parameters of the model of `source`, in its order, with those of adapters. family: the model's, with the
     parts of the run."""
-    model = _without_weights(source, ())
-    adapt(model, family, adapters)
+    adapt(model := _without_weights(source, ()), family, adapters)
     unused = set(_unused(model, family))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

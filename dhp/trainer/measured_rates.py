@@ -1,7 +1,8 @@
 """Rates of this machine, measured before a run in some 20 seconds: without data, weights or Ray; kept for later plans.
 
-One layer of each kind of each part is run with random weights (`dhp.engine.layer_seconds`), and what it does counted as
-a plan counts it (`dhp.trainer.layer_work`): the rates are those at which the one takes the seconds of the other.
+One layer of each kind of each part is run with random weights (`dhp.engine.layer_seconds`), on a CPU while the other
+cores compute too, and what it does counted as a plan counts it (`dhp.trainer.layer_work`): the rates are those at which
+the one takes the seconds of the other.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LIMIT_S = 5.0  # of each part's layers
 SHORTER = 4  # the other length with which layers are measured is so many times shorter
 PIECE = 0.1  # weight of a pass, of matrices or of attention by themselves, beside a layer's forward and backward
 LAUNCH = 0.01  # of launching, which decides where layers say little of it
-_FORM = 1  # of what the file keeps: another number where it, or what is measured, has changed
+_FORM = 2  # of what the file keeps: another number where it, or what is measured, has changed
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,15 @@ def _origin(shape: Mapping[str, Any]) -> Callable[[float], Figure]:
 def _measure(source: str, family: Family, asked: Measured, origin: Callable[[float], Figure]) -> MeasuredRates:
     from dhp.cluster.host import keep_freed_memory
     from dhp.cluster.link_seconds import measure_links
+    from dhp.engine.companions import companions
     from dhp.engine.stopwatch import stopwatch
 
+    others = 0
     if asked.device == "cpu":
         keep_freed_memory()  # as a rank does there
+        others = max(0, count_cores() // asked.threads - 1)  # ranks that compute at the same time
     parts = {}
-    with stopwatch(asked.device, asked.threads) as watch:
+    with companions(others, asked.threads), stopwatch(asked.device, asked.threads) as watch:
         for name in asked.dtypes:
             parts[name] = _of_part(source, family, name, asked, watch, origin)
     links = measure_links(asked.device, asked.threads)

@@ -43,9 +43,9 @@ _FROZEN = ("training.frozen=[vision,projector]",)
 _UNCUT = tuple(name for name in LAYOUTS if name not in ("ZeRO-1", "ZeRO-3", "FSDP2", "chain"))
 GROUPS = {
     "decoder-heavy": Group("decoder", Load(32, 32), tuple(LAYOUTS)),
-    "tower-heavy": Group("tower", Load(64, 64), tuple(LAYOUTS)),
-    "frozen tower": Group("balanced", Load(64, 64), _UNCUT, _FROZEN),
-    "long rows": Group("decoder", Load(32, 32, 1400, 256), ("DP", "SP+TP", "TP", "SP", "pipeline", "FSDP2", "apart")),
+    "tower-heavy": Group("tower", Load(48, 48), tuple(name for name in LAYOUTS if name not in ("SP", "ZeRO-1"))),
+    "frozen tower": Group("balanced", Load(48, 48), _UNCUT, _FROZEN),
+    "long rows": Group("decoder", Load(32, 32, 800, 256), ("DP", "SP+TP", "TP", "SP", "pipeline", "FSDP2", "apart")),
 }
 
 

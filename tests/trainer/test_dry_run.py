@@ -45,7 +45,8 @@ def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path
         assert line[: len(row)] == row
     states = 14 * VISION + 16 * TEXT_RANK
     loss = 256 * (2048 * 16 + 64 * 8)  # half the vocabulary: logits and slopes of a chunk, the head's gradient twice
-    assert f"fullest device {(states + loss) / 1e6:.3f} MB without activations, " in printed
+    bucket = 4 * VISION  # of gradients that DeepSpeed sends at once
+    assert f"fullest device {(states + loss + bucket) / 1e6:.3f} MB without activations, " in printed
     assert "[1.379 MB]" in printed and "[1.023 MB]" in printed  # the chosen stage of each part
     assert "8 samples = text.data 1 × micro_batch_size 4 × 2 micro-batches" in printed
 
@@ -91,7 +92,7 @@ def test_large_models_on_fewer_devices_fit_with_a_row_of_16k(
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [("3b", "33.6 GB"), ("7b", "51.4 GB"), ("32b", "57.4 GB"), ("72b", "29.5 GB")]
+    ("name", "device"), [("3b", "33.9 GB"), ("7b", "51.7 GB"), ("32b", "57.7 GB"), ("72b", "29.7 GB")]
 )
 def test_each_ready_made_configuration_passes_without_a_download(name: str, device: str, tmp_path: Path) -> None:
     printed = dry_run(prepared(f"qwen2_5_vl_{name}", f"run_dir={tmp_path / 'run'}"))
