@@ -18,6 +18,7 @@ from dhp.batch.patches import ReadPatches, fill, nothing_unread
 from dhp.batch.shard import ONE, ONE_GROUP, ONE_RANK, BatchSharder
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData, VisionInput
+from dhp.core.errors import DhpError
 from dhp.data.media.sources import File
 from dhp.data.read.records import Record
 from dhp.data.sample.lengths import LENGTH_COLUMNS
@@ -139,18 +140,16 @@ class BatchReader:
     def some_lengths(self, most: int, limit_s: float) -> np.ndarray:
         """LENGTH_COLUMNS of samples of the first epoch that are spread over it: of all, where all are known, else of as
         many as `most`, and as are measured in limit_s seconds."""
-        known = self.measured or (self._open_lengths() if self._open_lengths is not None else None)
         size = self.dataset_size
-        if known is None or not size:
+        try:
+            known = self.measured or (self._open_lengths() if self._open_lengths is not None else None)
+            if known is None or not size:
+                return np.zeros(0, LENGTH_COLUMNS)
+            if self.measured is not None and not known.missing(np.arange(size)):
+                return known.columns(np.arange(size), 0)
+            return _measured(known, np.linspace(0, size - 1, min(most, size)).astype(np.int64), limit_s)
+        except DhpError:  # a run that can be read must not end for what is said of it
             return np.zeros(0, LENGTH_COLUMNS)
-        if self.measured is not None and not known.missing(np.arange(size)):
-            return known.columns(np.arange(size), 0)
-        indices, begun, found = np.linspace(0, size - 1, min(most, size)).astype(np.int64), time.perf_counter(), []
-        for index in np.random.default_rng(0).permutation(indices).tolist():
-            found.append(known.columns(np.array([index]), 0))
-            if time.perf_counter() - begun > limit_s:
-                break
-        return np.concatenate(found)
 
     def missing(self, step: int = 0) -> list[RowChunk]:
         """Parts of the datasets whose lengths must be measured before a run begins with `step`."""
@@ -182,3 +181,13 @@ class BatchReader:
         start = time.perf_counter()
         data = self._sharder.shard(read())
         return replace(data, info=replace(data.info, data_s=time.perf_counter() - start))
+
+
+def _measured(known: MeasuredDataset, indices: np.ndarray, limit_s: float) -> np.ndarray:
+    """Lengths of as many of these samples as are measured in so many seconds, in a random order; one at least."""
+    begun, found = time.perf_counter(), []
+    for index in np.random.default_rng(0).permutation(indices).tolist():
+        found.append(known.columns(np.array([index]), 0))
+        if time.perf_counter() - begun > limit_s:
+            break
+    return np.concatenate(found)

@@ -16,7 +16,7 @@ from dhp.planner.measured_rates import MeasuredRates
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.machine import Machine, machine_of
 from dhp.trainer.graph import degrees
-from dhp.trainer.measured_rates import Measured, kept_rates, measured_rates
+from dhp.trainer.measured_rates import FILE, Measured, kept_rates, measured_rates
 
 BETWEEN = "ib400"  # assumed between nodes
 CPU = "cpu"
@@ -66,6 +66,11 @@ def measured_machine(config: Config, rates: MeasuredRates, name: str, count: int
         figures=figures,
         measured={part: rates.rates(part, node=count) for part in rates.parts},
     )
+
+
+def may_be_known(config: Config, devices: Sequence[DeviceInfo]) -> bool:
+    """Whether `machine_of_run` may know the devices: of a CPU, whether anything was measured here before."""
+    return any(device.kind != CPU for device in devices) or (folder_of(config) / FILE).is_file()
 
 
 def machine_of_run(

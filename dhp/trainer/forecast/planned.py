@@ -11,7 +11,7 @@ from dhp.core.errors import DhpError
 from dhp.core.reports import DeviceInfo
 from dhp.observe.planned import Beside, Planned
 from dhp.trainer.forecast.forecast import Forecast, forecast
-from dhp.trainer.forecast.here import CPU, machine_of_run
+from dhp.trainer.forecast.here import CPU, machine_of_run, may_be_known
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.forecast.question import Question, count_model
 from dhp.trainer.forecast.samples import EqualSamples, Samples
@@ -48,6 +48,8 @@ def expected(session: Session, devices: Sequence[DeviceInfo]) -> tuple[Beside, l
     """What is expected of a run that begins, to be held beside what it takes, and lines that say so; nothing where its
     devices are not known. devices: of all ranks."""
     plan, timeout_s = session.plan, session.config.cluster.step_timeout_s
+    if not may_be_known(plan.config, devices):
+        return Beside(Planned()), []
     columns = session.data.ask("some_lengths", LOOKED_AT, LOOKING_S, timeout_s=timeout_s)
     try:
         loads = samples_of(plan, columns).loads(plan.config)
