@@ -42,7 +42,8 @@ def search(space: Space, forecasts: int = FORECASTS) -> Found:
     scorer = Scorer(space.counted, space.machine, space.loads)
     pairs: dict[tuple[object, ...], Pair] = {}
     refused: list[Refused] = []
-    scored, least, share = 0, None, 0.5
+    over: dict[tuple[object, ...], Pair] = {}  # what does not seem to fit
+    scored, share = 0, 0.5
     limit = space.machine.limit_bytes
     for text_devices, vision_devices in _splits(space):
         count = space.machine.count
@@ -55,8 +56,8 @@ def search(space: Space, forecasts: int = FORECASTS) -> Found:
         scored += sum(len(own) for of_part in scores.values() for own in of_part.values())
         for pair in join(scores, apart, limit):
             if pair.peak_bytes > limit:
-                if least is None or pair.peak_bytes < least.peak_bytes:
-                    least = pair
+                if pair.key not in over or pair.peak_bytes < over[pair.key].peak_bytes:
+                    over[pair.key] = pair
             elif pair.key not in pairs or pair.step_s < pairs[pair.key].step_s:
                 pairs[pair.key] = pair
         if pairs and not apart:
@@ -64,8 +65,11 @@ def search(space: Space, forecasts: int = FORECASTS) -> Found:
     chosen = _various(sorted(pairs.values(), key=lambda one: one.step_s), forecasts)
     candidates, more = _forecasts(space, chosen)
     tight = None
-    if not candidates and least is not None:
-        tight = next(iter(_forecasts(space, [least], False)[0]), None)
+    if not candidates and over:  # quick figures add what is never together: the smallest may fit all the same
+        smallest = sorted(over.values(), key=lambda one: one.peak_bytes)[:forecasts]
+        known, more_refused = _forecasts(space, smallest, False)
+        candidates, more = [one for one in known if one.fits], [*more, *more_refused]
+        tight = None if candidates else min(known, key=lambda one: one.found.peak.total, default=None)
     return Found(tuple(ranked(candidates)), tight, tuple(refused + more), scored, len(pairs))
 
 
