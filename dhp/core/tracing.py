@@ -92,6 +92,12 @@ def add_waited(seconds: float) -> None:
     _waited_s += seconds
 
 
+def forget() -> None:
+    """Leave out what was counted since the last call: it belongs to no step."""
+    take_sent()
+    take_waited()
+
+
 def take_waited() -> float:
     """Seconds in collectives since the last call."""
     global _waited_s

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from dhp.core.batch import Bundle, StepInfo
 from dhp.core.generation import Answer, PromptInput
 from dhp.core.reports import EvaluatedShare
-from dhp.core.tracing import take_sent, take_waited
+from dhp.core.tracing import forget
 from dhp.models.lora import without_dropout
 from dhp.parallel.optim.base import StageOptimizer
 
@@ -52,7 +52,7 @@ class EvaluatingEngine(ABC):
 
     def end_evaluation(self, info: StepInfo, *others: Any) -> None:
         """Discard the count of sent bytes: evaluation belongs to no step."""
-        take_sent(), take_waited()
+        forget()
 
     def take_loss(self) -> float | None:
         """This rank's share of the step's objective; None where the stage has no head."""

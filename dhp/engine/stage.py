@@ -24,7 +24,7 @@ from dhp.core.collectives import RECORD, watch_layers
 from dhp.core.errors import PartFailed
 from dhp.core.graph import Edge, Node
 from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, StageReport
-from dhp.core.tracing import take_sent, take_waited
+from dhp.core.tracing import forget, take_sent, take_waited
 from dhp.engine.build import (
     cuts_first,
     dtype_to_load,
@@ -89,7 +89,7 @@ class StageEngine(EvaluatingEngine):
         self.optimizer: StageOptimizer = make_optimizer(self.model, self._present_layers(), settings, self.mesh)
         tie_weight(self.optimizer, self.model, settings)
         self._resume_optimizer()
-        take_sent(), take_waited()  # what it took to get here belongs to no step
+        forget()  # what it took to get here belongs to no step
 
     @abstractmethod
     def load_slice(self) -> PreTrainedModel:
@@ -207,7 +207,7 @@ class StageEngine(EvaluatingEngine):
         """
         require_alike(self.model, self.mesh.get_group("tensor"))
         names = self._write(Path(folder))
-        take_sent(), take_waited()  # saving belongs to no step
+        forget()  # saving belongs to no step
         return names
 
     @property

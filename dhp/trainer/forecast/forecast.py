@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from dhp.config.parts import DECODER, encoders, parts, resolved
 from dhp.config.recompute import read_choices
@@ -20,15 +19,11 @@ from dhp.step.timed import Timeline
 from dhp.trainer.forecast.counted import Cut
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.memory import Moment, StageMemory
-from dhp.trainer.forecast.seconds import KINDS, StageSeconds, UnitSeconds, once_a_step, stage_seconds, unit_seconds
-from dhp.trainer.row_bytes import CHOICES
-
-if TYPE_CHECKING:
-    pass
-
 from dhp.trainer.forecast.played import count_actions, count_played, play_step, slowest_micro_batch, stages_on
 from dhp.trainer.forecast.question import Question
+from dhp.trainer.forecast.seconds import KINDS, StageSeconds, UnitSeconds, once_a_step, stage_seconds, unit_seconds
 from dhp.trainer.forecast.stage_bytes import fullest_device, memory_of, rows_of_stage, shape_of
+from dhp.trainer.row_bytes import CHOICES
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dhp.core.errors import DhpError
 from dhp.core.reports import DeviceInfo
 from dhp.observe.planned import Beside, Planned
 from dhp.trainer.forecast.forecast import Forecast, forecast
 from dhp.trainer.forecast.here import CPU, machine_of_run, may_be_known
 from dhp.trainer.forecast.machine import Machine
-from dhp.trainer.forecast.question import Question, count_model
+from dhp.trainer.forecast.question import Question, attempt, count_model, is_quick
 from dhp.trainer.forecast.samples import EqualSamples, Samples
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.units import assumed_rows
@@ -50,15 +49,24 @@ def expected(session: Session, devices: Sequence[DeviceInfo]) -> tuple[Beside, l
     plan, timeout_s = session.plan, session.config.cluster.step_timeout_s
     if not may_be_known(plan.config, devices):
         return Beside(Planned()), []
+    counted = count_model(plan)
+    if not is_quick(plan, counted):
+        return Beside(Planned()), [
+            "not planned: `python -m dhp plan` traces this model, once, and runs are planned then"
+        ]
     columns = session.data.ask("some_lengths", LOOKED_AT, LOOKING_S, timeout_s=timeout_s)
-    try:
+    if not (columns["text"] > 0).any():
+        return Beside(Planned()), ["not planned: no sample's length is known"]
+
+    def make() -> tuple[Forecast, Machine] | None:
         loads = samples_of(plan, columns).loads(plan.config)
         machine = machine_of_run(plan.config, plan.family, devices, session.node_devices, session.threads, loads)
-        if machine is None:
-            return Beside(Planned()), []
-        found = forecast(Question(plan, count_model(plan), machine, loads))
-    except DhpError as error:
-        return Beside(Planned()), [f"not planned: {error}"]
+        return None if machine is None else (forecast(Question(plan, counted, machine, loads)), machine)
+
+    made = attempt(make)
+    if made is None or isinstance(made, str):
+        return Beside(Planned()), [] if made is None else [f"not planned: {made}"]
+    found, machine = made
     measured = {figure.kind for figure in machine.figures.values()} == {"measured"}
     source = "rates measured here before" if measured else "rates by data sheets"
     return Beside(planned_of(found, source)), [plan_line(found, machine, source)]

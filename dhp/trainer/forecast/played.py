@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from dhp.config.parts import DECODER, parts
 from dhp.config.resolve import micro_batches
 from dhp.core.graph import Edge, StageSpec
 from dhp.step.schedule import Action, Forward, make_schedule
 from dhp.step.timed import Timeline, play
+from dhp.trainer.forecast.question import Question
 from dhp.trainer.forecast.seconds import StageSeconds
 from dhp.trainer.memory import VALUE_BYTES
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.tower_units import tower_width
 from dhp.trainer.units import hidden_width
-
-if TYPE_CHECKING:
-    pass
-
-from dhp.trainer.forecast.question import Question
 
 MOST_MICRO_BATCHES = 64  # of a step that is played
 

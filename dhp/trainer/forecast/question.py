@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
+from dhp.config.parts import DECODER, parts
 from dhp.config.resolve import micro_batches
+from dhp.core.errors import DhpError
+from dhp.models.family import VISION
 from dhp.planner.costs import Arrangement
 from dhp.step.schedule import Schedule, make_schedule
-from dhp.trainer.forecast.counted import Counted
+from dhp.trainer.forecast.counted import Counted, Cut
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.recompute import arrange
 
-if TYPE_CHECKING:
-    pass
+T = TypeVar("T")
+AT_ONCE = 16  # layers of a part that are traced without being asked for; those of large models take a minute
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,23 @@ class Question:
     @cached_property
     def arrangement(self) -> Arrangement:
         return arrange(self.plan.graph, self.schedule, "cuda" if self.machine.contexts else "cpu")
+
+
+def is_quick(plan: RunPlan, counted: Counted) -> bool:
+    """Whether a forecast needs no trace that takes a minute: each part was traced before, or has few layers."""
+    cuts = {name: Cut.of(section) for name, section in parts(plan.config).items() if name in (VISION, DECODER)}
+    slow = [name for name, cut in cuts.items() if not counted.is_traced(name, cut)]
+    return all(len(plan.family.parts[name].layers.kinds) <= AT_ONCE for name in slow)
+
+
+def attempt(make: Callable[[], T]) -> T | str:
+    """What `make` gives, or why it does not, for what is only said of a run: no defect of it may end the run itself."""
+    try:
+        return make()
+    except DhpError as error:
+        return str(error)
+    except Exception as error:  # a family's own code, or a shape that no forecast has met
+        return f"{type(error).__name__}: {error}"
 
 
 def count_model(plan: RunPlan) -> Counted:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dhp.config.devices import GIB, find_device, find_link
-from dhp.config.parts import DECODER, parts
-from dhp.core.errors import DhpError
-from dhp.models.family import VISION
-from dhp.trainer.forecast.counted import Cut
+from dhp.config.parts import parts
 from dhp.trainer.forecast.forecast import Forecast, forecast
 from dhp.trainer.forecast.here import BETWEEN, CPU, asked_rates, folder_of, measured_machine
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.machine import Machine, machine_of
-from dhp.trainer.forecast.question import Question, count_model
+from dhp.trainer.forecast.question import Question, attempt, count_model, is_quick
 from dhp.trainer.forecast.samples import EqualSamples, Samples
 from dhp.trainer.measured_rates import kept_rates
 from dhp.trainer.plan import RunPlan
@@ -19,24 +16,24 @@ from dhp.trainer.units import assumed_rows
 
 ASSUMED = "h100"  # the device of a run on GPUs, where nothing else is said
 NODE = 8  # devices of a node, as most have
-AT_ONCE = 16  # layers of a part that are traced without being asked for; those of large models take a minute
 
 
 def verdict(plan: RunPlan) -> list[str]:
     """Lines about a run's own layout: on `ASSUMED` devices, or on this machine's CPUs, with rows that are assumed."""
     counted = count_model(plan)
-    cuts = {name: Cut.of(section) for name, section in parts(plan.config).items() if name in (VISION, DECODER)}
-    slow = [name for name, cut in cuts.items() if not counted.is_traced(name, cut)]
-    if any(len(plan.family.parts[name].layers.kinds) > AT_ONCE for name in slow):
+    if not is_quick(plan, counted):
         return ["planned        not yet: python -m dhp plan traces this model, once, and then a dry run says it too"]
-    rows = assumed_rows(plan.config)
-    equal = EqualSamples(rows.tokens, rows.pictures, rows.targets)
-    try:
-        loads = Samples(plan.family, None, equal).loads(plan.config)
+
+    def make() -> tuple[Forecast, Machine]:
+        rows = assumed_rows(plan.config)
+        loads = Samples(plan.family, None, EqualSamples(rows.tokens, rows.pictures, rows.targets)).loads(plan.config)
         machine = _machine(plan, loads)
-        found = forecast(Question(plan, counted, machine, loads))
-    except DhpError as error:
-        return [f"planned        not known: {error}"]
+        return forecast(Question(plan, counted, machine, loads)), machine
+
+    made = attempt(make)
+    if isinstance(made, str):
+        return [f"planned        not known: {made}"]
+    found, machine = made
     lines = [f"planned        {_memory(found, machine)}"]
     if machine.figures:
         lines.append(f"               {_speed(found, machine)}, on {machine} (assumed)")
