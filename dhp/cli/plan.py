@@ -116,7 +116,8 @@ def _beside(run: Path, outcome: Outcome) -> Iterator[str]:
     if not file.is_file():
         yield f"took          {run} has no summary.json: it has not ended"
         return
-    took = json.loads(file.read_text(encoding="utf-8")).get("median_step_s")
+    values = json.loads(file.read_text(encoding="utf-8"))
+    took = values.get("median_step_s") if isinstance(values, dict) else None
     if not isinstance(took, (int, float)) or outcome.best is None:
         return
     planned = outcome.best.found.step_s
