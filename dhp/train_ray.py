@@ -31,9 +31,10 @@ def main(config: Config) -> None:
 
                 run_curriculum(config, lambda stage: _train(stage, say), say)
             else:
+                from dhp.trainer.layout import with_layout
                 from dhp.trainer.preflight import prepare
 
-                _train(prepare(config, say=say), say)
+                _train(prepare(with_layout(config, say), say=say), say)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)

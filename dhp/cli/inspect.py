@@ -17,6 +17,7 @@ from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
 from dhp.core.errors import ConfigError
 from dhp.core.process import StartUp, say_line
+from dhp.trainer.layout import with_layout
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings
 
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     own = {key: value for key, _, value in (s.partition("=") for s in settings) if key in _OWN[given.what]}
     overrides = [setting for setting in settings if setting.partition("=")[0] not in own]
     say = StartUp(time.perf_counter(), partial(say_line, file=sys.stderr))  # stdout may go into a file
-    config = prepare(compose_config(name, path, overrides), new_run=False, say=say)
+    config = prepare(with_layout(compose_config(name, path, overrides), say), new_run=False, say=say)
     say("reading the data")
     return {"batch": _batch, "data": _data, "sample": _sample}[given.what](config, own)
 

@@ -17,7 +17,6 @@ from dhp.batch.build import BatchReaderSettings, make_reader, open_datasets
 from dhp.batch.reader import BatchReader
 from dhp.cli.inspect_costs import cost_table
 from dhp.cli.inspect_locality import locality_table
-from dhp.cli.lengths import map_chunks, measure_all, measuring_settings, own_reader
 from dhp.config.parts import resolved
 from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches
@@ -32,6 +31,7 @@ from dhp.data.sampling.sampler import BalanceSettings
 from dhp.models.registry import load_family
 from dhp.observe.plots import draw_histograms
 from dhp.trainer.graph import devices_as_planned, find_localities, make_graph
+from dhp.trainer.lengths import map_chunks, measure_all, measuring_settings, own_reader
 
 SHOWN_DEFECTS = 20  # defects that are printed; the file has all
 DATASETS = {

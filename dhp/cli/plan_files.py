@@ -13,6 +13,7 @@ import yaml
 from dhp.cli.plan_outcome import BYTES_ERROR, SECONDS_ERROR, Outcome
 from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.devices import GIB
+from dhp.config.layout import GIVEN
 from dhp.config.schema import Config
 from dhp.config.shipped import shipped_directory
 from dhp.core.errors import ConfigError
@@ -34,6 +35,7 @@ def write_configuration(outcome: Outcome, source: tuple[str | None, str | None],
     name, folder = source
     given = outcome.asked.config
     settings = with_settings(given, outcome.asked.held, best.settings)
+    settings |= {"layout": GIVEN} if given.layout != GIVEN else {}
     base = Path(folder or shipped_directory()).resolve()
     if path.suffix != ".yaml":
         raise ConfigError(f"--write={path}: a configuration's name ends with .yaml; write {path.stem}.yaml")
@@ -47,8 +49,8 @@ def write_configuration(outcome: Outcome, source: tuple[str | None, str | None],
         for key in _OF_EACH_RUN:
             values.pop(key, None)
         for key, value in settings.items():
-            section, _, leaf = key.partition(".")
-            values[section][leaf] = value
+            *sections, leaf = key.split(".")
+            (values[sections[0]] if sections else values)[leaf] = value
         text = yaml.safe_dump(values, sort_keys=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, _comment(outcome, best) + text)

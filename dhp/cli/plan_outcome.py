@@ -6,23 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dhp.cli.plan_data import find_samples
 from dhp.cli.plan_request import PlanRequest, find_machine, measured_device, with_memory
 from dhp.config.devices import GIB, known_devices
-from dhp.config.lora import resolve_lora
 from dhp.config.parts import DECODER, encoders, parts
-from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
-from dhp.models.pretrained import config_source
-from dhp.models.registry import load_family
 from dhp.trainer.forecast.candidates import Candidate
-from dhp.trainer.forecast.counted import Counted
 from dhp.trainer.forecast.explain import TooLarge, equations, too_large
-from dhp.trainer.forecast.freed import DEVICES, ROWS, SCHEDULE, Held, freed, one_actor_each
+from dhp.trainer.forecast.freed import Held, freed
 from dhp.trainer.forecast.loads import window_length
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.forecast.measure import measured_here
@@ -30,6 +24,7 @@ from dhp.trainer.forecast.needs import Needs, needs_of, useful_operations
 from dhp.trainer.forecast.samples import Samples
 from dhp.trainer.forecast.search import Found, search
 from dhp.trainer.forecast.space import Space
+from dhp.trainer.forecast.subject import keys_of_run, make_space, read_subject
 from dhp.trainer.forecast.ways import (
     Ways,
     devices_in_time,
@@ -40,9 +35,6 @@ from dhp.trainer.forecast.ways import (
     smallest_memory,
 )
 from dhp.trainer.forecast.whole_run import WholeRun
-from dhp.trainer.model_checks import having_parts
-from dhp.trainer.preflight import make_tiny
-from dhp.trainer.trainable import adapters_of, training_rules
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table
@@ -122,25 +114,15 @@ def find_plan(asked: Asked, say: Callable[[str], None]) -> Outcome:
             f"{asked.named} has stages ({', '.join(config.stages)}), which differ in what is trained and in their "
             "data: plan each by itself, as a FILE.yaml without `stages` and with that stage's settings"
         )
-    if config.tiny_assets is not None:
-        make_tiny(config, config.tiny_assets, say)
     machine, notes = find_machine(asked.request, config)
-    plain = resolve(one_actor_each(config))
-    source = config_source(plain.text.model_name)
-    family = having_parts(config, load_family(source))
-    samples, table, _ = find_samples(asked.request, plain, family, say)
+    subject = read_subject(config, say)
+    samples, table, _ = find_samples(asked.request, subject.plain, subject.family, say)
     if asked.measure:
         here = measured_device(asked.request)
-        machine = measured_here(machine, plain, family, source, samples, here, say)
+        machine = measured_here(machine, subject.plain, subject.family, subject.source, samples, here, say)
         machine = with_memory(asked.request, machine)
         notes = [note for note in notes if not note.startswith("device=")]
-    own: dict[str, Any] = {name: replace(part, lora=resolve_lora(part.lora)) for name, part in parts(config).items()}
-    adapters = adapters_of(replace(config, **own))
-    rules = training_rules(config.training, family, adapters)
-    counted = Counted(family, source, rules, adapters, config.training.objective, Path(plain.data.cache_dir or ""), say)
-    given, held = freed(config, asked.held), asked.held
-    whole = WholeRun(given, family, source)
-    space = Space(given, whole, counted, machine, samples, held.layouts(config), **_of_run(held))
+    space = make_space(subject, asked.held, machine, samples, say)
     return _answered(asked, space, tuple(notes), samples, table, say)
 
 
@@ -239,13 +221,7 @@ def _fits(asked: Asked, space: Space, config: Config, held: Held) -> bool:
     given = freed(config, held)
     whole = WholeRun(given, space.whole.family, space.counted.source)
     try:
-        other = replace(space, config=given, whole=whole, held=held.layouts(config), known={}, **_of_run(held))
+        other = replace(space, config=given, whole=whole, held=held.layouts(config), known={}, **keys_of_run(held))
         return bool(search(other, 1).candidates)
     except ConfigError:
         return False
-
-
-def _of_run(held: Held) -> dict[str, Any]:
-    """What a search keeps that is of no part."""
-    keys = {"rows_held": ROWS, "schedule_held": SCHEDULE, "devices_held": DEVICES}
-    return {name: key in held.keys for name, key in keys.items()}

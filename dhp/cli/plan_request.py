@@ -8,18 +8,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dhp.config.devices import Device, Link, find_device, find_link, known_devices
+from dhp.config.devices import Device, Link, find_device, find_link
 from dhp.config.parts import parts
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
-from dhp.trainer.forecast.here import CPU
+from dhp.trainer.forecast.here import CPU, device_here
 from dhp.trainer.forecast.machine import Machine, machine_of
 from dhp.trainer.forecast.samples import EqualSamples
 
 NODE = 8  # devices of a node, where nothing else is said
 DEVICE, LINK = "h100", "ib400"  # where none is named
 _LENGTH = {"tokens": "tokens", "picture": "features", "targets": "targets"}  # names of length= and of EqualSamples
-_GPUS = "/proc/driver/nvidia/gpus"
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def with_memory(request: PlanRequest, machine: Machine) -> Machine:
 def measured_device(request: PlanRequest) -> str:
     """What --measure measures: cuda, where GPUs of the table are here, else cpu. Raises ConfigError where another
     device is asked for."""
-    here = _device_here()
+    here = device_here()
     name = CPU if here is None else here.name
     if request.device is not None and find_device(request.device) != here:
         raise ConfigError(
@@ -94,26 +93,13 @@ def measured_device(request: PlanRequest) -> str:
 def _device(request: PlanRequest, config: Config) -> tuple[Device, list[str]]:
     if request.device is not None:
         return find_device(request.device), []
-    here = _device_here()
+    here = device_here()
     if here is not None:
         return here, []
     on = "no GPU of the table is here"
     if config.cluster.device == "cpu":
         on = "cluster.device=cpu has no data sheet"
     return find_device(DEVICE), [f"device={DEVICE} is assumed: {on}"]
-
-
-def _device_here() -> Device | None:
-    """The kind of this machine's GPUs, read from the driver's files."""
-    torchs = {name: device for device in known_devices().values() for name in device.names}
-    for file in sorted(Path(_GPUS).glob("*/information")):
-        try:
-            named = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
-        except OSError:
-            continue
-        if named and named[1] in torchs:
-            return torchs[named[1]]
-    return None
 
 
 def _link(request: PlanRequest) -> tuple[Link, bool]:

@@ -46,6 +46,11 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
+def job_overrides() -> list[str]:
+    """The settings of the command line of this process's run; none in a program of one's own."""
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+
+
 def to_yaml(config: Config) -> str:
     """The configuration as YAML text that `compose_config` reads back to an equal one."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)

@@ -56,6 +56,7 @@ _MEANT_PARTITIONS = {
     **dict.fromkeys(("auto", "balanced", "dp"), EXACT),
     "omnibal": BMP,
 }
+GIVEN, AUTO, FREED = LAYOUTS = ("given", "auto", "free")  # where a run's layout is from
 ZERO_STAGES = ("0", "1", "2", "3")
 ZERO_ENGINES = ("auto", DEEPSPEED, FSDP)
 

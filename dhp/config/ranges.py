@@ -171,7 +171,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
     """Raises ConfigError for the first field out of its range."""
     require_choice("cluster.transport", cluster.transport, TRANSPORTS)
     require_choice("cluster.device", cluster.device, ("auto", "cpu", "cuda"))
-    _require_positive("cluster", cluster, "start_timeout_s", "step_timeout_s", "threads_per_actor")
+    _require_positive("cluster", cluster, "start_timeout_s", "step_timeout_s", "threads_per_actor", "devices")
     if not re.fullmatch(r"local|auto|(ray://)?[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+", cluster.address):
         raise ConfigError(
             f"cluster.address={cluster.address} is not an address; set it to local (a Ray of this run's own), "

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import DictConfig, OmegaConf
 
-from dhp.config.command_line import compose_config
+from dhp.config.command_line import compose_config, to_config
+from dhp.config.errors import translated_errors
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 
@@ -39,6 +41,16 @@ def compose_recorded(file: Path, overrides: Sequence[str] = ()) -> Config:
         )
     own = [f"{key}={value}" for key, value in _OF_THE_CALLER.items() if key not in given]
     return compose_config(file.stem, str(file.parent), [*own, *overrides])
+
+
+def read_recorded(file: Path) -> Config:
+    """The configuration in a run's config.yaml, to be looked at: nothing is to be written or joined as it says. Raises
+    ConfigError for anything but plain values of the schema."""
+    values = _plain_values(file)
+    with translated_errors():
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(dict(values)))
+        assert isinstance(merged, DictConfig)
+        return to_config(merged)
 
 
 def _plain_values(file: Path) -> Mapping[Any, Any]:

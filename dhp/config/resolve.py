@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dhp.config.generation import check_layout
-from dhp.config.layout import resolve_part
+from dhp.config.layout import LAYOUTS, resolve_part
 from dhp.config.parts import OPTIONAL, decoder, encoders, parts, resolved, sections, split_share
-from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
+from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training, require_choice
 from dhp.config.rules import FSDP, check_balance, check_run
 from dhp.config.schema import Config
 from dhp.config.suggestions import did_you_mean, nearest
@@ -26,6 +26,7 @@ def resolve(config: Config, reads: bool = True) -> Config:
     that cannot run. reads: it reads datasets. Raises ConfigError.
     """
     check_seed(config.seed)
+    require_choice("layout", config.layout, LAYOUTS)
     check_training(config.training)
     check_data(config.data, reads)
     check_memory(config.memory)

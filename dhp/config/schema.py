@@ -53,6 +53,10 @@ class ClusterConfig:
     text.pipeline=3, vision is on devices 0 and 1, text on 1, 2 and 3. Stages of both parts have as many actors.
     Without vision.cuts and text.cuts both parts are cut together, as text.partition says."""
 
+    devices: Optional[int] = None
+    """Devices that layout=auto plans for. Null: all GPUs of this machine or of the cluster at `address`; on CPUs its
+    cores, by threads_per_actor where it is set."""
+
     transport: str = "auto"
     """How tensors go between stages: shared_memory (one copy; all actors on one host) | object_store (Ray's, also
     between hosts) | cuda_ipc (no copy; all actors on one GPU; not yet run on one) | auto (shared_memory where all
@@ -93,6 +97,12 @@ class Config:
 
     seed: int = 0
     """Seed of the data order and of every random number in training; non-negative."""
+
+    layout: str = "given"
+    """given (as the parts' degrees say) | auto (degrees, ZeRO, recompute, training.micro_batch_size, training.schedule
+    and cluster.collocate that are not set are planned at the start, as `python -m dhp plan` would; one with its default
+    counts as set on the command line alone) | free (as auto, and those that files set are planned too: what the command
+    line sets stays). A resumed run keeps the layout that it had."""
 
     tiny_assets: Optional[str] = None
     """Directory in which the tiny model and dataset are made when absent. Null: nothing is made."""

@@ -24,6 +24,7 @@ from dhp.engine.build import freeze
 from dhp.engine.shard_norms import shard_without_ranks
 from dhp.engine.traced_moments import MomentsOfTrace, Traced
 from dhp.models.family import Family
+from dhp.models.lora import adapted_modules
 from dhp.models.part import Part
 from dhp.models.shape import adapt, empty_slices
 from dhp.models.tower import Tower, TowerInputs
@@ -37,6 +38,7 @@ from dhp.parallel.recompute.layers import ATTENTION, RecomputedLayers, tile_mlps
 from dhp.parallel.recompute.meter import ActivationMeter
 from dhp.parallel.recompute.saved_calls import save_output
 from dhp.parallel.tensor.plan import local_plan
+from dhp.parallel.tensor.slices import sum_without_ranks
 from dhp.parallel.tensor.styles import with_fused
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -142,6 +144,7 @@ def empty_part(source: str, family: Family, name: str, settings: TraceSettings) 
         shard_without_ranks(model, part, tensor)
     own = {of: asked for of, asked in settings.adapters.items() if of == name}
     adapt(model, family, own)
+    sum_without_ranks(adapted_modules(model))
     model.to(getattr(torch, settings.dtype))
     part.freeze_unused(model)
     freeze(model, settings.trains)

@@ -46,6 +46,11 @@ class Family:
         """All parts but the decoder."""
         return {VISION: self.tower, **self.others}
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The model's configuration, the same wherever the directory that it was read from lies."""
+        return {key: value for key, value in self.config.to_dict().items() if key != "_name_or_path"}
+
     def check_answers(self) -> None:
         """Raises ModelError, by name, for a model that cannot answer prompts here."""
         self.decoder.check_answers()

@@ -27,8 +27,6 @@ from dhp.core.parameters import AdapterSettings, is_adapter, is_inside, plain_na
 from dhp.models.family import VISION, Family
 from dhp.models.load import ReadPlan, drop_modules, drop_parameters, model_class, without_dropped
 from dhp.models.lora import add_adapters, check_targets, find_targets
-from dhp.models.registry import load_family
-from dhp.models.types import Chunk, held_layers
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def held_parameters(
     by a parameter's name; None: all are. shared: modules whose experts so many ranks (sharing) share out. put_adapters:
     puts adapters into a model, which each rank holds whole. find_quantized: names of modules in four bits.
     """
-    model = _without_weights(source, dropped)
+    model = without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
     mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0) if tensor > 1 else None
     put_adapters(model)
@@ -143,7 +141,7 @@ Adapters = Mapping[str, AdapterSettings]  # by part
 def list_parameters(source: str, family: Family, adapters: Adapters = MappingProxyType({})) -> tuple[Parameter, ...]:
     """All parameters of the model of `source`, in its order, with those of adapters. family: the model's, with the
     parts of the run."""
-    adapt(model := _without_weights(source, ()), family, adapters)
+    adapt(model := without_weights(source, ()), family, adapters)
     unused = set(_unused(model, family))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -158,7 +156,7 @@ def list_parameters(source: str, family: Family, adapters: Adapters = MappingPro
 
 def check_adapters(source: str, family: Family, adapters: Adapters) -> None:
     """Raises ConfigError for adapters of modules that the model does not have, or that cannot have one."""
-    model = _without_weights(source, ())
+    model = without_weights(source, ())
     for name, asked in adapters.items():
         check_targets(model, family.parts[name], f"{name}.lora", asked)
 
@@ -179,43 +177,6 @@ def _unused(model: nn.Module, family: Family) -> Iterator[str]:
         model.requires_grad_(True)  # a part may take another's for unused, which its ranks do not hold
 
 
-@dataclass(frozen=True)
-class DecoderSizes:
-    """Parameters of a decoder's pieces.
-
-    layers: of each. head: of the head, which has them for itself unless `tied`. Then they are the embedding's, and
-    `head == embedding`: they exist once where one group of ranks holds the first chunk and the last, else both groups
-    have them.
-    """
-
-    embedding: int
-    layers: tuple[int, ...]
-    norm: int
-    head: int
-    tied: bool
-
-    def held(self, chunks: Sequence[Chunk]) -> int:
-        """Parameters of a group that holds these chunks."""
-        first, last = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
-        ends = self.embedding * first + (self.norm + self.head) * last
-        twice = self.head if self.tied and first and last else 0
-        return ends - twice + sum(self.layers[layer] for layer in held_layers(chunks))
-
-
-def decoder_sizes(source: str) -> DecoderSizes:
-    """Count the decoder of `source`, piece by piece, on the meta device."""
-    decoder = load_family(source).decoder
-    model = _without_weights(source, ())
-    count = lambda name: sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
-    return DecoderSizes(
-        embedding=count(decoder.embedding),
-        layers=tuple(count(f"{decoder.layers.path}.{layer}") for layer in range(len(decoder.layers.kinds))),
-        norm=count(decoder.norm),
-        head=count(decoder.head),
-        tied=decoder.tied,
-    )
-
-
 def empty_slices(
     source: str,
     dropped: Sequence[str],
@@ -226,7 +187,7 @@ def empty_slices(
     """The model of `source` on the meta device without the modules `dropped`, its parameters those of the first of
     `tensor` ranks, as `part_shape` counts them; it sums over no ranks."""
     if tensor == 1:
-        return _without_weights(source, dropped)
+        return without_weights(source, dropped)
     plan = tuple(sorted(added_plan.items()))
     return deepcopy(_sliced(source, _written_ns(source), tuple(dropped), tensor, tuple(whole_modules), plan))
 
@@ -241,7 +202,7 @@ def _sliced(
     added_plan: tuple[tuple[str, str], ...],
 ) -> Any:
     """Each trace of a model asks for the same slices, which take seconds. written_ns: when its configuration was."""
-    model = _without_weights(source, dropped)
+    model = without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
     mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0)
     for name, _ in list(model.named_parameters()):
@@ -249,6 +210,9 @@ def _sliced(
         own = held.to_local() if isinstance(held, DTensor) else held
         module, _, of_module = name.rpartition(".")
         setattr(model.get_submodule(module), of_module, nn.Parameter(own.detach()))
+    for linear in model.modules():
+        if isinstance(linear, nn.Linear):  # adapters are made as wide as it says it is
+            linear.out_features, linear.in_features = linear.weight.shape
     return model
 
 
@@ -257,11 +221,11 @@ def check_tensor_plan(
 ) -> None:
     """Let `read_plan` look at the tensor-parallel plan of the model of `source` without the modules `dropped`, as it
     will when the part is loaded. Raises what it raises."""
-    model = _without_weights(source, dropped)
+    model = without_weights(source, dropped)
     read_plan(model, model._expand_parallel_plan(model.tp_plan | without_dropped(added_plan, dropped)))
 
 
-def _without_weights(source: str, dropped: Sequence[str]) -> Any:
+def without_weights(source: str, dropped: Sequence[str]) -> Any:
     """The model on the meta device, to be changed at will."""
     model = deepcopy(_empty(source, _written_ns(source)))
     drop_modules(model, dropped)

@@ -19,8 +19,9 @@ from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.errors import ModelError
 from dhp.core.parameters import AdapterSettings, TrainingRules
+from dhp.models.decoder_sizes import decoder_sizes
 from dhp.models.family import VISION, Family
-from dhp.models.shape import decoder_sizes, list_parameters
+from dhp.models.shape import list_parameters
 from dhp.planner.partition.even import by_layers
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.planner.units import Held, Saved, Unit, layer_cuts

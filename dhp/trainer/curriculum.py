@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from dhp.models.pretrained import auxiliary_files
 from dhp.observe.metrics import read_metrics
 from dhp.trainer.curriculum_record import CurriculumRecord
 from dhp.trainer.export import export_whole
+from dhp.trainer.layout import with_layout
 from dhp.trainer.preflight import prepare
 
 START = "start"  # the model that a stage begins with
@@ -84,7 +86,7 @@ def run_curriculum(config: Config, train: Train, say: Callable[[str], None]) -> 
     All are checked before the first begins. run_dir/stages.json has an entry for each that has begun. Raises DhpError;
     ConfigError names the stage.
     """
-    stages = _checked_stages(config)
+    stages = _checked_stages(config, say)
     if config.training.dry_run:
         for one in stages:
             say(f"\n{one.label}")
@@ -117,16 +119,21 @@ def _train_stages(
     say(f"all {len(stages)} stages are done; {record.path} tells of each")
 
 
-def _checked_stages(config: Config) -> list[CheckedStage]:
+def _checked_stages(config: Config, say: Callable[[str], None]) -> list[CheckedStage]:
     stages = training_stages(config, shipped_directory() / GROUP)
     checked = []
     for stage in stages:
         try:
+            stage = replace(stage, config=with_layout(stage.config, partial(_say_of, stage.name, say)))
             own = prepare(stage.config, new_run=stage.config.training.dry_run)
         except DhpError as error:
             raise type(error)(f"stage {stage.number} of {len(stages)}, {stage.name}: {error}") from error
         checked.append(CheckedStage(stage, own, len(stages)))
     return checked
+
+
+def _say_of(stage: str, say: Callable[[str], None], line: str) -> None:
+    say(f"{stage}: {line}")
 
 
 def _require_order(record: CurriculumRecord, stages: Sequence[CheckedStage]) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from dhp.config.parts import DECODER
 from dhp.config.resolve import micro_batches
 from dhp.core.graph import Edge, Node, StageGraph
+from dhp.models.decoder_sizes import decoder_sizes
 from dhp.models.family import VISION
 from dhp.models.flops import VisionWork
-from dhp.models.shape import decoder_sizes
 from dhp.planner.units import Unit, first_trained
 from dhp.step.schedule import Action, Forward, make_schedule
 from dhp.step.timed import Timeline, draw_timeline, play

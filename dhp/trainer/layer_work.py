@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from dhp.config.part import PartConfig
 from dhp.core.axes import Degrees
+from dhp.models.decoder_sizes import DecoderSizes
 from dhp.models.family import Family
 from dhp.models.flops import OPERATIONS
-from dhp.models.shape import DecoderSizes
 from dhp.planner.rates import Sent, Work
 from dhp.planner.traffic import DividedAttention, DividedMatrices
 from dhp.planner.units import NONE

@@ -8,6 +8,7 @@ the one takes the seconds of the other.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,7 +119,7 @@ def _kept(file: Path, shape: Mapping[str, Any]) -> MeasuredRates | None:
 
 def _shape(family: Family, asked: Measured) -> dict[str, Any]:
     """All that the rates depend on."""
-    config = family.config.to_json_string(use_diff=False)
+    config = json.dumps(family.values, sort_keys=True, default=str)
     return {
         "form": _FORM,
         "device": _device_name(asked.device),
@@ -249,7 +250,8 @@ def observe(
 
 def _passes(source: str, family: Family, name: str, dtype: str, rows: TracedRows) -> tuple[Passes, ...]:
     """The work of a part's units with these rows, on one rank that trains all of it."""
-    from dhp.models.shape import decoder_sizes, list_parameters
+    from dhp.models.decoder_sizes import decoder_sizes
+    from dhp.models.shape import list_parameters
 
     section, kept = PartConfig(dtype=dtype), _kept_bytes(source, family, name, dtype, rows)
     if name == DECODER:

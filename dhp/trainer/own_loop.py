@@ -23,6 +23,7 @@ from dhp.core.reports import StageReport
 from dhp.step.stages import Ref, Stage
 from dhp.step.step import update_weights
 from dhp.trainer.curriculum import run_curriculum
+from dhp.trainer.layout import with_layout
 from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
 from dhp.trainer.preload import preloaded
@@ -59,7 +60,7 @@ def train(config: Config, say: Callable[[str], None] = say_line) -> dict[str, An
         if config.stages:
             run_curriculum(config, run_one, say)
         else:
-            run_one(prepare(config, say=say))
+            run_one(prepare(with_layout(config, say), say=say))
     found = [folder / "summary.json" for folder in done]
     return dict(json.loads(found[-1].read_text())) if found else {}
 
@@ -89,7 +90,7 @@ class Run:
     def __enter__(self) -> Run:
         with ExitStack() as exits:
             exits.enter_context(preloaded(self.config))
-            self.config = config = prepare(self.config, say=self._say)
+            self.config = config = prepare(with_layout(self.config, self._say), say=self._say)
             run_dir, start = exits.enter_context(open_run(config, self._say))
             write_whole(run_dir / "config.yaml", to_yaml(config))
             unfinished = exits.enter_context(Unfinished())

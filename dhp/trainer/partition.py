@@ -15,8 +15,9 @@ from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import AdapterSettings, TrainingRules
 from dhp.core.reports import StageUsage
+from dhp.models.decoder_sizes import DecoderSizes, decoder_sizes
 from dhp.models.family import Family
-from dhp.models.shape import DecoderSizes, Parameter, decoder_sizes, list_parameters
+from dhp.models.shape import Parameter, list_parameters
 from dhp.planner.partition.bmp import bmp
 from dhp.planner.partition.even import by_layers, by_parameters, by_profile
 from dhp.planner.partition.exact import exact

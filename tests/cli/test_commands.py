@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from dhp.__main__ import main
 from dhp.cli.inspect_costs import COSTS
 from dhp.cli.inspect_data import COLUMNS, DATASETS, LENGTHS
-from dhp.cli.lengths import map_chunks
 from dhp.core.errors import PartFailed
 from dhp.observe.plots import HEIGHT, WIDTH
+from dhp.trainer.lengths import map_chunks
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED
 from dhp.core.errors import ModelError
+from dhp.core.parameters import AdapterSettings
 from dhp.core.reports import StageUsage
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
@@ -18,7 +19,7 @@ from dhp.engine.traced import TracedRows, TraceSettings, trace_part
 from dhp.models.registry import load_family
 from dhp.trainer.run_shape import usage_of
 from tests.helpers.families import Maker
-from tests.helpers.layouts import Case, Fault, Running, make_reader
+from tests.helpers.layouts import Case, Fault, Running, make_reader, rules_of
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample, save_llava_with_experts
 from tests.helpers.tiny_families import save_family
 
@@ -104,6 +105,20 @@ def test_of_a_tensor_rank_with_sharded_norms(model: str, request: pytest.Fixture
         assert bytes_of(own) == bytes_of(usage), (choice, part)
         whole = traced(path, part, usage, "float32", tensor=2)
         assert own.peak_bytes < whole.peak_bytes and own.layers[0].held_bytes < whole.layers[0].held_bytes
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole norms", "sharded norms"])
+def test_of_a_tensor_rank_with_adapters(made_model: str, sharded: bool) -> None:
+    """The embedding is frozen: it keeps nothing for backward."""
+    own = {part: AdapterSettings(4, 4.0) for part in ("vision", "text")}
+    lora, choices = tuple(own.items()), ("none", "all")
+    for choice, part, usage in measured(
+        made_model, "float32", Degrees(tensor=2), choices, 3, lora=lora, sharded_norms=sharded
+    ):
+        trains = rules_of(made_model, Case(ONE, ONE, 1, lora=lora)).trains
+        more = {"adapters": own, "sequence_sharded_norms": sharded, "trains": trains}
+        found = traced(made_model, part, usage, "float32", tensor=2, **more)
+        assert bytes_of(found) == bytes_of(usage), (choice, part)
 
 
 def test_a_slice_of_the_vocabulary_need_not_have_the_row_that_pads(tiny_assets: Path) -> None:

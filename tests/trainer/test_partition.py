@@ -12,9 +12,9 @@ from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
+from dhp.models.decoder_sizes import DecoderSizes
 from dhp.models.flops import NO_BACKWARD
 from dhp.models.registry import load_family
-from dhp.models.shape import DecoderSizes
 from dhp.planner.partition.even import by_parameters
 from dhp.trainer import partition
 from dhp.trainer.partition import LayerCuts, decoder_cuts

@@ -145,6 +145,13 @@ def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
                 setattr(out, PARTIAL_OVER, group)
 
 
+def sum_without_ranks(layers: Iterator[tuple[str, Any]]) -> None:
+    """Adapters of slices on the meta device leave the cut as their matrices do, where these do not keep all tokens."""
+    for _, layer in layers:
+        if exit_of(layer.base_layer) is not None:
+            _sum_output(layer.lora_A[ADAPTER], layer.base_layer, None)
+
+
 def _enter(layer: Any, base: nn.Module, into: nn.Linear, group: dist.ProcessGroup) -> None:
     entry = entry_of(base)
     entry.join()
@@ -159,7 +166,7 @@ def _take_slice(module: nn.Linear, mesh: DeviceMesh, placement: Placement) -> No
     mark(module, "weight", Cut(mesh, (placement,), whole.shape))
 
 
-def _sum_output(module: nn.Linear, base: nn.Module, group: dist.ProcessGroup) -> None:
+def _sum_output(module: nn.Linear, base: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Its output leaves the cut as that of the matrix it stands beside does."""
     make = exit_of(base) or partial(sum_of_ranks, group=group)
     module.forward = lambda states: make(F.linear(states, module.weight))

@@ -36,7 +36,8 @@ from dhp.trainer.units import replay_shares, replays
 if TYPE_CHECKING:
     from dhp.engine.traced import TracedRows, TraceSettings
     from dhp.engine.traced_moments import Traced
-    from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
+    from dhp.models.decoder_sizes import DecoderSizes
+    from dhp.models.shape import HeldParameter, Parameter
 
 T = TypeVar("T")
 FOLDER = "shapes"  # below the cache's
@@ -98,7 +99,7 @@ class Counted:
     @cached_property
     def sizes(self) -> DecoderSizes:
         """Of the decoder's pieces."""
-        from dhp.models.shape import DecoderSizes, decoder_sizes
+        from dhp.models.decoder_sizes import DecoderSizes, decoder_sizes
 
         found = self._kept("sizes", lambda: asdict(decoder_sizes(self.source)))
         return DecoderSizes(**{**found, "layers": tuple(found["layers"])})
@@ -256,7 +257,7 @@ class Counted:
 
     @cached_property
     def _key(self) -> str:
-        known = [self.family.config.to_dict(), repr(self.rules), repr(dict(self.adapters)), self._objective]
+        known = [self.family.values, repr(self.rules), repr(dict(self.adapters)), self._objective]
         return _digest([_FORM, known, sorted(self.family.parts), [version(package) for package in _PACKAGES]])
 
 

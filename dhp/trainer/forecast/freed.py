@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dhp.config.layout import resolve_part
+from dhp.config.layout import FREED, resolve_part
 from dhp.config.part import PartConfig
 from dhp.config.parts import parts
 from dhp.config.schema import Config
@@ -50,9 +50,12 @@ def find_held(
 
     overrides: of the command line. training.micro_batch_size counts as set where they name it, and where it says how
     many rows of data.limits.text tokens there are, which another number would make another batch of; `ALL` does not
-    free it then. Raises ConfigError for a name that is no such key.
+    free it then. With layout=free all is freed that overrides do not set. Raises ConfigError for a name that is no such
+    key.
     """
     known = searched_keys(config)
+    if config.layout == FREED:
+        fix, free = {*fix, *(key for key in _set_by(overrides) if key in known)} - set(free), [*free, ALL]
     _check_names("fix", fix, known)
     _check_names("free", [name for name in free if name != ALL], known)
     given = {override.lstrip("+~").partition("=")[0] for override in overrides}
@@ -65,6 +68,12 @@ def find_held(
     left = set() if ALL in free else own - set(free)
     held = left | set(fix) | (fixed_rows - set(free)) | _without_choice(config)
     return Held(tuple(key for key in known if key in held))
+
+
+def _set_by(overrides: Sequence[str]) -> list[str]:
+    """Keys to which a command line gives a value."""
+    pairs = [override.lstrip("+").partition("=") for override in overrides]
+    return [key for key, _, value in pairs if not key.startswith("~") and value not in ("null", "auto")]
 
 
 def rows_by_tokens(config: Config) -> bool:
@@ -107,6 +116,16 @@ def _freed(name: str, part: PartConfig, held: Collection[str]) -> PartConfig:
     if part.parallelism != "autotp" or "tensor" not in held:
         values["parallelism"] = plain.parallelism
     return replace(part, num_actors=1, **values)
+
+
+def put(config: Config, settings: Mapping[str, Any]) -> Config:
+    """The configuration with settings by their whole names, as `text.tensor`."""
+    of_section: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        of_section.setdefault(section, {})[name] = value
+    own: dict[str, Any] = {name: replace(getattr(config, name), **values) for name, values in of_section.items()}
+    return replace(config, **own)
 
 
 def _chooses(part: PartConfig) -> bool:

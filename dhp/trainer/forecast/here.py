@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from dhp.config.devices import find_device, find_link
+from dhp.config.devices import Device, find_device, find_link, known_devices
 from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
@@ -20,6 +21,21 @@ from dhp.trainer.measured_rates import FILE, Measured, kept_rates, measured_rate
 
 BETWEEN = "ib400"  # assumed between nodes
 CPU = "cpu"
+ASSUMED = "h100"  # the device of a run on GPUs, where nothing else is said
+_GPUS = "/proc/driver/nvidia/gpus"
+
+
+def device_here() -> Device | None:
+    """The kind of this machine's GPUs, read from the driver's files; None where it has none of the table."""
+    torchs = {name: device for device in known_devices().values() for name in device.names}
+    for file in sorted(Path(_GPUS).glob("*/information")):
+        try:
+            named = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
+        except OSError:
+            continue
+        if named and named[1] in torchs:
+            return torchs[named[1]]
+    return None
 
 
 def rows_of(config: Config, loads: RunLoads) -> dict[str, int]:
@@ -66,6 +82,13 @@ def measured_machine(config: Config, rates: MeasuredRates, name: str, count: int
         figures=figures,
         measured={part: rates.rates(part, node=count) for part in rates.parts},
     )
+
+
+def assumed_cpu(count: int, formats: Collection[str], memory_bytes: float) -> Machine:
+    """So many CPUs with the rates of `ASSUMED`, for layouts beside each other where nothing was measured."""
+    anything = machine_of(find_device(ASSUMED), count, count, find_link(BETWEEN), {"bfloat16"})
+    (rates,) = anything.rates.values()
+    return Machine(CPU, count, count, dict.fromkeys(formats, rates), memory_bytes, anything.handover, contexts=False)
 
 
 def may_be_known(config: Config, devices: Sequence[DeviceInfo]) -> bool:

@@ -38,7 +38,7 @@ def measured_here(
         threads = config.cluster.threads_per_actor or max(1, count_cores() // assumed.count)
         rates = measure_here(config, family, source, loads, device, threads, say)
         return replace(
-            measured_machine(config, rates, CPU, assumed.count, _host_bytes() / assumed.count), reserve=assumed.reserve
+            measured_machine(config, rates, CPU, assumed.count, host_bytes() / assumed.count), reserve=assumed.reserve
         )
     rates = measure_here(config, family, source, loads, device, 1, say)
     sheet = next(iter(assumed.rates.values()))
@@ -57,5 +57,6 @@ def _beside(rates: MeasuredRates, part: str, assumed: Machine, sheet: Rates) -> 
     return found if rates.sums is not None else replace(found, inner=sheet.inner)
 
 
-def _host_bytes() -> float:
+def host_bytes() -> float:
+    """Memory of this machine."""
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

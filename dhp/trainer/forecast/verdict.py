@@ -5,7 +5,7 @@ from __future__ import annotations
 from dhp.config.devices import GIB, find_device, find_link
 from dhp.config.parts import parts
 from dhp.trainer.forecast.forecast import Forecast, forecast
-from dhp.trainer.forecast.here import BETWEEN, CPU, asked_rates, folder_of, measured_machine
+from dhp.trainer.forecast.here import ASSUMED, BETWEEN, CPU, asked_rates, assumed_cpu, folder_of, measured_machine
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.machine import Machine, machine_of
 from dhp.trainer.forecast.question import Question, attempt, count_model, is_quick
@@ -14,7 +14,6 @@ from dhp.trainer.measured_rates import kept_rates
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.units import assumed_rows
 
-ASSUMED = "h100"  # the device of a run on GPUs, where nothing else is said
 NODE = 8  # devices of a node, as most have
 
 
@@ -49,9 +48,7 @@ def _machine(plan: RunPlan, loads: RunLoads) -> Machine:
     kept = kept_rates(plan.family, asked, folder_of(config))
     if kept is not None:
         return measured_machine(config, kept, CPU, count, float("inf"))
-    anything = machine_of(find_device(ASSUMED), count, count, find_link(BETWEEN), {"bfloat16"})
-    (rates,) = anything.rates.values()
-    return Machine(CPU, count, count, dict.fromkeys(formats, rates), float("inf"), anything.handover, contexts=False)
+    return assumed_cpu(count, formats, float("inf"))
 
 
 def _memory(found: Forecast, machine: Machine) -> str:

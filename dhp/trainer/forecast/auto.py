@@ -1,0 +1,158 @@
+"""The layout of a run that leaves it to be planned (`layout=auto`): found at its start, kept where it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dhp.checkpoint.folder import find_checkpoint, newest_checkpoint
+from dhp.checkpoint.resume import AUTO, NEVER
+from dhp.config.command_line import job_overrides
+from dhp.config.devices import GIB
+from dhp.config.layout import DEGREES, GIVEN
+from dhp.config.parts import parts
+from dhp.config.recorded import read_recorded
+from dhp.config.run_dir import config_of
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
+from dhp.trainer.forecast.candidates import Candidate
+from dhp.trainer.forecast.explain import equations
+from dhp.trainer.forecast.freed import RECOMPUTE, Held, find_held, put, searched_keys, with_settings
+from dhp.trainer.forecast.run_devices import machine_ahead
+from dhp.trainer.forecast.sample_source import assumed_equal, equal_samples, measured_table, why_not_measured
+from dhp.trainer.forecast.samples import Samples
+from dhp.trainer.forecast.search import Found, search
+from dhp.trainer.forecast.space import Space
+from dhp.trainer.forecast.subject import Subject, make_space, read_subject
+from dhp.trainer.preflight import missing_data
+
+_NAMING = ("parallelism", "num_actors")  # follow from degrees
+_BESIDE = (*_NAMING, "activation_checkpointing", "cuts", "virtual_stages")  # go with a part's layout
+
+
+def plan_layout(config: Config, say: Callable[[str], None]) -> Config:
+    """A composed configuration with its layout planned; that of the run that it continues, if it does.
+
+    say: receives what is chosen. Raises ConfigError where no layout fits, or none can be, and what reading the model
+    and the data raises.
+    """
+    held = find_held(config, job_overrides())
+    recorded = _recorded(config)
+    if recorded is not None:
+        say(f"layout={config.layout}: that of the run that is resumed, by {recorded}")
+        of_run = read_recorded(recorded)
+        _check_kept(config, held, of_run)
+        settings = _settings_of(of_run, held)
+    else:
+        best = _plan(config, held, say)
+        settings = with_settings(config, held, best.settings)
+    return replace(put(config, settings), layout=GIVEN)
+
+
+def _recorded(config: Config) -> Path | None:
+    """The configuration of the run that this one continues; None: it continues none."""
+    resume, run_dir = config.training.resume, Path(config.run_dir).expanduser()
+    if resume == NEVER:
+        return None
+    if resume != AUTO:
+        return config_of(find_checkpoint(Path(resume).expanduser()))
+    folder = Path(config.training.checkpoint_dir or run_dir / "checkpoints").expanduser()
+    newest = None if config.overwrite else newest_checkpoint(folder)
+    if newest is None:
+        return None
+    own = run_dir / "config.yaml"
+    return own if own.is_file() else config_of(newest)
+
+
+def _settings_of(recorded: Config, held: Held) -> dict[str, Any]:
+    """The layout of a run by its record, but for what is held."""
+    keys = [key for key in searched_keys(recorded) if key not in held.keys]
+    keys += [f"{name}.{key}" for name in parts(recorded) for key in _BESIDE]
+    values = {}
+    for key in keys:
+        section, _, name = key.partition(".")
+        values[key] = getattr(getattr(recorded, section), name)
+    return values
+
+
+def _check_kept(config: Config, held: Held, recorded: Config) -> None:
+    """Raises ConfigError for a key that is set otherwise than the run that is resumed had it."""
+    for name, part in parts(config).items():
+        for key in held.of(name) - {RECOMPUTE}:
+            mine, theirs = getattr(part, key), getattr(parts(recorded)[name], key)
+            if mine not in (None, "auto", theirs):
+                raise ConfigError(
+                    f"{name}.{key}={mine} is set, and the run that is resumed has {name}.{key}={theirs}: a checkpoint "
+                    "is resumed in the layout that it was saved in. Leave the key out, or begin another run"
+                )
+
+
+def _plan(config: Config, held: Held, say: Callable[[str], None]) -> Candidate:
+    subject = read_subject(config, say)
+    missing = [] if config.training.dry_run else missing_data(subject.plain)
+    if missing:
+        raise ConfigError(missing[0])
+    samples = _samples(subject, say)
+    machine, source = machine_ahead(subject, samples, say)
+    say(f"layout={config.layout}: planning for {machine}, {samples}; {source}")
+    space = make_space(subject, held, machine, samples, say)
+    found = search(space)
+    for count in range(machine.count - 1, machine.count // 2, -1):
+        if found.candidates or found.tight is not None:
+            break
+        found = search(replace(space, machine=replace(machine, count=count, node=min(count, machine.node)), known={}))
+    if not found.candidates:
+        raise ConfigError(_none(config, held, space, found))
+    sure = [one for one in found.candidates if one.found.peak.total <= machine.sure_bytes]
+    best = sure[0] if sure else found.candidates[0]
+    for line in _lines(config, machine.count, best, found.candidates):
+        say(line)
+    return best
+
+
+def _samples(subject: Subject, say: Callable[[str], None]) -> Samples:
+    """Of the run's own lengths; of assumed ones where its data are not here, as for a dry run."""
+    plain, family = subject.plain, subject.family
+    equal, absent = assumed_equal(plain), why_not_measured(plain)
+    if absent:
+        return equal_samples(plain, family, replace(equal, why=f"assumed: {absent}"))
+    return Samples(family, measured_table(plain, say), equal)
+
+
+def _lines(config: Config, devices: int, best: Candidate, others: Sequence[Candidate]) -> list[str]:
+    """The chosen layout as settings that differ from the plain ones, and the next best one."""
+    used = best.plan.graph.device_count()
+    idle = f" on {used} of them, as {devices} can have none" if used < devices else ""
+    lines = [f"layout={config.layout}: {_text(best.settings)}{idle}; {best.found.step_s:.3g} s a step"]
+    slower = [one for one in others if one is not best and one.found.step_s >= best.found.step_s]
+    if slower:
+        ratio = slower[0].found.step_s / best.found.step_s - 1
+        lines.append(f"layout={config.layout}: the next best is {ratio:.0%} slower: {_text(slower[0].settings)}")
+    return lines
+
+
+def _text(settings: Mapping[str, Any]) -> str:
+    """Settings that are not as they would be anyway."""
+    plain = Config()
+    shown = []
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        default = 1 if name in DEGREES else getattr(getattr(plain, section), name)
+        if name not in _NAMING and value != default:
+            shown.append(f"{key}={value}")
+    return " ".join(shown) or "one device"
+
+
+def _none(config: Config, held: Held, space: Space, found: Found) -> str:
+    kept = f" with {', '.join(held.keys)} as set" if held.keys else ""
+    more = "`python -m dhp plan` with the same configuration names what would change that"
+    if found.tight is not None:
+        machine, peak = space.machine, found.tight.found.peak.total
+        return (
+            f"layout={config.layout}: no layout fits on {machine}{kept}: the smallest takes {peak / GIB:.2f} GiB of a "
+            f"device's {machine.limit_bytes / GIB:.2f} ({_text(found.tight.settings)}); {more}"
+        )
+    reasons = "".join(f"\n  {reason}" for reason in equations(found))
+    return f"layout={config.layout}: no layout can be on {space.machine}{kept}; {more}{reasons}"

@@ -1,0 +1,85 @@
+"""The devices that a run which is about to start will have, and what is known of their speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from dhp.cluster.address import LOCAL, chosen_address
+from dhp.config.devices import find_device, find_link, known_devices
+from dhp.config.parts import parts
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError, DhpError
+from dhp.core.process import count_cores
+from dhp.trainer.forecast.here import BETWEEN, CPU, asked_rates, assumed_cpu, device_here, folder_of, measured_machine
+from dhp.trainer.forecast.machine import Machine, machine_of
+from dhp.trainer.forecast.measure import host_bytes, measured_here
+from dhp.trainer.forecast.samples import Samples
+from dhp.trainer.forecast.subject import Subject
+from dhp.trainer.measured_rates import kept_rates
+
+
+def machine_ahead(subject: Subject, samples: Samples, say: Callable[[str], None]) -> tuple[Machine, str]:
+    """The devices, and where their constants are from. GPUs are as the data sheet of their kind says, a CPU as it was
+    measured before, or is measured now. Raises ConfigError where the devices are not known."""
+    config = subject.config
+    kind, count, node = _devices(config)
+    count = config.cluster.devices or count
+    if count < 1:
+        raise ConfigError(
+            f"layout={config.layout} plans for devices, and none was found. Set cluster.devices, or degrees yourself"
+        )
+    if kind is None:
+        return _cpus(subject, samples, count, say)
+    formats = {part.dtype for part in parts(config).values()}
+    device = find_device(kind)
+    return machine_of(device, count, min(count, node), find_link(BETWEEN), formats), "rates by data sheets"
+
+
+def _devices(config: Config) -> tuple[str | None, int, int]:
+    """Kind of GPU, None for CPUs; how many in all; of a node."""
+    address, threads = chosen_address(config.cluster.address), config.cluster.threads_per_actor or 1
+    if address != LOCAL and not config.training.dry_run:
+        from dhp.cluster.device_count import count_devices  # it imports Ray
+
+        found = count_devices(address, config.cluster.device, config.cluster.start_timeout_s)
+        if found.kind is None:
+            return None, found.count // threads, found.node // threads
+        return _name(found.kind), found.count, found.node
+    here = None if config.cluster.device == CPU else device_here()
+    if here is not None:
+        from dhp.cluster.gpus import read_gpus  # it imports torch
+
+        count = len(read_gpus())
+        return here.name, count, count
+    if config.cluster.device == "cuda":
+        raise ConfigError(
+            f"layout={config.layout} with cluster.device=cuda: no GPU of the table is here. Plan for devices that are "
+            "elsewhere by `python -m dhp plan device=NAME devices=N --write FILE.yaml`"
+        )
+    cores = max(1, count_cores() // threads)
+    return None, cores, cores
+
+
+def _name(kind: str) -> str:
+    """Of the table of devices, from Ray's name of a kind, as A100-80G."""
+    short = kind.partition("-")[0].lower()
+    return short if short in known_devices() else kind
+
+
+def _cpus(subject: Subject, samples: Samples, count: int, say: Callable[[str], None]) -> tuple[Machine, str]:
+    plain = subject.plain
+    cluster = replace(
+        plain.cluster, threads_per_actor=plain.cluster.threads_per_actor or max(1, count_cores() // count)
+    )
+    plain = replace(plain, cluster=cluster)
+    asked = asked_rates(plain, samples.loads(plain), CPU, cluster.threads_per_actor or 1)
+    known, memory = kept_rates(subject.family, asked, folder_of(plain)), host_bytes() / count
+    if known is not None:
+        return measured_machine(plain, known, CPU, count, memory), "rates measured here before"
+    assumed = assumed_cpu(count, {part.dtype for part in parts(plain).values()}, memory)
+    try:
+        return measured_here(assumed, plain, subject.family, subject.source, samples, CPU, say), "rates measured here"
+    except DhpError as error:
+        say(f"rates are a GPU's, assumed in the place of this CPU's: {error}")
+        return assumed, "rates assumed"

@@ -1,0 +1,91 @@
+"""Where the samples that a plan is for come from: a run's own datasets, or what is assumed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dhp.config.parts import encoders, model_name
+from dhp.config.schema import Config
+from dhp.core.errors import DataError
+from dhp.models.family import Family
+from dhp.trainer.forecast.freed import rows_by_tokens
+from dhp.trainer.forecast.samples import EqualSamples, Samples
+from dhp.trainer.preflight import missing_data
+from dhp.trainer.units import assumed_rows
+
+if TYPE_CHECKING:
+    from dhp.data.sampling.step_loads import Table
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+_STEPS = 8  # that equal samples are made for, where rows have so many tokens
+
+
+def assumed_equal(config: Config) -> EqualSamples:
+    """Equal samples, as they are assumed where nothing is known. config: resolved."""
+    assumed = assumed_rows(config)
+    return EqualSamples(assumed.tokens, assumed.pictures, assumed.targets)
+
+
+def equal_samples(config: Config, family: Family, equal: EqualSamples) -> Samples:
+    """Rows of so many tokens hold several samples: the sampler puts them there."""
+    if not rows_by_tokens(config):
+        return Samples(family, None, equal)
+    from dhp.data.sampling.step_loads import Table
+
+    each = max(1, (config.data.limits.text or 0) // equal.tokens)
+    count = _STEPS * config.training.batch_size * each
+    unit = family.tower.merge_unit if encoders(config) else 1
+    patches = equal.features * unit
+    values = {"vision": equal.features, "text": equal.tokens, "patches": patches, "squares": patches**2}
+    values |= {"pictures": int(equal.features > 0), "targets": equal.targets}
+    rows = np.zeros(count, [(name, np.int64) for name in values])
+    for name, value in values.items():
+        rows[name] = value
+    return _EqualRows(family, Table(rows), equal)
+
+
+class _EqualRows(Samples):
+    """Samples that are all alike, in rows that the sampler makes; there are no more of them than such steps need."""
+
+    def __str__(self) -> str:
+        return str(self._equal)
+
+    @property
+    def count(self) -> int | None:
+        return None
+
+
+def why_not_measured(config: Config) -> str:
+    """Why samples cannot be measured; "": they can."""
+    folder = Path(model_name(config))
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        return f"the tokenizer of {model_name(config)} is not here"
+    if not config.data.datasets:
+        return "data.datasets is empty"
+    missing = missing_data(config)
+    return missing[0].partition(".\n")[0].partition(". Correct")[0] if missing else ""
+
+
+def measured_table(config: Config, say: Callable[[str], None]) -> Table:
+    """Lengths of all samples of the run's datasets, measured as far as data.cache_dir does not have them. Raises
+    DataError."""
+    say("reading the lengths of samples")
+    from dhp.batch.build import make_reader
+    from dhp.data.sampling.step_loads import Table
+    from dhp.trainer.lengths import measure_all, measuring_settings
+
+    settings = measuring_settings(config)
+    feed = make_reader(settings)
+    chunks = feed.missing()
+    if chunks:
+        say(f"measuring {sum(len(chunk.rows) for chunk in chunks):,} samples, once: lengths are kept in data.cache_dir")
+        measure_all(feed, settings, config.data.num_workers)
+    if feed.lengths is None:
+        raise DataError(
+            "the lengths of samples cannot be measured; give `python -m dhp plan` length= or lengths=FILE.csv"
+        )
+    return Table(feed.lengths.columns(np.arange(feed.dataset_size), 0))

@@ -1,0 +1,21 @@
+"""Where a run's layout is from: its configuration, or a plan made at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dhp.config.layout import GIVEN, LAYOUTS
+from dhp.config.ranges import require_choice
+from dhp.config.schema import Config
+from dhp.core.process import say_nothing
+
+
+def with_layout(config: Config, say: Callable[[str], None] = say_nothing) -> Config:
+    """A composed configuration with its layout planned, where `layout` asks for that. Raises ConfigError where no
+    layout fits."""
+    require_choice("layout", config.layout, LAYOUTS)
+    if config.layout == GIVEN:
+        return config
+    from dhp.trainer.forecast.auto import plan_layout  # it imports torch
+
+    return plan_layout(config, say)
