@@ -10,7 +10,7 @@ from dhp.config.rules import no_budget
 from dhp.config.schema import Config
 from dhp.core.graph import StageGraph
 from dhp.core.reports import StageReport
-from dhp.planner.costs import Arrangement, Plan, mebibytes, plan_table, read_costs, write_costs
+from dhp.planner.costs import Arrangement, Plan, StageCosts, mebibytes, plan_table, read_costs, write_costs
 from dhp.planner.planner import Planner, as_text
 from dhp.step.schedule import Schedule, outstanding
 from dhp.step.stages import EngineProtocol, Stages
@@ -44,9 +44,11 @@ class Recomputing:
         schedule: Schedule,
         say: Callable[[str], None],
         memory_bytes: int | None = None,
+        counted: Mapping[str, StageCosts] | None = None,
     ):
-        """device: cpu | cuda. memory_bytes: of each device; None: not known. Raises ConfigError where there is neither
-        that nor memory.budget_gib."""
+        """device: cpu | cuda. memory_bytes: of each device; None: not known. counted: costs by the model's shape, by
+        which a plan is made where none were measured. Raises ConfigError where there is neither memory_bytes nor
+        memory.budget_gib."""
         config, graph, family = plan.config, plan.graph, plan.family
         self._stages, self._graph, self._say = stages, graph, say
         of_part = {name: part.layers.kinds for name, part in family.parts.items()}
@@ -65,11 +67,14 @@ class Recomputing:
         # A plan for what is left waits for what is left, so it measures layers too.
         known = None if given is None else read_costs(self._folder, self._shape)
         self._arrangement = arrange(graph, schedule, device)
-        self._planner = Planner(kinds, fixed, self._arrangement, self._budget, known)
-        if known is None:
+        counted = None if known is not None or given is None else counted
+        self._keeps = counted is None  # costs that are measured are kept for later runs
+        self._planner = Planner(kinds, fixed, self._arrangement, self._budget, known or counted)
+        if known is None and counted is None:
             self._say("recompute      everything at first, and measured; the plan follows after some steps")
         else:
-            self._say(f"recompute      measured before, in {self._folder}")
+            origin = f"measured before, in {self._folder}" if known else "counted by the model's shape"
+            self._say(f"recompute      {origin}")
             self._apply()
 
     def learn(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
@@ -92,7 +97,7 @@ class Recomputing:
             self._say(f"recompute      {mebibytes(peak)} are more than the budget, so more is recomputed")
         elif was_settled:
             self._say("recompute      a stage has its first work: everything again, and measured; a new plan follows")
-        if self._planner.settled:
+        if self._planner.settled and self._keeps:
             write_costs(self._folder, self._shape, self._planner.costs())
         self._apply()
 

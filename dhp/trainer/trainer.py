@@ -25,7 +25,7 @@ from dhp.observe.summary import DataStall
 from dhp.step.schedule import make_schedule
 from dhp.step.step import StepRefs, train_step
 from dhp.trainer.evaluation import Evaluation, due, misses
-from dhp.trainer.forecast.planned import expected
+from dhp.trainer.forecast.planned import costs_ahead, expected, look_ahead
 from dhp.trainer.measured import SecondsOfParts
 from dhp.trainer.plan import plan_run
 from dhp.trainer.recompute import Recomputing, plans_any
@@ -191,17 +191,20 @@ class Trainer:
         for line in ([warning] if warning else []) + name_kernels(session.groups, config.cluster.start_timeout_s):
             self.recorder.say(line)
         self._peak, devices = find_peak(session.groups, config.cluster.start_timeout_s, self.recorder.say)
-        self.recorder.beside, lines = expected(session, devices)
+        plans = plans_any(config, self.graph)
+        ahead = look_ahead(session, devices, costs=plans)
+        self.recorder.beside, lines = expected(ahead)
         for line in lines:
             self.recorder.say(line)
         self.schedule = make_schedule(config.training.schedule, self.graph, micro_batches(config))
         self.recomputing = None
-        if plans_any(config, self.graph):
+        if plans:
             memory = None
             if config.memory.budget_gib is None:
                 memory = device_memory(session.groups, config.cluster.start_timeout_s)
             self.recomputing = Recomputing(
-                session.plan, session.stages, session.device, self.schedule, self.recorder.say, memory
+                *(session.plan, session.stages, session.device, self.schedule, self.recorder.say, memory),
+                counted=costs_ahead(ahead),
             )
         self._seconds = None
         if measures(config) and config.memory.cache_dir is not None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dhp.config.parts import parts
 from dhp.core.reports import DeviceInfo
 from dhp.observe.planned import Beside, Planned
+from dhp.planner.costs import StageCosts
+from dhp.trainer.forecast.counted_costs import counted_costs
 from dhp.trainer.forecast.forecast import Forecast, forecast
-from dhp.trainer.forecast.here import CPU, machine_of_run, may_be_known
+from dhp.trainer.forecast.here import CPU, assumed_cpu, machine_of_run, may_be_known
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.forecast.question import Question, attempt, count_model, is_quick
 from dhp.trainer.forecast.samples import EqualSamples, Samples
@@ -43,33 +48,64 @@ def planned_of(found: Forecast, source: str) -> Planned:
     )
 
 
-def expected(session: Session, devices: Sequence[DeviceInfo]) -> tuple[Beside, list[str]]:
-    """What is expected of a run that begins, to be held beside what it takes, and lines that say so; nothing where its
-    devices are not known. devices: of all ranks."""
+@dataclass(frozen=True)
+class Ahead:
+    """What is known of a run that begins. question: None where nothing can be counted quickly; why: then, "" where
+    nothing is to be said. source: of the constants; "": they are not of these devices."""
+
+    question: Question | None = None
+    why: str = ""
+    source: str = ""
+
+
+def look_ahead(session: Session, devices: Sequence[DeviceInfo], costs: bool = False) -> Ahead:
+    """Count what can be counted of a run that begins. devices: of all ranks. costs: those of layers are wanted even
+    where nothing is known of the devices."""
     plan, timeout_s = session.plan, session.config.cluster.step_timeout_s
-    if not may_be_known(plan.config, devices):
-        return Beside(Planned()), []
+    if not costs and not may_be_known(plan.config, devices):
+        return Ahead()
     counted = count_model(plan)
     if not is_quick(plan, counted):
-        return Beside(Planned()), [
-            "not planned: `python -m dhp plan` traces this model, once, and runs are planned then"
-        ]
+        return Ahead(why="`python -m dhp plan` traces this model, once, and runs are planned then")
     columns = session.data.ask("some_lengths", LOOKED_AT, LOOKING_S, timeout_s=timeout_s)
     if not (columns["text"] > 0).any():
-        return Beside(Planned()), ["not planned: no sample's length is known"]
+        return Ahead(why="no sample's length is known")
 
-    def make() -> tuple[Forecast, Machine] | None:
+    def make() -> Ahead:
         loads = samples_of(plan, columns).loads(plan.config)
         machine = machine_of_run(plan.config, plan.family, devices, session.node_devices, session.threads, loads)
-        return None if machine is None else (forecast(Question(plan, counted, machine, loads)), machine)
+        if machine is None:
+            formats = {part.dtype for part in parts(plan.config).values()}
+            return Ahead(Question(plan, counted, assumed_cpu(len(devices), formats, float("inf")), loads))
+        measured = {figure.kind for figure in machine.figures.values()} == {"measured"}
+        source = "rates measured here before" if measured else "rates by data sheets"
+        return Ahead(Question(plan, counted, machine, loads), source=source)
 
     made = attempt(make)
-    if made is None or isinstance(made, str):
-        return Beside(Planned()), [] if made is None else [f"not planned: {made}"]
-    found, machine = made
-    measured = {figure.kind for figure in machine.figures.values()} == {"measured"}
-    source = "rates measured here before" if measured else "rates by data sheets"
-    return Beside(planned_of(found, source)), [plan_line(found, machine, source)]
+    return Ahead(why=made) if isinstance(made, str) else made
+
+
+def expected(ahead: Ahead) -> tuple[Beside, list[str]]:
+    """What is expected of a run, to be held beside what it takes, and lines that say so; nothing where its devices are
+    not known."""
+    question, why = ahead.question, ahead.why
+    if question is not None and ahead.source:
+        made = attempt(partial(forecast, question))
+        if not isinstance(made, str):
+            source = ahead.source
+            return Beside(planned_of(made, source)), [plan_line(made, question.machine, source)]
+        why = made
+    return Beside(Planned()), [f"not planned: {why}"] if why else []
+
+
+def costs_ahead(ahead: Ahead) -> dict[str, StageCosts] | None:
+    """What layers of each stage cost under each choice of recompute; None where it cannot be counted, as where ranks
+    get rows of each other's experts, which no trace has."""
+    question = ahead.question
+    if question is None or any(part.expert > 1 for part in parts(question.plan.config).values()):
+        return None
+    made = attempt(partial(counted_costs, question))
+    return None if isinstance(made, str) else made
 
 
 def samples_of(plan: RunPlan, columns: np.ndarray) -> Samples:

@@ -12,7 +12,7 @@ from dhp.core.reports import DeviceInfo
 from dhp.data.sample.lengths import LENGTH_COLUMNS
 from dhp.trainer.forecast import planned
 from dhp.trainer.forecast.counted import Counted
-from dhp.trainer.forecast.planned import expected
+from dhp.trainer.forecast.planned import expected, look_ahead
 from dhp.trainer.forecast.question import attempt
 from dhp.trainer.plan import plan_run
 from tests.trainer.test_partition import config_of
@@ -34,17 +34,21 @@ def session_of(model: str, columns: np.ndarray) -> Any:
     return SimpleNamespace(plan=plan, config=plan.config, data=data, node_devices=2, threads=1)
 
 
+def ahead_of(session: Any, devices: list[DeviceInfo]) -> tuple[Any, list[str]]:
+    return expected(look_ahead(session, devices))
+
+
 def test_a_run_on_known_gpus_is_planned(made_model: str) -> None:
-    beside, (line,) = expected(session_of(made_model, lengths()), [GPU, GPU])
+    beside, (line,) = ahead_of(session_of(made_model, lengths()), [GPU, GPU])
     assert beside.planned.step_s and beside.planned.step_s > 0
     assert set(beside.planned.memory_bytes) == {"vision", "text"}
     assert line.startswith("planned ") and line.endswith("(rates by data sheets)")
 
 
 def test_what_is_not_known_is_not_planned(made_model: str) -> None:
-    beside, lines = expected(session_of(made_model, lengths()), [CPU, CPU])  # nothing was measured here
+    beside, lines = ahead_of(session_of(made_model, lengths()), [CPU, CPU])  # nothing was measured here
     assert beside.planned.step_s is None and not lines
-    beside, lines = expected(session_of(made_model, lengths(0)), [GPU])
+    beside, lines = ahead_of(session_of(made_model, lengths(0)), [GPU])
     assert beside.planned.step_s is None and lines == ["not planned: no sample's length is known"]
 
 
@@ -52,7 +56,7 @@ def test_a_model_whose_trace_takes_minutes_is_left_to_the_plan(made_model: str, 
     monkeypatch.setattr("dhp.trainer.forecast.question.AT_ONCE", 0)
     monkeypatch.setattr(Counted, "is_traced", lambda *_: False)
     monkeypatch.setattr(Counted, "keeps", lambda *_: pytest.fail("it was traced"))
-    beside, (line,) = expected(session_of(made_model, lengths()), [GPU])
+    beside, (line,) = ahead_of(session_of(made_model, lengths()), [GPU])
     assert beside.planned.step_s is None and "python -m dhp plan" in line
 
 
@@ -61,6 +65,6 @@ def test_a_defect_of_the_forecast_does_not_end_a_run(made_model: str, monkeypatc
         raise KeyError("layer")
 
     monkeypatch.setattr(planned, "forecast", broken)
-    beside, lines = expected(session_of(made_model, lengths()), [GPU])
+    beside, lines = ahead_of(session_of(made_model, lengths()), [GPU])
     assert beside.planned.step_s is None and lines == ["not planned: KeyError: 'layer'"]
     assert attempt(lambda: 3) == 3
