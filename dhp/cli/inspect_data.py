@@ -28,10 +28,13 @@ from dhp.data.balance.packs import Limits, Loads
 from dhp.data.sampling.length_table import RowChunk
 from dhp.data.sampling.probe import count_unread
 from dhp.data.sampling.sampler import BalanceSettings
+from dhp.data.sampling.step_loads import Table
 from dhp.models.registry import load_family
 from dhp.observe.plots import draw_histograms
+from dhp.trainer.forecast.verdict import verdict
 from dhp.trainer.graph import devices_as_planned, find_localities, make_graph
 from dhp.trainer.lengths import map_chunks, measure_all, measuring_settings, own_reader
+from dhp.trainer.plan import plan_run
 
 SHOWN_DEFECTS = 20  # defects that are printed; the file has all
 DATASETS = {
@@ -98,6 +101,8 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     )
     for line in locality_table(packs, loads, _locality(config)):
         print(line)
+    table = Table(feed.lengths.columns(np.arange(feed.dataset_size), 0))
+    print("", *verdict(plan_run(config), table), sep="\n")
     print(f"\nwritten to {out}: lengths.png, balance.jsonl, defects.txt")
 
 

@@ -21,7 +21,7 @@ from dhp.planner.units import NONE
 from dhp.trainer.memory import VALUE_BYTES
 from dhp.trainer.row_bytes import PartBytes
 from dhp.trainer.tower_units import WINDOW, Piece, TowerLoad, tower_operations, tower_width
-from dhp.trainer.units import hidden_width, visited_parameters
+from dhp.trainer.units import decoder_operations, hidden_width
 
 if TYPE_CHECKING:
     from dhp.engine.traced import TracedRows
@@ -62,20 +62,17 @@ def decoder_passes(
     trained: Mapping[int | None, float] | None = None,
 ) -> tuple[Passes, ...]:
     """Of each layer, and behind them of the last norm with the head. trained: see `dhp.trainer.units.decoder_units`."""
-    work, count = family.decoder.work, len(sizes.layers)
     ranks, rows = degrees.tensor * degrees.sequence, _rows(load, degrees)
-    visited = visited_parameters(family, sizes)
-    attention = OPERATIONS * work.pair / count * load.pairs / 2 / ranks
     there, back = (_sends(section, degrees, family, load, backwards) for backwards in (False, True))
     found: list[Passes] = []
     known: dict[tuple[float, float, str], Passes] = {}  # layers that are the same have one object
-    for at, own in enumerate(visited):
+    for at, done in enumerate(decoder_operations(family, sizes, load.tokens, load.pairs / 2)):
         share = 1.0 if trained is None else trained.get(at, 0.0)
-        key = (own, share, kept.kinds[at])
+        key = (done[0], share, kept.kinds[at])
         if key in known:
             found.append(known[key])
             continue
-        products = OPERATIONS * work.token * own / sum(visited) * load.tokens / ranks
+        products, attention = (own / ranks for own in done)
         saved = kept.held[kept.kinds[at], NONE].of(rows)
         forward = Work(products, attention, FORWARD_TRAFFIC * saved, 1.0, there)
         behind = (products * (1 + share), attention * ATTENTION_BACKWARD, BACKWARD_TRAFFIC * saved)

@@ -88,18 +88,17 @@ def decoder_units(
 
 def layer_seconds(config: Config, family: Family, sizes: DecoderSizes) -> list[float]:
     """Of a forward of one micro-batch through each layer on one rank."""
-    done = layer_operations(family, sizes, assumed_rows(config))
-    return [operations / _ranks(decoder(config)) / SPEED for operations in done]
+    rows = assumed_rows(config)
+    done = decoder_operations(family, sizes, rows.samples * rows.tokens, rows.samples * rows.tokens**2 / 2)
+    return [sum(operations) / _ranks(decoder(config)) / SPEED for operations in done]
 
 
-def layer_operations(family: Family, sizes: DecoderSizes, rows: AssumedRows) -> list[float]:
-    """Of a forward through each layer of all ranks together. Products with matrices go by the layers' parameters, of
-    which experts count as far as tokens visit them."""
-    work, layers = family.decoder.work, len(sizes.layers)
-    pairs = rows.samples * rows.tokens**2 / 2
-    weights = visited_parameters(family, sizes)
-    matrices = [work.token * own / sum(weights) for own in weights]
-    return [OPERATIONS * (own * rows.samples * rows.tokens + work.pair / layers * pairs) for own in matrices]
+def decoder_operations(family: Family, sizes: DecoderSizes, tokens: float, pairs: float) -> list[tuple[float, float]]:
+    """Of a forward through each layer of all ranks together, of products of matrices and of attention. Products go by
+    the layers' parameters, of which experts count as far as tokens visit them. pairs: of tokens that see each other."""
+    work, weights = family.decoder.work, visited_parameters(family, sizes)
+    attention = OPERATIONS * work.pair / len(weights) * pairs
+    return [(OPERATIONS * work.token * own / sum(weights) * tokens, attention) for own in weights]
 
 
 def visited_parameters(family: Family, sizes: DecoderSizes) -> list[float]:

@@ -117,6 +117,7 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     assert f"{kept} (data.isf_passes)" in told and 0 < vision < longest and f" {longest}\n" in told
     assert "line 2 of" in told and "no.png does not exist" in told and "cut.png" not in told
     assert "\nbroken: keys that are not read, of 2 samples: topic (1)\n" in told and "shapes: keys" not in told
+    assert "\nplanned        " in told
     assert (out / "defects.txt").read_text().count("\n") == 1
     rows = [json.loads(line) for line in (out / "balance.jsonl").read_text().splitlines()]
     assert [row["dropped"] for row in rows] == [0] * 5

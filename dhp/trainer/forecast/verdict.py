@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dhp.config.devices import GIB, find_device, find_link
 from dhp.config.parts import parts
 from dhp.trainer.forecast.forecast import Forecast, forecast
@@ -14,18 +16,23 @@ from dhp.trainer.measured_rates import kept_rates
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.units import assumed_rows
 
+if TYPE_CHECKING:
+    from dhp.data.sampling.step_loads import Table
+
 NODE = 8  # devices of a node, as most have
 
 
-def verdict(plan: RunPlan) -> list[str]:
-    """Lines about a run's own layout: on `ASSUMED` devices, or on this machine's CPUs, with rows that are assumed."""
+def verdict(plan: RunPlan, table: Table | None = None) -> list[str]:
+    """Lines about a run's own layout: on `ASSUMED` devices, or on this machine's CPUs. table: lengths of its samples;
+    None: rows are assumed."""
     counted = count_model(plan)
     if not is_quick(plan, counted):
         return ["planned        not yet: python -m dhp plan traces this model, once, and then a dry run says it too"]
 
     def make() -> tuple[Forecast, Machine]:
         rows = assumed_rows(plan.config)
-        loads = Samples(plan.family, None, EqualSamples(rows.tokens, rows.pictures, rows.targets)).loads(plan.config)
+        equal = EqualSamples(rows.tokens, rows.pictures, rows.targets)
+        loads = Samples(plan.family, table, equal).loads(plan.config)
         machine = _machine(plan, loads)
         return forecast(Question(plan, counted, machine, loads)), machine
 
@@ -36,7 +43,8 @@ def verdict(plan: RunPlan) -> list[str]:
     lines = [f"planned        {_memory(found, machine)}"]
     if machine.figures:
         lines.append(f"               {_speed(found, machine)}, on {machine} (assumed)")
-    return [*lines, "               for your data, other devices and the best layout: python -m dhp plan"]
+    others = "other devices and the best layout: python -m dhp plan"
+    return [*lines, f"               for {others if table is not None else f'your data, {others}'}"]
 
 
 def _machine(plan: RunPlan, loads: RunLoads) -> Machine:
