@@ -34,6 +34,7 @@ from dhp.parallel.tensor.loss import CHUNK_ROWS
 VALUE_BYTES = {name: FORMAT_BYTES[name] for name in (BFLOAT16, FLOAT32, FLOAT64)}
 BUCKET_ELEMENTS = 1 << 26  # of DeepSpeed's buckets, as `dhp.parallel.optim.zero` asks for them
 LIVE_ELEMENTS = 10**9  # that DeepSpeed's stage 3 keeps gathered (stage3_max_live_parameters, its own default)
+AHEAD_ELEMENTS = 5 * 10**7  # that it gathers before they are needed (stage3_prefetch_bucket_size, its own default)
 CONTEXT_BYTES = 600 << 20  # a CUDA context with torch's kernels loaded; each process has its own
 COMMUNICATOR_BYTES = 400 << 20  # NCCL's buffers for one group of ranks
 
@@ -190,7 +191,9 @@ def gathered_moments(part: PartConfig, shape: PartShape, units: Units, shards: i
     if part.zero_stage < 3:
         return Gathered(after=bucket, last=bucket, backward=bucket, summing=bucket)
     whole = bucket + _kept_whole(part, shape.per_rank)
-    return Gathered(whole, whole, whole, whole, whole, whole, idle=bucket)
+    # What it gathers ahead comes in one piece, which stays beside the weights that are copied out of it.
+    ahead = min(AHEAD_ELEMENTS, shape.per_rank - units.root) * VALUE_BYTES[part.dtype]
+    return Gathered(whole + ahead, whole, whole, whole, whole, whole, idle=bucket)
 
 
 def _by_torch(part: PartConfig, units: Units, shards: int) -> Gathered:

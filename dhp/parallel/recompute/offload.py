@@ -87,10 +87,10 @@ class Host:
         saved goes where it went."""
         outer = top_hooks()
         pack, unpack = (detached, _same) if outer is None else outer
-        storage = states.untyped_storage()._cdata
+        storage, shape = states.untyped_storage()._cdata, states.shape  # autograd keeps `put`, and what it refers to
 
         def put(tensor: Tensor) -> Any:
-            if tensor.untyped_storage()._cdata != storage or tensor.shape != states.shape:
+            if tensor.untyped_storage()._cdata != storage or tensor.shape != shape:
                 return pack(tensor)
             kept = Away(tensor, index, self._last())
             self._last = weakref.ref(kept)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -50,3 +52,15 @@ def test_nothing_stays_after_backward() -> None:
     assert all(one() is not None for one in made)
     product.sum().backward()
     assert [one() for one in made] == [None] * 3
+
+
+def test_what_is_copied_goes_with_its_last_user() -> None:
+    """Autograd keeps the hooks, so that these must not keep the states on the device."""
+    host, other = Host(), torch.randn(3, 4, requires_grad=True)
+    inner = torch.randn(3, 4, requires_grad=True) * 1.0
+    gone = weakref.ref(inner.untyped_storage())
+    product = saved(host, inner, other, 0)
+    del inner
+    assert gone() is None
+    product.sum().backward()
+    assert other.grad is not None
