@@ -26,7 +26,7 @@ from dhp.trainer.forecast.space import Space
 from dhp.trainer.forecast.whole_run import WholeRun
 from dhp.trainer.plan import RunPlan, plan_run
 from experiments.published.machine import FORMAT, NODE, Fitted, rates_of
-from experiments.published.ray_cells import NETWORK
+from experiments.published.ray_cells import NETWORK, calibrated
 from experiments.published.ray_cells import TABLE as CELLS
 from experiments.published.shapes import MERGED
 from experiments.published.tables import FOLDER, PLANNED, Row, read_table
@@ -164,12 +164,13 @@ def planned_rows(cells: Sequence[Row], fitted: Fitted, model: Model, searches: S
     found = []
     for name, state_bytes in product(searches, map(int, TABLE["goals"])):
         asked = TABLE["searches"][name]
+        rates = calibrated(asked["fitted"]) if "fitted" in asked else fitted
         for patches in sorted({row["patches"] for row in cells}):
             of_length = [row for row in cells if row["patches"] == patches]
             published = max(row["batch"] or 0 for row in of_length)
             batch = asked.get("batch", published)
             if "batch" in asked and batch == published:
                 continue
-            one = find_layout(model, fitted, asked, patches, batch, state_bytes)
+            one = find_layout(model, rates, asked, patches, batch, state_bytes)
             found.append(planned_row(name, of_length, state_bytes, one, patches=patches, batch=batch))
     return found

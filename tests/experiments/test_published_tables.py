@@ -51,7 +51,7 @@ def planned() -> Lines:
         for row in plans("planned", state_bytes):
             figures = [f"{row[key]:.0f}" for key in ("published", "simulated", "predicted")]
             ratios = [fixed(row[key]) for key in ("ratio", "ratio_simulated")]
-            others = [reached(of_length(f"planned, {name}", row)) for name in ("eager", "slower")]
+            others = [reached(of_length(f"planned, {name}", row)) for name in ("other cells", "eager", "slower")]
             yield cells(row["patches"], row["beside"], *figures, *ratios, *others, fixed(row["memory_gib"], 1))
 
 
