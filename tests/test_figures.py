@@ -325,7 +325,17 @@ def published() -> Sentences:
     yield INDEX, f"OmniBal's rows (1 fitted) {reached('chain of rows')}"
     models = one("published", score="other models")
     unexplained = len(rows("published", role="unexplained"))
-    yield INDEX, f"its other models {models['median']:.0%}; {unexplained} rows of rings are unexplained"
+    hardware = one("published", score="hardware")
+    yield INDEX, f"its other models {models['median']:.0%}, on other hardware up to {hardware['max']:.0%}"
+    yield INDEX, f"{unexplained} rows of rings are unexplained"
+    for state_bytes, words in ((16, "at 16 bytes a parameter"), (10, "at 10")):
+        plans, slower = (
+            rows("published", search=search, state_bytes=state_bytes) for search in ("planned", "planned, slower")
+        )
+        assert len(plans) == 6 and all(row["met"] for row in plans)
+        assert not all(row["ratio"] >= plans[0]["goal"] for row in slower)
+        reach = span([row["ratio"] for row in plans])
+        yield INDEX, f"{reach} × the best published {words} ({span([row['ratio'] for row in slower])} × if slower)"
 
 
 def plan_accuracy() -> Sentences:

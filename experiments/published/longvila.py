@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from dhp.planner.rates import Rates, Sent, Work, soft_maximum, spend
+from dhp.planner.rates import Sent, Work, soft_maximum, spend
 from experiments.published.machine import PASSES, Fitted, fit, head_of, rates_of, trained
 from experiments.published.shapes import VALUE, decoder_named
 from experiments.published.tables import UNEXPLAINED, Row, compared, read_table, score
@@ -15,6 +15,7 @@ TABLE = read_table("longvila")
 PROFILES = read_table("profiles")
 DECODER = decoder_named(TABLE["model"])
 NODE: int = TABLE["node"]
+THOUSAND = 1024  # tokens
 TWO_RANKS = 2  # neighbours of a ring, on two nodes
 
 
@@ -74,7 +75,8 @@ def weights_sent(row: Row) -> Sent:
 
 def step_seconds(row: Row, fitted: Fitted) -> float:
     """Of a step with one sequence."""
-    length, rates = row["thousands"] * 1024, _rates(fitted)
+    length = row["thousands"] * THOUSAND
+    rates = rates_of(row.get("device", TABLE["device"]), row.get("network", TABLE["network"]), fitted)
     ulysses, ring, tensor = degrees(row)
     rows = length / (ulysses * ring)
     work = layers_work(row, length) + head_of(DECODER, rows, tensor)
@@ -83,10 +85,6 @@ def step_seconds(row: Row, fitted: Fitted) -> float:
     host = spend(Work(launched=launched), rates).total
     beside = weights_sent(row).seconds(rates)
     return soft_maximum((device, beside, host)) + fitted.fixed
-
-
-def _rates(fitted: Fitted) -> Rates:
-    return rates_of(TABLE["device"], TABLE["network"], fitted)
 
 
 def longvila_rows(start: Fitted) -> tuple[list[Row], list[Row], Fitted]:

@@ -24,6 +24,7 @@ SHARE = 8  # of the samples one in so many is drawn
 DAY = 86_400.0
 LAYER_SUMS = 2  # over tensor ranks, of a layer's forward
 LOSS_FORWARD = 14  # bytes moved a logit
+LINK, LINK_GBIT = "ib100", 100  # of which a row's network is a multiple
 TABLE = read_table("omnibal")
 PROFILES = read_table("profiles")
 MICRO_BATCHES: int = TABLE["micro_batches"]
@@ -130,11 +131,17 @@ class Chain:
         return Sent("all-reduce", VALUE * most / self.tensor, self.replicas, stride=8)
 
 
+def row_rates(row: Row, fitted: Fitted) -> Rates:
+    """Of a row's device and network. Latency inside a node is in the launches."""
+    rates = rates_of(row["device"], LINK, replace(fitted, host=0.0))
+    gbit = row.get("network", TABLE["networks"][row["device"]])
+    outer = replace(rates.outer, bytes_s=rates.outer.bytes_s * gbit / LINK_GBIT)
+    return replace(rates, inner=Channel(rates.inner.bytes_s), outer=outer)
+
+
 def days(row: Row, fitted: Fitted, steps: int) -> float:
     """Of a GPU, for all samples. steps: that are drawn."""
-    device = row["device"]
-    rates = rates_of(device, TABLE["networks"][device], replace(fitted, host=0.0))
-    rates = replace(rates, inner=Channel(rates.inner.bytes_s))  # their latency is in the launches
+    rates = row_rates(row, fitted)
     packs = micro_batches(row["packs"])
     tower_name, decoder_name = row["model"].split(" + ")
     decoder = decoder_named(decoder_name)
@@ -185,4 +192,4 @@ def omnibal_rows(steps: int = 100) -> tuple[list[Row], list[Row]]:
         else:
             rows.append(compared(TABLE, row, days(row, fitted, steps)))
     main = score(TABLE, rows, "chain of rows", TABLE["goal"], factors={"device": round(fitted.device, 3)})
-    return rows, [main, *(score(TABLE, rows, group, None) for group in ("ratios", "other models"))]
+    return rows, [main, *(score(TABLE, rows, group, None) for group in ("ratios", "other models", "hardware"))]

@@ -121,7 +121,7 @@ def memory_bytes(layout: str, samples: int, patches: int) -> float:
     cut = DEVICES if how == "sequence" else 1
     states = profile["bytes"] * DECODER.parameters / DEVICES
     states += TOWER.parameters * (profile["kept"] + (12 if profile["kept"] else profile["bytes"]) / DEVICES)
-    inputs = VALUE * (DECODER.layers * batch.tokens * DECODER.hidden)
+    inputs: float = VALUE * (DECODER.layers * batch.tokens * DECODER.hidden)
     inputs += VALUE * TOWER.layers * batch.all_patches / cut * TOWER.hidden
     (text_hidden, text_inner), (own_hidden, own_inner) = room["text_work"], room["vision_work"]
     short = [
@@ -165,8 +165,9 @@ def cell_rows(fitted: Fitted, factors: Mapping[str, str]) -> list[Row]:
         predicted = row["batch"] * row["patches"] / _seconds(row, fitted) if both else None
         named = {**row, "group": GROUP, "role": FIT if row["row"] in factors else HELD_OUT}
         free = find_device(TABLE["device"]).memory.value - memory_bytes(row["layout"], batch or DEVICES, row["patches"])
-        sizes = {"batch": row["batch"], "predicted_batch": batch, "free_gib": round(free / 2**30, 1)}
-        rows.append(compared(TABLE, named, predicted, **sizes))
+        sizes = {key: row[key] for key in ("patches", "batch")}
+        more = {"predicted_batch": batch, "free_gib": round(free / 2**30, 1)}
+        rows.append(compared(TABLE, named, predicted, **sizes, **more))
     return rows
 
 

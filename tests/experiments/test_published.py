@@ -10,14 +10,15 @@ import pytest
 import torch
 from PIL import Image
 
+from dhp.config.devices import find_device
 from dhp.models.flops import NO_BACKWARD
 from dhp.models.types import ImageLayout
-from experiments.published import ray_cells
+from experiments.published import longest, ray_cells
 from experiments.published.__main__ import all_rows, main
 from experiments.published.machine import Fitted, fit
 from experiments.published.pipelines import least_slowest, pipeline_seconds, stage_layers
 from experiments.published.shapes import decoder_named, tower_named
-from experiments.published.tables import FIT, HELD_OUT, ROLES, UNEXPLAINED, read_table
+from experiments.published.tables import FIT, HELD_OUT, PLANNED, ROLES, UNEXPLAINED, read_table
 
 TABLES = ("ray_cells", "longvila", "omnibal")
 
@@ -25,7 +26,7 @@ TABLES = ("ray_cells", "longvila", "omnibal")
 @pytest.fixture(scope="module")
 def found() -> tuple[list[dict], dict[str, dict]]:
     """All rows, and scores by name."""
-    rows, scores = all_rows()
+    rows, scores, _ = all_rows()
     return rows, {one["score"]: one for one in scores}
 
 
@@ -37,7 +38,8 @@ def found() -> tuple[list[dict], dict[str, dict]]:
         ("chain of rows", 1, 7, 0.05, 0.10),
         ("Megatron CP+TP", 0, 9, 0.07, 0.16),
         ("ratios", 0, 5, 0.10, 0.14),
-        ("other models", 0, 7, 0.22, 0.30),
+        ("other models", 0, 7, 0.20, 0.31),
+        ("hardware", 0, 4, 0.19, 0.38),
     ],
 )
 def test_scores(found: tuple, name: str, fitted: int, held_out: int, middle: float, most: float) -> None:
@@ -58,6 +60,7 @@ def test_every_batch_and_every_cell_without_memory_is_right(found: tuple) -> Non
 
 def test_roles_are_disjoint_and_only_what_the_table_names_is_fitted(found: tuple) -> None:
     names = {role: {(row["source"], row["row"]) for row in found[0] if row["role"] == role} for role in ROLES}
+    assert names[PLANNED] == set()  # nobody published them
     assert sum(map(len, names.values())) == len(found[0]) == len(set.union(*names.values()))
     assert {name for _, name in names[FIT]} == {name for table in TABLES for name in read_table(table)["fitted"]}
     for row in found[0]:
@@ -115,6 +118,24 @@ def test_memory_grows_with_samples_and_pictures() -> None:
     assert ray_cells.memory_bytes("TP", 4, 25600) < ray_cells.memory_bytes("TP", 8, 25600)
 
 
+def test_half_the_network_costs_days_and_h100_takes_fewer(found: tuple) -> None:
+    days = {row["row"]: row["predicted"] for row in found[0] if row["group"] in ("chain of rows", "hardware")}
+    balanced = "data, model and memory balanced"
+    assert days["baseline"] < days["baseline, A100, 2 × 200 Gbit/s"] < 1.05 * days["baseline"]
+    assert days[balanced] < days["balanced, A100, 2 × 200 Gbit/s"] < 1.10 * days[balanced]
+    assert days["balanced, H100, 8 × 400 Gbit/s"] < days[balanced] / 2
+
+
+def test_lengths_that_ran_fit_and_longer_ones_do_not(found: tuple) -> None:
+    rows = [row for row in found[0] if row["group"] == "longest"]
+    assert [row["predicted"] for row in rows] == ["fits"] * 4
+    largest = next(row for row in longest.LONGEST["rows"] if row["devices"] == 256)
+    assert largest["thousands"] * 1024 == 2**21
+    memory = find_device("a100").memory.value
+    assert longest.memory_bytes(largest) < 0.8 * memory < longest.memory_bytes({**largest, "thousands": 3072})
+    assert longest.memory_bytes({**largest, "thousands": 3072}) > memory  # 12,288 tokens a device
+
+
 def test_a_pipeline_with_equal_micro_batches_takes_the_known_time() -> None:
     stages, micro_batches = 4, 8
     forward = np.ones((stages, micro_batches, 3))
@@ -134,7 +155,7 @@ def test_cuts() -> None:
 
 def test_lines_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "rows.jsonl", tmp_path / "rows.png"
-    main(["--out", str(out), "--plot", str(plot)])
+    main(["--without-plans", "--out", str(out), "--plot", str(plot)])
     lines = out.read_text(encoding="utf-8").splitlines()
     assert capsys.readouterr().out.splitlines() == lines
     rows = [json.loads(line) for line in lines]

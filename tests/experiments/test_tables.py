@@ -277,27 +277,6 @@ def listed(counts: list[int]) -> str:
     return ",".join(map(str, counts))
 
 
-def published() -> Lines:
-    for row in rows("published"):
-        if row.get("group") == "18 cells":
-            error = "-" if row["error"] is None else f"{row['error']:+.1%}"
-            figures = [
-                row[key] if isinstance(row[key], str) else f"{row[key]:.0f}" for key in ("published", "predicted")
-            ]
-            batches = ["-" if row[key] is None else str(row[key]) for key in ("batch", "predicted_batch")]
-            yield cells(row["row"], *figures, error, *batches, fixed(row["free_gib"], 1), row["role"].replace("_", " "))
-        elif "score" in row:
-            goal = "-" if row["goal"] is None else f"{row['goal']['median']:.0%}, {row['goal']['max']:.0%}"
-            yield cells(row["score"], row["fitted"], row["held_out"], f"{row['median']:.1%}", f"{row['max']:.1%}", goal)
-    for group in ("chain of rows", "ratios", "other models"):
-        for row in rows("published", group=group):
-            figures = [f"{row[key]:.3g}" for key in ("published", "predicted")]
-            yield cells(row["row"], *figures, f"{row['error']:+.1%}")
-    of_cells = one("published", score="18 cells")
-    yield f"over all 18 choices {of_cells['median_over_choices']:.1%}"
-    yield f"medians {span(of_cells['medians_of_choices'])}, largest errors {span(of_cells['max_of_choices'])}"
-
-
 def span(shares: list[float]) -> str:
     return f"{shares[0]:.1%} to {shares[1]:.1%}"
 
@@ -305,7 +284,6 @@ def span(shares: list[float]) -> str:
 TABLES: list[Callable[[], Lines]] = [
     families, compile_, tensor_host, experts, finetuning, driver_scale, two_hosts, long_context, longest_sequence,
     layouts, balance, convergence, roofline, partition_search, partition,
-    published,
 ]  # fmt: skip
 
 

@@ -1,0 +1,42 @@
+"""A picture of panels side by side, drawn larger and reduced, for smooth letters, with Pillow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+FINER = 3
+SIDE, LEFT, TOP, GAP, BOTTOM = 270, 56, 64, 70, 40  # pixels of a panel and around it
+DOT = 4
+INK, GRID = "#202020", "#d8d8d8"
+
+
+class Canvas:
+    """For so many panels."""
+
+    def __init__(self, panels: int):
+        self._size = (LEFT + panels * (SIDE + GAP), TOP + SIDE + BOTTOM)
+        self._image = Image.new("RGB", (FINER * self._size[0], FINER * self._size[1]), "white")
+        self._draw = ImageDraw.Draw(self._image)
+
+    def left(self, panel: int) -> float:
+        return LEFT + panel * (SIDE + GAP)
+
+    def frame(self, left: float) -> None:
+        """Of a panel."""
+        self._draw.rectangle([FINER * v for v in (left, TOP, left + SIDE, TOP + SIDE)], outline=GRID, width=FINER)
+
+    def line(self, points: Sequence[tuple[float, float]], colour: str) -> None:
+        self._draw.line([FINER * v for point in points for v in point], fill=colour, width=FINER)
+
+    def dot(self, x: float, y: float, colour: str) -> None:
+        self._draw.ellipse([FINER * v for v in (x - DOT, y - DOT, x + DOT, y + DOT)], fill=colour)
+
+    def text(self, x: float, y: float, text: str) -> None:
+        self._draw.text((FINER * x, FINER * y), text, INK, ImageFont.load_default(FINER * 11))
+
+    def save(self, path: Path) -> None:
+        """As a PNG."""
+        self._image.resize(self._size, Image.Resampling.LANCZOS).save(path)
