@@ -139,7 +139,7 @@ def find_plan(asked: Asked, say: Callable[[str], None]) -> Outcome:
     rules = training_rules(config.training, family, adapters)
     counted = Counted(family, source, rules, adapters, config.training.objective, Path(plain.data.cache_dir or ""), say)
     given, held = freed(config, asked.held), asked.held
-    whole = WholeRun(given, family, source)
+    whole = WholeRun(given, family, source, shapes=counted)
     space = Space(given, whole, counted, machine, samples, held.layouts(config), **_of_run(held))
     return _answered(asked, space, tuple(notes), samples, table, say)
 
@@ -237,7 +237,7 @@ def _more_memory(asked: Asked, space: Space, ways: Ways) -> Iterator[str]:
 
 def _fits(asked: Asked, space: Space, config: Config, held: Held) -> bool:
     given = freed(config, held)
-    whole = WholeRun(given, space.whole.family, space.counted.source)
+    whole = WholeRun(given, space.whole.family, space.counted.source, shapes=space.counted)
     try:
         other = replace(space, config=given, whole=whole, held=held.layouts(config), known={}, **_of_run(held))
         return bool(search(other, 1).candidates)

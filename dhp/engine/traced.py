@@ -23,9 +23,10 @@ from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.engine.build import freeze
 from dhp.engine.shard_norms import shard_without_ranks
 from dhp.engine.traced_moments import MomentsOfTrace, Traced
+from dhp.engine.traced_rows import TracedRows
+from dhp.models.empty import adapt, empty_slices
 from dhp.models.family import Family
 from dhp.models.part import Part
-from dhp.models.shape import adapt, empty_slices
 from dhp.models.tower import Tower, TowerInputs
 from dhp.models.types import DecoderInputs
 from dhp.objectives.objective import Head
@@ -42,18 +43,6 @@ from dhp.parallel.tensor.styles import with_fused
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _TEXT, _TOWER = "dhp_traced", "flash_dhp_traced"  # names of the attention functions, as those of a run
 _AXES = 3  # of positions where rotary angles have sections: time, height, width
-
-
-@dataclass(frozen=True)
-class TracedRows:
-    """A micro-batch as one rank sees it. tokens: of the row; features: rows of the tower among them; targets: tokens
-    with a loss; patches: of the tower's one picture; windows: attention windows of equal size that it has."""
-
-    tokens: int
-    features: int = 0
-    targets: int = 1
-    patches: int = 0
-    windows: int = 1
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from dhp.config.recompute import OFFLOAD
 from dhp.core.reports import RecomputePolicies
+from dhp.engine.traced_rows import TracedRows
 from dhp.planner.costs import LayerCost, StageCosts
 
 if TYPE_CHECKING:
-    from dhp.engine.traced import TracedRows
     from dhp.engine.traced_moments import Pass, Traced
 
 CHOICES = ("none", "light", "mlp", "linear", "all")

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from dhp.core.reports import RecomputePolicies, StageUsage
-from dhp.engine.traced import TracedRows, TraceSettings, trace_moments
+from dhp.engine.traced import TraceSettings, trace_moments
 from dhp.engine.traced_moments import Traced
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.trainer.row_bytes import CHOICES, PartBytes, RowBytes, trace_bytes

@@ -26,17 +26,19 @@ from dhp.core.files import write_whole
 from dhp.core.parameters import AdapterSettings, TrainingRules, is_inside
 from dhp.core.process import say_nothing
 from dhp.core.reports import RecomputePolicies
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import VISION, Family
+from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
 from dhp.trainer.forecast.loads import window_length
 from dhp.trainer.partition import shares_of
 from dhp.trainer.row_bytes import Inside, PartBytes, RowBytes, trace_bytes
+from dhp.trainer.shapes import count_held
 from dhp.trainer.tower_units import Piece, TowerLoad, tower_operations, tower_pieces
 from dhp.trainer.units import replay_shares, replays
 
 if TYPE_CHECKING:
-    from dhp.engine.traced import TracedRows, TraceSettings
+    from dhp.engine.traced import TraceSettings
     from dhp.engine.traced_moments import Traced
-    from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
 
 T = TypeVar("T")
 FOLDER = "shapes"  # below the cache's
@@ -85,9 +87,10 @@ class Counted:
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """All parameters of the model, those of adapters among them."""
-        from dhp.models.shape import Parameter, list_parameters
 
         def make() -> Any:
+            from dhp.models.empty import list_parameters  # imports modeling code, which takes a second
+
             return [asdict(one) for one in list_parameters(self.source, self.family, self.adapters)]
 
         return tuple(
@@ -98,9 +101,13 @@ class Counted:
     @cached_property
     def sizes(self) -> DecoderSizes:
         """Of the decoder's pieces."""
-        from dhp.models.shape import DecoderSizes, decoder_sizes
 
-        found = self._kept("sizes", lambda: asdict(decoder_sizes(self.source)))
+        def make() -> Any:
+            from dhp.models.empty import decoder_sizes
+
+            return asdict(decoder_sizes(self.source))
+
+        found = self._kept("sizes", make)
         return DecoderSizes(**{**found, "layers": tuple(found["layers"])})
 
     @cached_property
@@ -156,8 +163,6 @@ class Counted:
 
     def held(self, part: str, cut: Cut) -> tuple[HeldParameter, ...]:
         """What the fullest tensor rank holds of the whole part."""
-        from dhp.models.shape import HeldParameter
-
         key = f"held {part} {cut.tensor} {cut.expert}"
         if key not in self._known:
             found = self._kept(key, lambda: [asdict(one) for one in self._count(part, cut)])
@@ -204,12 +209,10 @@ class Counted:
         return self.trains_before or any(self.rules.trains(one.name) for one in named)
 
     def _count(self, part: str, cut: Cut) -> tuple[HeldParameter, ...]:
-        from dhp.trainer.shapes import count_held
-
         return count_held(self.family, self.source, self.rules, self.adapters, part, cut.tensor, cut.expert)
 
     def _trace(self, part: str, cut: Cut) -> PartBytes:
-        from dhp.engine.traced import TracedRows, TraceSettings, trace_moments
+        from dhp.engine.traced import TraceSettings, trace_moments
 
         norms = ", sharded norms" * cut.sequence_sharded_norms
         self._say(f"tracing {part} in {cut.dtype} with tensor={cut.tensor}{norms}, once for this model")

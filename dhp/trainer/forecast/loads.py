@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dhp.core.axes import Degrees
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import Family
 from dhp.trainer.layer_work import TextLoad
 from dhp.trainer.tower_units import TowerLoad
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import StepLoads
-    from dhp.engine.traced import TracedRows
-
 MOST_COUNTS = 4096  # micro-batches whose numbers of pictures are looked at
 _SQUARE = (1, 32, 32)  # a grid of patches, of which a tower's windows are read
 
@@ -172,8 +171,6 @@ def window_length(family: Family) -> float:
 
 def text_rows(worst: Worst, degrees: Degrees) -> TracedRows:
     """The most that a rank of a decoder gets of a micro-batch."""
-    from dhp.engine.traced import TracedRows
-
     split = degrees.sequence
     return TracedRows(ceil(worst.tokens / split), ceil(worst.features / split), max(1, ceil(worst.targets / split)))
 
@@ -181,7 +178,5 @@ def text_rows(worst: Worst, degrees: Degrees) -> TracedRows:
 def tower_rows(worst: Worst, degrees: Degrees) -> TracedRows:
     """The most that a rank of a tower gets of a micro-batch: an even share of the fullest one's pictures, or where
     replicas take them whole the largest picture, if that is more."""
-    from dhp.engine.traced import TracedRows
-
     whole = max(worst.patches / degrees.data, worst.largest)
     return TracedRows(0, patches=max(1, ceil(whole / degrees.sequence)))

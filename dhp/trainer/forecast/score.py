@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from dhp.config.parts import DECODER, resolved
 from dhp.core.graph import StageSpec
+from dhp.models.shape import PartShape, sum_shape
 from dhp.models.types import Chunk
 from dhp.planner.rates import Work
 from dhp.trainer.forecast.counted import Counted, Cut, stage_parameters
@@ -24,9 +24,6 @@ from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.forecast.seconds import UnitSeconds, once_a_step, unit_seconds, waits_for_others
 from dhp.trainer.memory import gathered_bytes, loss_bytes, rank_bytes, runtime_bytes
 from dhp.trainer.row_bytes import CHOICES, RowBytes
-
-if TYPE_CHECKING:
-    from dhp.models.shape import PartShape
 
 
 @dataclass(frozen=True)
@@ -127,8 +124,6 @@ class Scorer:
         return part.absent((_chunk(run, len(part.layers.kinds)),))
 
     def _shape(self, layout: PartLayout, stage: StageSpec) -> PartShape:
-        from dhp.models.shape import sum_shape
-
         cut = Cut.of(layout.section)
         key = (layout.part, cut.tensor, cut.expert, stage.chunks[0])
         if key not in self._shapes:
