@@ -239,7 +239,9 @@ def _fits(asked: Asked, space: Space, config: Config, held: Held) -> bool:
     given = freed(config, held)
     whole = WholeRun(given, space.whole.family, space.counted.source, shapes=space.counted)
     try:
-        other = replace(space, config=given, whole=whole, held=held.layouts(config), known={}, **_of_run(held))
+        other = replace(
+            space, config=given, whole=whole, held=held.layouts(config), known={}, scored={}, **_of_run(held)
+        )
         return bool(search(other, 1).candidates)
     except ConfigError:
         return False

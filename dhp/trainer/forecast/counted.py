@@ -188,6 +188,20 @@ class Counted:
         known: list[int] = self._known[key]
         return known
 
+    def alike(self, part: str, cut: Cut) -> list[int]:
+        """Of each unit of a part, the place of the first one that does the same and holds as many parameters."""
+        own, kinds = self.unit_parameters(part, cut), self.keeps(part, cut).kinds
+        if part == DECODER:
+            shares = self.trained
+            does: list[Any] = [(size, shares and shares.get(at, 0.0)) for at, size in enumerate(self.sizes.layers)]
+            does = ["before", *does, "after"]
+        else:
+            done = self._operations.transpose(1, 0, 2).tolist()
+            does = [(piece, str(each)) for piece, each in zip(self.pieces, done, strict=True)]
+        ends = ("before", *kinds, "after")
+        first: dict[Any, int] = {}
+        return [first.setdefault(key, at) for at, key in enumerate(zip(does, ends, own, strict=True))]
+
     def keeps(self, part: str, cut: Cut) -> PartBytes:
         """What the part keeps of a micro-batch on a rank. Raises ModelError where it cannot be traced."""
         key = f"keeps {part} {cut} {self.trains_before}"
