@@ -8,7 +8,7 @@ that GPUs compile keep less than is counted here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from dhp.engine.build import freeze
 from dhp.engine.shard_norms import shard_without_ranks
 from dhp.engine.traced_moments import MomentsOfTrace, Traced
 from dhp.engine.traced_rows import TracedRows
+from dhp.models.decoder import unchanged
 from dhp.models.empty import adapt, empty_slices
 from dhp.models.family import Family
 from dhp.models.part import Part
@@ -47,8 +48,9 @@ _AXES = 3  # of positions where rotary angles have sections: time, height, width
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """How a part is run. dtype: it computes in. tensor: ranks that cut its matrices. recompute: of each layer. trains:
-    by a parameter's name. receives_gradients: what sends to the decoder trains. kernels: asked for, by kind."""
+    """How a part is run. dtype: it computes in. tensor: ranks that cut its matrices. recompute: of each layer that
+    runs. trains: by a parameter's name. receives_gradients: what sends to the decoder trains. kernels: asked for, by
+    kind. layers: that run, the others hand on what enters them, and are in no report; None: all."""
 
     dtype: str
     tensor: int
@@ -60,6 +62,7 @@ class TraceSettings:
     sequence_sharded_norms: bool = False
     objective: str = "sft"
     kernels: Mapping[str, str] = field(default_factory=dict)
+    layers: Sequence[int] | None = None
 
 
 def trace_part(source: str, family: Family, name: str, rows: TracedRows, settings: TraceSettings) -> StageUsage:
@@ -96,10 +99,15 @@ def _trace(
     model = empty_part(source, family, name, settings)
     _use_attention(model, part)
     replace_without_weights(model, dtype, settings.kernels)
-    layers = [model.get_submodule(f"{part.layers.path}.{layer}") for layer in range(len(part.layers.kinds))]
+    every = [model.get_submodule(f"{part.layers.path}.{layer}") for layer in range(len(part.layers.kinds))]
+    runs = range(len(every)) if settings.layers is None else settings.layers
+    for at, layer in enumerate(every):
+        if at not in runs:
+            layer.forward = unchanged
+    layers, kinds = [every[at] for at in runs], tuple(part.layers.kinds[at] for at in runs)
     if settings.mlp_chunks > 1:
         tile_mlps(layers, part.layers.mlp, settings.mlp_chunks)
-    meter = ActivationMeter(model, _CPU, part.layers.kinds)
+    meter = ActivationMeter(model, _CPU, kinds)
     RecomputedLayers(layers, part.layers, settings.recompute, meter, _CPU)
     moments = MomentsOfTrace(model, layers, meter) if records else None
     with moments or nullcontext():

@@ -30,8 +30,9 @@ from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import VISION, Family
 from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
 from dhp.trainer.forecast.loads import window_length
+from dhp.trainer.forecast.written import read_bytes, written_bytes
 from dhp.trainer.partition import shares_of
-from dhp.trainer.row_bytes import Inside, PartBytes, RowBytes, trace_bytes
+from dhp.trainer.row_bytes import PartBytes, layers_to_trace, of_all_layers, trace_bytes
 from dhp.trainer.shapes import count_held
 from dhp.trainer.tower_units import Piece, TowerLoad, tower_operations, tower_pieces
 from dhp.trainer.units import replay_shares, replays
@@ -206,7 +207,7 @@ class Counted:
         """What the part keeps of a micro-batch on a rank. Raises ModelError where it cannot be traced."""
         key = f"keeps {part} {cut} {self.trains_before}"
         if key not in self._known:
-            self._known[key] = _read(self._kept(key, lambda: _written(self._trace(part, cut))))
+            self._known[key] = read_bytes(self._kept(key, lambda: written_bytes(self._trace(part, cut))))
         known: PartBytes = self._known[key]
         return known
 
@@ -230,7 +231,8 @@ class Counted:
 
         norms = ", sharded norms" * cut.sequence_sharded_norms
         self._say(f"tracing {part} in {cut.dtype} with tensor={cut.tensor}{norms}, once for this model")
-        own = self.family.parts[part]
+        own, stands = self.family.parts[part], self._stands(part, cut)
+        layers = sorted(set(stands.values()))
         settings = partial(
             TraceSettings,
             cut.dtype,
@@ -242,6 +244,7 @@ class Counted:
             sequence_sharded_norms=cut.sequence_sharded_norms,
             objective=self._objective,
             kernels=read_kernels(part, cut.kernels),
+            layers=layers,
         )
 
         def trace(rows: TracedRows, choices: RecomputePolicies) -> Traced:
@@ -250,7 +253,17 @@ class Counted:
 
         features = 64 * (VISION in self.family.parts)
         base = TracedRows(256, features, 64) if part == DECODER else TracedRows(0, patches=1024, windows=64)
-        return trace_bytes(own.layers.kinds, base, trace, self.trains(part) and not self._trains_first(part))
+        first_apart = self.trains(part) and not self._trains_first(part)
+        kinds = [own.layers.kinds[at] for at in layers]
+        return of_all_layers(trace_bytes(kinds, base, trace, first_apart), stands)
+
+    def _stands(self, part: str, cut: Cut) -> dict[int, int]:
+        """See `layers_to_trace`. Where some layers are trained, and others are not, all are traced."""
+        own = self.family.parts[part]
+        held, trained = (self.unit_parameters(part, cut, only)[1:-1] for only in (False, True))
+        if any(trained) and held != trained:
+            return {at: at for at in range(len(held))}
+        return layers_to_trace(list(zip(own.layers.kinds, held)), [*own.leaves.values(), *own.takes.values()])
 
     def _kept(self, what: str, make: Callable[[], T]) -> T:
         """As JSON gives it back."""
@@ -284,26 +297,3 @@ def stage_parameters(held: Sequence[HeldParameter], absent: Sequence[str]) -> li
 
 def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:24]
-
-
-def _written(kept: PartBytes) -> dict[str, Any]:
-    of_kinds = ("held", "replay", "insides")
-    by_choice = {what: [[*key, asdict(own)] for key, own in getattr(kept, what).items()] for what in of_kinds}
-    rows = {what: asdict(getattr(kept, what)) for what in ("before", "after")}
-    listed = {"more": [asdict(one) for one in kept.more], "ends": [asdict(one) for one in kept.ends]}
-    return {"kinds": list(kept.kinds), **listed, **by_choice, **rows}
-
-
-def _read(values: Mapping[str, Any]) -> PartBytes:
-    held, replay = (
-        {(kind, choice): RowBytes(**own) for kind, choice, own in values[what]} for what in ("held", "replay")
-    )
-    more = tuple(RowBytes(**own) for own in values["more"])
-    insides = {(kind, choice): _inside(own) for kind, choice, own in values["insides"]}
-    before, after = (_inside(own) for own in values["ends"])
-    kinds, outside = tuple(values["kinds"]), (RowBytes(**values["before"]), RowBytes(**values["after"]))
-    return PartBytes(kinds, held, replay, more, *outside, insides, (before, after))
-
-
-def _inside(values: Mapping[str, Any]) -> Inside:
-    return Inside(**{name: tuple(RowBytes(**one) for one in own) for name, own in values.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,13 @@ class PictureLoad:
     largest: float = 0.0
     counts: tuple[int, ...] = ()
 
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        return np.array([count for count in self.counts if count], dtype=np.int64)
+
     def fullest(self, replicas: int) -> float:
         """Share of a micro-batch's pictures that the fullest replica has, where they go to replicas whole."""
-        counts = np.array([count for count in self.counts if count])
+        counts = self._counts
         if replicas == 1 or not len(counts):
             return 1.0 / replicas
         return float((-(-counts // replicas)).sum() / counts.sum())
@@ -42,7 +47,7 @@ class PictureLoad:
     def divided(self, replicas: int, ranks: int) -> float:
         """Share of the pictures that the ranks of a replica's sequence divide: those beyond as many as they can have
         whole alike."""
-        counts = np.array([-(-count // replicas) for count in self.counts if count])
+        counts = -(-self._counts // replicas)
         if ranks == 1 or not len(counts):
             return 0.0
         return float((counts % ranks).sum() / counts.sum())

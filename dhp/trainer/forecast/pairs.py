@@ -54,7 +54,7 @@ class Pair:
         return max(own, other) if self.apart else own + other
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pairs:
     """Pairs of one division, as arrays. at, with_vision: places in the scores."""
 

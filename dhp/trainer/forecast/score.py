@@ -51,7 +51,7 @@ class Score:
         return self.kept_bytes + self.passing_bytes + ahead * self.held_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scores:
     """Scores of layouts of one part for one division of a step, as arrays: of each layout with each choice."""
 
