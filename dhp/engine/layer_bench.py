@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface
 
 from dhp.engine.stopwatch import Spans, Stopwatch
-from dhp.engine.traced import TracedRows, TraceSettings, empty_part, empty_run
+from dhp.engine.traced import TraceSettings, empty_part, empty_run
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import Family
 from dhp.models.tower import Tower
 from dhp.parallel.attention.choose import has_varlen

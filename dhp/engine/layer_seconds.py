@@ -16,7 +16,7 @@ from torch import nn
 from dhp.core.errors import DhpError, ModelError
 from dhp.engine.layer_bench import Bench
 from dhp.engine.stopwatch import Stopwatch
-from dhp.engine.traced import TracedRows
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import Family
 
 _RUNS = 7  # of each layer that its runs, and those of its pieces, take as long as

@@ -8,7 +8,7 @@ that GPUs compile keep less than is counted here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +23,12 @@ from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.engine.build import freeze
 from dhp.engine.shard_norms import shard_without_ranks
 from dhp.engine.traced_moments import MomentsOfTrace, Traced
+from dhp.engine.traced_rows import TracedRows
+from dhp.models.decoder import unchanged
+from dhp.models.empty import adapt, empty_slices
 from dhp.models.family import Family
 from dhp.models.lora import adapted_modules
 from dhp.models.part import Part
-from dhp.models.shape import adapt, empty_slices
 from dhp.models.tower import Tower, TowerInputs
 from dhp.models.types import DecoderInputs
 from dhp.objectives.objective import Head
@@ -47,21 +49,10 @@ _AXES = 3  # of positions where rotary angles have sections: time, height, width
 
 
 @dataclass(frozen=True)
-class TracedRows:
-    """A micro-batch as one rank sees it. tokens: of the row; features: rows of the tower among them; targets: tokens
-    with a loss; patches: of the tower's one picture; windows: attention windows of equal size that it has."""
-
-    tokens: int
-    features: int = 0
-    targets: int = 1
-    patches: int = 0
-    windows: int = 1
-
-
-@dataclass(frozen=True)
 class TraceSettings:
-    """How a part is run. dtype: it computes in. tensor: ranks that cut its matrices. recompute: of each layer. trains:
-    by a parameter's name. receives_gradients: what sends to the decoder trains. kernels: asked for, by kind."""
+    """How a part is run. dtype: it computes in. tensor: ranks that cut its matrices. recompute: of each layer that
+    runs. trains: by a parameter's name. receives_gradients: what sends to the decoder trains. kernels: asked for, by
+    kind. layers: that run, the others hand on what enters them, and are in no report; None: all."""
 
     dtype: str
     tensor: int
@@ -73,6 +64,7 @@ class TraceSettings:
     sequence_sharded_norms: bool = False
     objective: str = "sft"
     kernels: Mapping[str, str] = field(default_factory=dict)
+    layers: Sequence[int] | None = None
 
 
 def trace_part(source: str, family: Family, name: str, rows: TracedRows, settings: TraceSettings) -> StageUsage:
@@ -109,10 +101,15 @@ def _trace(
     model = empty_part(source, family, name, settings)
     _use_attention(model, part)
     replace_without_weights(model, dtype, settings.kernels)
-    layers = [model.get_submodule(f"{part.layers.path}.{layer}") for layer in range(len(part.layers.kinds))]
+    every = [model.get_submodule(f"{part.layers.path}.{layer}") for layer in range(len(part.layers.kinds))]
+    runs = range(len(every)) if settings.layers is None else settings.layers
+    for at, layer in enumerate(every):
+        if at not in runs:
+            layer.forward = unchanged
+    layers, kinds = [every[at] for at in runs], tuple(part.layers.kinds[at] for at in runs)
     if settings.mlp_chunks > 1:
         tile_mlps(layers, part.layers.mlp, settings.mlp_chunks)
-    meter = ActivationMeter(model, _CPU, part.layers.kinds)
+    meter = ActivationMeter(model, _CPU, kinds)
     RecomputedLayers(layers, part.layers, settings.recompute, meter, _CPU)
     moments = MomentsOfTrace(model, layers, meter) if records else None
     with moments or nullcontext():

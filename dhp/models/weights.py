@@ -34,7 +34,7 @@ def weight_bytes(model_name: str, checkpoint: Path | None = None) -> int:
     shape = shapes_directory() / f"{model_name}.json"
     if not shape.is_file():
         return continued
-    from dhp.models.shape import part_shape  # brings modeling code along, which takes a second
+    from dhp.models.empty import part_shape  # brings modeling code along, which takes a second
 
     return continued + PUBLISHED_BYTES * part_shape(str(shape), ()).total
 

@@ -7,7 +7,7 @@ once; in the run the tower's actor is one micro-batch further ahead, which a bud
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -18,14 +18,13 @@ from dhp.config.ranges import INTERLEAVED, ONE_F_ONE_B
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.errors import ModelError
-from dhp.core.parameters import AdapterSettings, TrainingRules
-from dhp.models.decoder_sizes import decoder_sizes
+from dhp.core.parameters import TrainingRules
 from dhp.models.family import VISION, Family
-from dhp.models.shape import list_parameters
 from dhp.planner.partition.even import by_layers
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.planner.units import Held, Saved, Unit, layer_cuts
 from dhp.trainer.measured import as_measured
+from dhp.trainer.model_shapes import Shapes
 from dhp.trainer.partition import (
     GIB,
     LayerCuts,
@@ -44,12 +43,12 @@ from dhp.trainer.units import decoder_units, link, replay_shares, saved_of
 
 @dataclass(frozen=True)
 class Model:
-    """Of a run. family: with the parts of the run. adapters: by part. trains: anything is trained."""
+    """Of a run. family: with the parts of the run. trains: anything is trained."""
 
     family: Family
     source: str
     rules: TrainingRules
-    adapters: Mapping[str, AdapterSettings]
+    shapes: Shapes
     trains: bool = True
 
 
@@ -77,12 +76,12 @@ def _runs(config: Config, name: str) -> int:
 
 
 def _decoder(config: Config, model: Model) -> LayerCuts:
-    return decoder_cuts(config, model.family, model.source, model.rules, model.adapters, _before(config, model))
+    return decoder_cuts(config, model.family, model.source, model.rules, model.shapes, _before(config, model))
 
 
 def _before(config: Config, model: Model) -> bool | None:
     """Whether an encoder trains; None: nothing is trained."""
-    trained = trained_stage(model.rules, model.family, model.source, model.adapters)
+    trained = trained_stage(model.rules, model.shapes)
     return any(trained(name, ()) for name in encoders(config)) if model.trains else None
 
 
@@ -134,7 +133,7 @@ def _saved(
     if config.memory.budget_gib is None or not any(automatic.values()):
         return [], ""
     family, source, rules = model.family, model.source, model.rules
-    parameters = list_parameters(source, family, model.adapters)
+    parameters = model.shapes.parameters
     shares = {
         VISION: tower_replays(family, parameters, rules),
         DECODER: [replay_shares(family, unit.parameters) for unit in behind[1:-1]],
@@ -152,14 +151,13 @@ def _saved(
 
 
 def _tower_units(config: Config, model: Model) -> tuple[Unit, ...]:
-    parameters = list_parameters(model.source, model.family, model.adapters)
-    return tower_units(config, model.family, parameters, model.rules)
+    return tower_units(config, model.family, model.shapes.parameters, model.rules)
 
 
 def _decoder_units(config: Config, model: Model) -> tuple[Unit, ...]:
     """Behind the tower. An audio encoder that trains sends gradients back through all of them too."""
-    trained = trained_shares(model.family, model.source, model.rules, model.adapters)
-    first, *others = decoder_units(config, model.family, decoder_sizes(model.source), trained)
+    trained = trained_shares(model.family, model.shapes, model.rules)
+    first, *others = decoder_units(config, model.family, model.shapes.sizes, trained)
     return (replace(first, trains=first.trains or bool(_before(config, model))), *others)
 
 

@@ -21,6 +21,7 @@ from dhp.trainer.chain import Model, is_joint, part_cuts
 from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_lines
 from dhp.trainer.forecast.verdict import verdict
 from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
+from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import missing_data
 from dhp.trainer.settings import FULLEST_FIRST, stage_choices
@@ -160,7 +161,8 @@ def _recompute(config: Config, stage: StageSpec) -> str:
 def _why(plan: RunPlan, cut: Iterable[str]) -> list[str]:
     """A line for each part with several stages, or one where they are cut together: which method cuts are from, and
     what is known of them."""
-    chosen = part_cuts(plan.config, Model(plan.family, plan.source, plan.rules, plan.adapters))
+    shapes = ModelShapes(plan.family, plan.source, plan.adapters)
+    chosen = part_cuts(plan.config, Model(plan.family, plan.source, plan.rules, shapes))
     why = {name: chosen[name].why if name in chosen else f"as {name}.cuts has them" for name in cut}
     if is_joint(plan.config):
         return [f"{'cuts':14} {said}" for said in dict.fromkeys(why.values())]

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from dhp.config.parts import DECODER
 from dhp.config.resolve import micro_batches
 from dhp.core.graph import Edge, Node, StageGraph
-from dhp.models.decoder_sizes import decoder_sizes
 from dhp.models.family import VISION
 from dhp.models.flops import VisionWork
 from dhp.planner.units import Unit, first_trained
 from dhp.step.schedule import Action, Forward, make_schedule
 from dhp.step.timed import Timeline, draw_timeline, play
+from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.partition import trained_shares
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.tower_units import tower_units
@@ -62,8 +62,9 @@ def _most(plan: RunPlan) -> int:
 
 
 def _decoder_units(plan: RunPlan) -> tuple[Unit, ...]:
-    trained = trained_shares(plan.family, plan.source, plan.rules, plan.adapters)
-    return decoder_units(plan.config, plan.family, decoder_sizes(plan.source), trained)
+    shapes = ModelShapes(plan.family, plan.source, plan.adapters)
+    trained = trained_shares(plan.family, shapes, plan.rules)
+    return decoder_units(plan.config, plan.family, shapes.sizes, trained)
 
 
 def _run(plan: RunPlan, units: tuple[Unit, ...], part: str, node: Node, layers: range) -> tuple[float, float]:

@@ -17,22 +17,26 @@ from dhp.core.axes import Degrees
 from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
 from dhp.models.family import VISION, Family
 from dhp.models.types import chunks_of
+from dhp.trainer.model_shapes import ModelShapes, Shapes
 from dhp.trainer.trainable import adapters_of, trained_stage, training_rules
 
 if TYPE_CHECKING:
     from dhp.trainer.partition import LayerCuts
 
 
-def make_graph(config: Config, family: Family, source: str, trains: bool = True) -> StageGraph:
+def make_graph(
+    config: Config, family: Family, source: str, trains: bool = True, shapes: Shapes | None = None
+) -> StageGraph:
     """The stages of a resolved configuration for the model of `source`, as `dhp.models.pretrained` gives it. trains:
-    false where nothing is trained, whatever the configuration says.
+    false where nothing is trained, whatever the configuration says. shapes: of the model, where they are known.
 
     Raises ConfigError for cuts that the model's layers do not admit.
     """
     family = family.having(parts(config))
     adapters = adapters_of(config)
     rules = training_rules(config.training, family, adapters)
-    trained = trained_stage(rules, family, source, adapters) if trains else lambda part, absent: False
+    counted = shapes or ModelShapes(family, source, adapters)
+    trained = trained_stage(rules, counted) if trains else lambda part, absent: False
     stages: list[StageSpec] = []
     ties: list[Tie] = []
 
@@ -40,7 +44,7 @@ def make_graph(config: Config, family: Family, source: str, trains: bool = True)
     def cuts() -> dict[str, LayerCuts]:
         from dhp.trainer.chain import Model, part_cuts  # imports modeling code, which takes a second
 
-        return part_cuts(config, Model(family, source, rules, adapters, trains))
+        return part_cuts(config, Model(family, source, rules, counted, trains))
 
     for name, section in parts(config).items():
         part = family.parts[name]

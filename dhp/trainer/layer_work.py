@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from dhp.config.part import PartConfig
 from dhp.core.axes import Degrees
-from dhp.models.decoder_sizes import DecoderSizes
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import Family
 from dhp.models.flops import OPERATIONS
+from dhp.models.shape import DecoderSizes
 from dhp.planner.rates import Sent, Work
 from dhp.planner.traffic import DividedAttention, DividedMatrices
 from dhp.planner.units import NONE
@@ -22,9 +22,6 @@ from dhp.trainer.memory import VALUE_BYTES
 from dhp.trainer.row_bytes import PartBytes
 from dhp.trainer.tower_units import WINDOW, Piece, TowerLoad, tower_operations, tower_width
 from dhp.trainer.units import decoder_operations, hidden_width
-
-if TYPE_CHECKING:
-    from dhp.engine.traced import TracedRows
 
 # Bytes that elementwise kernels read and write, for each that a layer keeps where nothing is recomputed: a forward
 # writes it and reads what it is made of; a backward reads it, the gradient that comes, and writes another.
@@ -94,8 +91,6 @@ def tower_passes(
     """Of the patch embedding, each layer and the merger. load: of the ranks that share a sequence, all together.
     divided: the share of the patches whose pictures ranks of a sequence divide; operations: `tower_operations` of the
     load, where they are known."""
-    from dhp.engine.traced import TracedRows  # imports torch
-
     ranks = degrees.tensor * degrees.sequence
     rows = TracedRows(0, patches=max(1, round(load.patches / degrees.sequence)))
     matrices = DividedMatrices(degrees.tensor, rows.patches, tower_width(family), VALUE_BYTES[section.dtype])
@@ -173,7 +168,5 @@ def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad
 
 
 def _rows(load: TextLoad, degrees: Degrees) -> TracedRows:
-    from dhp.engine.traced import TracedRows  # imports torch
-
     tokens, targets = (max(1, round(count / degrees.sequence)) for count in (load.tokens, load.targets))
     return TracedRows(tokens, 0, targets)

@@ -25,6 +25,7 @@ from dhp.core.axes import Degrees
 from dhp.core.errors import DhpError
 from dhp.core.parameters import TrainingRules
 from dhp.core.process import count_cores, say_nothing
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import Family
 from dhp.planner.cache import read_entries, read_entry, write_entry
 from dhp.planner.measured_rates import MeasuredChannel, MeasuredRates, PartRates
@@ -38,8 +39,6 @@ from dhp.trainer.tower_units import TowerLoad, tower_pieces
 if TYPE_CHECKING:
     from dhp.engine.layer_seconds import LayerSeconds
     from dhp.engine.stopwatch import Stopwatch
-    from dhp.engine.traced import TracedRows
-
 FILE = "rates.json"  # in the caller's folder
 LIMIT_S = 5.0  # of each part's layers
 SHORTER = 4  # the other length with which layers are measured is so many times shorter
@@ -200,8 +199,6 @@ def _of_part(
 
 def row_shape(family: Family, name: str, count: int) -> TracedRows:
     """So many tokens of one sample; of a tower, patches of one picture, in whole windows."""
-    from dhp.engine.traced import TracedRows  # imports torch
-
     if name == DECODER:
         return TracedRows(count)
     window = _window(family)
@@ -250,8 +247,7 @@ def observe(
 
 def _passes(source: str, family: Family, name: str, dtype: str, rows: TracedRows) -> tuple[Passes, ...]:
     """The work of a part's units with these rows, on one rank that trains all of it."""
-    from dhp.models.decoder_sizes import decoder_sizes
-    from dhp.models.shape import list_parameters
+    from dhp.models.empty import decoder_sizes, list_parameters
 
     section, kept = PartConfig(dtype=dtype), _kept_bytes(source, family, name, dtype, rows)
     if name == DECODER:

@@ -29,7 +29,7 @@ from dhp.core.state_forms import (
 from dhp.models.quantized import BYTES_A_VALUE
 from dhp.models.shape import PartShape
 from dhp.models.types import HeadShape
-from dhp.parallel.tensor.loss import CHUNK_ROWS
+from dhp.parallel.tensor.chunk import CHUNK_ROWS
 
 VALUE_BYTES = {name: FORMAT_BYTES[name] for name in (BFLOAT16, FLOAT32, FLOAT64)}
 BUCKET_ELEMENTS = 1 << 26  # of DeepSpeed's buckets, as `dhp.parallel.optim.zero` asks for them

@@ -67,7 +67,7 @@ def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None
 
     own = family.parts[name]
     if degrees(part).shares_experts:
-        from dhp.models.shape import check_tensor_plan
+        from dhp.models.empty import check_tensor_plan
         from dhp.parallel.expert.shares import check_shares
 
         check_tensor_plan(source, family.outside(name), check_shares)
@@ -82,7 +82,7 @@ def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None
             )
         return
     from dhp.engine.shard_norms import check_norms
-    from dhp.models.shape import check_tensor_plan
+    from dhp.models.empty import check_tensor_plan
     from dhp.parallel.tensor.plan import local_plan
     from dhp.parallel.tensor.styles import with_fused
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf, isinf
@@ -13,17 +13,17 @@ from dhp.config.ranges import SEQUENTIAL
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, ModelError
-from dhp.core.parameters import AdapterSettings, TrainingRules
+from dhp.core.parameters import TrainingRules
 from dhp.core.reports import StageUsage
-from dhp.models.decoder_sizes import DecoderSizes, decoder_sizes
 from dhp.models.family import Family
-from dhp.models.shape import Parameter, list_parameters
+from dhp.models.shape import DecoderSizes, Parameter
 from dhp.planner.partition.bmp import bmp
 from dhp.planner.partition.even import by_layers, by_parameters, by_profile
 from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import Partition, PartitionProblem
 from dhp.planner.units import Held, Saved, Unit
 from dhp.trainer.measured import as_measured
+from dhp.trainer.model_shapes import Shapes
 from dhp.trainer.programs import pipeline_programs
 from dhp.trainer.traces import traced
 from dhp.trainer.units import assumed_rows, decoder_units, layer_seconds, link, replay_shares, saved_of
@@ -47,17 +47,17 @@ def decoder_cuts(
     family: Family,
     source: str,
     rules: TrainingRules,
-    adapters: Mapping[str, AdapterSettings],
+    shapes: Shapes,
     trained_before: bool | None,
 ) -> LayerCuts:
     """The cuts of a resolved configuration whose decoder has several runs of layers and no cuts by hand.
     trained_before: an encoder trains; None: nothing is trained, and there is no step to be fast. Raises ConfigError
     where none can be chosen."""
-    section, sizes = decoder(config), decoder_sizes(source)
+    section, sizes = decoder(config), shapes.sizes
     stages, chunks = resolved(section.pipeline), section.virtual_stages
     method = section.partition or default_method(config, trained_before is not None)
     runs, before = stages * chunks, bool(trained_before)
-    trained = trained_shares(family, source, rules, adapters)
+    trained = trained_shares(family, shapes, rules)
     saved, note = _saved(config, family, source, sizes, rules, before, method)
     units, measured = as_measured(config, family, decoder_units(config, family, sizes, trained, saved))
     note = f"{measured}{note}"
@@ -102,12 +102,10 @@ def default_method(config: Config, trains: bool = True) -> str:
     return EXACT if trains and config.training.schedule != SEQUENTIAL else PARAMETERS
 
 
-def trained_shares(
-    family: Family, source: str, rules: TrainingRules, adapters: Mapping[str, AdapterSettings]
-) -> dict[int | None, float] | None:
+def trained_shares(family: Family, shapes: Shapes, rules: TrainingRules) -> dict[int | None, float] | None:
     """Of each of the decoder's layers, and of all outside of them under None, the share of the parameters that are
     trained; None: all are everywhere."""
-    return shares_of(family, list_parameters(source, family, adapters), rules) if rules.selects else None
+    return shares_of(family, shapes.parameters, rules) if rules.selects else None
 
 
 def shares_of(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> dict[int | None, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from dhp.config.parts import model_name, parts
 from dhp.config.schema import Config
@@ -13,11 +12,10 @@ from dhp.core.graph import StageGraph
 from dhp.core.parameters import AdapterSettings, TrainingRules
 from dhp.models.family import Family
 from dhp.models.registry import load_family
+from dhp.models.shape import Parameter
 from dhp.trainer.graph import make_graph
+from dhp.trainer.model_shapes import Shapes
 from dhp.trainer.trainable import adapters_of, training_rules
-
-if TYPE_CHECKING:
-    from dhp.models.shape import Parameter
 
 
 @dataclass(frozen=True)
@@ -38,15 +36,16 @@ class RunPlan:
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """All parameters of the model, adapters' among them."""
-        from dhp.models.shape import list_parameters  # imports modeling code, which takes a second
+        from dhp.models.empty import list_parameters  # imports modeling code, which takes a second
 
         return list_parameters(self.source, self.family, self.adapters)
 
 
-def plan_run(config: Config, source: str | None = None, trains: bool = True) -> RunPlan:
+def plan_run(config: Config, source: str | None = None, trains: bool = True, shapes: Shapes | None = None) -> RunPlan:
     """The plan of a resolved configuration. source: None for the model's own directory or hub id. trains: false where
-    nothing is trained, whatever the configuration says. Raises ConfigError and ModelError."""
+    nothing is trained, whatever the configuration says. shapes: of the model; None: it is counted where that is needed.
+    Raises ConfigError and ModelError."""
     source = source or model_name(config)
     family, adapters = load_family(source).having(parts(config)), adapters_of(config)
     rules = training_rules(config.training, family, adapters)
-    return RunPlan(config, source, family, rules, adapters, make_graph(config, family, source, trains))
+    return RunPlan(config, source, family, rules, adapters, make_graph(config, family, source, trains, shapes))

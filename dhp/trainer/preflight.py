@@ -198,8 +198,8 @@ def _check_rules(plan: RunPlan) -> None:
     from dhp.trainer.trainable import check_rules, part_names
 
     if plan.adapters:
+        from dhp.models.empty import check_adapters
         from dhp.models.quantized import check_quantized
-        from dhp.models.shape import check_adapters
 
         check_adapters(plan.source, plan.family, plan.adapters)
         check_quantized(plan.family, plan.adapters)

@@ -8,16 +8,16 @@ rows, which a test holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from dhp.config.recompute import OFFLOAD
 from dhp.core.reports import RecomputePolicies
+from dhp.engine.traced_rows import TracedRows
 from dhp.planner.costs import LayerCost, StageCosts
 
 if TYPE_CHECKING:
-    from dhp.engine.traced import TracedRows
     from dhp.engine.traced_moments import Pass, Traced
 
 CHOICES = ("none", "light", "mlp", "linear", "all")
@@ -133,6 +133,32 @@ class PartBytes:
         before = self.before.of(rows) if 0 in layers else 0.0
         after = self.after.of(rows) if len(self.kinds) - 1 in layers else 0.0
         return StageCosts(rows.tokens or rows.patches, tuple(map(str, layers)), before, after, found)
+
+
+def layers_to_trace(alike: Sequence[Hashable], apart: Collection[int] = ()) -> dict[int, int]:
+    """Layers that a trace has, and for each other layer the one that stands for it: by layer. alike: equal for layers
+    that do the same; apart: those at which something enters the part or leaves it.
+
+    The first and the last layer, those apart and their neighbours stand for themselves alone. Of others that are alike
+    as many are traced as there are choices of recompute to be seen in one trace.
+    """
+    own = {0, len(alike) - 1} | {at + more for at in apart for more in (-1, 0, 1)}
+    found: dict[int, int] = {}
+    stands: dict[Hashable, int] = {}
+    left: dict[Hashable, int] = dict.fromkeys(alike, len(TRACED) - 1)
+    for at, key in enumerate(alike):
+        if at not in own and left[key]:
+            left[key] -= 1
+            stands[key] = at
+        found[at] = at if at in own or stands[key] == at else stands[key]
+    return found
+
+
+def of_all_layers(traced: PartBytes, stands: Mapping[int, int]) -> PartBytes:
+    """Of the whole part. traced: of some of its layers. stands: see `layers_to_trace`."""
+    place = {at: number for number, at in enumerate(dict.fromkeys(sorted(stands.values())))}
+    places = [place[stands[at]] for at in sorted(stands)]
+    return replace(traced, kinds=tuple(traced.kinds[n] for n in places), more=tuple(traced.more[n] for n in places))
 
 
 def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace, first_apart: bool = False) -> PartBytes:

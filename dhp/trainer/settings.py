@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dhp.batch.assign_images import Locality
-from dhp.batch.build import BatchReaderSettings
-from dhp.batch.encoder_shards import Split
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, decoder, encoders, model_name, parts, read_datasets, resolved, split_share
 from dhp.config.recompute import read_choices
@@ -31,6 +29,10 @@ from dhp.trainer.graph import degrees
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.trainable import adapters_of
 
+if TYPE_CHECKING:
+    from dhp.batch.build import BatchReaderSettings
+    from dhp.batch.encoder_shards import Split
+
 FULLEST_FIRST = "the fullest steps come first (data.fullest_first)"  # said at the beginning, where it is so
 
 
@@ -43,6 +45,8 @@ def feed_settings(
     """The dataset actor's settings. localities: of the ranks of each encoder, once they are known. passes: what a
     step computes of each part of which not all is trained. features: of pictures, where a run keeps them; without them
     pixels are read."""
+    from dhp.batch.build import BatchReaderSettings  # imports what reads samples, and objectives
+
     near = localities or {}
     data = config.data
     return BatchReaderSettings(
@@ -88,6 +92,8 @@ def passes_of(plan: RunPlan) -> dict[str, TrainedShare]:
 
 
 def _split(part: PartConfig, locality: Locality | None) -> Split:
+    from dhp.batch.encoder_shards import Split
+
     own = degrees(part)
     # An encoder in 16 bits rounds its inputs first thing: rounded before, they take half the room in transfer.
     dtype = "bfloat16" if part.dtype == "bfloat16" else "float32"

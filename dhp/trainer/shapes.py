@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from dhp.core.graph import StageSpec
 from dhp.core.parameters import AdapterSettings, TrainingRules, is_inside
 from dhp.models.family import Family
+from dhp.models.shape import HeldParameter, PartShape, sum_shape
 from dhp.models.types import chunks_of
 
 if TYPE_CHECKING:
-    from dhp.models.shape import HeldParameter, PartShape
     from dhp.trainer.plan import RunPlan
 
 
@@ -23,8 +23,6 @@ def stage_shapes(plan: RunPlan) -> dict[str, PartShape]:
 
 def stage_shape(plan: RunPlan, stage: StageSpec) -> PartShape:
     """Parameters of one stage."""
-    from dhp.models.shape import sum_shape
-
     part, tensor = plan.family.parts[stage.part], stage.degrees.tensor
     dropped = part.absent(chunks_of(stage.chunks, part.whole))
     sharing = stage.degrees.holders // tensor
@@ -44,8 +42,8 @@ def count_held(
 ) -> tuple[HeldParameter, ...]:
     """What the fullest of `tensor` ranks holds of part `name`, whose experts so many replicas (sharing) share out,
     without the modules `dropped`."""
+    from dhp.models.empty import adapt, held_parameters
     from dhp.models.quantized import find_quantized
-    from dhp.models.shape import adapt, held_parameters
     from dhp.parallel.tensor.styles import with_fused
 
     part, asked = family.parts[name], adapters.get(name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.recompute import read_choices
 from dhp.config.rules import read_kernels
@@ -11,12 +9,10 @@ from dhp.config.schema import Config
 from dhp.core.axes import Degrees
 from dhp.core.parameters import TrainingRules
 from dhp.core.reports import RecomputePolicies, StageUsage
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import Family
 from dhp.trainer.trainable import adapters_of
 from dhp.trainer.units import assumed_rows
-
-if TYPE_CHECKING:
-    from dhp.engine.traced import TracedRows
 
 _WINDOWS = 64  # of the assumed picture
 
@@ -53,8 +49,6 @@ def traced(
 
 def traced_rows(config: Config, family: Family, name: str) -> TracedRows:
     """Of one rank: an encoder's replicas share a step's pictures, and the ranks of a sequence its rows."""
-    from dhp.engine.traced import TracedRows
-
     assumed, sections = assumed_rows(config), parts(config)
     degrees = Degrees.read(lambda axis: resolved(getattr(sections[name], axis)))
     unit = family.tower.merge_unit

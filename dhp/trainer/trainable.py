@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dhp.config.part import PartConfig
@@ -16,9 +15,10 @@ from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph
 from dhp.core.parameters import AdapterSettings, GroupRule, Selector, TrainingRules, is_inside
 from dhp.models.family import Family
+from dhp.models.shape import Parameter
 
 if TYPE_CHECKING:
-    from dhp.models.shape import Parameter
+    from dhp.trainer.model_shapes import Shapes
 
 PROJECTOR = "projector"  # of all encoders: what leads from them to the decoder
 
@@ -52,15 +52,11 @@ def training_rules(training: TrainingConfig, family: Family, adapted: Collection
     return TrainingRules(select(training.trainable), select(training.frozen), tuple(groups), of_parts)
 
 
-def trained_stage(
-    rules: TrainingRules, family: Family, source: str, adapters: Mapping[str, AdapterSettings] = MappingProxyType({})
-) -> Callable[[str, Sequence[str]], bool]:
+def trained_stage(rules: TrainingRules, shapes: Shapes) -> Callable[[str, Sequence[str]], bool]:
     """A function: whether a stage of a part trains anything, when the part's modules `absent` are not in it."""
     if not rules.selects:
         return lambda part, absent: True
-    from dhp.models.shape import list_parameters  # imports modeling code, which takes a second
-
-    trained = [one for one in list_parameters(source, family, adapters) if one.used and rules.trains(one.name)]
+    trained = [one for one in shapes.parameters if one.used and rules.trains(one.name)]
     return lambda part, absent: any(one.part == part and not is_inside(one.name, absent) for one in trained)
 
 

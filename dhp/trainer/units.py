@@ -14,9 +14,9 @@ from dhp.config.parts import DECODER, decoder, encoders, resolved
 from dhp.config.recompute import read_choices
 from dhp.config.schema import Config
 from dhp.core.reports import StageUsage
-from dhp.models.decoder_sizes import DecoderSizes
 from dhp.models.family import Family
 from dhp.models.flops import OPERATIONS
+from dhp.models.shape import DecoderSizes
 from dhp.planner.units import NONE, Link, Saved, Unit
 from dhp.trainer.memory import VALUE_BYTES
 

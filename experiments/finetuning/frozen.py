@@ -12,9 +12,9 @@ from typing import Any
 from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
+from dhp.models.empty import list_parameters
 from dhp.models.flops import NO_BACKWARD
 from dhp.models.registry import load_family
-from dhp.models.shape import list_parameters
 from dhp.models.trained_flops import find_passes
 from dhp.trainer.trainable import training_rules
 from experiments.finetuning.ways import BACKWARD, FORWARD, OPTIMIZER, Step, Trained, Way, require_bytes

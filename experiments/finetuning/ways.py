@@ -21,6 +21,7 @@ from dhp.parallel.optim.frozen import Frozen
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import evaluate_batch, train_step
+from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.trainable import trained_stage, training_rules
 from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 
@@ -94,7 +95,7 @@ class Way:
         """keep: where the tower's features are kept; None: nowhere."""
         family, adapters = load_family(model), trained.adapters
         rules = training_rules(TrainingConfig(frozen=list(trained.frozen)), family, adapters)
-        graph = pair_of(family, vision_trains=trained_stage(rules, family, model, adapters)(VISION, ()))
+        graph = pair_of(family, vision_trains=trained_stage(rules, ModelShapes(family, model, adapters))(VISION, ()))
         trainers = {VISION: EncoderEngine, TEXT: TextEngine}
         given = partial(settings_of, graph, model=model, update=UPDATE, rules=rules)
         kept = {VISION: keep}

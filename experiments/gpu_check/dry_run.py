@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dhp.config.part import PartConfig
+from dhp.models.empty import part_shape
 from dhp.models.registry import load_family
-from dhp.models.shape import part_shape
 from dhp.parallel.tensor.styles import with_fused
 from dhp.trainer.memory import Footprint, footprint
 from experiments.gpu_check.setting import Setting

@@ -75,7 +75,7 @@ def check_registry(setting: Setting) -> dict[str, Any]:
     that can be there.
     """
     from dhp.parallel.attention.choose import choose_kernel, has_varlen
-    from dhp.parallel.tensor.loss import CHUNK_ROWS
+    from dhp.parallel.tensor.chunk import CHUNK_ROWS
     from experiments.gpu_check.pair import start
     from experiments.gpu_check.shape import make_shape
 

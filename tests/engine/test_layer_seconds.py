@@ -15,7 +15,7 @@ from dhp.engine import layer_seconds
 from dhp.engine.layer_bench import Bench
 from dhp.engine.layer_seconds import measure_layers
 from dhp.engine.stopwatch import Stopwatch, stopwatch
-from dhp.engine.traced import TracedRows
+from dhp.engine.traced_rows import TracedRows
 from dhp.engine.update_seconds import measure_update
 from dhp.models.registry import load_family
 from tests.helpers.tiny import save_llava_with_experts

@@ -11,8 +11,8 @@ import torch
 from dhp.config.part import PartConfig
 from dhp.core.errors import ConfigError, ModelError
 from dhp.engine.shard_norms import shard_without_ranks
+from dhp.models.empty import empty_slices
 from dhp.models.registry import load_family
-from dhp.models.shape import empty_slices
 from dhp.parallel.kernels.replace import INNER, _classes, replace_without_weights
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import PARTIAL_OVER, with_fused

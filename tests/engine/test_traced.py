@@ -15,7 +15,8 @@ from dhp.core.parameters import AdapterSettings
 from dhp.core.reports import StageUsage
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
-from dhp.engine.traced import TracedRows, TraceSettings, trace_part
+from dhp.engine.traced import TraceSettings, trace_part
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.registry import load_family
 from dhp.trainer.run_shape import usage_of
 from tests.helpers.families import Maker

@@ -45,6 +45,7 @@ from dhp.parallel.tensor.slices import as_dtensors
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import accumulate_gradients, evaluate_batch, update_weights
+from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.trainable import trained_stage, training_rules
 from tests.helpers.graphs import make_graph
 from tests.helpers.norms import rounding
@@ -255,7 +256,7 @@ def graph_of(model: str, case: Case) -> StageGraph:
         audio_stages=case.audio_stages,
         audio_layers=0 if case.audio is None else len(family.parts["audio"].layers.kinds),
     )
-    trains = trained_stage(rules, family, model, dict(case.lora))
+    trains = trained_stage(rules, ModelShapes(family, model, dict(case.lora)))
     chunks = [chunks_of(stage.chunks, decoder.whole) for stage in make().of_part("text")]
     of_tower = [chunks_of(stage.chunks, family.tower.whole) for stage in make().of_part("vision")]
     heard = None if case.audio is None else family.parts["audio"]

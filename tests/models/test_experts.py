@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import AutoModel
 from dhp.config.part import PartConfig
 from dhp.core.errors import ConfigError
 from dhp.models.decoder import Decoder
+from dhp.models.empty import part_shape
 from dhp.models.registry import load_family
-from dhp.models.shape import part_shape
 from dhp.models.types import find_experts
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}

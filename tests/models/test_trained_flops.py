@@ -12,9 +12,9 @@ import pytest
 from dhp.config.training import TrainingConfig
 from dhp.core.parameters import AdapterSettings
 from dhp.data.sample.sample import Sample
+from dhp.models.empty import adapt, list_parameters
 from dhp.models.flops import EVERYTHING, NO_BACKWARD, MatmulShare, TrainedShare
 from dhp.models.registry import load_family
-from dhp.models.shape import adapt, list_parameters
 from dhp.models.trained_flops import find_passes
 from dhp.trainer.trainable import training_rules
 from tests.helpers.arithmetic import count_decoding, count_encoding, load_plain

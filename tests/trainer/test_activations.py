@@ -10,7 +10,8 @@ from dhp.core.axes import Degrees
 from dhp.core.reports import LayerUsage, StageUsage
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
-from dhp.engine.traced import TracedRows, TraceSettings, trace_part
+from dhp.engine.traced import TraceSettings, trace_part
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.registry import load_family
 from dhp.trainer.activations import expected_activations, shared_bytes, stage_costs
 from dhp.trainer.plan import plan_run

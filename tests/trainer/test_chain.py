@@ -14,6 +14,7 @@ from dhp.planner.partition.tables import needed_bytes
 from dhp.trainer import partition
 from dhp.trainer.chain import Model, is_joint, part_cuts
 from dhp.trainer.expected_step import expected_step
+from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.partition import LayerCuts
 from dhp.trainer.plan import RunPlan, plan_run
 from tests.trainer.test_partition import FROZEN_TOWER, config_of
@@ -32,7 +33,8 @@ def plan_of(model: str, *overrides: str) -> RunPlan:
 
 def cuts_of(model: str, *overrides: str, trains: bool = True) -> dict[str, LayerCuts]:
     plan = plan_of(model, *overrides)
-    return part_cuts(plan.config, Model(plan.family, plan.source, plan.rules, plan.adapters, trains))
+    shapes = ModelShapes(plan.family, plan.source, plan.adapters)
+    return part_cuts(plan.config, Model(plan.family, plan.source, plan.rules, shapes, trains))
 
 
 def step_s(model: str, *overrides: str) -> float:

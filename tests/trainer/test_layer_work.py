@@ -9,11 +9,11 @@ import pytest
 from dhp.config.part import PartConfig
 from dhp.core.axes import Degrees
 from dhp.core.parameters import TrainingRules
-from dhp.engine.traced import TracedRows, TraceSettings, trace_moments
-from dhp.models.decoder_sizes import decoder_sizes
+from dhp.engine.traced import TraceSettings, trace_moments
+from dhp.engine.traced_rows import TracedRows
+from dhp.models.empty import decoder_sizes, list_parameters
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.models.shape import list_parameters
 from dhp.trainer.layer_work import ATTENTION_BACKWARD, Passes, TextLoad, decoder_passes, recomputed, tower_passes
 from dhp.trainer.row_bytes import PartBytes, trace_bytes
 from dhp.trainer.tower_units import TowerLoad, tower_pieces

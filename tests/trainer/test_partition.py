@@ -12,11 +12,12 @@ from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
-from dhp.models.decoder_sizes import DecoderSizes
 from dhp.models.flops import NO_BACKWARD
 from dhp.models.registry import load_family
+from dhp.models.shape import DecoderSizes
 from dhp.planner.partition.even import by_parameters
 from dhp.trainer import partition
+from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.partition import LayerCuts, decoder_cuts
 from dhp.trainer.plan import plan_run
 from dhp.trainer.trainable import adapters_of, training_rules
@@ -41,8 +42,9 @@ def config_of(model: str, *overrides: str) -> Config:
 
 def cuts_of(model: str, *overrides: str, before: bool | None = True) -> LayerCuts:
     config, family = config_of(model, *PIPELINE, *overrides), load_family(model)
-    adapters = adapters_of(config)
-    return decoder_cuts(config, family, model, training_rules(config.training, family, adapters), adapters, before)
+    shapes = ModelShapes(family, model, adapters_of(config))
+    rules = training_rules(config.training, family, shapes.adapters)
+    return decoder_cuts(config, family, model, rules, shapes, before)
 
 
 def largest(sizes: DecoderSizes, cuts: list[int]) -> int:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from dhp.core.reports import RecomputePolicies, StageUsage
-from dhp.engine.traced import TracedRows, TraceSettings, trace_moments
+from dhp.engine.traced import TraceSettings, trace_moments
 from dhp.engine.traced_moments import Traced
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.trainer.row_bytes import CHOICES, PartBytes, RowBytes, trace_bytes
+from dhp.trainer.row_bytes import CHOICES, PartBytes, RowBytes, layers_to_trace, of_all_layers, trace_bytes
 
 TEXT = (TracedRows(256, 64, 32), TracedRows(777, 192, 301))
 TOWER = (TracedRows(0, patches=1024, windows=64), TracedRows(0, patches=64 * 48, windows=64))
+DEEP = 20  # layers
 ROWS = {"text": TEXT, "vision": TOWER}
 
 
@@ -48,6 +52,51 @@ def test_equal_to_a_trace(model: str, dtype: str, tensor: int, part: str, reques
         assert_equal(found, trace(other, (choice,) * len(kinds)).usage, other)
     mixed = tuple(CHOICES[at % len(CHOICES)] for at in range(len(kinds)))
     assert_equal(found, trace(other, mixed).usage, other)
+
+
+def deep(path: str, folder: Path) -> str:
+    """A model of more layers than a trace has: its configuration alone."""
+    values = json.loads((Path(path) / "config.json").read_text())
+    text, vision = values["text_config"], values["vision_config"]
+    text["num_hidden_layers"] = DEEP
+    if "layer_types" in text:
+        text["layer_types"] = ["full_attention"] * DEEP
+    vision["depth"] = DEEP
+    for key in ("fullatt_block_indexes", "deepstack_visual_indexes"):
+        if key in vision:
+            vision[key] = [1, 6, 10]
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+@pytest.mark.parametrize("part", ROWS)
+@pytest.mark.parametrize(("dtype", "tensor"), [("bfloat16", 1), ("float32", 2)])
+@pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
+def test_some_layers_tell_of_all(
+    model: str, dtype: str, tensor: int, part: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    path = deep(request.getfixturevalue(model), tmp_path)
+    family = load_family(path)
+    own, base = family.parts[part], ROWS[part][0]
+    kinds = own.layers.kinds
+    assert len(kinds) == DEEP
+    whole = trace_bytes(kinds, base, tracer(path, family, part, dtype, tensor))
+    stands = layers_to_trace(kinds, [*own.leaves.values(), *own.takes.values()])
+    layers = sorted(set(stands.values()))
+    assert len(layers) < len(kinds)
+
+    def trace(rows: TracedRows, choices: RecomputePolicies) -> Traced:
+        return trace_moments(path, family, part, rows, TraceSettings(dtype, tensor, choices, layers=layers))
+
+    assert of_all_layers(trace_bytes([kinds[at] for at in layers], base, trace), stands) == whole
+
+
+def test_layers_that_stand_for_others() -> None:
+    """The first and the last one, and the neighbours of what leaves, are like no other; one in six is enough."""
+    assert layers_to_trace("a" * 12) == {at: at if at < 6 or at == 11 else 5 for at in range(12)}
+    apart = layers_to_trace("a" * 12, [7])
+    assert [at for at, other in apart.items() if at == other] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 11]
+    assert layers_to_trace("abab") == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
 def test_a_stage_keeps_what_its_first_layer_shares(made_model: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from dhp.models.empty import list_parameters
 from dhp.models.flops import NO_BACKWARD
 from dhp.models.registry import load_family
-from dhp.models.shape import list_parameters
 from dhp.planner.units import Unit
 from dhp.trainer.tower_units import tower_units
 from dhp.trainer.trainable import adapters_of, training_rules

@@ -11,8 +11,8 @@ from dhp.config.training import GroupConfig, TrainingConfig
 from dhp.core.errors import ConfigError
 from dhp.core.graph import Tie
 from dhp.core.parameters import TrainingRules
+from dhp.models.empty import list_parameters
 from dhp.models.registry import load_family
-from dhp.models.shape import list_parameters
 from dhp.trainer.graph import make_graph
 from dhp.trainer.plan import plan_run
 from dhp.trainer.table import table_of_training

@@ -64,6 +64,8 @@ def exchange(
     goal = _Goal(loads / np.asarray(targets, dtype=np.float64), np.asarray(weights, dtype=np.float64))
     held, counts = _distribute(_order(-(goal.loads @ np.sqrt(goal.weights))), bins)
     made = _Bins(held, counts, _sum_up(held, counts, goal.loads))
+    if not moves and (loads == loads[0]).all():
+        passes = 0  # no swap of equal items makes bins more even
     views = _views(len(targets))
     for turn in range(passes):
         _swap_pairs(_order(made.sums @ views[turn % len(views)]), made, goal, moves)

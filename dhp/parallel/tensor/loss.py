@@ -19,9 +19,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dhp.core.generation import LogitRule
 from dhp.parallel.comm import largest_in_place, sum_in_place
+from dhp.parallel.tensor.chunk import CHUNK_ROWS
 from dhp.parallel.tensor.slices import Cut, cut_of
 
-CHUNK_ROWS = 2048
 PLAIN = LogitRule()
 
 

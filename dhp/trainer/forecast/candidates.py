@@ -73,7 +73,7 @@ def evaluate_layouts(space: Space, layouts: Mapping[str, PartLayout], settings: 
         schedule=settings.get("training.schedule", config.training.schedule),
     )
     config = space.whole.resolved(replace(config, cluster=cluster, training=training), layouts)
-    plan = plan_run(config, space.counted.source)
+    plan = plan_run(config, space.counted.source, shapes=space.counted)
     loads = space.samples.loads(config)
     found = forecast(Question(plan, space.counted, space.machine, loads))
     chosen = {f"{name}.recompute": _part_choices(plan, found, name) for name in parts(config)}

@@ -26,18 +26,20 @@ from dhp.core.files import write_whole
 from dhp.core.parameters import AdapterSettings, TrainingRules, is_inside
 from dhp.core.process import say_nothing
 from dhp.core.reports import RecomputePolicies
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import VISION, Family
+from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
 from dhp.trainer.forecast.loads import window_length
+from dhp.trainer.forecast.written import read_bytes, written_bytes
 from dhp.trainer.partition import shares_of
-from dhp.trainer.row_bytes import Inside, PartBytes, RowBytes, trace_bytes
+from dhp.trainer.row_bytes import PartBytes, layers_to_trace, of_all_layers, trace_bytes
+from dhp.trainer.shapes import count_held
 from dhp.trainer.tower_units import Piece, TowerLoad, tower_operations, tower_pieces
 from dhp.trainer.units import replay_shares, replays
 
 if TYPE_CHECKING:
-    from dhp.engine.traced import TracedRows, TraceSettings
+    from dhp.engine.traced import TraceSettings
     from dhp.engine.traced_moments import Traced
-    from dhp.models.decoder_sizes import DecoderSizes
-    from dhp.models.shape import HeldParameter, Parameter
 
 T = TypeVar("T")
 FOLDER = "shapes"  # below the cache's
@@ -86,9 +88,10 @@ class Counted:
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """All parameters of the model, those of adapters among them."""
-        from dhp.models.shape import Parameter, list_parameters
 
         def make() -> Any:
+            from dhp.models.empty import list_parameters  # imports modeling code, which takes a second
+
             return [asdict(one) for one in list_parameters(self.source, self.family, self.adapters)]
 
         return tuple(
@@ -99,9 +102,13 @@ class Counted:
     @cached_property
     def sizes(self) -> DecoderSizes:
         """Of the decoder's pieces."""
-        from dhp.models.decoder_sizes import DecoderSizes, decoder_sizes
 
-        found = self._kept("sizes", lambda: asdict(decoder_sizes(self.source)))
+        def make() -> Any:
+            from dhp.models.empty import decoder_sizes
+
+            return asdict(decoder_sizes(self.source))
+
+        found = self._kept("sizes", make)
         return DecoderSizes(**{**found, "layers": tuple(found["layers"])})
 
     @cached_property
@@ -157,8 +164,6 @@ class Counted:
 
     def held(self, part: str, cut: Cut) -> tuple[HeldParameter, ...]:
         """What the fullest tensor rank holds of the whole part."""
-        from dhp.models.shape import HeldParameter
-
         key = f"held {part} {cut.tensor} {cut.expert}"
         if key not in self._known:
             found = self._kept(key, lambda: [asdict(one) for one in self._count(part, cut)])
@@ -184,11 +189,25 @@ class Counted:
         known: list[int] = self._known[key]
         return known
 
+    def alike(self, part: str, cut: Cut) -> list[int]:
+        """Of each unit of a part, the place of the first one that does the same and holds as many parameters."""
+        own, kinds = self.unit_parameters(part, cut), self.keeps(part, cut).kinds
+        if part == DECODER:
+            shares = self.trained
+            does: list[Any] = [(size, shares and shares.get(at, 0.0)) for at, size in enumerate(self.sizes.layers)]
+            does = ["before", *does, "after"]
+        else:
+            done = self._operations.transpose(1, 0, 2).tolist()
+            does = [(piece, str(each)) for piece, each in zip(self.pieces, done, strict=True)]
+        ends = ("before", *kinds, "after")
+        first: dict[Any, int] = {}
+        return [first.setdefault(key, at) for at, key in enumerate(zip(does, ends, own, strict=True))]
+
     def keeps(self, part: str, cut: Cut) -> PartBytes:
         """What the part keeps of a micro-batch on a rank. Raises ModelError where it cannot be traced."""
         key = f"keeps {part} {cut} {self.trains_before}"
         if key not in self._known:
-            self._known[key] = _read(self._kept(key, lambda: _written(self._trace(part, cut))))
+            self._known[key] = read_bytes(self._kept(key, lambda: written_bytes(self._trace(part, cut))))
         known: PartBytes = self._known[key]
         return known
 
@@ -205,16 +224,15 @@ class Counted:
         return self.trains_before or any(self.rules.trains(one.name) for one in named)
 
     def _count(self, part: str, cut: Cut) -> tuple[HeldParameter, ...]:
-        from dhp.trainer.shapes import count_held
-
         return count_held(self.family, self.source, self.rules, self.adapters, part, cut.tensor, cut.expert)
 
     def _trace(self, part: str, cut: Cut) -> PartBytes:
-        from dhp.engine.traced import TracedRows, TraceSettings, trace_moments
+        from dhp.engine.traced import TraceSettings, trace_moments
 
         norms = ", sharded norms" * cut.sequence_sharded_norms
         self._say(f"tracing {part} in {cut.dtype} with tensor={cut.tensor}{norms}, once for this model")
-        own = self.family.parts[part]
+        own, stands = self.family.parts[part], self._stands(part, cut)
+        layers = sorted(set(stands.values()))
         settings = partial(
             TraceSettings,
             cut.dtype,
@@ -226,6 +244,7 @@ class Counted:
             sequence_sharded_norms=cut.sequence_sharded_norms,
             objective=self._objective,
             kernels=read_kernels(part, cut.kernels),
+            layers=layers,
         )
 
         def trace(rows: TracedRows, choices: RecomputePolicies) -> Traced:
@@ -234,7 +253,17 @@ class Counted:
 
         features = 64 * (VISION in self.family.parts)
         base = TracedRows(256, features, 64) if part == DECODER else TracedRows(0, patches=1024, windows=64)
-        return trace_bytes(own.layers.kinds, base, trace, self.trains(part) and not self._trains_first(part))
+        first_apart = self.trains(part) and not self._trains_first(part)
+        kinds = [own.layers.kinds[at] for at in layers]
+        return of_all_layers(trace_bytes(kinds, base, trace, first_apart), stands)
+
+    def _stands(self, part: str, cut: Cut) -> dict[int, int]:
+        """See `layers_to_trace`. Where some layers are trained, and others are not, all are traced."""
+        own = self.family.parts[part]
+        held, trained = (self.unit_parameters(part, cut, only)[1:-1] for only in (False, True))
+        if any(trained) and held != trained:
+            return {at: at for at in range(len(held))}
+        return layers_to_trace(list(zip(own.layers.kinds, held)), [*own.leaves.values(), *own.takes.values()])
 
     def _kept(self, what: str, make: Callable[[], T]) -> T:
         """As JSON gives it back."""
@@ -268,26 +297,3 @@ def stage_parameters(held: Sequence[HeldParameter], absent: Sequence[str]) -> li
 
 def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:24]
-
-
-def _written(kept: PartBytes) -> dict[str, Any]:
-    of_kinds = ("held", "replay", "insides")
-    by_choice = {what: [[*key, asdict(own)] for key, own in getattr(kept, what).items()] for what in of_kinds}
-    rows = {what: asdict(getattr(kept, what)) for what in ("before", "after")}
-    listed = {"more": [asdict(one) for one in kept.more], "ends": [asdict(one) for one in kept.ends]}
-    return {"kinds": list(kept.kinds), **listed, **by_choice, **rows}
-
-
-def _read(values: Mapping[str, Any]) -> PartBytes:
-    held, replay = (
-        {(kind, choice): RowBytes(**own) for kind, choice, own in values[what]} for what in ("held", "replay")
-    )
-    more = tuple(RowBytes(**own) for own in values["more"])
-    insides = {(kind, choice): _inside(own) for kind, choice, own in values["insides"]}
-    before, after = (_inside(own) for own in values["ends"])
-    kinds, outside = tuple(values["kinds"]), (RowBytes(**values["before"]), RowBytes(**values["after"]))
-    return PartBytes(kinds, held, replay, more, *outside, insides, (before, after))
-
-
-def _inside(values: Mapping[str, Any]) -> Inside:
-    return Inside(**{name: tuple(RowBytes(**one) for one in own) for name, own in values.items()})

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dhp.core.axes import Degrees
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import Family
 from dhp.trainer.layer_work import TextLoad
 from dhp.trainer.tower_units import TowerLoad
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import StepLoads
-    from dhp.engine.traced import TracedRows
-
 MOST_COUNTS = 4096  # micro-batches whose numbers of pictures are looked at
 _SQUARE = (1, 32, 32)  # a grid of patches, of which a tower's windows are read
 
@@ -33,9 +33,13 @@ class PictureLoad:
     largest: float = 0.0
     counts: tuple[int, ...] = ()
 
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        return np.array([count for count in self.counts if count], dtype=np.int64)
+
     def fullest(self, replicas: int) -> float:
         """Share of a micro-batch's pictures that the fullest replica has, where they go to replicas whole."""
-        counts = np.array([count for count in self.counts if count])
+        counts = self._counts
         if replicas == 1 or not len(counts):
             return 1.0 / replicas
         return float((-(-counts // replicas)).sum() / counts.sum())
@@ -43,7 +47,7 @@ class PictureLoad:
     def divided(self, replicas: int, ranks: int) -> float:
         """Share of the pictures that the ranks of a replica's sequence divide: those beyond as many as they can have
         whole alike."""
-        counts = np.array([-(-count // replicas) for count in self.counts if count])
+        counts = -(-self._counts // replicas)
         if ranks == 1 or not len(counts):
             return 0.0
         return float((counts % ranks).sum() / counts.sum())
@@ -172,8 +176,6 @@ def window_length(family: Family) -> float:
 
 def text_rows(worst: Worst, degrees: Degrees) -> TracedRows:
     """The most that a rank of a decoder gets of a micro-batch."""
-    from dhp.engine.traced import TracedRows
-
     split = degrees.sequence
     return TracedRows(ceil(worst.tokens / split), ceil(worst.features / split), max(1, ceil(worst.targets / split)))
 
@@ -181,7 +183,5 @@ def text_rows(worst: Worst, degrees: Degrees) -> TracedRows:
 def tower_rows(worst: Worst, degrees: Degrees) -> TracedRows:
     """The most that a rank of a tower gets of a micro-batch: an even share of the fullest one's pictures, or where
     replicas take them whole the largest picture, if that is more."""
-    from dhp.engine.traced import TracedRows
-
     whole = max(worst.patches / degrees.data, worst.largest)
     return TracedRows(0, patches=max(1, ceil(whole / degrees.sequence)))

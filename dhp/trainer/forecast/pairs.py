@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
 import numpy as np
 
-from dhp.config.parts import DECODER
-from dhp.models.family import VISION
 from dhp.planner.units import Numbers
-from dhp.trainer.forecast.score import Rows, Score
+from dhp.trainer.forecast.score import Score, Scores
 
-Scores = Mapping[str, Mapping[Rows, Sequence[Score]]]
+_COLUMNS = ("micro_batch_s", "once_s", "stages", "kept", "passing", "held")
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Pair:
     def step_s(self) -> float:
         rows, text, vision = self.text.rows, self.text, self.vision
         if vision is None:
-            return text.seconds
+            return (rows.micro_batches + text.pipeline - 1) * text.micro_batch_s + text.once_s
         if not self.apart:
             filled = rows.micro_batches + text.pipeline + vision.pipeline - 2
             return filled * (text.micro_batch_s + vision.micro_batch_s) + text.once_s + vision.once_s
@@ -55,89 +53,96 @@ class Pair:
         other = self.vision.bytes(min(count, further))
         return max(own, other) if self.apart else own + other
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Alike for pairs that differ in rows and recompute alone."""
-        return self.text.layout, None if self.vision is None else self.vision.layout, self.apart
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Pairs of one division, as arrays. at, with_vision: places in the scores."""
+
+    text: Scores
+    vision: Scores | None
+    apart: bool
+    at: np.ndarray
+    with_vision: np.ndarray
+    step_s: Numbers
+    peak_bytes: Numbers
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def pair(self, number: int) -> Pair:
+        """One of them."""
+        vision = None if self.vision is None else self.vision.score(int(self.with_vision[number]))
+        return Pair(self.text.score(int(self.at[number])), vision, self.apart)
+
+    @cached_property
+    def keys(self) -> np.ndarray:
+        """Alike for pairs that differ in rows and recompute alone: numbers of both layouts. [pairs, 2]"""
+        visions = np.zeros_like(self.at) if self.vision is None else self.vision.numbers[self.with_vision]
+        return np.stack([self.text.numbers[self.at], visions], axis=1)
 
 
-def join(scores: Scores, apart: bool, limit: float) -> Iterator[Pair]:
-    """Pairs for each division: each layout of one part with the best of the other part that it fits with."""
-    for rows, texts in scores[DECODER].items():
-        if VISION not in scores:
-            yield from (Pair(one, None) for one in texts)
-            continue
-        visions = scores[VISION].get(rows, [])
-        if not texts or not visions:
-            continue
-        towers, decoders = _front(visions), _front(texts)
-        chosen = _fastest(_Columns.of(texts), _Columns.of(towers), rows.micro_batches, apart, limit)
-        yield from (Pair(one, towers[at], apart) for one, at in zip(texts, chosen, strict=True))
-        others = _fastest(_Columns.of(visions), _Columns.of(decoders), rows.micro_batches, apart, limit)
-        yield from (Pair(decoders[at], one, apart) for one, at in zip(visions, others, strict=True))
+def join(texts: Scores, visions: Scores | None, apart: bool, limit: float) -> Pairs:
+    """Each layout of one part with the best of the other part that it fits with. Scores are of one division."""
+    every = np.arange(len(texts))
+    if visions is None:
+        ahead = np.minimum(texts.rows.micro_batches, texts.stages)
+        seconds = (texts.rows.micro_batches + texts.stages - 1) * texts.micro_batch_s + texts.once_s
+        return Pairs(texts, None, apart, every, every, seconds, texts.kept + texts.passing + ahead * texts.held)
+    decoders, towers = texts.front, visions.front
+    found = [
+        _fastest(texts, visions, every, towers, apart, limit, False),
+        _fastest(texts, visions, decoders, np.arange(len(visions)), apart, limit, True),
+    ]
+    at, other, seconds, taken = (np.concatenate(both) for both in zip(*found, strict=True))
+    return Pairs(texts, visions, apart, at, other, seconds, taken)
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Scores of one part, as arrays."""
-
-    micro_batch_s: Numbers
-    once_s: Numbers
-    stages: Numbers
-    kept: Numbers
-    held: Numbers
-    decodes: bool
-
-    @classmethod
-    def of(cls, scores: Sequence[Score]) -> _Columns:
-        rows = [
-            (one.micro_batch_s, one.once_s, one.pipeline, one.kept_bytes + one.passing_bytes, one.held_bytes)
-            for one in scores
-        ]
-        columns = np.array(rows, dtype=np.float64)
-        decodes = scores[0].layout.part == DECODER
-        return cls(columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3], columns[:, 4], decodes)
-
-
-def _fastest(one: _Columns, other: _Columns, count: int, apart: bool, limit: float) -> list[int]:
-    """Of each of the first, the place of the other with which it is fastest and fits, else with which it is smallest.
-    As `Pair` has seconds and bytes."""
-    text, vision = (one, other) if one.decodes else (other, one)
-    turn, back = (_down, _across) if one.decodes else (_across, _down)
-    ahead = turn(np.minimum(count, text.stages))
-    further = np.minimum(count, turn(text.stages) + back(vision.stages) - 1 + apart)
-    own = turn(text.kept) + ahead * turn(text.held)
-    of_tower = back(vision.kept) + further * back(vision.held)
-    t, v = turn(text.micro_batch_s), back(vision.micro_batch_s)
-    if apart:
-        peak = np.maximum(own, of_tower)
-        seconds = (count - 1) * np.maximum(t, v) + turn(text.stages) * t + back(vision.stages) * v
-        seconds = seconds + np.maximum(turn(text.once_s), back(vision.once_s))
-    else:
-        peak = own + of_tower
-        seconds = (count + turn(text.stages) + back(vision.stages) - 2) * (t + v)
-        seconds = seconds + turn(text.once_s) + back(vision.once_s)
+def _fastest(
+    texts: Scores, visions: Scores, own: np.ndarray, others: np.ndarray, apart: bool, limit: float, by_tower: bool
+) -> tuple[np.ndarray, np.ndarray, Numbers, Numbers]:
+    """Of each decoder's place of `own` the tower's of `others` with which it is fastest and fits, else with which it is
+    smallest; by_tower: of each tower. With seconds and bytes, as `Pair` has them."""
+    seconds, peak = _together(texts, visions, own, others, apart)
+    axis = 0 if by_tower else 1
     fits = peak <= limit
-    best = np.where(fits, seconds, inf).argmin(axis=1)
-    least = peak.argmin(axis=1)
-    found: list[int] = np.where(fits.any(axis=1), best, least).tolist()
-    return found
+    best = np.where(fits, seconds, inf).argmin(axis=axis)
+    least = peak.argmin(axis=axis)
+    chosen = np.where(fits.any(axis=axis), best, least)
+    every = np.arange(len(chosen))
+    row, column = (chosen, every) if by_tower else (every, chosen)
+    return own[row], others[column], seconds[row, column], peak[row, column]
 
 
-def _down(values: Numbers) -> Numbers:
-    return values[:, None]
+def _together(
+    texts: Scores, visions: Scores, own: np.ndarray, others: np.ndarray, apart: bool
+) -> tuple[Numbers, Numbers]:
+    """Seconds and bytes of all pairs of these. [decoders, towers]"""
+    count = texts.rows.micro_batches
+    text = {name: getattr(texts, name)[own][:, None] for name in _COLUMNS}
+    vision = {name: getattr(visions, name)[others] for name in _COLUMNS}
+    further = np.minimum(count, text["stages"] + vision["stages"] - 1 + apart)
+    of_text = text["kept"] + text["passing"] + np.minimum(count, text["stages"]) * text["held"]
+    of_tower = vision["kept"] + vision["passing"] + further * vision["held"]
+    t, v = text["micro_batch_s"], vision["micro_batch_s"]
+    if apart:
+        seconds = (count - 1) * np.maximum(t, v) + text["stages"] * t + vision["stages"] * v
+        return seconds + np.maximum(text["once_s"], vision["once_s"]), np.maximum(of_text, of_tower)
+    seconds = (count + text["stages"] + vision["stages"] - 2) * (t + v)
+    return seconds + text["once_s"] + vision["once_s"], of_text + of_tower
 
 
-def _across(values: Numbers) -> Numbers:
-    return values[None, :]
-
-
-def _front(scores: Sequence[Score]) -> list[Score]:
-    """Those that no other beats in seconds and bytes."""
-    found: list[Score] = []
-    least = inf
-    for one in sorted(scores, key=lambda own: (own.seconds, own.bytes(1))):
-        if one.bytes(1) < least:
-            found.append(one)
-            least = one.bytes(1)
+def firsts(pairs: Sequence[Pairs], values: Numbers, chosen: np.ndarray) -> list[tuple[Pairs, int]]:
+    """Of each key, the pair with the least value, the least of all first. values, chosen: of all pairs, one group after
+    another; whether they are to be looked at."""
+    if not len(chosen) or not chosen.any():
+        return []
+    keys = np.concatenate([one.keys for one in pairs])
+    places = np.flatnonzero(chosen)
+    order = places[values[places].argsort(kind="stable")]
+    _, first = np.unique(keys[order], axis=0, return_index=True)
+    ends = np.cumsum([len(one) for one in pairs])
+    found = []
+    for place in order[np.sort(first)].tolist():
+        group = int(np.searchsorted(ends, place, side="right"))
+        found.append((pairs[group], place - int(ends[group]) + len(pairs[group])))
     return found

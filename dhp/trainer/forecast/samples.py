@@ -6,6 +6,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from warnings import catch_warnings
 
 import numpy as np
 
@@ -118,19 +119,25 @@ def read_table(path: Path) -> Table:
 
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            lines = list(csv.DictReader(file))
+            header = next(csv.reader(file), [])
+            known = [name for name in _NAMES if name in header]
+            if any(name not in known for name in _NEEDED):
+                raise ConfigError(
+                    f"lengths={path} has {', '.join(header) or 'no lines'}: a column `text` with the tokens of each "
+                    "sample is needed"
+                )
+            own = [header.index(name) for name in known]
+            with catch_warnings(action="ignore"):  # of a file without samples
+                values = np.loadtxt(file, delimiter=",", usecols=own, quotechar='"', comments=None, ndmin=2)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
             f"lengths={path} cannot be read ({error}); give a CSV file with the columns {_NAMES}"
         ) from error
-    known = [name for name in _NAMES if lines and name in lines[0]]
-    if not lines or any(name not in known for name in _NEEDED):
-        header = ", ".join(lines[0]) if lines else "no lines"
-        raise ConfigError(f"lengths={path} has {header}: a column `text` with the tokens of each sample is needed")
-    rows = np.zeros(len(lines), [(name, np.int64) for name in dict.fromkeys(("vision", "text", *known))])
-    for name in known:
-        try:
-            rows[name] = [int(float(line[name])) for line in lines]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"lengths={path}: the column {name} has what is no number ({error})") from error
+    except ValueError as error:
+        raise ConfigError(f"lengths={path}: a column of {', '.join(known)} has what is no number ({error})") from error
+    if not len(values) or not np.isfinite(values).all():
+        raise ConfigError(f"lengths={path} has {'what is no number' if len(values) else 'no samples'}")
+    rows = np.zeros(len(values), [(name, np.int64) for name in dict.fromkeys(("vision", "text", *known))])
+    for name, column in zip(known, values.T, strict=True):
+        rows[name] = column
     return Table(rows)

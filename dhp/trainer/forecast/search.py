@@ -7,17 +7,20 @@ the pairs those are kept that are fastest and fit. A forecast is made of as many
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from dhp.config.parts import DECODER, encoders, resolved, sections
 from dhp.core.errors import DhpError
 from dhp.models.family import VISION, Family
+from dhp.planner.units import Numbers
 from dhp.trainer.forecast.candidates import Candidate, evaluate, ranked, settings_of
 from dhp.trainer.forecast.layouts import PartLayout, Refused, part_layouts
-from dhp.trainer.forecast.pairs import Pair, Scores, join
-from dhp.trainer.forecast.score import Rows, Score, Scorer
-from dhp.trainer.forecast.space import Space
+from dhp.trainer.forecast.pairs import Pair, Pairs, firsts, join
+from dhp.trainer.forecast.score import Rows, Scores
+from dhp.trainer.forecast.space import Scored, Space
 from dhp.trainer.row_bytes import CHOICES
 
 FORECASTS = 20  # made of a search's best
@@ -39,38 +42,57 @@ class Found:
 
 def search(space: Space, forecasts: int = FORECASTS) -> Found:
     """The best layouts. Raises ConfigError and ModelError where nothing can be said of any."""
-    scorer = Scorer(space.counted, space.machine, space.loads)
-    pairs: dict[tuple[object, ...], Pair] = {}
+    pairs: list[Pairs] = []
     refused: list[Refused] = []
-    over: dict[tuple[object, ...], Pair] = {}  # what does not seem to fit
     scored, share = 0, 0.5
-    limit = space.machine.limit_bytes
+    limit, count = space.machine.limit_bytes, space.machine.count
     for text_devices, vision_devices in _splits(space):
-        count = space.machine.count
         apart = vision_devices is not None and text_devices < count
         if apart and not share / 2 <= (count - text_devices) / count <= 2 * share:
             continue
-        layouts, more = _layouts(space, text_devices, vision_devices)
-        refused += more
-        scores = _scores(space, scorer, layouts)
-        scored += sum(len(own) for of_part in scores.values() for own in of_part.values())
-        for pair in join(scores, apart, limit):
-            if pair.peak_bytes > limit:
-                if pair.key not in over or pair.peak_bytes < over[pair.key].peak_bytes:
-                    over[pair.key] = pair
-            elif pair.key not in pairs or pair.step_s < pairs[pair.key].step_s:
-                pairs[pair.key] = pair
-        if pairs and not apart:
-            share = min(pairs.values(), key=lambda one: one.step_s).vision_share
-    chosen = _various(sorted(pairs.values(), key=lambda one: one.step_s), forecasts)
+        own = _scored(space, text_devices, vision_devices)
+        refused += own.refused if not apart else []
+        scored += own.count
+        pairs += [join(texts, visions, apart, limit) for texts, visions in own.scores]
+        if not apart:
+            share = _vision_share(pairs, limit)
+    step_s, peak = (_all(pairs, name) for name in ("step_s", "peak_bytes"))
+    fitting = firsts(pairs, step_s, peak <= limit)
+    chosen = _various((group.pair(at) for group, at in fitting), forecasts)
     candidates, more = _forecasts(space, chosen)
     tight = None
-    if not candidates and over:  # quick figures add what is never together: the smallest may fit all the same
-        smallest = sorted(over.values(), key=lambda one: one.peak_bytes)[:forecasts]
+    if not candidates:  # quick figures add what is never together: the smallest may fit all the same
+        smallest = [group.pair(at) for group, at in firsts(pairs, peak, peak > limit)[:forecasts]]
         known, more_refused = _forecasts(space, smallest, False)
         candidates, more = [one for one in known if one.fits], [*more, *more_refused]
         tight = None if candidates else min(known, key=lambda one: one.found.peak.total, default=None)
-    return Found(tuple(ranked(candidates)), tight, tuple(refused + more), scored, len(pairs))
+    return Found(tuple(ranked(candidates)), tight, tuple(refused + more), scored, len(fitting))
+
+
+def _all(pairs: Sequence[Pairs], name: str) -> Numbers:
+    return np.concatenate([getattr(one, name) for one in pairs]) if pairs else np.zeros(0)
+
+
+def _vision_share(pairs: Sequence[Pairs], limit: float) -> float:
+    """Of the devices' work, in the fastest layout that fits; half where none does."""
+    step_s = np.where(_all(pairs, "peak_bytes") <= limit, _all(pairs, "step_s"), np.inf)
+    if not len(step_s) or not np.isfinite(step_s).any():
+        return 0.5
+    place = int(step_s.argmin())
+    for own in pairs:
+        if place < len(own):
+            return own.pair(place).vision_share
+        place -= len(own)
+    return 0.5
+
+
+def _scored(space: Space, text_devices: int, vision_devices: int | None) -> Scored:
+    """Of layouts on so many devices, once for all questions to the same space."""
+    key = (text_devices, vision_devices)
+    if key not in space.scored:
+        layouts, refused = _layouts(space, text_devices, vision_devices)
+        space.scored[key] = _scores(space, layouts, refused)
+    return space.scored[key]
 
 
 def _splits(space: Space) -> Iterator[tuple[int, int | None]]:
@@ -99,7 +121,7 @@ def _layouts(
             held, section = {*held, "pipeline"}, replace(section, pipeline=1)
         layouts, more = part_layouts(name, section, family, devices, held, node, None, space.whole.trained[name])
         found[name] = [one for one in layouts if not _sends_more(one, counted_heads(family, name), held)]
-        refused += more if devices == space.machine.count else []
+        refused += more
     return found, refused
 
 
@@ -114,34 +136,32 @@ def _sends_more(layout: PartLayout, heads: int, held: Collection[str]) -> bool:
     return own.ring > 1 and "ring" not in held and heads % (own.sequence * own.tensor) == 0
 
 
-def _scores(space: Space, scorer: Scorer, layouts: Mapping[str, Sequence[PartLayout]]) -> Scores:
-    """By part and division of a step. A tower's go by its micro-batches alone."""
+def _scores(space: Space, layouts: Mapping[str, Sequence[PartLayout]], refused: Sequence[Refused]) -> Scored:
+    """For each division of a step. A tower's scores go by its micro-batches alone."""
     fixed = {name: sections(space.config)[name].recompute not in (None, "auto") for name in layouts}
+    choices = {name: ("none",) if own else CHOICES for name, own in fixed.items()}
     decoders: dict[int, list[PartLayout]] = {}
     for layout in layouts[DECODER]:
         decoders.setdefault(layout.degrees.data, []).append(layout)
-    found: dict[str, dict[Rows, list[Score]]] = {name: {} for name in layouts}
-    towers: dict[int, list[Score]] = {}
-    for size, data, count in space.divisions():
-        rows = Rows(size, data, count)
-        if data not in decoders:
-            continue
+    found: list[tuple[Scores, Scores | None]] = []
+    towers: dict[int, Scores] = {}
+    count = 0
+    for size, data, micro_batches in space.divisions():
+        rows = Rows(size, data, micro_batches)
         # With fewer micro-batches than stages, most of a pipeline waits.
-        full = [one for one in decoders[data] if resolved(one.section.pipeline) <= count]
-        own = {DECODER: full} | ({VISION: layouts[VISION]} if VISION in layouts else {})
-        for name, of_part in own.items():
-            if name != DECODER and count in towers:
-                found[name][rows] = towers[count]
-                continue
-            choices = ("none",) if fixed[name] else CHOICES
-            scores = [score for one in of_part for score in scorer.scores(one, rows, choices)]
-            found[name][rows] = scores
-            if name != DECODER:
-                towers[count] = scores
-    return found
+        full = [one for one in decoders.get(data, ()) if resolved(one.section.pipeline) <= micro_batches]
+        if not full or (VISION in layouts and not layouts[VISION]):
+            continue
+        texts = space.scorer.scores(full, rows, choices[DECODER])
+        if VISION in layouts and micro_batches not in towers:
+            towers[micro_batches] = space.scorer.scores(layouts[VISION], rows, choices[VISION])
+        visions = towers[micro_batches] if VISION in layouts else None
+        found.append((texts, visions))
+        count += len(texts) + (0 if visions is None else len(visions))
+    return Scored(tuple(found), tuple(refused), count)
 
 
-def _various(pairs: Sequence[Pair], most: int) -> list[Pair]:
+def _various(pairs: Iterable[Pair], most: int) -> list[Pair]:
     """The first ones, at most `EACH` with the same layout of a part."""
     found: list[Pair] = []
     seen: dict[object, int] = {}

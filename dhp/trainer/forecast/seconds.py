@@ -81,18 +81,24 @@ def unit_seconds(
     counted: Counted, name: str, section: PartConfig, degrees: Degrees, loads: RunLoads, rates: Rates
 ) -> tuple[UnitSeconds, ...]:
     """Of a part's units. section: resolved. Raises ModelError where what layers keep is not known."""
-    kept = counted.keeps(name, Cut.of(section))
     weights = counted.unit_parameters(name, Cut.of(section))
+    found = unit_passes(counted, name, section, degrees, loads)
+    return _alike(found, counted.replays[name], weights, section, degrees, rates)
+
+
+def unit_passes(
+    counted: Counted, name: str, section: PartConfig, degrees: Degrees, loads: RunLoads
+) -> tuple[Passes, ...]:
+    """The work of a part's units, without what is sent of their weights."""
+    kept = counted.keeps(name, Cut.of(section))
     if name == DECODER:
         load = loads.even if waits_for_others(section) else loads.text
         found = decoder_passes(section, degrees, counted.family, counted.sizes, load, kept, counted.trained)
-        found = (Passes(Work(), Work()), *found)
-    else:
-        pictures = tower_load(loads.pictures, degrees, counted.window)
-        divided = loads.pictures.divided(degrees.data, degrees.sequence)
-        done = counted.tower_operations(pictures)
-        found = tower_passes(section, degrees, counted.family, counted.pieces, pictures, kept, divided, done)
-    return _alike(found, counted.replays[name], weights, section, degrees, rates)
+        return (Passes(Work(), Work()), *found)
+    pictures = tower_load(loads.pictures, degrees, counted.window)
+    divided = loads.pictures.divided(degrees.data, degrees.sequence)
+    done = counted.tower_operations(pictures)
+    return tower_passes(section, degrees, counted.family, counted.pieces, pictures, kept, divided, done)
 
 
 def waits_for_others(section: PartConfig) -> bool:
@@ -114,12 +120,12 @@ def _alike(
     for own, share, held in zip(passes, shares, weights, strict=True):
         key = (id(own), held)
         if key not in known:
-            known[key] = UnitSeconds(_with_weights(own, held, section, degrees), rates, share)
+            known[key] = UnitSeconds(with_weights(own, held, section, degrees), rates, share)
         found.append(known[key])
     return tuple(found)
 
 
-def _with_weights(passes: Passes, held: int, section: PartConfig, degrees: Degrees) -> Passes:
+def with_weights(passes: Passes, held: int, section: PartConfig, degrees: Degrees) -> Passes:
     """With what is sent of the unit's weights and gradients in every micro-batch."""
     if section.zero_stage < 2 or not held:
         return passes

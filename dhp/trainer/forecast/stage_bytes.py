@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from dhp.config.parts import DECODER, parts
 from dhp.config.resolve import micro_batches
 from dhp.core.graph import HIDDEN_STATES, StageSpec
 from dhp.core.reports import RecomputePolicies
+from dhp.engine.traced_rows import TracedRows
 from dhp.models.shape import PartShape, sum_shape
 from dhp.models.types import chunks_of
-from dhp.parallel.tensor.loss import CHUNK_ROWS
+from dhp.parallel.tensor.chunk import CHUNK_ROWS
 from dhp.planner.costs import StageCosts
 from dhp.trainer.forecast.counted import Cut, stage_parameters
 from dhp.trainer.forecast.loads import text_rows, tower_rows
 from dhp.trainer.forecast.memory import Moment, Passing, StageMemory, device_peak, stage_memory
+from dhp.trainer.forecast.question import Question
 from dhp.trainer.memory import VALUE_BYTES, Units, sum_bytes
 from dhp.trainer.tower_units import tower_width
 from dhp.trainer.units import hidden_width
-
-if TYPE_CHECKING:
-    from dhp.engine.traced import TracedRows
-
-from dhp.trainer.forecast.question import Question
 
 
 def memory_of(

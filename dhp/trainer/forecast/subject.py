@@ -55,7 +55,7 @@ def make_space(subject: Subject, held: Held, machine: Machine, samples: Samples,
     cache = Path(subject.plain.data.cache_dir or "")
     counted = Counted(family, subject.source, rules, adapters, config.training.objective, cache, say)
     given = freed(config, held)
-    whole = WholeRun(given, family, subject.source)
+    whole = WholeRun(given, family, subject.source, shapes=counted)
     return Space(given, whole, counted, machine, samples, held.layouts(config), **keys_of_run(held))
 
 

@@ -16,6 +16,7 @@ from dhp.core.errors import DhpError
 from dhp.models.family import Family
 from dhp.trainer.forecast.layouts import PartLayout, PlanChecks
 from dhp.trainer.model_checks import check_fit, having_parts
+from dhp.trainer.model_shapes import ModelShapes, Shapes
 from dhp.trainer.trainable import adapters_of, check_frozen_part, trained_stage, training_rules
 
 
@@ -23,13 +24,21 @@ class WholeRun:
     """One composed configuration, into which layouts of its parts are put.
 
     family: the model's; source: where its configuration is read from. plans: None where the plans of tensor parallelism
-    are not to be checked, which takes a second for the first layout.
+    are not to be checked, which takes a second for the first layout. shapes: of the model, where they are known.
 
     What needs samples, weights or a search for cuts is left to the run: `dhp.trainer.preflight.prepare`.
     """
 
-    def __init__(self, config: Config, family: Family, source: str, plans: PlanChecks | None = None):
+    def __init__(
+        self,
+        config: Config,
+        family: Family,
+        source: str,
+        plans: PlanChecks | None = None,
+        shapes: Shapes | None = None,
+    ):
         self._config, self._family, self._source, self._plans = config, family, source, plans
+        self._shapes = shapes
         self._resolved: Config | None = None
 
     def composed(self, layouts: Mapping[str, PartLayout]) -> Config:
@@ -67,7 +76,7 @@ class WholeRun:
         own: dict[str, Any] = {n: replace(p, lora=resolve_lora(p.lora)) for n, p in parts(self._config).items()}
         adapters = adapters_of(replace(self._config, **own))
         rules = training_rules(self._config.training, family, adapters)
-        trains = trained_stage(rules, family, self._source, adapters)
+        trains = trained_stage(rules, self._shapes or ModelShapes(family, self._source, adapters))
         return {name: trains(name, ()) for name in family.parts}
 
     @property

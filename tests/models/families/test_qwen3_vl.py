@@ -13,10 +13,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForImageTextTo
 
 from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
+from dhp.models.empty import check_tensor_plan, part_shape
 from dhp.models.family import Family
 from dhp.models.load import load_part, model_class
 from dhp.models.registry import load_family
-from dhp.models.shape import check_tensor_plan, part_shape
 from dhp.models.tower import TowerInputs
 from dhp.parallel.attention.segment_plan import plan_segments
 from dhp.parallel.attention.segments import segment_attention

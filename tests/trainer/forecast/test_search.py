@@ -16,9 +16,9 @@ from dhp.trainer.forecast.candidates import evaluate, settings_of
 from dhp.trainer.forecast.counted import Counted
 from dhp.trainer.forecast.layouts import PartLayout, part_layouts
 from dhp.trainer.forecast.machine import Machine
-from dhp.trainer.forecast.pairs import Pair, _Columns, _fastest
+from dhp.trainer.forecast.pairs import Pair, firsts, join
 from dhp.trainer.forecast.samples import EqualSamples, Samples
-from dhp.trainer.forecast.score import Rows, Score, Scorer
+from dhp.trainer.forecast.score import Rows, Scores
 from dhp.trainer.forecast.search import Found, search
 from dhp.trainer.forecast.space import Space
 from dhp.trainer.forecast.whole_run import WholeRun
@@ -63,7 +63,6 @@ def test_quick_figures_are_those_of_the_whole_forecast(made_model: str) -> None:
     """What a search leaves out is left out by these. Layouts without a pipeline: stages are cut evenly in them."""
     space = space_of(made_model, 4, 2.0**30)
     space = replace(space, machine=replace(space.machine, handover=Channel(float("inf"))))  # a search leaves it out
-    scorer = Scorer(space.counted, space.machine, space.loads)
     layouts = {
         name: [one for one in part_layouts(name, section, space.whole.family, 4, (), 2)[0] if one.section.pipeline == 1]
         for name, section in parts(space.config).items()
@@ -71,7 +70,7 @@ def test_quick_figures_are_those_of_the_whole_forecast(made_model: str) -> None:
     for text, vision in zip(layouts["text"][::5], layouts["vision"][::5]):
         data = text.degrees.data
         rows = Rows(1, data, 16 // data)
-        own, other = (next(iter(scorer.scores(one, rows, ("none",)))) for one in (text, vision))
+        own, other = (space.scorer.scores([one], rows, ("none",)).score(0) for one in (text, vision))
         pair = Pair(own, other)
         whole = evaluate(space, pair, settings_of(space, pair)).found
         assert set(whole.recompute["text"]) == {"none"}
@@ -115,18 +114,45 @@ def test_pairs_as_arrays_are_pairs_one_by_one(made_model: str, apart: bool) -> N
     }
     rows = Rows(1, 2, 8)
 
-    def scores(name: str) -> list[Score]:
-        return [Score(one, rows, "none", *random.random(5).tolist()) for one in layouts[name][:12]]
+    def scores(name: str) -> Scores:
+        return Scores(layouts[name][:12], ("none",), rows, *random.random((5, len(layouts[name][:12]))))
 
     texts, visions, limit = scores("text"), scores("vision"), 3.0
-    chosen = _fastest(_Columns.of(texts), _Columns.of(visions), rows.micro_batches, apart, limit)
-    others = _fastest(_Columns.of(visions), _Columns.of(texts), rows.micro_batches, apart, limit)
-    for text, at in zip(texts, chosen, strict=True):
-        pairs = [Pair(text, other, apart) for other in visions]
-        assert pairs[at] is best(pairs, limit)
-    for vision, at in zip(visions, others, strict=True):
-        pairs = [Pair(one, vision, apart) for one in texts]
-        assert pairs[at] is best(pairs, limit)
+    pairs = join(texts, visions, apart, limit)
+    found = [pairs.pair(number) for number in range(len(pairs))]
+    assert [one.step_s for one in found] == pytest.approx(pairs.step_s.tolist())
+    assert [one.peak_bytes for one in found] == pytest.approx(pairs.peak_bytes.tolist())
+    fronts = {name: [of.score(at) for at in of.front] for name, of in (("text", texts), ("vision", visions))}
+    for one in found[: len(texts)]:
+        assert one == best([Pair(one.text, other, apart) for other in fronts["vision"]], limit)
+    for one in found[len(texts) :]:
+        assert one.vision is not None
+        assert one == best([Pair(other, one.vision, apart) for other in fronts["text"]], limit)
+
+
+def test_the_first_of_each_key_is_its_least(made_model: str) -> None:
+    space = space_of(made_model, 4, 2.0**30)
+    layouts = part_layouts("text", space.config.text, space.whole.family, 4, (), 2)[0][:2]
+    seconds = np.array([4.0, 2.0, 3.0, 1.0])  # of two layouts, each with two choices
+    made = [
+        Scores(layouts, ("none", "all"), Rows(1, 1, 1), own, *np.zeros((4, 4)))
+        for own in (seconds, seconds[::-1] - 0.5)
+    ]
+    pairs = [join(one, None, False, 1.0) for one in made]
+    values = np.concatenate([one.step_s for one in pairs])
+    found = firsts(pairs, values, np.ones(8, dtype=bool))
+    assert [group.pair(at).text.layout for group, at in found] == [layouts[0], layouts[1]]
+    assert [(pairs.index(group), at) for group, at in found] == [(1, 0), (0, 3)]
+    assert firsts(pairs, values, values > 3.4)[0] == (pairs[1], 3)
+    assert not firsts(pairs, values, values > 9.0)
+
+
+def test_a_front_is_what_no_other_beats(made_model: str) -> None:
+    space = space_of(made_model, 4, 2.0**30)
+    layouts = part_layouts("text", space.config.text, space.whole.family, 4, (), 2)[0][:1]
+    seconds, taken, none = np.array([3.0, 1.0, 2.0, 2.5]), np.array([1.0, 4.0, 2.0, 3.0]), np.zeros(4)
+    scores = Scores(layouts, ("none", "light", "mlp", "all"), Rows(1, 1, 1), seconds, none, taken, none, none)
+    assert scores.front.tolist() == [1, 2, 0]
 
 
 def best(pairs: list[Pair], limit: float) -> Pair:

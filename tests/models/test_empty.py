@@ -8,11 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dhp.core.errors import ModelError
-from dhp.models.decoder_sizes import DecoderSizes, decoder_sizes
+from dhp.models.empty import decoder_sizes, part_shape
 from dhp.models.load import load_part
 from dhp.models.pretrained import config_source
 from dhp.models.registry import load_family
-from dhp.models.shape import PartShape, part_shape
+from dhp.models.shape import DecoderSizes, PartShape
 from dhp.parallel.tensor.styles import with_fused
 from tests.helpers.cut_model import cut_layers
 from tests.helpers.ranks import run_on_ranks

@@ -1,0 +1,216 @@
+"""A model without weights, on the meta device: its parameters are counted, cut, or computed with.
+
+What a rank holds is what transformers' own parallel styles cut out of these, so a plan that changes there changes
+the count here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
+from transformers.utils import CONFIG_NAME
+
+from dhp.core.parameters import AdapterSettings, is_adapter, is_inside, plain_name
+from dhp.models.family import VISION, Family
+from dhp.models.load import ReadPlan, drop_modules, drop_parameters, model_class, without_dropped
+from dhp.models.lora import add_adapters, check_targets, find_targets
+from dhp.models.registry import load_family
+from dhp.models.shape import DecoderSizes, HeldParameter, Parameter, PartShape, sum_shape
+
+
+def part_shape(source: str, dropped: Sequence[str], tensor: int = 1, **how: Any) -> PartShape:
+    """Count the model of `source` without the modules `dropped`, split by its tensor-parallel plan over `tensor` ranks.
+    how: as `held_parameters` has it."""
+    return sum_shape(held_parameters(source, dropped, tensor, **how), how.get("trained") is not None)
+
+
+def held_parameters(
+    source: str,
+    dropped: Sequence[str],
+    tensor: int = 1,
+    whole_modules: Sequence[str] = (),
+    added_plan: Mapping[str, str] = MappingProxyType({}),
+    trained: Callable[[str], bool] | None = None,
+    shared: Sequence[str] = (),
+    sharing: int = 1,
+    put_adapters: Callable[[nn.Module], None] = lambda _: None,
+    find_quantized: Callable[[nn.Module], Collection[str]] = lambda _: (),
+) -> tuple[HeldParameter, ...]:
+    """The parameters of the model of `source` without the modules `dropped`, split over `tensor` ranks.
+
+    whole_modules: (`*` for layer numbers) that every rank keeps whole. added_plan: styles of further modules. trained:
+    by a parameter's name; None: all are. shared: modules whose experts so many ranks (sharing) share out. put_adapters:
+    puts adapters into a model, which each rank holds whole. find_quantized: names of modules in four bits.
+    """
+    model = _without_weights(source, dropped)
+    plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
+    mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0) if tensor > 1 else None
+    put_adapters(model)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    rounded = {f"{name}.weight" for name in find_quantized(model)}
+    found = []
+    for name, parameter in list(model.named_parameters()):  # a tied one comes once
+        held = parameter if mesh is None or is_adapter(name) else _sharded(model, name, plan, mesh)
+        split = isinstance(held, DTensor) and not all(placement.is_replicate() for placement in held.placements)
+        own = held.to_local().numel() if isinstance(held, DTensor) else held.numel()
+        if sharing > 1 and is_inside(name, shared):
+            split, own = True, own // sharing
+        trains = trained is None or trained(name)
+        found.append(HeldParameter(tuple(names[id(parameter)]), parameter.numel(), own, split, trains, name in rounded))
+    return tuple(found)
+
+
+Adapters = Mapping[str, AdapterSettings]  # by part
+
+
+def list_parameters(source: str, family: Family, adapters: Adapters = MappingProxyType({})) -> tuple[Parameter, ...]:
+    """All parameters of the model of `source`, in its order, with those of adapters. family: the model's, with the
+    parts of the run."""
+    adapt(model := _without_weights(source, ()), family, adapters)
+    unused = set(_unused(model, family))
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = []
+    for name, parameter in model.named_parameters():
+        part = next((n for n, one in family.parts.items() if is_inside(name, one.modules)), VISION)
+        used = name not in unused and not is_inside(name, family.idle)
+        found.append(Parameter(name, tuple(names[id(parameter)][1:]), tuple(parameter.shape), part, used))
+    return tuple(found)
+
+
+def check_adapters(source: str, family: Family, adapters: Adapters) -> None:
+    """Raises ConfigError for adapters of modules that the model does not have, or that cannot have one."""
+    model = _without_weights(source, ())
+    for name, asked in adapters.items():
+        check_targets(model, family.parts[name], f"{name}.lora", asked)
+
+
+def adapt(model: nn.Module, family: Family, adapters: Adapters, device: str = "meta") -> None:
+    """Add the parts' adapters to a model on that device; "meta": to one without weights."""
+    with torch.device(device):
+        for name, asked in adapters.items():
+            add_adapters(model, find_targets(model, family.parts[name], asked), asked, seed=0)
+
+
+def _unused(model: nn.Module, family: Family) -> Iterator[str]:
+    named = dict(model.named_parameters())
+    yield from (name for name, parameter in named.items() if not parameter.requires_grad)
+    for part in family.parts.values():
+        part.freeze_unused(model)
+        yield from (name for name, p in named.items() if not p.requires_grad and is_inside(name, part.modules))
+        model.requires_grad_(True)  # a part may take another's for unused, which its ranks do not hold
+
+
+def decoder_sizes(source: str) -> DecoderSizes:
+    """Count the decoder of `source`, piece by piece, on the meta device."""
+    decoder = load_family(source).decoder
+    model = _without_weights(source, ())
+    count = lambda name: sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
+    return DecoderSizes(
+        embedding=count(decoder.embedding),
+        layers=tuple(count(f"{decoder.layers.path}.{layer}") for layer in range(len(decoder.layers.kinds))),
+        norm=count(decoder.norm),
+        head=count(decoder.head),
+        tied=decoder.tied,
+    )
+
+
+def empty_slices(
+    source: str,
+    dropped: Sequence[str],
+    tensor: int = 1,
+    whole_modules: Sequence[str] = (),
+    added_plan: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
+    """The model of `source` on the meta device without the modules `dropped`, its parameters those of the first of
+    `tensor` ranks, as `part_shape` counts them; it sums over no ranks."""
+    if tensor == 1:
+        return _without_weights(source, dropped)
+    plan = tuple(sorted(added_plan.items()))
+    return deepcopy(_sliced(source, _written_ns(source), tuple(dropped), tensor, tuple(whole_modules), plan))
+
+
+@lru_cache(maxsize=2)
+def _sliced(
+    source: str,
+    written_ns: int,
+    dropped: tuple[str, ...],
+    tensor: int,
+    whole_modules: tuple[str, ...],
+    added_plan: tuple[tuple[str, str], ...],
+) -> Any:
+    """Each trace of a model asks for the same slices, which take seconds. written_ns: when its configuration was."""
+    model = _without_weights(source, dropped)
+    plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
+    mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0)
+    for name, _ in list(model.named_parameters()):
+        held = _sharded(model, name, plan, mesh)
+        own = held.to_local() if isinstance(held, DTensor) else held
+        module, _, of_module = name.rpartition(".")
+        setattr(model.get_submodule(module), of_module, nn.Parameter(own.detach()))
+    for linear in model.modules():
+        if isinstance(linear, nn.Linear):  # adapters are made as wide as it says it is
+            linear.out_features, linear.in_features = linear.weight.shape
+    return model
+
+
+def check_tensor_plan(
+    source: str, dropped: Sequence[str], read_plan: ReadPlan, added_plan: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Let `read_plan` look at the tensor-parallel plan of the model of `source` without the modules `dropped`, as it
+    will when the part is loaded. Raises what it raises."""
+    model = _without_weights(source, dropped)
+    read_plan(model, model._expand_parallel_plan(model.tp_plan | without_dropped(added_plan, dropped)))
+
+
+def _without_weights(source: str, dropped: Sequence[str]) -> Any:
+    """The model on the meta device, to be changed at will."""
+    model = deepcopy(_empty(source, _written_ns(source)))
+    drop_modules(model, dropped)
+    drop_parameters(model, dropped)
+    return model
+
+
+def _written_ns(source: str) -> int:
+    """When the configuration was written; 0 of a hub id."""
+    file = Path(source) / CONFIG_NAME if Path(source).is_dir() else Path(source)
+    return file.stat().st_mtime_ns if file.is_file() else 0
+
+
+@lru_cache(maxsize=1)
+def _empty(source: str, written_ns: int) -> Any:
+    """A run asks for the same model some eight times before it starts. written_ns: when its configuration was."""
+    with torch.device("meta"):
+        return model_class(source)(AutoConfig.from_pretrained(source, trust_remote_code=False))
+
+
+def _sharded(model: nn.Module, name: str, plan: dict[str, str], mesh: DeviceMesh) -> nn.Parameter:
+    """The parameter as the plan's style leaves it on the first rank, which gets the longest slice."""
+    module_name, _, own = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    plain = plain_name(name)
+    keys = (plain, plain_name(module_name), _generic(plain), _generic(plain_name(module_name)))
+    style = next((plan[key] for key in keys if key in plan), None)
+    if style is not None:
+        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+        ALL_PARALLEL_STYLES[style].shard_param(module, own, mesh)
+    return module.get_parameter(own)
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
