@@ -25,7 +25,9 @@ from dhp.cluster.transport.shared_memory import Inbox, Outbox
 from dhp.core.errors import ClusterError
 
 SIZES = (1 << 18, 1 << 25)  # bytes: where the latency counts, and where it does not
-RUNS = 9
+RUNS = 25
+SIDE = 512  # of a square matrix that is multiplied between sums
+_LEAST_S = 1e-6
 TIMEOUT_S = 60.0
 
 Pairs = tuple[tuple[int, float], ...]  # (bytes, seconds)
@@ -112,7 +114,8 @@ def _sums(rank: int, store: Path, device: torch.device, sizes: Sequence[int]) ->
     opened = dist.FileStore(str(store), 2)
     dist.init_process_group(backend, store=opened, rank=rank, world_size=2, timeout=timeout, device_id=on)
     try:
-        return tuple((size, _median(_sum_of(size, device), device)) for size in sizes)
+        computing = _computing(device)
+        return tuple((size, _beside(_sum_of(size, device), computing, device)) for size in sizes)
     finally:
         dist.destroy_process_group()
 
@@ -120,6 +123,25 @@ def _sums(rank: int, store: Path, device: torch.device, sizes: Sequence[int]) ->
 def _sum_of(size: int, device: torch.device) -> Callable[[], Any]:
     values = torch.zeros(size // 4, device=device)
     return lambda: dist.all_reduce(values)
+
+
+def _computing(device: torch.device) -> Callable[[], Any]:
+    """What ranks of a CPU do between two sums, some milliseconds; on GPUs nothing, which do it while they send."""
+    if device.type == "cuda":
+        return lambda: None
+    left, right = torch.rand(SIDE, SIDE), torch.rand(SIDE, SIDE)
+    return lambda: left @ right
+
+
+def _beside(run: Callable[[], Any], computing: Callable[[], Any], device: torch.device) -> float:
+    """Wall time that a run adds where both processes compute before each: the one that is later is waited for."""
+    alone = _median(computing, device)
+    start = time.perf_counter()
+    for _ in range(RUNS):
+        computing()
+        run()
+        _wait(device)
+    return max(_LEAST_S, (time.perf_counter() - start) / RUNS - alone)
 
 
 def _handover(rank: int, device: torch.device, size: int, sends: Connection, receives: Connection) -> float:

@@ -4,6 +4,7 @@ that share caches, memory and power."""
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
@@ -22,8 +23,10 @@ def companions(count: int, threads: int) -> Iterator[None]:
     for other in others:
         other.start()
     try:
-        for one in begun:
-            one.wait(START_S)
+        ends = time.monotonic() + START_S
+        for one, other in zip(begun, others, strict=True):
+            while not one.wait(0.1) and other.is_alive() and time.monotonic() < ends:
+                pass
         yield
     finally:
         for other in others:

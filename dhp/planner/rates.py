@@ -34,7 +34,8 @@ class Rates:
     products, attention: operations a second of matrices and of attention. elementwise: bytes a second of memory.
 
     host_s: of launching one layer's forward; a backward takes twice that. ahead: it launches ahead of the device, which
-    also sends while it computes; a CPU does one thing after another.
+    also sends while it computes; a CPU does one thing after another, and its library (gloo) makes a scatter of sums by
+    summing all on every rank.
 
     inner, outer: between devices of one node, and of two. node: devices of a node.
 
@@ -85,6 +86,8 @@ class Sent:
         """Of all of them, one after another."""
         if self.operation != "send" and self.ranks < 2:
             return 0.0
+        if self.operation == "reduce-scatter" and not rates.ahead:
+            return replace(self, operation="all-reduce").seconds(rates)
         channel = rates.channel(self)
         if self.operation == "all-to-all" and channel is not rates.inner:
             return self._exchange_seconds(rates)

@@ -44,7 +44,7 @@ LIMIT_S = 5.0  # of each part's layers
 SHORTER = 4  # the other length with which layers are measured is so many times shorter
 PIECE = 0.1  # weight of a pass, of matrices or of attention by themselves, beside a layer's forward and backward
 LAUNCH = 0.01  # of launching, which decides where layers say little of it
-_FORM = 2  # of what the file keeps: another number where it, or what is measured, has changed
+_FORM = 3  # of what the file keeps: another number where it, or what is measured, has changed
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,13 @@ def test_bytes_that_one_of_four_ranks_sends(operation: str, nbytes: float) -> No
     assert sent.seconds(RATES) == 3 * nbytes / 8
 
 
+def test_a_cpus_library_scatters_sums_by_summing_all() -> None:
+    scatter, total = (Sent(operation, 16.0, 4) for operation in ("reduce-scatter", "all-reduce"))
+    assert scatter.seconds(RATES) == total.seconds(RATES) / 2
+    cpu = replace(RATES, ahead=False)
+    assert scatter.seconds(cpu) == total.seconds(cpu) == total.seconds(RATES)
+
+
 def test_one_rank_alone_sends_nothing() -> None:
     assert Sent("all-reduce", 16.0, 1).seconds(RATES) == 0.0
 

@@ -12,7 +12,7 @@ from dhp.config.rules import FSDP
 from dhp.core.axes import Degrees
 from dhp.core.reports import RecomputePolicies
 from dhp.models.shape import PartShape
-from dhp.planner.rates import Rates, Spent, Work, spend
+from dhp.planner.rates import Rates, Sent, Spent, Work, spend
 from dhp.planner.traffic import DividedWeights
 from dhp.planner.units import NONE
 from dhp.trainer.forecast.counted import Counted, Cut
@@ -131,6 +131,7 @@ def with_weights(passes: Passes, held: int, section: PartConfig, degrees: Degree
         return passes
     cut = divided_weights(section, degrees, held, held)
     there, back = cut.forward(False), cut.backward(False)
+    passes = Passes(_copying(passes.forward, there), _copying(passes.backward, back))
     if cut.by_torch:
         return Passes(_hiding(passes.forward, there), _hiding(passes.backward, back))
     gathers = tuple(one for one in back if one.operation == "all-gather")  # DeepSpeed prefetches, and waits for sums
@@ -138,7 +139,14 @@ def with_weights(passes: Passes, held: int, section: PartConfig, degrees: Degree
     return Passes(_hiding(passes.forward, there), _hiding(behind, gathers))
 
 
-def _hiding(work: Work, sent: tuple) -> Work:  # type: ignore[type-arg]
+def _copying(work: Work, sent: tuple[Sent, ...]) -> Work:
+    """With what is read and written to put tensors together for a collective, and apart behind it: a share and the
+    whole."""
+    copied = sum(2 * one.nbytes * (1 + 1 / one.ranks) for one in sent)
+    return replace(work, elementwise=work.elementwise + copied)
+
+
+def _hiding(work: Work, sent: tuple[Sent, ...]) -> Work:
     return replace(work, hidden=(*work.hidden, *sent))
 
 
