@@ -133,7 +133,7 @@ def _how_to_run(outcome: Outcome, written: Path | None) -> str:
 def _write(given: argparse.Namespace, outcome: Outcome, source: Source) -> None:
     """The files that are asked for."""
     if given.lengths_out is not None:
-        write_lengths(outcome.table, given.lengths_out)
+        write_lengths(outcome.table, outcome.space.counted.family, given.lengths_out)
     if given.write is not None and outcome.best is not None:
         write_configuration(outcome, source, given.write)
     if given.plot is not None:

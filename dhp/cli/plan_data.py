@@ -15,7 +15,7 @@ from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.models.family import Family
 from dhp.trainer.forecast.sample_source import assumed_equal, equal_samples, measured_table, why_not_measured
-from dhp.trainer.forecast.samples import EqualSamples, Samples, read_table
+from dhp.trainer.forecast.samples import COMMENT, EqualSamples, Samples, made_for, read_table
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table
@@ -28,7 +28,7 @@ def find_samples(request: PlanRequest, config: Config, family: Family, say: Call
     ConfigError, DataError."""
     equal = _equal(request, config, family)
     if request.lengths is not None:
-        table = read_table(request.lengths)
+        table = read_table(request.lengths, family)
         return Samples(family, table, equal), table, f"of {request.lengths}"
     if request.length is not None:
         return equal_samples(config, family, equal), None, equal.why
@@ -46,13 +46,14 @@ def _equal(request: PlanRequest, config: Config, family: Family) -> EqualSamples
     return assumed_equal(config)
 
 
-def write_lengths(table: Table | None, path: Path) -> None:
-    """A CSV file that `lengths=` reads. Raises ConfigError where nothing was measured."""
+def write_lengths(table: Table | None, family: Family, path: Path) -> None:
+    """A CSV file that `lengths=` reads, of a model of this family. Raises ConfigError where nothing was measured."""
     if table is None:
         raise ConfigError(f"--lengths-out={path}: the lengths of the samples are assumed, not measured")
     path.parent.mkdir(parents=True, exist_ok=True)
     names = [name for name in ("text", "vision", "patches", "squares", "pictures", "targets") if name in _names(table)]
     with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(f"{COMMENT}{made_for(family)}\n")
         writer = csv.writer(file)
         writer.writerow(names)
         writer.writerows(zip(*(table.rows[name].tolist() for name in names), strict=True))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 QUICK_STEPS = 64  # of a search's candidates; what is shown is made from all
 _NAMES = ("text", "vision", "patches", "squares", "pictures", "targets")
 _NEEDED = ("text",)
+COMMENT = "# "  # before the model, in the first line of a file of lengths
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,25 @@ class Samples:
         return loads_of_steps(steps, work.token, work.pair / 2, unit, len(table))
 
 
-def read_table(path: Path) -> Table:
+def made_for(family: Family) -> str:
+    """The models whose samples have the same lengths, in words: a tokenizer and a way to cut pictures. Files of lengths
+    begin with it."""
+    tower = family.tower
+    return f"{family.config.model_type}, patches of {tower.patch_dim} numbers, {tower.merge_unit} a token"
+
+
+def read_table(path: Path, family: Family | None = None) -> Table:
     """Lengths from a CSV file with a header: text (all tokens of a sample), and as far as they are known vision (tokens
-    of pictures), patches, squares, pictures, targets. Raises ConfigError."""
+    of pictures), patches, squares, pictures, targets. Where a line before it says for what model they were measured, it
+    must be this `family`. Raises ConfigError."""
     from dhp.data.sampling.step_loads import Table
 
     try:
         with path.open(encoding="utf-8", newline="") as file:
             header = next(csv.reader(file), [])
+            if header and header[0].startswith(COMMENT):
+                _check_model(path, ",".join(header).removeprefix(COMMENT), family)
+                header = next(csv.reader(file), [])
             known = [name for name in _NAMES if name in header]
             if any(name not in known for name in _NEEDED):
                 raise ConfigError(
@@ -141,3 +153,12 @@ def read_table(path: Path) -> Table:
     for name, column in zip(known, values.T, strict=True):
         rows[name] = column
     return Table(rows)
+
+
+def _check_model(path: Path, written: str, family: Family | None) -> None:
+    if family is not None and written.strip() != made_for(family):
+        raise ConfigError(
+            f"lengths={path} was measured for another model ({written.strip()}), and this one has other lengths of the "
+            f"same samples ({made_for(family)}). Measure them for this one: where its data and its tokenizer are, "
+            "`python -m dhp plan … --lengths-out FILE.csv`"
+        )

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dhp.cli.plan_data import write_lengths
 from dhp.core.errors import ConfigError
-from dhp.trainer.forecast.samples import read_table
+from dhp.models.registry import load_family
+from dhp.trainer.forecast.samples import made_for, read_table
 
 
 def test_columns_are_found_by_name(tmp_path: Path) -> None:
@@ -35,6 +37,17 @@ def test_what_is_no_table_is_refused(written: str, said: str, tmp_path: Path) ->
     file.write_text(written)
     with pytest.raises(ConfigError, match=f"lengths={file}.*{said}"):
         read_table(file)
+
+
+def test_lengths_of_another_model_are_refused(made_model: str, llava_model: str, tmp_path: Path) -> None:
+    file, own, other = tmp_path / "lengths.csv", load_family(made_model), load_family(llava_model)
+    file.write_text("text,vision\n7,4\n")
+    table = read_table(file, own)  # which says nothing of a model
+    write_lengths(table, own, file)
+    assert file.read_text().splitlines() == [f"# {made_for(own)}", "text,vision", "7,4"]
+    assert read_table(file, own).rows.tolist() == table.rows.tolist() == read_table(file).rows.tolist()
+    with pytest.raises(ConfigError, match="measured for another model .*qwen2_5_vl.* --lengths-out"):
+        read_table(file, other)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
