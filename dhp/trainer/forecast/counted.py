@@ -231,7 +231,7 @@ class Counted:
 
         norms = ", sharded norms" * cut.sequence_sharded_norms
         self._say(f"tracing {part} in {cut.dtype} with tensor={cut.tensor}{norms}, once for this model")
-        own, stands = self.family.parts[part], self._stands(part, cut)
+        own, stands = self.family.parts[part], self.stands(part, cut)
         layers = sorted(set(stands.values()))
         settings = partial(
             TraceSettings,
@@ -257,7 +257,7 @@ class Counted:
         kinds = [own.layers.kinds[at] for at in layers]
         return of_all_layers(trace_bytes(kinds, base, trace, first_apart), stands)
 
-    def _stands(self, part: str, cut: Cut) -> dict[int, int]:
+    def stands(self, part: str, cut: Cut) -> dict[int, int]:
         """See `layers_to_trace`. Where some layers are trained, and others are not, all are traced."""
         own = self.family.parts[part]
         held, trained = (self.unit_parameters(part, cut, only)[1:-1] for only in (False, True))

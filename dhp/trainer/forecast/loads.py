@@ -145,16 +145,25 @@ def _worst(steps: StepLoads, share: float, pictures: PictureLoad, merge_unit: in
     )
 
 
-def even_loads(samples: int, tokens: int, features: int, targets: int, replicas: int, merge_unit: int) -> RunLoads:
+def even_loads(
+    samples: int,
+    tokens: int,
+    features: int,
+    targets: int,
+    replicas: int,
+    merge_unit: int,
+    micro_batches: int = 1,
+) -> RunLoads:
     """Micro-batches of equal samples, before any was read. samples: in each row; tokens and so on: of one; a picture
-    in each. replicas: of the decoder."""
+    in each. replicas: of the decoder; micro_batches: of a step."""
     patches = features * merge_unit
     text = TextLoad(samples * tokens, samples * tokens**2, samples * targets)
     count = samples * replicas
     pictures = count * (features > 0)
     shown = PictureLoad(count * patches, count * patches**2, pictures, count * features, patches, (pictures,))
     worst = Worst(samples * tokens, samples * features, max(1, samples * targets), count * patches, patches)
-    return RunLoads(text, text, shown, worst, count * tokens, 0, 0, f"{samples} samples of {tokens:,} tokens (assumed)")
+    named = f"{samples} samples of {tokens:,} tokens (assumed)"
+    return RunLoads(text, text, shown, worst, micro_batches * count * tokens, 0, 0, named)
 
 
 def tower_load(pictures: PictureLoad, degrees: Degrees, window: float) -> TowerLoad:

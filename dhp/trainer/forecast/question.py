@@ -21,7 +21,7 @@ from dhp.trainer.plan import RunPlan
 from dhp.trainer.recompute import arrange
 
 T = TypeVar("T")
-AT_ONCE = 16  # layers of a part that are traced without being asked for; those of large models take a minute
+AT_ONCE = 16  # layers of a part that are traced without being asked for; many take a minute
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Question:
 
 
 def is_quick(plan: RunPlan, counted: Counted) -> bool:
-    """Whether a forecast needs no trace that takes a minute: each part was traced before, or has few layers."""
+    """Whether a forecast needs no trace that takes a minute: each part was traced before, or few of its layers are."""
     cuts = {name: Cut.of(section) for name, section in parts(plan.config).items() if name in (VISION, DECODER)}
-    slow = [name for name, cut in cuts.items() if not counted.is_traced(name, cut)]
-    return all(len(plan.family.parts[name].layers.kinds) <= AT_ONCE for name in slow)
+    slow = {name: cut for name, cut in cuts.items() if not counted.is_traced(name, cut)}
+    return all(len(set(counted.stands(name, cut).values())) <= AT_ONCE for name, cut in slow.items())
 
 
 def attempt(make: Callable[[], T]) -> T | str:

@@ -85,7 +85,8 @@ class Samples:
         equal, unit = self._equal, self._family.tower.merge_unit if encoders(config) else 1
         replicas = resolved(decoder(config).data)
         samples = config.training.micro_batch_size
-        return even_loads(samples, equal.tokens, equal.features, equal.targets, replicas, unit)
+        count = micro_batches(config)
+        return even_loads(samples, equal.tokens, equal.features, equal.targets, replicas, unit, count)
 
     def _of_table(self, config: Config, packing: bool, quick: bool) -> RunLoads:
         from dhp.data.sampling.step_loads import Table, step_loads

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 
 from dhp.cli.plan_data import write_lengths
+from dhp.config.command_line import compose_config
+from dhp.config.resolve import resolve
 from dhp.core.errors import ConfigError
 from dhp.models.registry import load_family
-from dhp.trainer.forecast.samples import made_for, read_table
+from dhp.trainer.forecast.samples import EqualSamples, Samples, made_for, read_table
+
+LAYOUT = ("training.batch_size=16", "training.micro_batch_size=2", "text.parallelism=data", "text.num_actors=2")
+
+
+def names_of(model: str) -> list[str]:
+    return [f"{part}.model_name={model}" for part in ("vision", "text")]
 
 
 def test_columns_are_found_by_name(tmp_path: Path) -> None:
@@ -53,3 +61,10 @@ def test_lengths_of_another_model_are_refused(made_model: str, llava_model: str,
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.csv cannot be read"):
         read_table(tmp_path / "none.csv")
+
+
+def test_a_step_has_the_tokens_of_all_its_micro_batches(made_model: str) -> None:
+    """16 samples of 100 tokens, in rows of 2 for 2 replicas: 4 micro-batches."""
+    config = resolve(compose_config("tiny", overrides=[*names_of(made_model), *LAYOUT]))
+    samples = Samples(load_family(made_model), None, EqualSamples(100, 20, 10))
+    assert samples.loads(config).step_tokens == 16 * 100
