@@ -52,7 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     own = {key: value for key, _, value in (s.partition("=") for s in settings) if key in _OWN[given.what]}
     overrides = [setting for setting in settings if setting.partition("=")[0] not in own]
     say = StartUp(time.perf_counter(), partial(say_line, file=sys.stderr))  # stdout may go into a file
-    config = prepare(with_layout(compose_config(name, path, overrides), say), new_run=False, say=say)
+    config = with_layout(compose_config(name, path, overrides), say, overrides, new_run=False)
+    config = prepare(config, new_run=False, say=say)
     say("reading the data")
     return {"batch": _batch, "data": _data, "sample": _sample}[given.what](config, own)
 

@@ -99,10 +99,11 @@ class Config:
     """Seed of the data order and of every random number in training; non-negative."""
 
     layout: str = "given"
-    """given (as the parts' degrees say) | auto (degrees, ZeRO, recompute, training.micro_batch_size, training.schedule
-    and cluster.collocate that are not set are planned at the start, as `python -m dhp plan` would; one with its default
-    counts as set on the command line alone) | free (as auto, and those that files set are planned too: what the command
-    line sets stays). A resumed run keeps the layout that it had."""
+    """given (as the parts' degrees say) | auto (degrees, ZeRO, recompute, training.schedule and cluster.collocate that
+    are not set are planned at the start, as `python -m dhp plan` would; one with its default counts as set on the
+    command line alone, and so does training.micro_batch_size) | free (as auto, and those that files set are planned
+    too: degrees, ZeRO and recompute that the command line sets stay). parallelism and num_actors follow. A resumed run
+    keeps the layout that it had."""
 
     tiny_assets: Optional[str] = None
     """Directory in which the tiny model and dataset are made when absent. Null: nothing is made."""

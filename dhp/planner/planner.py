@@ -20,6 +20,7 @@ from dhp.planner.profile import Profile
 from dhp.planner.search import best_plan, offloaded
 
 _SHORT = 1.1  # how much less of the budget counts after a step that ran out of memory
+_COUNTED = 1.03  # the same where bytes were counted: the longest rows may not have been seen
 PATIENCE = 16  # steps without work for a stage (no image), after which it is planned as if it had none
 
 
@@ -37,16 +38,18 @@ class Planner:
         arrangement: Arrangement,
         budget_bytes: float,
         known: Mapping[str, StageCosts] | None = None,
+        counted: bool = False,
     ):
         """kinds: of the layers of each stage. fixed: stages that recompute what the user said. known: costs that an
-        earlier run has measured; a plan made of them is tried at once."""
+        earlier run has measured; a plan made of them is tried at once. counted: they were counted by the model's shape,
+        of rows of which not all were looked at; seconds that are measured are not comparable to theirs."""
         self.budget_bytes, self._arrangement = budget_bytes, arrangement
         self._auto, self._kinds = frozenset(kinds) - set(fixed), kinds
         if known is not None and not self._auto <= set(known):
             known = None  # of a run in which a stage never had work
         self._everything: Plan = {stage: fixed.get(stage, ("all",) * len(of)) for stage, of in kinds.items()}
-        self._profiles = {stage: Profile((known or {}).get(stage)) for stage in kinds}
-        self._correction = 1.0  # measured / predicted, at worst
+        self._profiles = {stage: Profile((known or {}).get(stage), counted) for stage in kinds}
+        self._correction = _COUNTED if counted else 1.0  # measured / predicted, at worst
         self._steps, self._idle = 0, 0
         self._probes: list[Plan] | None = [] if known else None  # None: not planned yet
         self._probed, self.untried = frozenset[str](), frozenset[tuple[str, str]]()

@@ -28,8 +28,9 @@ def fullest(usages: Sequence[StageUsage]) -> StageUsage:
 class Profile:
     """Measurements of one part. Bytes and seconds are stored per patch or token."""
 
-    def __init__(self, known: StageCosts | None = None):
-        """known: what an earlier run saw."""
+    def __init__(self, known: StageCosts | None = None, counted: bool = False):
+        """known: what an earlier run saw. counted: it was counted, and its seconds stay."""
+        self._counted = counted
         self._known = known
         self._rows = self._all_rows = 0 if known is None else known.rows
         self._before = 0.0 if known is None else known.before_bytes / known.rows
@@ -69,7 +70,8 @@ class Profile:
             known, timed = layers[kind].get(choice), self._seconds[kind, choice]
             seconds = {name: median(timed[name]) * self._all_rows if name in timed else 0.0 for name in SECONDS}
             if known is not None:
-                seconds |= {name: getattr(known, name) for name in SECONDS if name not in timed}
+                kept = SECONDS if self._counted else [name for name in SECONDS if name not in timed]
+                seconds |= {name: getattr(known, name) for name in kept}
             layers[kind][choice] = LayerCost(**{name: value * self._rows for name, value in seen.items()}, **seconds)
         return StageCosts(self._rows, self._kinds, self._before * self._rows, self._after * self._rows, layers)
 

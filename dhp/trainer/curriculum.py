@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from dhp.checkpoint.folder import checkpoints, find_checkpoint
+from dhp.checkpoint.resume import NEVER
 from dhp.config.curriculum import GROUP, TrainingStage, training_stages
 from dhp.config.parts import model_name, parts
 from dhp.config.run_dir import refuse_to_remove
@@ -124,7 +125,11 @@ def _checked_stages(config: Config, say: Callable[[str], None]) -> list[CheckedS
     checked = []
     for stage in stages:
         try:
-            stage = replace(stage, config=with_layout(stage.config, partial(_say_of, stage.name, say)))
+            fresh = NEVER if config.overwrite else stage.config.training.resume  # what is there will be removed
+            training = replace(stage.config.training, resume=fresh)
+            planned = with_layout(replace(stage.config, training=training), partial(_say_of, stage.name, say))
+            training = replace(planned.training, resume=stage.config.training.resume)
+            stage = replace(stage, config=replace(planned, training=training))
             own = prepare(stage.config, new_run=stage.config.training.dry_run)
         except DhpError as error:
             raise type(error)(f"stage {stage.number} of {len(stages)}, {stage.name}: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dhp.config.layout import GIVEN, LAYOUTS
 from dhp.config.ranges import require_choice
@@ -10,12 +10,17 @@ from dhp.config.schema import Config
 from dhp.core.process import say_nothing
 
 
-def with_layout(config: Config, say: Callable[[str], None] = say_nothing) -> Config:
-    """A composed configuration with its layout planned, where `layout` asks for that. Raises ConfigError where no
-    layout fits."""
+def with_layout(
+    config: Config,
+    say: Callable[[str], None] = say_nothing,
+    overrides: Sequence[str] | None = None,
+    new_run: bool = True,
+) -> Config:
+    """A composed configuration with its layout planned, where `layout` asks for that. overrides: of the command line;
+    None: those of this process's. new_run: run_dir must be free for it. Raises ConfigError where no layout fits."""
     require_choice("layout", config.layout, LAYOUTS)
     if config.layout == GIVEN:
         return config
     from dhp.trainer.forecast.auto import plan_layout  # it imports torch
 
-    return plan_layout(config, say)
+    return plan_layout(config, say, overrides, new_run)

@@ -69,7 +69,9 @@ class Recomputing:
         self._arrangement = arrange(graph, schedule, device)
         counted = None if known is not None or given is None else counted
         self._keeps = counted is None  # costs that are measured are kept for later runs
-        self._planner = Planner(kinds, fixed, self._arrangement, self._budget, known or counted)
+        self._planner = Planner(
+            kinds, fixed, self._arrangement, self._budget, known or counted, counted=counted is not None
+        )
         if known is None and counted is None:
             self._say("recompute      everything at first, and measured; the plan follows after some steps")
         else:

@@ -192,7 +192,7 @@ class Trainer:
             self.recorder.say(line)
         self._peak, devices = find_peak(session.groups, config.cluster.start_timeout_s, self.recorder.say)
         plans = plans_any(config, self.graph)
-        ahead = look_ahead(session, devices, costs=plans)
+        ahead = look_ahead(session, devices, costs=plans and config.memory.budget_gib is not None)
         self.recorder.beside, lines = expected(ahead)
         for line in lines:
             self.recorder.say(line)

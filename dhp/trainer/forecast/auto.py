@@ -12,11 +12,12 @@ from dhp.checkpoint.resume import AUTO, NEVER
 from dhp.config.command_line import job_overrides
 from dhp.config.devices import GIB
 from dhp.config.layout import DEGREES, GIVEN
-from dhp.config.parts import parts
+from dhp.config.parts import encoders, parts
 from dhp.config.recorded import read_recorded
-from dhp.config.run_dir import config_of
+from dhp.config.run_dir import check_run_dir, config_of
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
+from dhp.models.family import VISION
 from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.explain import equations
 from dhp.trainer.forecast.freed import RECOMPUTE, Held, find_held, put, searched_keys, with_settings
@@ -32,13 +33,16 @@ _NAMING = ("parallelism", "num_actors")  # follow from degrees
 _BESIDE = (*_NAMING, "activation_checkpointing", "cuts", "virtual_stages")  # go with a part's layout
 
 
-def plan_layout(config: Config, say: Callable[[str], None]) -> Config:
+def plan_layout(
+    config: Config, say: Callable[[str], None], overrides: Sequence[str] | None = None, new_run: bool = True
+) -> Config:
     """A composed configuration with its layout planned; that of the run that it continues, if it does.
 
-    say: receives what is chosen. Raises ConfigError where no layout fits, or none can be, and what reading the model
-    and the data raises.
+    overrides: of the command line; None: those of this process's. new_run: run_dir must be free for it. say: receives
+    what is chosen. Raises ConfigError where no layout fits, or none can be, and what reading the model and the data
+    raises.
     """
-    held = find_held(config, job_overrides())
+    held = find_held(config, job_overrides() if overrides is None else overrides)
     recorded = _recorded(config)
     if recorded is not None:
         say(f"layout={config.layout}: that of the run that is resumed, by {recorded}")
@@ -46,7 +50,7 @@ def plan_layout(config: Config, say: Callable[[str], None]) -> Config:
         _check_kept(config, held, of_run)
         settings = _settings_of(of_run, held)
     else:
-        best = _plan(config, held, say)
+        best = _plan(config, held, say, new_run)
         settings = with_settings(config, held, best.settings)
     return replace(put(config, settings), layout=GIVEN)
 
@@ -63,7 +67,16 @@ def _recorded(config: Config) -> Path | None:
     if newest is None:
         return None
     own = run_dir / "config.yaml"
-    return own if own.is_file() else config_of(newest)
+    if own.is_file():
+        return own
+    try:
+        return config_of(newest)
+    except ConfigError as error:
+        raise ConfigError(
+            f"layout={config.layout} keeps the layout of the run that is resumed, which its config.yaml says, and "
+            f"neither {own} nor {newest.parent.parent / 'config.yaml'} is there. Give the run's own run_dir, or set "
+            "its degrees with layout=given"
+        ) from error
 
 
 def _settings_of(recorded: Config, held: Held) -> dict[str, Any]:
@@ -79,8 +92,9 @@ def _settings_of(recorded: Config, held: Held) -> dict[str, Any]:
 
 def _check_kept(config: Config, held: Held, recorded: Config) -> None:
     """Raises ConfigError for a key that is set otherwise than the run that is resumed had it."""
-    for name, part in parts(config).items():
-        for key in held.of(name) - {RECOMPUTE}:
+    both = parts(config).keys() & parts(recorded).keys()
+    for name, part in ((one, parts(config)[one]) for one in sorted(both)):
+        for key in sorted(held.of(name) - {RECOMPUTE}):
             mine, theirs = getattr(part, key), getattr(parts(recorded)[name], key)
             if mine not in (None, "auto", theirs):
                 raise ConfigError(
@@ -89,8 +103,12 @@ def _check_kept(config: Config, held: Held, recorded: Config) -> None:
                 )
 
 
-def _plan(config: Config, held: Held, say: Callable[[str], None]) -> Candidate:
+def _plan(config: Config, held: Held, say: Callable[[str], None], new_run: bool) -> Candidate:
     subject = read_subject(config, say)
+    if others := [name for name in encoders(config) if name != VISION]:
+        raise ConfigError(f"layout={config.layout}: the {', '.join(others)} part is not in a plan yet. Set its degrees")
+    if new_run:  # what takes seconds comes behind what may refuse the run
+        check_run_dir(subject.plain)
     missing = [] if config.training.dry_run else missing_data(subject.plain)
     if missing:
         raise ConfigError(missing[0])

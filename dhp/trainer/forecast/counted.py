@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,21 +25,18 @@ from dhp.config.rules import read_kernels
 from dhp.core.files import write_whole
 from dhp.core.parameters import AdapterSettings, TrainingRules, is_inside
 from dhp.core.process import say_nothing
-from dhp.core.reports import RecomputePolicies
-from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import VISION, Family
 from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
 from dhp.trainer.forecast.loads import window_length
 from dhp.trainer.forecast.written import read_bytes, written_bytes
 from dhp.trainer.partition import shares_of
-from dhp.trainer.row_bytes import PartBytes, layers_to_trace, of_all_layers, trace_bytes
+from dhp.trainer.row_bytes import PartBytes, layers_to_trace
 from dhp.trainer.shapes import count_held
 from dhp.trainer.tower_units import Piece, TowerLoad, tower_operations, tower_pieces
 from dhp.trainer.units import replay_shares, replays
 
 if TYPE_CHECKING:
-    from dhp.engine.traced import TraceSettings
-    from dhp.engine.traced_moments import Traced
+    pass
 
 T = TypeVar("T")
 FOLDER = "shapes"  # below the cache's
@@ -81,7 +78,7 @@ class Counted:
         """folder: of the cache; None: nothing is kept on disk. say: receives a line before what takes seconds."""
         self._say = say
         self.family, self.source, self.rules, self.adapters = family, source, rules, adapters
-        self._objective = objective
+        self.objective = objective
         self._folder = None if folder is None else folder / FOLDER
         self._known: dict[str, Any] = {}
 
@@ -216,7 +213,7 @@ class Counted:
         key = f"keeps {part} {cut} {self.trains_before}"
         return key in self._known or (self._folder is not None and self._path(key).is_file())
 
-    def _trains_first(self, part: str) -> bool:
+    def trains_first(self, part: str) -> bool:
         """Whether gradients go on from the part's first layer, to what is before it."""
         if part != DECODER:
             return bool(self.pieces[0].trained)
@@ -226,37 +223,6 @@ class Counted:
     def _count(self, part: str, cut: Cut) -> tuple[HeldParameter, ...]:
         return count_held(self.family, self.source, self.rules, self.adapters, part, cut.tensor, cut.expert)
 
-    def _trace(self, part: str, cut: Cut) -> PartBytes:
-        from dhp.engine.traced import TraceSettings, trace_moments
-
-        norms = ", sharded norms" * cut.sequence_sharded_norms
-        self._say(f"tracing {part} in {cut.dtype} with tensor={cut.tensor}{norms}, once for this model")
-        own, stands = self.family.parts[part], self.stands(part, cut)
-        layers = sorted(set(stands.values()))
-        settings = partial(
-            TraceSettings,
-            cut.dtype,
-            cut.tensor,
-            trains=self.rules.trains,
-            receives_gradients=self.trains_before,
-            adapters=self.adapters,
-            mlp_chunks=cut.mlp_chunks,
-            sequence_sharded_norms=cut.sequence_sharded_norms,
-            objective=self._objective,
-            kernels=read_kernels(part, cut.kernels),
-            layers=layers,
-        )
-
-        def trace(rows: TracedRows, choices: RecomputePolicies) -> Traced:
-            made: TraceSettings = settings(recompute=choices)
-            return trace_moments(self.source, self.family, part, rows, made)
-
-        features = 64 * (VISION in self.family.parts)
-        base = TracedRows(256, features, 64) if part == DECODER else TracedRows(0, patches=1024, windows=64)
-        first_apart = self.trains(part) and not self._trains_first(part)
-        kinds = [own.layers.kinds[at] for at in layers]
-        return of_all_layers(trace_bytes(kinds, base, trace, first_apart), stands)
-
     def stands(self, part: str, cut: Cut) -> dict[int, int]:
         """See `layers_to_trace`. Where some layers are trained, and others are not, all are traced."""
         own = self.family.parts[part]
@@ -264,6 +230,25 @@ class Counted:
         if any(trained) and held != trained:
             return {at: at for at in range(len(held))}
         return layers_to_trace(list(zip(own.layers.kinds, held)), [*own.leaves.values(), *own.takes.values()])
+
+    def _trace(self, part: str, cut: Cut) -> PartBytes:
+        from dhp.trainer.forecast.layer_traces import trace_layers
+
+        norms = ", sharded norms" * cut.sequence_sharded_norms
+        self._say(f"tracing {part} in {cut.dtype} with tensor={cut.tensor}{norms}, once for this model")
+        how = {
+            "dtype": cut.dtype,
+            "tensor": cut.tensor,
+            "trains": self.rules.trains,
+            "receives_gradients": self.trains_before,
+            "adapters": self.adapters,
+            "mlp_chunks": cut.mlp_chunks,
+            "sequence_sharded_norms": cut.sequence_sharded_norms,
+            "objective": self.objective,
+            "kernels": read_kernels(part, cut.kernels),
+        }
+        first_apart = self.trains(part) and not self.trains_first(part)
+        return trace_layers(self.source, self.family, part, self.stands(part, cut), how, first_apart)
 
     def _kept(self, what: str, make: Callable[[], T]) -> T:
         """As JSON gives it back."""
@@ -286,7 +271,7 @@ class Counted:
 
     @cached_property
     def _key(self) -> str:
-        known = [self.family.values, repr(self.rules), repr(dict(self.adapters)), self._objective]
+        known = [self.family.values, repr(self.rules), repr(dict(self.adapters)), self.objective]
         return _digest([_FORM, known, sorted(self.family.parts), [version(package) for package in _PACKAGES]])
 
 

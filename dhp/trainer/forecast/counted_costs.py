@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 from dhp.config.parts import parts
 from dhp.config.recompute import OFFLOAD
 from dhp.config.resolve import micro_batches
@@ -28,14 +30,24 @@ def _of_stage(asked: Question, stage: StageSpec) -> StageCosts:
     kept, rows = asked.counted.keeps(stage.part, Cut.of(section)), rows_of_stage(asked, stage)
     rates = asked.machine.of(stage.part, section.dtype)
     units = unit_seconds(asked.counted, stage.part, section, stage.degrees, asked.loads, rates)
-    count, kinds = micro_batches(asked.plan.config), tuple(kept.kinds[at] for at in stage.layers)
-    layers: dict[str, dict[str, LayerCost]] = {}
+    count = micro_batches(asked.plan.config)
+    reported = asked.plan.family.parts[stage.part].layers.kinds  # a trace has more of them
+    kinds = tuple(reported[at] for at in stage.layers)
+    layers: dict[str, dict[str, LayerCost]] = {kind: {} for kind in kinds}
     for at, kind in zip(stage.layers, kinds, strict=True):
         for choice in (*CHOICES, OFFLOAD):  # which is the last resort, and never chosen for its seconds
-            held, replay = kept.held[kind, choice].of(rows), kept.replay[kind, choice].of(rows)
-            cost = LayerCost(held, replay, count * units[at + 1].again_s(choice))
-            layers.setdefault(kind, {})[choice] = max(cost, layers.get(kind, {}).get(choice, cost))
+            traced = (kept.kinds[at], choice)
+            cost = LayerCost(
+                kept.held[traced].of(rows), kept.replay[traced].of(rows), count * units[at + 1].again_s(choice)
+            )
+            layers[kind][choice] = _most(cost, layers[kind].get(choice, cost))
     after = kept.after.of(rows) if len(kept.kinds) - 1 in stage.layers else 0.0
     all_of = kept.held_by(stage.layers, NONE).of(rows)
-    before = all_of - after - sum(kept.held[kind, NONE].of(rows) for kind in kinds)
+    before = max(0.0, all_of - after - sum(layers[kind][NONE].held_bytes for kind in kinds))
     return StageCosts(rows.patches or rows.tokens, kinds, before, after, layers)
+
+
+def _most(one: LayerCost, other: LayerCost) -> LayerCost:
+    """The larger of each."""
+    both = zip(astuple(one), astuple(other), strict=True)
+    return LayerCost(*(max(pair) for pair in both))

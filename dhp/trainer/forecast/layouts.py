@@ -96,7 +96,7 @@ def part_layouts(
 
     What depends on the rest of the run is not checked: see `dhp.trainer.forecast.whole_run`.
     """
-    space = _Space(name, section, family, frozenset(held), node, plans, trains)
+    space = _Space(name, section, family, frozenset(held), node, devices > node, plans, trains)
     layouts: list[PartLayout] = []
     refused = space.too_wide(devices)
     found = False
@@ -123,6 +123,7 @@ class _Space:
     family: Family
     held: frozenset[str]
     node: int
+    several: bool  # nodes
     plans: PlanChecks | None
     trains: bool
 
@@ -149,8 +150,11 @@ class _Space:
             return [given] if given > 0 and devices % given == 0 else []
         if axis not in OFFERED[self.name]:
             return [1]
-        most = self.node if axis == "tensor" else devices
-        return [own for own in range(1, min(devices, most) + 1) if devices % own == 0]
+        found = [own for own in range(1, devices + 1) if devices % own == 0]
+        if axis != "tensor":
+            return found
+        # A tensor group lies in one node, also the last one of a node.
+        return [own for own in found if own <= self.node and (not self.several or self.node % own == 0)]
 
     def too_wide(self, devices: int) -> list[Refused]:
         """Tensor degrees beyond a node."""

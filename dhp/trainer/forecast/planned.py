@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dhp.config.parts import parts
+from dhp.config.parts import encoders, parts
 from dhp.core.reports import DeviceInfo
 from dhp.observe.planned import Beside, Planned
 from dhp.planner.costs import StageCosts
@@ -65,7 +65,10 @@ def look_ahead(session: Session, devices: Sequence[DeviceInfo], costs: bool = Fa
     if not costs and not may_be_known(plan.config, devices):
         return Ahead()
     counted = count_model(plan)
-    if not is_quick(plan, counted):
+    quick = attempt(partial(is_quick, plan, counted))
+    if isinstance(quick, str):
+        return Ahead(why=quick)
+    if not quick:
         return Ahead(why="`python -m dhp plan` traces this model, once, and runs are planned then")
     columns = session.data.ask("some_lengths", LOOKED_AT, LOOKING_S, timeout_s=timeout_s)
     if not (columns["text"] > 0).any():
@@ -100,10 +103,12 @@ def expected(ahead: Ahead) -> tuple[Beside, list[str]]:
 
 def costs_ahead(ahead: Ahead) -> dict[str, StageCosts] | None:
     """What layers of each stage cost under each choice of recompute; None where it cannot be counted, as where ranks
-    get rows of each other's experts, which no trace has."""
+    get rows of each other's experts, which no trace has, or no picture is among the samples that were looked at."""
     question = ahead.question
-    if question is None or any(part.expert > 1 for part in parts(question.plan.config).values()):
+    if question is None or any(stage.degrees.shares_experts for stage in question.plan.graph.stages):
         return None
+    if encoders(question.plan.config) and not question.loads.worst.patches:
+        return None  # no picture was looked at
     made = attempt(partial(counted_costs, question))
     return None if isinstance(made, str) else made
 

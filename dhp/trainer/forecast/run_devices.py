@@ -18,6 +18,8 @@ from dhp.trainer.forecast.samples import Samples
 from dhp.trainer.forecast.subject import Subject
 from dhp.trainer.measured_rates import kept_rates
 
+_OF_RAY = {"A100-80G": "a100", "A100-40G": "a100-40", "GeForce-RTX-4090": "rtx4090"}
+
 
 def machine_ahead(subject: Subject, samples: Samples, say: Callable[[str], None]) -> tuple[Machine, str]:
     """The devices, and where their constants are from. GPUs are as the data sheet of their kind says, a CPU as it was
@@ -46,25 +48,30 @@ def _devices(config: Config) -> tuple[str | None, int, int]:
         if found.kind is None:
             return None, found.count // threads, found.node // threads
         return _name(found.kind), found.count, found.node
-    here = None if config.cluster.device == CPU else device_here()
-    if here is not None:
-        from dhp.cluster.gpus import read_gpus  # it imports torch
+    from dhp.cluster.gpus import read_gpus  # it imports torch
 
-        count = len(read_gpus())
+    count = 0 if config.cluster.device == CPU else len(read_gpus())
+    here = device_here() if count else None
+    if here is not None:
         return here.name, count, count
-    if config.cluster.device == "cuda":
+    if count or config.cluster.device == "cuda":
+        what = f"the {count} GPUs here are of no kind that configs/devices has" if count else "no GPU is here"
         raise ConfigError(
-            f"layout={config.layout} with cluster.device=cuda: no GPU of the table is here. Plan for devices that are "
-            "elsewhere by `python -m dhp plan device=NAME devices=N --write FILE.yaml`"
+            f"layout={config.layout}: {what}, so that nothing is known of their speed. Plan for a known kind by "
+            "`python -m dhp plan device=NAME devices=N --write FILE.yaml`, or set degrees with layout=given"
         )
     cores = max(1, count_cores() // threads)
     return None, cores, cores
 
 
 def _name(kind: str) -> str:
-    """Of the table of devices, from Ray's name of a kind, as A100-80G."""
-    short = kind.partition("-")[0].lower()
-    return short if short in known_devices() else kind
+    """Of the table of devices, from Ray's name of a kind, as A100-80G: of those that begin alike the one with least
+    memory, for the name may say no more."""
+    if kind in _OF_RAY:
+        return _OF_RAY[kind]
+    known, short = known_devices(), kind.lower()
+    own = [name for name in known if name == short or name.startswith(f"{short}-")]
+    return min(own, key=lambda name: known[name].memory.value, default=kind)
 
 
 def _cpus(subject: Subject, samples: Samples, count: int, say: Callable[[str], None]) -> tuple[Machine, str]:

@@ -117,8 +117,10 @@ class Samples:
 def made_for(family: Family) -> str:
     """The models whose samples have the same lengths, in words: a tokenizer and a way to cut pictures. Files of lengths
     begin with it."""
-    tower = family.tower
-    return f"{family.config.model_type}, patches of {tower.patch_dim} numbers, {tower.merge_unit} a token"
+    tower, text = family.tower, family.config.get_text_config()
+    words = text.vocab_size >> 10  # sizes of one family pad their vocabularies differently
+    pictures = f"patches of {tower.patch_dim} numbers, {tower.merge_unit} a token"
+    return f"{family.config.model_type} with {text.model_type} of {words} Ki tokens, {pictures}"
 
 
 def read_table(path: Path, family: Family | None = None) -> Table:

@@ -81,7 +81,7 @@ class Scores:
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """By which layouts are told apart."""
+        """What distinguishes layouts."""
         return np.array([id(layout) for layout in self.layouts], dtype=np.int64).repeat(len(self.choices))
 
     @cached_property

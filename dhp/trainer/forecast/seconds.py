@@ -25,10 +25,11 @@ KINDS = ("products", "attention", "elementwise", "sent", "exposed", "host", "rec
 
 @dataclass(frozen=True, eq=False)
 class UnitSeconds:
-    """One unit: what precedes the layers, a layer, or what follows them. shares: of a forward that each choice of
-    recompute runs again."""
+    """One unit: what precedes the layers, a layer, or what follows them. alone: its forward, without what is sent of
+    weights. shares: of it that each choice of recompute runs again."""
 
     passes: Passes
+    alone: Work
     rates: Rates
     shares: Mapping[str, float]
 
@@ -55,8 +56,8 @@ class UnitSeconds:
         share = self.shares.get(choice, 0.0)
         if not share:
             return 0.0
-        again = recomputed(self.passes.forward, choice, share)
-        return spend(self.passes.backward + replace(again, hidden=()), self.rates).total - self.backward.total
+        again = recomputed(self.alone, choice, share)
+        return spend(self.passes.backward + again, self.rates).total - self.backward.total
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _alike(
     for own, share, held in zip(passes, shares, weights, strict=True):
         key = (id(own), held)
         if key not in known:
-            known[key] = UnitSeconds(with_weights(own, held, section, degrees), rates, share)
+            known[key] = UnitSeconds(with_weights(own, held, section, degrees), own.forward, rates, share)
         found.append(known[key])
     return tuple(found)
 

@@ -10,6 +10,8 @@ import pytest
 from dhp.config.command_line import compose_config
 from dhp.config.parts import parts
 from dhp.config.resolve import resolve
+from dhp.core.reports import LayerUsage, StageUsage
+from dhp.planner.profile import Profile
 from dhp.planner.units import NONE
 from dhp.trainer.forecast.counted import Cut
 from dhp.trainer.forecast.counted_costs import counted_costs
@@ -47,3 +49,25 @@ def test_kinds_of_layers_sum_to_layers(model: str, layout: tuple[str, ...], requ
             seconds = [of_kind[choice].replay_s for choice in CHOICES]
             assert seconds[0] == 0 and seconds == sorted(seconds) and seconds[-1] > 0, kind
             assert of_kind[NONE].held_bytes > of_kind["all"].held_bytes >= 0
+
+
+@pytest.mark.parametrize(
+    "frozen", [(), ("training.frozen=[vision,projector]", "text.lora.rank=4")], ids=["all", "lora"]
+)
+@pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
+def test_a_profile_of_them_takes_what_ranks_report(
+    model: str, frozen: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    """Kinds are those of the family, though traces have more: layers that get features, and a first one."""
+    asked = question_of(request.getfixturevalue(model), *frozen)
+    for name, known in counted_costs(asked).items():
+        stage = asked.plan.graph.stage(name)
+        kinds = [asked.plan.family.parts[stage.part].layers.kinds[at] for at in stage.layers]
+        assert list(known.kinds) == kinds and set(known.layers) == set(kinds)
+        profile = Profile(known, counted=True)
+        took = tuple(LayerUsage(kind, "light", 10, 5, 1.0) for kind in kinds)
+        profile.add(StageUsage(100, 0, 0, known.rows, known.rows, 1.0, 1.0, took), timed=True)
+        found = profile.costs()
+        assert found is not None and set(found.layers) == set(kinds)
+        for kind in set(kinds):
+            assert found.layer(kinds.index(kind), "light").replay_s == known.layers[kind]["light"].replay_s
