@@ -12,7 +12,7 @@ from dhp.config.rules import FSDP
 from dhp.core.axes import Degrees
 from dhp.core.reports import RecomputePolicies
 from dhp.models.shape import PartShape
-from dhp.planner.rates import Rates, Sent, Spent, Work, spend
+from dhp.planner.rates import Rates, Spent, Work, spend
 from dhp.planner.traffic import DividedWeights
 from dhp.planner.units import NONE
 from dhp.trainer.forecast.counted import Counted, Cut
@@ -25,11 +25,10 @@ KINDS = ("products", "attention", "elementwise", "sent", "exposed", "host", "rec
 
 @dataclass(frozen=True, eq=False)
 class UnitSeconds:
-    """One unit: what precedes the layers, a layer, or what follows them. alone: its forward, without what is sent of
-    weights. shares: of it that each choice of recompute runs again."""
+    """One unit: what precedes the layers, a layer, or what follows them. shares: of a forward that each choice of
+    recompute runs again."""
 
     passes: Passes
-    alone: Work
     rates: Rates
     shares: Mapping[str, float]
 
@@ -56,8 +55,8 @@ class UnitSeconds:
         share = self.shares.get(choice, 0.0)
         if not share:
             return 0.0
-        again = recomputed(self.alone, choice, share)
-        return spend(self.passes.backward + again, self.rates).total - self.backward.total
+        again = recomputed(self.passes.forward, choice, share)
+        return spend(self.passes.backward + replace(again, hidden=()), self.rates).total - self.backward.total
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def _alike(
     for own, share, held in zip(passes, shares, weights, strict=True):
         key = (id(own), held)
         if key not in known:
-            known[key] = UnitSeconds(with_weights(own, held, section, degrees), own.forward, rates, share)
+            known[key] = UnitSeconds(with_weights(own, held, section, degrees), rates, share)
         found.append(known[key])
     return tuple(found)
 
@@ -132,7 +131,6 @@ def with_weights(passes: Passes, held: int, section: PartConfig, degrees: Degree
         return passes
     cut = divided_weights(section, degrees, held, held)
     there, back = cut.forward(False), cut.backward(False)
-    passes = Passes(_copying(passes.forward, there), _copying(passes.backward, back))
     if cut.by_torch:
         return Passes(_hiding(passes.forward, there), _hiding(passes.backward, back))
     gathers = tuple(one for one in back if one.operation == "all-gather")  # DeepSpeed prefetches, and waits for sums
@@ -140,14 +138,7 @@ def with_weights(passes: Passes, held: int, section: PartConfig, degrees: Degree
     return Passes(_hiding(passes.forward, there), _hiding(behind, gathers))
 
 
-def _copying(work: Work, sent: tuple[Sent, ...]) -> Work:
-    """With what is read and written to put tensors together for a collective, and apart behind it: a share and the
-    whole."""
-    copied = sum(2 * one.nbytes * (1 + 1 / one.ranks) for one in sent)
-    return replace(work, elementwise=work.elementwise + copied)
-
-
-def _hiding(work: Work, sent: tuple[Sent, ...]) -> Work:
+def _hiding(work: Work, sent: tuple) -> Work:  # type: ignore[type-arg]
     return replace(work, hidden=(*work.hidden, *sent))
 
 

@@ -57,19 +57,19 @@ def seconds_of(sends: Sequence[Sent], rates: Rates) -> float:
 
 def exchanged(held: Sequence[int], section: PartConfig, degrees: Degrees, rates: Rates) -> Numbers:
     """Seconds of weights and gradients that a micro-batch exchanges, of units that hold so many parameters: hidden in a
-    forward, hidden in a backward, taken in turn by a backward, and by a forward. [4, units]"""
+    forward, hidden in a backward, and waited for there. [3, units]"""
     found = []
     for count in held:
         own = with_weights(Passes(Work(), Work()), count, section, degrees)
-        hidden = [seconds_of(one.hidden, rates) for one in (own.forward, own.backward)]
-        found.append([*hidden, *(_in_turn(one, rates)[0] for one in (own.backward, own.forward))])
+        sends = (own.forward.hidden, own.backward.hidden, own.backward.sent)
+        found.append([seconds_of(one, rates) for one in sends])
     return np.array(found).T
 
 
 def unit_times(turns: Turns, more: Numbers, back: bool, ahead: bool) -> Numbers:
     """Seconds of each unit's passes over a micro-batch, by choice of recompute. turns: of layouts along a first axis of
     each; more: see `exchanged`. back: there is a backward. ahead: see `Rates`. [layouts, units, choices]"""
-    there = together(turns.there[:, 0] + more[:, 3], more[:, 0], turns.there[:, 1], ahead)[..., None]
+    there = together(turns.there[:, 0], more[:, 0], turns.there[:, 1], ahead)[..., None]
     if not back:
         return np.broadcast_to(there, (*there.shape[:-1], turns.again.shape[-1]))
     waits, host = (turns.back[:, 0] + more[:, 2])[..., None], turns.back[:, 1][..., None]

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dhp.config.part import PartConfig
-from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
 from dhp.planner.costs import predicted_bytes
-from dhp.planner.rates import Channel, Rates, Work
+from dhp.planner.rates import Channel, Rates
 from dhp.trainer.activations import expected_activations
 from dhp.trainer.dry_run import footprints
 from dhp.trainer.forecast.counted import Counted, Cut
@@ -19,8 +17,6 @@ from dhp.trainer.forecast.forecast import Forecast, forecast
 from dhp.trainer.forecast.loads import RunLoads, even_loads, text_rows
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.forecast.question import Question, count_model
-from dhp.trainer.forecast.seconds import with_weights
-from dhp.trainer.layer_work import Passes
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.shapes import stage_shapes
 from tests.trainer.test_partition import FROZEN_TOWER, PIPELINE, config_of
@@ -161,14 +157,3 @@ def test_a_format_without_rates_is_refused(made_model: str) -> None:
     plan = plan_run(config_of(made_model, *ONE, "text.dtype=float64"))
     with pytest.raises(ConfigError, match="device=made has no rates in float64: known are float32"):
         ask(plan)
-
-
-def test_what_is_gathered_is_copied_together_and_apart() -> None:
-    """Two ranks that cut a unit of 1,000 float32 numbers by FSDP2: a share and the whole, each read and written."""
-    section = replace(PartConfig(), zero_stage=3, zero_engine="fsdp", data=2, dtype="float32")
-    found = with_weights(Passes(Work(elementwise=7.0), Work()), 1000, section, Degrees(data=2))
-    assert found.forward.elementwise == 7.0 + 2 * (4000 + 2000)
-    assert found.backward.elementwise == 2 * 2 * (4000 + 2000)  # gathered again, and gradients
-    assert [one.operation for one in found.backward.hidden] == ["all-gather", "reduce-scatter"]
-    plain = with_weights(Passes(Work(), Work()), 1000, replace(section, zero_stage=0), Degrees(data=2))
-    assert plain == Passes(Work(), Work())
