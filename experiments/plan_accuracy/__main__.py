@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from experiments.plan_accuracy.groups import GROUPS
 from experiments.plan_accuracy.memory import memory_rows, memory_scores
 from experiments.plan_accuracy.plot import draw
 from experiments.plan_accuracy.seconds import ROUNDS, time_rows, time_scores
+from experiments.plan_accuracy.slow_link import limit, run_inside
 
 MEMORY, TIME = MODES = ("memory", "time")
 
@@ -29,8 +31,9 @@ def all_rows(asked: argparse.Namespace, models: Path) -> Iterator[dict[str, Any]
     if asked.only != MEMORY:
         timed = []
         for row in time_rows(models, asked.groups, asked.rounds):
-            timed.append(row)
-            yield row
+            slow = {} if asked.mbit is None else {"mbit": asked.mbit, "group": f"{row['group']}, slow link"}
+            timed.append(row | slow)
+            yield timed[-1]
         yield from time_scores(timed)
 
 
@@ -43,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of time: visits of each layout")
     parser.add_argument("--out", type=Path, help="file to which the same lines are added")
     parser.add_argument("--plot", type=Path, help="PNG of predicted figures over measured ones; of all rows of --out")
+    parser.add_argument("--mbit", type=int, help="of time, as root: a link of so many Mbit/s between ranks")
     asked = parser.parse_args(arguments)
+    if asked.mbit is not None:
+        run_inside(sys.argv[1:] if arguments is None else arguments)
+        limit(asked.mbit)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for row in all_rows(asked, Path(folder)):
