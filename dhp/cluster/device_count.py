@@ -15,7 +15,7 @@ _KIND = "accelerator_type:"  # beginning of the resource by which Ray names a no
 @dataclass(frozen=True)
 class DeviceCount:
     """Devices of one kind. kind: of GPU, as Ray names it (H100); None: cores of CPUs. count: in all; node: of the node
-    that has most."""
+    that has least, so that what lies in one node does so in each."""
 
     kind: str | None
     count: int
@@ -42,7 +42,7 @@ def count_devices(address: str, device: str, timeout_s: float) -> DeviceCount:
 
 def _sum(kind: str | None, resource: str, nodes: list[ClusterNode]) -> DeviceCount:
     own = [int(node.total.get(resource, 0)) for node in nodes]
-    return DeviceCount(kind, sum(own), max(own, default=0))
+    return DeviceCount(kind, sum(own), min((one for one in own if one), default=0))
 
 
 def _kind(node: ClusterNode) -> str:

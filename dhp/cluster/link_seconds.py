@@ -135,13 +135,12 @@ def _computing(device: torch.device) -> Callable[[], Any]:
 
 def _beside(run: Callable[[], Any], computing: Callable[[], Any], device: torch.device) -> float:
     """Wall time that a run adds where both processes compute before each: the one that is later is waited for."""
-    alone = _median(computing, device)
-    start = time.perf_counter()
-    for _ in range(RUNS):
+
+    def both() -> None:
         computing()
         run()
-        _wait(device)
-    return max(_LEAST_S, (time.perf_counter() - start) / RUNS - alone)
+
+    return max(_LEAST_S, _median(both, device) - _median(computing, device))
 
 
 def _handover(rank: int, device: torch.device, size: int, sends: Connection, receives: Connection) -> float:

@@ -127,7 +127,8 @@ def _checked_stages(config: Config, say: Callable[[str], None]) -> list[CheckedS
         try:
             fresh = NEVER if config.overwrite else stage.config.training.resume  # what is there will be removed
             training = replace(stage.config.training, resume=fresh)
-            planned = with_layout(replace(stage.config, training=training), partial(_say_of, stage.name, say))
+            of_stage = replace(stage.config, training=training)
+            planned = with_layout(of_stage, partial(_say_of, stage.name, say), new_run=False)
             training = replace(planned.training, resume=stage.config.training.resume)
             stage = replace(stage, config=replace(planned, training=training))
             own = prepare(stage.config, new_run=stage.config.training.dry_run)

@@ -78,6 +78,14 @@ def test_what_is_written_trains(capsys: pytest.CaptureFixture[str], tiny_assets:
     assert "dry run of tiny" in dry_run(prepare(config))
 
 
+def test_what_is_written_is_not_planned_again(
+    capsys: pytest.CaptureFixture[str], tiny_assets: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "again.yaml"
+    planned(capsys, tiny_assets, "layout=auto", f"--write={file}")
+    assert compose_config("again", str(tmp_path)).layout == "given"
+
+
 def test_a_file_elsewhere_is_written_whole(
     capsys: pytest.CaptureFixture[str], tiny_assets: Path, tmp_path: Path
 ) -> None:

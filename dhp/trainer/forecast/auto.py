@@ -30,7 +30,8 @@ from dhp.trainer.forecast.subject import Subject, make_space, read_subject
 from dhp.trainer.preflight import missing_data
 
 _NAMING = ("parallelism", "num_actors")  # follow from degrees
-_BESIDE = (*_NAMING, "activation_checkpointing", "cuts", "virtual_stages")  # go with a part's layout
+_CHECKPOINTING = "activation_checkpointing"
+_BESIDE = (*_NAMING, _CHECKPOINTING, "cuts", "virtual_stages")  # go with a part's layout
 
 
 def plan_layout(
@@ -82,7 +83,9 @@ def _recorded(config: Config) -> Path | None:
 def _settings_of(recorded: Config, held: Held) -> dict[str, Any]:
     """The layout of a run by its record, but for what is held."""
     keys = [key for key in searched_keys(recorded) if key not in held.keys]
-    keys += [f"{name}.{key}" for name in parts(recorded) for key in _BESIDE]
+    for name in parts(recorded):
+        chosen = {_CHECKPOINTING} if RECOMPUTE in held.of(name) else set()  # which a recompute of one's own replaces
+        keys += [f"{name}.{key}" for key in _BESIDE if key not in chosen]
     values = {}
     for key in keys:
         section, _, name = key.partition(".")

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from dhp.trainer.row_bytes import PartBytes, layers_to_trace
 from dhp.trainer.shapes import count_held
 from dhp.trainer.tower_units import Piece, TowerLoad, tower_operations, tower_pieces
 from dhp.trainer.units import replay_shares, replays
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 FOLDER = "shapes"  # below the cache's

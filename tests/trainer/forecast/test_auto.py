@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from dhp.config.layout import DEGREES, GIVEN
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.planner.rates import Channel, Rates
+from dhp.trainer.curriculum import _checked_stages
 from dhp.trainer.forecast import auto, run_devices
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.layout import with_layout
@@ -113,6 +115,26 @@ def test_a_resumed_run_keeps_its_layout(monkeypatch: pytest.MonkeyPatch, tiny_as
     assert any("planning for" in line for line in fresh[1])  # there is nothing to continue
 
 
+def test_stages_that_are_replaced_are_planned_anew(
+    monkeypatch: pytest.MonkeyPatch, tiny_assets: Path, tmp_path: Path
+) -> None:
+    """What lies there goes before the first stage trains, with its layout; without overwrite it is kept."""
+    monkeypatch.setattr(auto, "machine_ahead", lambda *_: (machine(2), "made up"))
+    monkeypatch.setattr(auto, "job_overrides", list)
+    own = [f"tiny_assets={tiny_assets}", "layout=free", f"run_dir={tmp_path}", "+stages.one={}"]
+    config = compose_config("tiny", overrides=own)
+    before = compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", "vision.tensor=2", "vision.ulysses=1"])
+    before.vision.parallelism, before.vision.zero_stage = "tensor", 0
+    record(tmp_path / "1_one", prepare(before, new_run=False))
+    (tmp_path / "1_one" / "metrics.jsonl").touch()
+    said: list[str] = []
+    (kept,) = _checked_stages(config, said.append)
+    assert kept.prepared.vision.tensor == 2 and "one: layout=free: that of the run that is resumed" in said[0]
+    (anew,) = _checked_stages(replace(config, overwrite=True), said.append)
+    assert anew.prepared.vision.tensor == 1 and "planning for" in " ".join(said)
+    assert anew.stage.config.training.resume == kept.stage.config.training.resume == "auto"
+
+
 def test_a_record_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tiny_assets: Path, tmp_path: Path) -> None:
     record(tmp_path, compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}"]))
     (tmp_path / "config.yaml").write_text("text: {tensor: '${oc.env:HOME}'}")
@@ -127,7 +149,7 @@ def node(name: str, **resources: float) -> ClusterNode:
 @pytest.mark.parametrize(
     ("nodes", "device", "found"),
     [
-        ([node("a", CPU=8), node("b", CPU=4)], "auto", DeviceCount(None, 12, 8)),
+        ([node("a", CPU=8), node("b", CPU=4)], "auto", DeviceCount(None, 12, 4)),
         ([node("a", CPU=8, GPU=8, accelerator_type_of_H100=1), node("b", CPU=4)], "auto", DeviceCount("H100", 8, 8)),
         ([node("a", CPU=8, GPU=8, accelerator_type_of_H100=1)], "cpu", DeviceCount(None, 8, 8)),
     ],
