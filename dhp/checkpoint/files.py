@@ -1,11 +1,10 @@
-"""A checkpoint's files: written so that a crash leaves none half, checked by headers and sizes alone."""
+"""A checkpoint's files: written so that a crash leaves none half, and what their headers and extents must say."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -14,10 +13,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from dhp.checkpoint.regions import Block, blocks_of_range, overlap
 from dhp.core.errors import CheckpointError
 
 REMEDY = "Resume from an earlier checkpoint (training.resume=auto finds the newest one that is whole)"
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of file systems that cannot do it for a directory
+CHECKSUM = "crc32"  # of a piece's bytes, of a file's
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of file systems that cannot do it for a directory
 
 
 def damaged(file: Path, reason: object) -> CheckpointError:
@@ -73,7 +74,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in _NO_SYNC:
+        if error.errno not in NO_SYNC:
             raise
     finally:
         os.close(handle)
@@ -83,11 +84,12 @@ _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 def check_part(folder: Path) -> None:
-    """Raise CheckpointError unless the files of a part's ranks are readable and their pieces fill every tensor."""
+    """Raise CheckpointError unless the files of a part's ranks are readable and their pieces fill every tensor, each
+    element once."""
     files = sorted(folder.glob("rank_*.json"))
     if not files:
         raise CheckpointError(f"{folder} holds no rank_*.json: it is no part of a checkpoint, or its files are lost")
-    held: Counter[str] = Counter()
+    held: dict[str, list[Block]] = {}
     wanted: dict[str, int] = {}
     for file in files:
         weights = file.with_suffix(".safetensors")
@@ -95,12 +97,21 @@ def check_part(folder: Path) -> None:
         for name, extent in read_extents(file).items():
             if name not in shapes:
                 raise damaged(weights, f"{name} is missing, which {file.name} has")
-            held[name] += prod(shapes[name])
+            if "flat" in extent:
+                blocks = blocks_of_range(extent["shape"], extent["flat"], prod(shapes[name]))
+            else:
+                blocks = [Block(tuple(extent["offset"]), tuple(shapes[name]))]
+            held.setdefault(name, []).extend(blocks)
             wanted[name] = prod(extent["shape"])
     for name, count in wanted.items():
-        if held[name] < count:
+        found = sum(block.count for block in held[name])
+        if found < count:
             raise CheckpointError(
-                f"{folder}: the pieces of {name} hold {held[name]} values of {count}: a rank's file is missing"
+                f"{folder}: the pieces of {name} hold {found} values of {count}: a rank's file is missing"
+            )
+        if overlap(held[name]):
+            raise CheckpointError(
+                f"{folder}: two pieces of {name} hold the same values of it: a rank's file was put in place of another"
             )
 
 
@@ -134,6 +145,8 @@ def read_extents(file: Path) -> dict[str, dict[str, Any]]:
 
 def _is_extent(extent: object) -> bool:
     if not isinstance(extent, dict) or not _are_numbers(extent.get("shape")):
+        return False
+    if not _are_numbers([extent.get(CHECKSUM, 0)]) or not isinstance(extent.get("dtype", ""), str):
         return False
     if "flat" in extent:
         return _are_numbers([extent["flat"]])

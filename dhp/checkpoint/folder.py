@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from itertools import count
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from dhp.checkpoint.files import check_part, damaged, read_header, read_json, reading, sync, write_text, writing
-from dhp.config.parts import PARTS
+from dhp.checkpoint.files import read_json, sync, write_text, writing
+from dhp.checkpoint.manifest import ABOUT, MODEL, file_checksum, write_about
+from dhp.checkpoint.tensor_file import WrittenFile
 from dhp.core.errors import CheckpointError, ConfigError
 from dhp.core.files import remove
 
-ABOUT = "checkpoint.json"
-MODEL = "model"  # configuration, tokenizer and processors of the model, without weights
 TEMPLATES = ("chat_template.jinja", "chat_template.json")  # the first beats what tokenizer_config.json says
-OPTIMIZER, RANDOM = "optimizer", "random"  # in each part's folder
-FILES = "files"  # in checkpoint.json: bytes of each of the others
-RESUMED = ("step", "parts", "settings", "skipped_samples", "data", FILES)  # what a resume needs of checkpoint.json
-
-_ABOUT_TYPES = {"step": int, "parts": list, "settings": dict, "skipped_samples": int, "data": dict, FILES: dict}
 
 
 def check_writable(parent: Path) -> None:
@@ -72,11 +67,17 @@ class Unfinished:
 
 
 def finish_checkpoint(
-    folder: Path, about: Mapping[str, Any], model_files: Sequence[Path], chat_template: str | None = None
+    folder: Path,
+    about: Mapping[str, Any],
+    model_files: Sequence[Path],
+    chat_template: str | None = None,
+    written: Iterable[WrittenFile] = (),
 ) -> Path:
     """Add what an export needs besides weights, and give the directory its final name, which is returned.
 
-    chat_template: the one that was trained with, where it is not the model's own.
+    chat_template: the one that was trained with, where it is not the model's own. written: files that ranks wrote, by
+    their names in the checkpoint; others are read for their checksums. Raises CheckpointError where one is not there
+    in its size.
     """
     final = folder.with_suffix("")
     with writing(folder):
@@ -87,53 +88,51 @@ def finish_checkpoint(
         for file in model_files:
             copy = Path(shutil.copy(file, folder / MODEL / file.name))
             sync(copy)
-        files = {str(file.relative_to(folder)): file.stat().st_size for file in _files(folder)}
-        write_text(folder / ABOUT, json.dumps(dict(about) | {FILES: files}, indent=2) + "\n")
+        write_about(folder, about, _listed(folder, written))
         for inner in [path for path in folder.rglob("*") if path.is_dir()]:
             sync(inner)
         sync(folder)
         _require_none(final)
-        shutil.rmtree(final, ignore_errors=True)
         folder.rename(final)
         sync(final.parent)
     return final
 
 
-def check_checkpoint(checkpoint: Path) -> None:
-    """Raise CheckpointError, naming the file, unless everything in it that a resume reads can be read."""
-    about = read_about(checkpoint, RESUMED)
-    for name, size in about[FILES].items():  # a copy that was cut off lacks some that no other file mentions
-        with reading(checkpoint / name):
-            found = (checkpoint / name).stat().st_size
-        if found != size:
-            raise damaged(checkpoint / name, f"it has {found} bytes of {size}")
-    for part in about["parts"]:
-        folder = checkpoint / str(part)
-        check_part(folder)
-        check_part(folder / OPTIMIZER)
-        for file in sorted((folder / RANDOM).glob("rank_*.safetensors")):
-            read_header(file)
-    for file in sorted((checkpoint / MODEL).glob("*.json")):
-        read_json(file)
-
-
 def quarantine(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint to `step_N.damaged`, so that the run may write its step again; its new path."""
-    aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
-    shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
+    """Rename a damaged checkpoint to `step_N.damaged`, or `step_N.damaged.2` and so on where there is one, so that the
+    run may write its step again; its new path."""
+    names = (f"{checkpoint.name}.damaged{f'.{number}' if number > 1 else ''}" for number in count(1))
+    aside = next(path for path in map(checkpoint.with_name, names) if not path.exists())
     with writing(aside):
         return checkpoint.rename(aside)
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+def _listed(folder: Path, written: Iterable[WrittenFile]) -> list[WrittenFile]:
+    """All files in a folder, with their sizes and checksums. written: those that are known."""
+    known = {one.name: one for one in written}
+    there = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    for name, one in known.items():
+        size = there[name].stat().st_size if name in there else None
+        if size != one.nbytes:
+            found = "is not there" if size is None else f"has {size} bytes"
+            raise CheckpointError(
+                f"{folder / name} {found}, and a rank wrote {one.nbytes} bytes: training.checkpoint_dir is not the same "
+                "directory on all nodes, or something else writes to it. The checkpoint is not there"
+            )
+    return [
+        known.get(name) or WrittenFile(name, file.stat().st_size, file_checksum(file)) for name, file in there.items()
+    ]
 
 
 def _require_none(final: Path) -> None:
-    """Raise CheckpointError where the checkpoint is there already."""
+    """Raise CheckpointError where something has the checkpoint's name already: it is never written over."""
     if (final / ABOUT).is_file():
         raise CheckpointError(
             f"{final} is complete already: another run writes to the same training.checkpoint_dir. Give each its own"
+        )
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise CheckpointError(
+            f"{final} is there, without a {ABOUT}: something else wrote it, or its {ABOUT} is lost. Move it away"
         )
 
 
@@ -163,41 +162,19 @@ def newest_checkpoint(parent: Path) -> Path | None:
 
 def checkpoints(parent: Path) -> list[Path]:
     """The complete checkpoints in a directory of them, the latest step first. Complete ones may be damaged since."""
-    found = [f for f in parent.glob("step_*") if (f / ABOUT).is_file() and f.name[5:].isdecimal()]
+    return [folder for folder in step_folders(parent) if (folder / ABOUT).is_file()]
+
+
+def step_folders(parent: Path) -> list[Path]:
+    """All that have a checkpoint's name in a directory of them, the latest step first: also those whose checkpoint.json
+    is lost. A run names nothing so that is not complete."""
+    found = [f for f in parent.glob("step_*") if f.name[5:].isdecimal() and f.is_dir() and any(f.iterdir())]
     return sorted(found, key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
     """The number in a checkpoint's name."""
     return int(checkpoint.name[5:])
-
-
-def read_about(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
-    """The contents of checkpoint.json: step, model_name, parts, settings, skipped_samples, data, files.
-
-    Raises CheckpointError when the file is damaged, lacks one of `needed`, or names what is no part of a model or is
-    outside the checkpoint.
-    """
-    file = checkpoint / ABOUT
-    about = read_json(file)
-    for name in needed:
-        kind = _ABOUT_TYPES[name]
-        value = about.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
-            raise damaged(file, f"{name} should be {kind.__name__}, and is {about.get(name, 'missing')!r:.200}")
-    for part in about.get("parts", ()):
-        if part not in PARTS:
-            raise damaged(file, f"parts has {part!r:.200}, which is no part of a model")
-    for name, size in about.get(FILES, {}).items():
-        if not _is_inside(name) or not isinstance(size, int) or size < 0:
-            raise damaged(file, f"files has {name!r:.200} of {size!r:.200} bytes")
-    return about
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a name in a file leads to somewhere below the file's own folder."""
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 BEST = "best"  # in the directory of checkpoints: a link to the best one

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dhp.checkpoint.shards import ShardReader
+from dhp.checkpoint.shard_reader import ShardReader
 from dhp.core.errors import CheckpointError
 from dhp.core.state import StateSource
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from dhp.batch.build import make_reader
-from dhp.checkpoint.shards import save_tensors
+from dhp.checkpoint.shard_writer import save_tensors
 from dhp.cli.common import add_configuration, make_parser
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config

@@ -62,15 +62,19 @@ def check_together(config: Config) -> None:
 def micro_batches(config: Config) -> int:
     """Micro-batches of a step, from batch_size = text.data × micro_batch_size × micro_batches.
 
-    Takes a resolved configuration. Raises ConfigError when that is no whole number.
+    Takes a resolved configuration. Raises ConfigError when that is no whole number, unless training.empty_rows lets the
+    last micro-batch have fewer rows than there are replicas.
     """
     batch, micro, replicas = config.training.batch_size, config.training.micro_batch_size, resolved(config.text.data)
     together = replicas * micro
+    if config.training.empty_rows and batch % micro == 0:
+        return -(-batch // together)
     if batch % together:
         raise ConfigError(
             f"training.batch_size={batch} cannot be cut into whole micro-batches: batch_size({batch}) % "
             f"(text.data({replicas}) × micro_batch_size({micro}) = {together}) = {batch % together} != 0. "
             + _batch_remedy(batch, micro, replicas)
+            + (" Or, to go on with this batch_size on other actors, training.empty_rows=true." if batch % micro == 0 else "")
         )
     return batch // together
 

@@ -137,6 +137,15 @@ class TrainingConfig:
     """Where the run begins: never (at step 1) | auto (after the newest complete checkpoint in checkpoint_dir, else at
     step 1; run_dir may hold the run that stopped) | PATH of a checkpoint or of a run: its newest one."""
 
+    resume_changes: list[str] = field(default_factory=list)
+    """Settings that a resumed run may have otherwise than its checkpoint, though they decide how it trains, by key:
+    [training.learning_rate, training.total_steps]. Without them it is refused. What decides its samples' order and what
+    is trained cannot be changed."""
+
+    empty_rows: bool = False
+    """true: text.data need not divide the rows of a step (batch_size / micro_batch_size): the last micro-batch has empty
+    ones. For a run that goes on with other numbers of replicas; the losses are the same."""
+
     loggers: list[str] = field(default_factory=list)
     """Loggers that get every step besides metrics.jsonl and TensorBoard: wandb | mlflow | swanlab, several as
     [wandb, mlflow]. Packages of their own, to be installed; their environment variables act (WANDB_MODE=offline,

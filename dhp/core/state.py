@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class StateSink(Protocol):
-    """Takes the state to save: `dhp.checkpoint.shards.ShardWriter`."""
+    """Takes the state to save: `dhp.checkpoint.shard_writer.ShardWriter`."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor that all ranks of the stage hold alike, or a DTensor, of which each holds its slice."""

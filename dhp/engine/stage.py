@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from dhp.checkpoint.folder import OPTIMIZER, RANDOM
+from dhp.checkpoint.manifest import OPTIMIZER, RANDOM
 from dhp.checkpoint.random_state import load_random_state, save_random_state
-from dhp.checkpoint.shards import ShardWriter
+from dhp.checkpoint.shard_writer import ShardWriter
 from dhp.checkpoint.source import load_shards, open_source
 from dhp.core.batch import Bundle, StepInfo
 from dhp.core.collectives import RECORD, watch_layers

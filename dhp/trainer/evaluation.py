@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from dhp.batch.prompts import Prompt, make_held_out_feed
-from dhp.checkpoint.folder import read_about
+from dhp.checkpoint.manifest import read_about
 from dhp.checkpoint.resume import Start
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.watch import Watched, wait_all

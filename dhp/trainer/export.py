@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.folder import MODEL, read_about
+from dhp.checkpoint.manifest import MODEL, read_about
 from dhp.checkpoint.source import read_shards
 from dhp.core.errors import CheckpointError
 from dhp.core.parameters import AdapterSettings

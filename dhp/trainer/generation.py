@@ -11,7 +11,7 @@ from statistics import median
 
 from dhp.batch.prompts import make_held_out_feed, make_prompt_feed
 from dhp.checkpoint.files import read_extents
-from dhp.checkpoint.folder import read_about
+from dhp.checkpoint.manifest import read_about
 from dhp.checkpoint.resume import Start
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.watch import wait_all

@@ -1,4 +1,4 @@
-"""Settings that may change when a run is resumed, which is then reported, and files that may not."""
+"""What of a run's settings a resumed run is held to: the recipe of its training, and files that no checkpoint holds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.resume import CONTENTS
+from dhp.checkpoint.resume import CONTENTS, Start
 from dhp.config.parts import DECODER, model_name, parts, read_datasets
+from dhp.config.resolve import warmup_steps
 from dhp.config.schema import Config
 from dhp.core.files import fingerprint
 from dhp.data.sample.chat import read_template
 from dhp.models.pretrained import WEIGHT_ENDINGS
+from dhp.trainer.settings import world
+
+CONSTANT = "constant"
 
 # Of the sections training and data: what must stay (`dhp.trainer.settings.kept_settings`, and a sampler's order) …
 HELD = {
@@ -25,6 +29,7 @@ HELD = {
 # … and what decides nothing that is trained. All else is the recipe.
 BESIDE = {
     "training": {
+        *("num_epochs", "max_steps", "resume_changes", "empty_rows"),  # by the rates, which know the number of steps
         *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_epochs"),
         *("save_final", "save_total_limit", "eval_steps"),
         *("eval_answers", "eval_answer_tokens", "best_metric", "resume", "loggers", "logger_project", "schedule"),
@@ -34,12 +39,14 @@ BESIDE = {
         *("num_workers", "prefetch", "video_whole_frames", "allow_http"),
     },
 }
+# Of the recipe, what may change: it decides rounding, memory or what is done with samples that cannot be read.
+FREE = ("training.deterministic", "data.pin_memory", "data.on_bad_sample")
 _OF_AN_ENTRY = ("annotation_path", "data_path", "weight")  # held as files, free, and held with data.datasets
 
 
 def recipe(config: Config) -> dict[str, Any]:
     """What decides how samples are made and weights are updated, by key, as JSON gives it back."""
-    found: dict[str, Any] = {f"{name}.state_bytes": part.state_bytes for name, part in parts(config).items()}
+    found: dict[str, Any] = {}
     for section in HELD:
         values = asdict(getattr(config, section))
         found |= {f"{section}.{key}": values[key] for key in values if key not in HELD[section] | BESIDE[section]}
@@ -52,6 +59,34 @@ def recipe(config: Config) -> dict[str, Any]:
             f"{config.data.chat_template} (sha256:{sha256(template.encode()).hexdigest()[:16]})"
         )
     return found
+
+
+def free_layout(config: Config) -> dict[str, Any]:
+    """What may change, as the tensors of a checkpoint are put together for any of it: by part degrees, number format,
+    bytes of states."""
+    found = {f"{name}.{key}": value for name, values in world(config).items() for key, value in values.items()}
+    for name, part in parts(config).items():
+        found |= {f"{name}.dtype": part.dtype, f"{name}.state_bytes": part.state_bytes}
+    return found
+
+
+def rates(config: Config, steps: int) -> dict[str, Any]:
+    """What of a run's length its learning rates depend on. steps: of the whole run."""
+    falls = config.training.lr_scheduler_type != CONSTANT
+    return {
+        "training.total_steps": steps if falls else None,
+        "training.warmup in steps": warmup_steps(config, steps),
+    }
+
+
+def check_recipe(config: Config, start: Start) -> None:
+    """Raise CheckpointError where the run would train in another way than the checkpoint's, and was not asked to."""
+    start.check_recipe(recipe(config), FREE, config.training.resume_changes)
+
+
+def check_rates(config: Config, start: Start, steps: int) -> None:
+    """The same of its learning rates, once the number of its steps is known."""
+    start.check_recipe(rates(config, steps), (), config.training.resume_changes)
 
 
 def held_files(config: Config) -> dict[str, str]:

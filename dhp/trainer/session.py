@@ -14,7 +14,7 @@ from typing import Any
 
 from dhp.batch.build import make_reader
 from dhp.batch.prompts import PromptReader
-from dhp.checkpoint.resume import RECIPE, Start
+from dhp.checkpoint.resume import LAYOUT, RECIPE, Start
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.address import chosen_address
 from dhp.cluster.cluster import Cluster, Layout
@@ -36,7 +36,7 @@ from dhp.trainer.dry_run import require_room
 from dhp.trainer.features import feature_settings, keep_settings
 from dhp.trainer.graph import find_localities
 from dhp.trainer.plan import RunPlan
-from dhp.trainer.resume import held_files, recipe
+from dhp.trainer.resume import check_rates, free_layout, held_files, rates, recipe
 from dhp.trainer.settings import feed_settings, kept_settings, needed_paths, passes_of, stage_settings
 
 Work = Mapping[str, Sequence[Sequence[Any]]]  # refs by part, [micro-batch][shard]
@@ -157,13 +157,14 @@ class Session:
         kept = kept_settings(config) | {"data.samples": self.data.ask("dataset_size", timeout_s=started_s)}
         files = held_files(config)
         start.check(kept | {key: value for key, value in files.items() if key in start.settings})
-        kept |= files | {RECIPE: recipe(config)}
         self.data.measure(start.step, self._timeout_s, tell)
         if start.checkpoint is not None:  # before anything is planned
             self.data.ask("load_state", start.data, timeout_s=self._timeout_s)
         steps = config.training.max_steps
         if steps is None:
             steps = self.data.ask("steps", config.training.num_epochs, timeout_s=self._timeout_s)
+        check_rates(config, start, steps)
+        kept |= files | {RECIPE: recipe(config) | rates(config, steps), LAYOUT: free_layout(config)}
         self.data.end_at(steps)
         return DataPlan(steps, frozenset(self._epoch_ends(steps)), kept, workers, ahead)
 

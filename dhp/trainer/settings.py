@@ -67,7 +67,8 @@ def feed_settings(
 
 def batch_layout(config: Config) -> BatchLayout:
     """How a step's samples are divided."""
-    return BatchLayout(resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size)
+    replicas, count, samples = resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size
+    return BatchLayout(replicas, count, samples, replicas * count - config.training.batch_size // samples)
 
 
 def balance_settings(config: Config) -> BalanceSettings:
@@ -130,10 +131,8 @@ def _pipeline(part: PartConfig) -> dict[str, Any]:
 
 
 def kept_settings(config: Config) -> dict[str, Any]:
-    """Settings that must stay when a run is resumed, by key: all that decides which rank sees and holds what."""
-    of_parts = {f"{name}.{key}": value for name, values in world(config).items() for key, value in values.items()}
-    for name, part in parts(config).items():
-        of_parts |= {f"{name}.dtype": part.dtype}
+    """Settings that must stay when a run is resumed, by key: all that decides which samples a step has, in which rows,
+    and what is trained. Degrees are not among them: a checkpoint is read in any layout."""
     return {
         "seed": config.seed,
         "data.datasets": [_weighted(config, text) for text in config.data.datasets],
@@ -144,7 +143,6 @@ def kept_settings(config: Config) -> dict[str, Any]:
         "training.trainable": sorted(config.training.trainable),
         "training.frozen": sorted(config.training.frozen),
         "lora": {name: _plain(adapters) for name, adapters in adapters_of(config).items()},
-        **of_parts,
     }
 
 

@@ -14,6 +14,7 @@ from dhp.checkpoint.folder import Unfinished, check_writable
 from dhp.checkpoint.resume import Start, find_start
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.command_line import to_yaml
+from dhp.config.parts import parts as parts_of
 from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import make_run_dir, replaces_checkpoints, run_directory
 from dhp.config.schema import Config
@@ -41,7 +42,7 @@ from dhp.trainer.reports import (
     overlap_warning,
     step_metrics,
 )
-from dhp.trainer.resume import recipe
+from dhp.trainer.resume import check_recipe, free_layout, recipe
 from dhp.trainer.saving import Saver, Saving, saves_after
 from dhp.trainer.session import DataPlan, Session
 from dhp.trainer.settings import FULLEST_FIRST, kept_settings, measures, resume_line, world
@@ -96,11 +97,12 @@ def open_run(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path,
     raise KeyboardInterrupt meanwhile. Raises ConfigError and CheckpointError."""
     checkpoint_dir = Path(str(config.training.checkpoint_dir))
     with interruptible(), run_directory(config, say) as run_dir:
-        start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config))
-        start.check(kept_settings(config))
+        start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config), say)
+        start.check(kept_settings(config), list(parts_of(config)))
+        check_recipe(config, start)
         make_run_dir(config)
         check_writable(checkpoint_dir)
-        for line in [*start.quarantine(), *start.changes(recipe(config))]:
+        for line in [*start.quarantine(), *start.changes(recipe(config), free_layout(config))]:
             say(line)
         yield run_dir, start
 

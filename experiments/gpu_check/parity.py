@@ -18,8 +18,8 @@ from torch import Tensor
 from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import Split
 from dhp.batch.shard import BatchSharder
-from dhp.checkpoint.folder import OPTIMIZER
-from dhp.checkpoint.shards import ShardReader
+from dhp.checkpoint.manifest import OPTIMIZER
+from dhp.checkpoint.shard_reader import ShardReader
 from dhp.checkpoint.source import read_shards
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData

@@ -8,15 +8,18 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dhp.__main__ import main as dhp
-from dhp.checkpoint.folder import Unfinished, check_checkpoint, finish_checkpoint, open_checkpoint, quarantine
+from dhp.checkpoint.folder import Unfinished, finish_checkpoint, open_checkpoint, quarantine
+from dhp.checkpoint.manifest import check_checkpoint
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.resume import find_start
-from dhp.checkpoint.shards import ShardReader, ShardWriter
+from dhp.checkpoint.shard_reader import ShardReader
+from dhp.checkpoint.shard_writer import ShardWriter
 from dhp.checkpoint.source import read_shards
 from dhp.core.errors import CheckpointError
 
@@ -38,6 +41,13 @@ def write(parent: Path, step: int) -> Path:
     merges = parent / "merges.txt"
     merges.write_text("a b\nc d\n")
     return finish_checkpoint(folder, {"step": step, **ABOUT}, [config, merges])
+
+
+def rewrite_about(checkpoint: Path, about: dict[str, Any]) -> None:
+    """Say something else of a checkpoint, in the first format: without checksums."""
+    values = {key: value for key, value in about.items() if key not in ("format", "crc32")}
+    values |= {"files": {name: one["bytes"] for name, one in about["files"].items()}} if "files" in about else {}
+    (checkpoint / "checkpoint.json").write_text(json.dumps(values))
 
 
 def cut(file: Path) -> None:
@@ -115,20 +125,20 @@ def test_lost_pieces_are_noticed_though_no_list_has_them(tmp_path: Path, folder:
     for file in sorted(checkpoint.glob(f"{folder}/rank_00001.*")):
         del about["files"][str(file.relative_to(checkpoint))]
         file.unlink()
-    (checkpoint / "checkpoint.json").write_text(json.dumps(about))
+    rewrite_about(checkpoint, about)
     with pytest.raises(CheckpointError, match=f"{checkpoint / folder}: the pieces of weight hold 3 values of 6"):
         check_checkpoint(checkpoint)
 
 
 def test_a_lost_file_of_which_no_other_speaks_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's tensors beyond the first file's room are in further ones, and their places beside them."""
-    monkeypatch.setattr("dhp.checkpoint.shards.FILE_BYTES", 1)
+    monkeypatch.setattr("dhp.checkpoint.shard_writer.FILE_BYTES", 1)
     folder = open_checkpoint(tmp_path, 1)
     for below in ("text", "text/optimizer"):
         writer = ShardWriter(folder / below, 0)
         for name in ("first", "second"):
             writer.add(name, torch.ones(2))
-        assert writer.write() == tuple(
+        assert tuple(file.name for file in writer.write()) == tuple(
             f"rank_00000{n}.{kind}" for n in ("", "_001") for kind in ("safetensors", "json")
         )
     save_random_state(folder / "text" / "random", 0)

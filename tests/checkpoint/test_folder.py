@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dhp.checkpoint.folder import find_checkpoint, finish_checkpoint, open_checkpoint, read_about
+from dhp.checkpoint.folder import find_checkpoint, finish_checkpoint, open_checkpoint
+from dhp.checkpoint.manifest import read_about
 from dhp.core.errors import CheckpointError
 
 

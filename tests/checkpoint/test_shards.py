@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dhp.checkpoint.shards import ShardReader, ShardWriter, save_shards
+from dhp.checkpoint.shard_reader import ShardReader
+from dhp.checkpoint.shard_writer import ShardWriter, save_shards
 from dhp.checkpoint.source import load_shards, read_shards
 from dhp.core.errors import CheckpointError
 from tests.helpers.ranks import run_on_ranks
@@ -45,8 +47,9 @@ def test_pieces_of_two_ranks_make_the_whole(tmp_path: Path) -> None:
     for name, weight in expected.items():
         assert torch.equal(whole[name], weight)
     extents = [json.loads((tmp_path / f"rank_0000{r}.json").read_text()) for r in (0, 1)]
-    assert extents[0]["0.weight"] == {"shape": [5, 6], "offset": [0, 0]}
-    assert extents[1]["0.weight"] == {"shape": [5, 6], "offset": [3, 0]}  # 5 rows over 2 ranks: 3 and 2
+    sums = [crc32(piece.detach().numpy().tobytes()) for piece in expected["0.weight"].split(3)]
+    assert extents[0]["0.weight"] == {"shape": [5, 6], "offset": [0, 0], "dtype": "F32", "crc32": sums[0]}
+    assert extents[1]["0.weight"] == {"shape": [5, 6], "offset": [3, 0], "dtype": "F32", "crc32": sums[1]}  # 5: 3 and 2
     assert "1.weight" in extents[0] and "1.weight" not in extents[1]  # what all hold is written once
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dhp.checkpoint import source
-from dhp.checkpoint.shards import ShardReader, save_shards
+from dhp.checkpoint.shard_reader import ShardReader
+from dhp.checkpoint.shard_writer import save_shards
 from dhp.checkpoint.source import load_shards, open_source, read_shards
 from dhp.core.errors import CheckpointError
 

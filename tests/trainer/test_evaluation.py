@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from dhp.__main__ import main
-from dhp.checkpoint.folder import ABOUT, checkpoints
+from dhp.checkpoint.folder import checkpoints
+from dhp.checkpoint.manifest import ABOUT
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config

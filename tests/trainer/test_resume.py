@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dhp.checkpoint.folder import ABOUT
+from dhp.checkpoint.manifest import ABOUT
 from dhp.checkpoint.resume import find_start
 from dhp.config.command_line import compose_config
 from dhp.core.errors import CheckpointError, ConfigError

@@ -218,7 +218,7 @@ class BalancedSampler(Sampler):
         plan = self._epoch(epoch)
         self._planner.measure(plan.due(inside), epoch)
         width, rows = self.layout.replicas, [tuple(row.tolist()) for row in plan.rows(inside)]
-        rows += [()] * (self.layout.rows - len(rows))
+        rows += [()] * (self.layout.places - len(rows))
         return StepBatch(
             step=step,
             epoch=epoch,

@@ -27,21 +27,31 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a global batch divides over text data replicas and micro-batches."""
+    """How a global batch divides over text data replicas and micro-batches.
+
+    A row is what one replica holds in one micro-batch. There are as many a step for any number of replicas, so that a
+    run may go on with another one; where it does not divide them, the last micro-batch has places without a row.
+
+    micro_batch_size: samples a row; in the mean where rows are balanced. unfilled: places without a row."""
 
     replicas: int
     micro_batches: int
-    micro_batch_size: int  # samples per micro-batch and replica; in the mean where rows are balanced
+    micro_batch_size: int
+    unfilled: int = 0
 
     @property
     def batch_size(self) -> int:
         """Samples a step, over all replicas and micro-batches."""
-        return self.replicas * self.micro_batches * self.micro_batch_size
+        return self.rows * self.micro_batch_size
 
     @property
     def rows(self) -> int:
-        """Rows a step: what one replica holds in one micro-batch. The same for each number of replicas that divides
-        it, so that a run may go on with another one."""
+        """Rows a step."""
+        return self.places - self.unfilled
+
+    @property
+    def places(self) -> int:
+        """Places for rows, over all replicas and micro-batches."""
         return self.replicas * self.micro_batches
 
 

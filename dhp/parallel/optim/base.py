@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dhp.core.errors import ConfigError
+from dhp.core.errors import CheckpointError, ConfigError
 from dhp.core.parameters import Group
 from dhp.core.state import StateSink, StateSource
 from dhp.core.state_forms import MOMENTS, SUM, StateForm
@@ -39,6 +39,15 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> Tensor:
         optimizer.settle()
     states: list[Mapping[str, Any]] = list(optimizer.state.values())
     return states[0][STEP].detach().clone() if states else torch.tensor(0.0)
+
+
+def read_step(source: StateSource) -> Tensor:
+    """The number of optimizer steps in a checkpoint. Raises CheckpointError where it is 0 beside moments, which would be
+    dropped."""
+    step = source.whole(STEP)
+    if not step and any(name.endswith(MOMENTS) for name in source.names):
+        raise CheckpointError("the optimizer's states say that it took no step, and there are moments of its steps")
+    return step
 
 
 class StageOptimizer(Protocol):

@@ -32,10 +32,13 @@ def join_master(weight: Tensor, compensation: Tensor) -> Tensor:
 
 
 def saved_master(name: str, weight: Tensor, saved: Collection[str], read: Callable[[str], Tensor]) -> Tensor:
-    """The master weight of a parameter in a checkpoint of any form: saved itself, or as a compensation of the weight.
+    """The master weight of a parameter in a checkpoint of any form: saved itself, or as a compensation of the weight, or
+    the weight, which is not rounded where the checkpoint has neither.
 
     weight: of the same checkpoint, in any format. saved: names of all that is in it. read: returns what has a name.
     """
     if f"{name}.{COMPENSATION}" in saved:
         return join_master(weight.to(torch.bfloat16), read(f"{name}.{COMPENSATION}").to(weight.device))
-    return read(f"{name}.{MASTER}").to(weight.device)
+    if f"{name}.{MASTER}" in saved:
+        return read(f"{name}.{MASTER}").to(weight.device)
+    return weight

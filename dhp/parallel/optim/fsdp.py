@@ -30,6 +30,7 @@ from dhp.parallel.optim.base import (
     Rates,
     clipped_step,
     exact_dtype,
+    read_step,
     step_for,
     steps_taken,
     widen,
@@ -207,10 +208,10 @@ class FullySharded:
                 self._hand_over(sink, shard, f"{shard.name}.{kind}", values)
 
     def load_state(self, source: StateSource) -> None:
-        """Take back what `save_state` handed over."""
-        step, saved = source.whole(STEP), frozenset(source.names)
+        """Take back what an optimizer of any layout saved; the weights of the same checkpoint are in the module."""
+        step, saved = read_step(source), frozenset(source.names)
         for shard in self._trained:
-            for rows, offset in shard.rows(shard.weight.detach()) if self._cast else ():
+            for rows, offset in shard.rows(shard.weight.detach()):
                 read = partial(source.block, offset=offset, shape=tuple(rows.shape))
                 rows.copy_(saved_master(shard.name, rows, saved, read))
             if step:

@@ -24,6 +24,7 @@ from dhp.parallel.optim.base import (
     cast_parameters,
     clipped_step,
     exact_dtype,
+    read_step,
     step_for,
     steps_taken,
 )
@@ -180,15 +181,13 @@ class Replicated:
                 sink.add(f"{name}.{kind}", _as_dtensor_like(layout, values))
 
     def load_state(self, source: StateSource) -> None:
-        """Take back what `save_state` handed over."""
-        named = list(zip(self._names, self._layouts, strict=True))
-        if self._cast:
-            saved = frozenset(source.names)
-            for (name, layout), weight in zip(named, self._masters, strict=True):
-                read = partial(source.like, held=layout)
-                self._take_master(weight, saved_master(name, weight.detach(), saved, read))
-            self._round()
-        step = source.whole(STEP)
+        """Take back what an optimizer of any layout saved; the weights of the same checkpoint are in the module."""
+        named, saved = list(zip(self._names, self._layouts, strict=True)), frozenset(source.names)
+        for (name, layout), weight in zip(named, self._masters, strict=True):
+            read = partial(source.like, held=layout)
+            self._take_master(weight, saved_master(name, weight.detach(), saved, read))
+        self._round()
+        step = read_step(source)
         if not step:
             return
         for (name, layout), master in zip(named, self._masters, strict=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from dhp.core.state import StateSink, StateSource
 from dhp.core.state_forms import MASTER, MOMENTS
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.deepspeed import import_deepspeed
-from dhp.parallel.optim.base import STEP, Rates, set_rates, step_for, steps_taken
+from dhp.parallel.optim.base import STEP, Rates, read_step, set_rates, step_for, steps_taken
+from dhp.parallel.optim.compensation import saved_master
 from dhp.parallel.optim.fsdp_parts import Computation
 from dhp.parallel.optim.replicated import MakeOptimizer
 from dhp.parallel.optim.zero_partitions import ScatteredPartitions, partitions_of
@@ -166,13 +168,17 @@ class ZeroSharded:
                     sink.add_flat(f"{name}.{kind}", flat[here : here + count], start, shape)
 
     def load_state(self, source: StateSource) -> None:
-        """Take back what `save_state` handed over. All ranks together: weights are gathered at the end."""
-        inner, step = self._partitions.optimizer, source.whole(STEP)
+        """Take back what an optimizer of any layout saved; the weights of the same checkpoint are in the module. All
+        ranks together: weights are gathered at the end."""
+        inner, step, saved = self._partitions.optimizer, read_step(source), frozenset(source.names)
         for weights, ranges in self._partitions.masters():
             state = {kind: torch.zeros_like(weights) for kind in MOMENTS if step}
             for name, _, start, here, count in ranges:
-                for kind, flat in ({MASTER: weights.detach()} | state).items():
-                    flat[here : here + count].copy_(source.flat(f"{name}.{kind}", start, count))
+                read = partial(source.flat, start=start, count=count)
+                own = weights.detach()[here : here + count]
+                own.copy_(saved_master(name, own, saved, read))
+                for kind, flat in state.items():
+                    flat[here : here + count].copy_(read(f"{name}.{kind}"))
             if step:
                 inner.state[weights] = {STEP: step_for(inner, weights, step), **state}
         self._partitions.spread()

@@ -1,0 +1,221 @@
+"""Reads tensors that the ranks of a part wrote, in whatever layout: of each the elements that are asked for, from the
+pieces that overlap them, and no others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from dhp.checkpoint.files import CHECKSUM, damaged, read_extents, reading
+from dhp.checkpoint.regions import Block, blocks_of_range, whole
+from dhp.checkpoint.shard_writer import PieceExtent, held_blocks, is_cut
+from dhp.checkpoint.tensor_file import NAMES, checksum_of
+from dhp.core.errors import CheckpointError
+
+EXTENTS = "rank_*.json"  # which pieces each rank wrote, beside a file of their values
+_OPEN_FILES = 64  # that a reader keeps open
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor of a file. file: with its name. blocks: of the whole tensor, one after another."""
+
+    file: Path
+    extent: PieceExtent
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+
+class ShardReader:
+    """The tensors of one folder."""
+
+    def __init__(self, folder: Path):
+        """Raises CheckpointError when a file is missing or damaged."""
+        self._folder = folder
+        self._extents: dict[str, list[tuple[Path, PieceExtent]]] = {}
+        self._pieces: dict[str, list[_Piece]] = {}
+        self._opened: OrderedDict[Path, tuple[ExitStack, Any]] = OrderedDict()
+        for file in sorted(folder.glob(EXTENTS)):
+            weights = file.with_suffix(".safetensors")
+            if not weights.is_file():
+                raise CheckpointError(f"{weights} is missing beside {file.name}: the checkpoint is incomplete")
+            for name, extent in read_extents(file).items():
+                self._extents.setdefault(name, []).append((weights, extent))
+
+    @staticmethod
+    def holds(folder: Path) -> bool:
+        """Whether the folder has files of this form."""
+        return next(folder.glob(EXTENTS), None) is not None
+
+    @property
+    def names(self) -> list[str]:
+        """All tensors, in the order of writing."""
+        return list(self._extents)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor. Raises CheckpointError where there is none of the name."""
+        return tuple(self._of(name)[0][1]["shape"])
+
+    def whole(self, name: str) -> Tensor:
+        """The whole tensor. Raises CheckpointError when a piece is missing or does not fit."""
+        shape = self.shape(name)
+        self._require_room(name, shape)
+        return self.block(name, (0,) * len(shape), shape)
+
+    def like(self, name: str, held: Tensor) -> Tensor:
+        """This rank's share of the tensor if it is laid out as `held`: a slice for a DTensor, else all of it.
+
+        Raises CheckpointError when the tensor was saved with another shape, is missing or is incomplete.
+        """
+        shape = self.shape(name)
+        if shape != tuple(held.shape):
+            raise CheckpointError(
+                f"{self._folder}: {name} was saved with shape {list(shape)}, but here it has {list(held.shape)}: "
+                "the checkpoint is of another model. Resume with the model that it was trained from"
+            )
+        if not is_cut(held):
+            return self.whole(name)
+        blocks = held_blocks(held)
+        if len(blocks) == 1:
+            return self.block(name, blocks[0][0].offset, blocks[0][0].shape)
+        found: Tensor | None = None
+        for block, here in blocks:
+            values = self.block(name, block.offset, block.shape)
+            found = torch.empty(held.to_local().shape, dtype=values.dtype) if found is None else found
+            found[here] = values
+        return self._empty(name, tuple(held.to_local().shape)) if found is None else found
+
+    def flat(self, name: str, start: int, count: int) -> Tensor:
+        """`count` elements of the tensor from its `start`-th on in row-major order. Raises CheckpointError as `block`
+        does."""
+        found, begin = self._empty(name, (count,)), 0
+        for block in blocks_of_range(self.shape(name), start, count):
+            self._fill(name, block, found[begin : begin + block.count].view(block.shape))
+            begin += block.count
+        return found
+
+    def block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """The block of the tensor that begins at `offset` and has `shape`.
+
+        Raises CheckpointError when the pieces do not fill it.
+        """
+        wanted = Block(tuple(offset), tuple(shape))
+        for piece in self._pieces_of(name):
+            if piece.blocks == (wanted,) and piece.shape == wanted.shape:
+                return self._read_whole(name, piece)
+        found = self._empty(name, wanted.shape)
+        self._fill(name, wanted, found)
+        return found
+
+    def _read_whole(self, name: str, piece: _Piece) -> Tensor:
+        with reading(piece.file):
+            values: Tensor = self._open(piece.file).get_tensor(name)
+        checksum = piece.extent.get(CHECKSUM)
+        if checksum is not None and checksum_of(values) != checksum:
+            raise damaged(piece.file, f"the values of {name} are not those that were written: their crc32 differs")
+        return values
+
+    def _fill(self, name: str, wanted: Block, target: Tensor) -> None:
+        """Read the elements of a block into `target`, of its shape."""
+        filled = 0
+        for piece in self._pieces_of(name):
+            begin = 0
+            for block in piece.blocks:
+                common = wanted.common(block)
+                if common is not None:
+                    target[common.slices(wanted)] = self._read(name, piece, block, begin, common)
+                    filled += common.count
+                begin += block.count
+        if filled != wanted.count:
+            held = sum(block.count for piece in self._pieces_of(name) for block in piece.blocks)
+            raise CheckpointError(
+                f"{self._folder}: the pieces of {name} hold {held} values, but its shape {list(self.shape(name))} has "
+                f"{prod(self.shape(name))}, and of its block of {list(wanted.shape)} at {list(wanted.offset)} they fill "
+                f"{filled} of {wanted.count}: a rank's file is missing or was added twice"
+            )
+
+    def _read(self, name: str, piece: _Piece, block: Block, begin: int, common: Block) -> Tensor:
+        """Elements of a block of a piece, in which it begins at `begin`."""
+        with reading(piece.file):
+            stored = self._open(piece.file).get_slice(name)
+            if "flat" not in piece.extent:
+                values: Tensor = stored[common.slices(block)] if common.shape else self._open(piece.file).get_tensor(name)
+                return values
+            # Consecutive rows of the first dimension that the block has several of, with all that is behind it.
+            dim = next((dim for dim, n in enumerate(block.shape) if n > 1), max(0, len(block.shape) - 1))
+            length = prod(block.shape[dim + 1 :])
+            if not block.shape:
+                return stored[begin : begin + 1].view(())
+            row = common.offset[dim] - block.offset[dim]
+            rows = Block(
+                (*block.offset[:dim], common.offset[dim], *block.offset[dim + 1 :]),
+                (*block.shape[:dim], common.shape[dim], *block.shape[dim + 1 :]),
+            )
+            values = stored[begin + row * length : begin + (row + common.shape[dim]) * length]
+            return values.view(rows.shape)[common.slices(rows)]
+
+    def _open(self, file: Path) -> Any:
+        """An open file of tensors; the latest ones stay open."""
+        if file not in self._opened:
+            if len(self._opened) >= _OPEN_FILES:
+                self._opened.popitem(last=False)[1][0].close()
+            stack = ExitStack()
+            self._opened[file] = (stack, stack.enter_context(safe_open(file, framework="pt")))
+        self._opened.move_to_end(file)
+        return self._opened[file][1]
+
+    def _empty(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Room for elements of a tensor, in its format."""
+        file, _ = self._of(name)[0]
+        with reading(file):
+            dtype = _DTYPES[self._open(file).get_slice(name).get_dtype()]
+        return torch.empty(shape, dtype=dtype)
+
+    def _pieces_of(self, name: str) -> list[_Piece]:
+        if name not in self._pieces:
+            self._pieces[name] = [self._piece(name, file, extent) for file, extent in self._of(name)]
+        return self._pieces[name]
+
+    def _piece(self, name: str, file: Path, extent: PieceExtent) -> _Piece:
+        with reading(file):
+            shape = tuple(self._open(file).get_slice(name).get_shape())
+        of_whole, expected = tuple(extent["shape"]), self.shape(name)
+        if "flat" in extent:
+            fits = len(shape) == 1 and extent["flat"] + shape[0] <= prod(of_whole)
+            blocks = blocks_of_range(of_whole, extent["flat"], shape[0]) if fits else []
+        else:
+            blocks = [Block(tuple(extent["offset"]), shape)]
+            fits = len(shape) == len(of_whole) and whole(of_whole).common(blocks[0]) in (blocks[0], None)
+            fits = fits and all(o + n <= of for o, n, of in zip(extent["offset"], shape, of_whole, strict=True))
+        if not fits or of_whole != expected:
+            raise CheckpointError(
+                f"{file}: {name}: a piece of shape {list(shape)} at {extent.get('offset', extent.get('flat'))} of "
+                f"{extent['shape']} does not fit the weight's {list(expected)}: the files belong to different checkpoints"
+            )
+        return _Piece(file, extent, shape, tuple(blocks))
+
+    def _require_room(self, name: str, shape: Sequence[int]) -> None:
+        """Raise CheckpointError for a shape of more values than the files have bytes, before memory is taken for it."""
+        held = sum(file.stat().st_size for file in {file for file, _ in self._of(name)})
+        if prod(shape) > held:
+            raise CheckpointError(
+                f"{self._folder}: {name} has the shape {list(shape)}, and the files with its pieces {held} bytes: a "
+                "rank's file is missing, or says something else than was written"
+            )
+
+    def _of(self, name: str) -> list[tuple[Path, PieceExtent]]:
+        if name not in self._extents:
+            raise CheckpointError(
+                f"{self._folder} holds no {name}: the checkpoint is of another model, or a rank's file is missing"
+            )
+        return self._extents[name]

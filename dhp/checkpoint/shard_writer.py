@@ -1,0 +1,188 @@
+"""Writes the tensors of a part as its ranks hold them: safetensors files of each rank, and beside each a JSON file
+that says of every piece which elements of which whole tensor it is, in which number format, and its checksum.
+
+These extents, not names of layouts, are the form's contract: whoever can read them puts any pieces together. Nothing
+is pickled, and no rank waits for another to write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+from zlib import crc32
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dhp.checkpoint.files import write_text, writing
+from dhp.checkpoint.regions import Block
+from dhp.checkpoint.tensor_file import NAMES, WrittenFile, write_tensors
+
+# {"shape": of the whole, and "offset": of a block in it, or "flat": of a range of its elements; "dtype", "crc32"}
+PieceExtent = dict[str, Any]
+
+FILE_BYTES = 256 << 20  # of pieces in one file
+
+_Pieces = dict[str, tuple[Tensor, PieceExtent]]
+
+
+def on_host(key: str, piece: Tensor) -> Tensor:
+    """A piece in host memory, which is not copied where it lies there already."""
+    return piece.cpu().contiguous()
+
+
+class ShardWriter:
+    """Writes what one rank holds into `rank_NNNNN.safetensors`, further ones `rank_NNNNN_NNN.safetensors`, and next to
+    each a `.json`.
+
+    Without `keep`, a file is written as soon as there is enough for one, so that no more than about `FILE_BYTES` is in
+    host memory. With it, pieces are kept, and nothing is written before `write`, which any thread may call: it
+    touches only what was kept.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        stage_rank: int | None = None,
+        only: Collection[str] | None = None,
+        keep: Callable[[str, Tensor], Tensor] | None = None,
+    ):
+        """rank: its number in the part, whose stages hold different layers. stage_rank: its number in the stage;
+        None: the part is one stage. only: names that are written of all that are added; None: all. keep: copies a
+        piece, by a key of its own, to memory that stays as it is until `write` has ended."""
+        self._folder, self._rank, self._only = folder, rank, only
+        self._stage_rank = rank if stage_rank is None else stage_rank
+        self._keeps, self._copy = keep is not None, keep or on_host
+        self._full: list[_Pieces] = []  # by file; a file has one piece of a tensor
+        self._open: list[_Pieces] = []
+        self._nbytes = 0
+        self._files: list[WrittenFile] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A plain tensor, the same on all ranks of the stage, of which the first writes it; or a DTensor, of which each
+        rank writes its slice."""
+        if not is_cut(tensor):
+            if not self._stage_rank:
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                self.add_block(name, local, (0,) * tensor.ndim, tuple(tensor.shape))
+            return
+        local = tensor.detach().to_local()
+        for block, here in held_blocks(tensor):
+            self.add_block(name, local[here], block.offset, tuple(tensor.shape))
+
+    def add_once(self, name: str, tensor: Tensor) -> None:
+        """A tensor that is the same on all ranks of the part: the first of them writes it."""
+        if not self._rank:
+            self.add(name, tensor)
+
+    def add_flat(self, name: str, elements: Tensor, start: int, shape: tuple[int, ...]) -> None:
+        """Consecutive elements of a tensor of `shape`, from its `start`-th on in row-major order."""
+        self._add(name, elements.detach(), {"shape": list(shape), "flat": start})
+
+    def add_block(self, name: str, block: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        """A block of a tensor of `shape`, which begins at `offset` in it. There may be several of one tensor."""
+        self._add(name, block.detach(), {"shape": list(shape), "offset": list(offset)})
+
+    def write(self) -> tuple[WrittenFile, ...]:
+        """Write what is left, down to the disk; all files. Raises CheckpointError."""
+        self._close()
+        self._flush()
+        return tuple(self._files)
+
+    def _add(self, name: str, piece: Tensor, extent: PieceExtent) -> None:
+        if self._only is not None and name not in self._only:
+            return
+        pieces = next((pieces for pieces in self._open if name not in pieces), None)
+        if pieces is None:
+            pieces = {}
+            self._open.append(pieces)
+        number = self._open.index(pieces)
+        key = f"{self._folder.name}/{name}/{number}"
+        pieces[name] = (self._copy(key, piece), extent | {"dtype": NAMES[piece.dtype]})
+        self._nbytes += piece.nbytes
+        if self._nbytes >= FILE_BYTES:
+            self._close()
+            if not self._keeps:
+                self._flush()
+
+    def _close(self) -> None:
+        self._full, self._open, self._nbytes = self._full + self._open, [], 0
+
+    def _flush(self) -> None:
+        for pieces in self._full:
+            number = len(self._files) // 2
+            stem = f"rank_{self._rank:05d}" + (f"_{number:03d}" if number else "")
+            weights, extents = self._folder / f"{stem}.safetensors", self._folder / f"{stem}.json"
+            with writing(weights):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                written, sums = write_tensors({name: piece for name, (piece, _) in pieces.items()}, weights)
+            about = {name: extent | {"crc32": sums[name]} for name, (_, extent) in pieces.items()}
+            self._files += [written, write_json(extents, about)]
+        self._full = []
+
+
+def write_json(file: Path, values: Mapping[str, Any]) -> WrittenFile:
+    """Write an object of JSON, down to the disk. Raises CheckpointError."""
+    text = json.dumps(values, indent=1)
+    write_text(file, text)
+    return WrittenFile(file.name, len(text.encode()), crc32(text.encode()))
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write a safetensors file with the permissions of any new file: the library lets only the owner read it."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file)
+    file.chmod(mode)
+
+
+def save_shards(weights: Mapping[str, Tensor], folder: Path, rank: int) -> tuple[WrittenFile, ...]:
+    """Write a part's weights, on rank 0 all that it holds, on others only their own slices; the files."""
+    writer = ShardWriter(folder, rank)
+    for name, weight in weights.items():
+        writer.add(name, weight)
+    return writer.write()
+
+
+def is_cut(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether ranks hold different elements of a tensor."""
+    return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
+
+
+def held_blocks(tensor: DTensor) -> list[tuple[Block, tuple[slice, ...]]]:
+    """The blocks of a whole tensor that this rank holds, and where each lies in its local tensor. One, or of a fused
+    matrix, of which a rank has a slice of each part, as many as there are parts."""
+    found: list[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]] = [((), (), ())]
+    for dim, length in enumerate(tensor.shape):
+        runs = list(_runs(_held_indices(tensor, dim, length)))
+        found = [
+            ((*offset, begin), (*shape, count), (*here, slice(at, at + count)))
+            for offset, shape, here in found
+            for begin, count, at in runs
+        ]
+    return [(Block(offset, shape), here) for offset, shape, here in found]
+
+
+def _held_indices(tensor: DTensor, dim: int, length: int) -> Tensor:
+    """Indices along a dimension that this rank holds, in the order of its local tensor."""
+    indices = torch.arange(length).view([length if of == dim else 1 for of in range(tensor.ndim)])
+    for of_mesh, placement in enumerate(tensor.placements):
+        if getattr(placement, "dim", None) == dim:  # `_StridedShard` says that it is no Shard
+            count, own = tensor.device_mesh.size(of_mesh), tensor.device_mesh.get_local_rank(of_mesh)
+            pieces, _ = placement._split_tensor(indices, count, with_padding=False, contiguous=True)
+            indices = pieces[own]
+    return indices.flatten()
+
+
+def _runs(indices: Tensor) -> list[tuple[int, int, int]]:
+    """Runs of consecutive indices: the first, how many, and where in the list they begin."""
+    if not len(indices):
+        return []
+    breaks = (torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()
+    begins, ends = [0, *breaks], [*breaks, len(indices)]
+    return [(int(indices[begin]), end - begin, begin) for begin, end in zip(begins, ends, strict=True)]

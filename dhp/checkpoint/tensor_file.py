@@ -1,0 +1,88 @@
+"""Writes a safetensors file and its checksums in one pass, from memory that is not copied.
+
+The library's own writer takes no checksum, so a file would have to be read again; reading is the library's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from dhp.checkpoint.files import NO_SYNC
+
+# The format's names (https://github.com/huggingface/safetensors).
+NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_CHUNK = 16 << 20  # bytes that are summed and written at a time: they are still in the processor's cache
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file of a checkpoint. name: its path in the checkpoint, or in a folder of it. crc32: of all its bytes."""
+
+    name: str
+    nbytes: int
+    crc32: int
+
+
+def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> tuple[WrittenFile, dict[str, int]]:
+    """Write tensors of the host, down to the disk; the file, and the crc32 of each tensor's bytes. Raises OSError."""
+    # By falling size of an element, which aligns each one; the header's end is aligned to 8 bytes by the format.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header, end = {}, 0
+    for name in ordered:
+        begin, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    checksum, sums = crc32(head), {}
+    with open(file, "wb", buffering=0) as opened:
+        _write(opened.fileno(), memoryview(head))
+        for name in ordered:
+            own = 0
+            values = memoryview(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+            for begin in range(0, len(values), _CHUNK):
+                chunk = values[begin : begin + _CHUNK]
+                own, checksum = crc32(chunk, own), crc32(chunk, checksum)
+                _write(opened.fileno(), chunk)
+            sums[name] = own
+        try:
+            os.fsync(opened.fileno())
+        except OSError as error:
+            if error.errno not in NO_SYNC:
+                raise
+    return WrittenFile(file.name, len(head) + end, checksum), sums
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """The crc32 of a tensor's bytes, as files have them."""
+    return crc32(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+
+def _write(handle: int, content: memoryview) -> None:
+    while content:  # a system call may write less than it is given, always so beyond 2 GiB
+        content = content[os.write(handle, content) :]

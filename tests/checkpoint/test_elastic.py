@@ -1,0 +1,220 @@
+"""A checkpoint of any layout goes on in any other: the same tensors to the last bit, and the losses of the one that
+wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dhp.checkpoint.source import read_shards
+from dhp.core.axes import Degrees
+from dhp.core.parameters import AdapterSettings
+from tests.checkpoint.test_round_trip import MOMENTS, train
+from tests.helpers.layouts import Case, Trained
+
+AT, STEPS = 2, 4  # saved after so many steps; steps of the run
+PLAIN = "plain"
+LAYOUTS = {
+    PLAIN: Case(Degrees(), Degrees(), dtype="float32"),
+    "ulysses, zero 1, tensor": Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="float32", zero_stage=1),
+    "replicas": Case(Degrees(data=2), Degrees(data=2), dtype="float32"),
+    "three replicas, zero 2": Case(Degrees(data=3), Degrees(data=3), dtype="float32", zero_stage=2, text_zero_stage=2),
+    "zero 3": Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=3),
+    "fsdp 3, data and tensor": Case(
+        Degrees(data=2, tensor=2), Degrees(data=2, tensor=2), 2, "float32", 3, text_zero_stage=3, fsdp=True
+    ),
+    "fsdp 2": Case(Degrees(data=3), Degrees(data=3), 2, "float32", 2, text_zero_stage=2, fsdp=True),
+    "pipeline, vision tensor": Case(Degrees(tensor=2), Degrees(tensor=2), 2, "float32", schedule="1f1b", stages=2),
+    "pipeline of four": Case(Degrees(), Degrees(), 2, "float32", schedule="1f1b", stages=4),
+    "ring": Case(Degrees(ulysses=2), Degrees(ring=2), 2, "float32", text_zero_stage=1),
+    "ring, ulysses, tensor": Case(Degrees(), Degrees(ring=2, ulysses=2, tensor=2), 2, "float32"),
+}
+FAST = [
+    (PLAIN, "ulysses, zero 1, tensor"),
+    ("ulysses, zero 1, tensor", "zero 3"),
+    ("zero 3", "fsdp 3, data and tensor"),
+    ("fsdp 3, data and tensor", "pipeline, vision tensor"),
+    ("pipeline, vision tensor", "three replicas, zero 2"),
+    ("three replicas, zero 2", PLAIN),
+]
+ROUNDED = {
+    PLAIN: Case(Degrees(), Degrees(), dtype="bfloat16"),
+    "zero": Case(Degrees(data=3), Degrees(data=2), dtype="bfloat16", zero_stage=3, text_zero_stage=1),
+    "fsdp": Case(Degrees(data=2, tensor=2), Degrees(data=2, tensor=2), 2, "bfloat16", 2, text_zero_stage=3, fsdp=True),
+    "pipeline": Case(Degrees(), Degrees(data=2, tensor=2), 2, "bfloat16", schedule="1f1b", stages=2),
+    "halves": Case(Degrees(), Degrees(), dtype="bfloat16", state_bytes=12),
+}
+ADAPTERS = (("vision", AdapterSettings(2, 4.0)), ("text", AdapterSettings(3, 3.0)))
+LORA = {
+    PLAIN: Case(Degrees(), Degrees(), 2, "float32", lora=ADAPTERS, trainable=("projector",)),
+    "ulysses, tensor": Case(
+        Degrees(ulysses=2), Degrees(tensor=2), 2, "float32", zero_stage=1, lora=ADAPTERS, trainable=("projector",)
+    ),
+    "fsdp": Case(
+        Degrees(data=2), Degrees(data=2), 2, "float32", 3, text_zero_stage=3, fsdp=True, lora=ADAPTERS,
+        trainable=("projector",),
+    ),
+}  # fmt: skip
+FROZEN = {
+    PLAIN: Case(Degrees(), Degrees(), 2, "float32", frozen=("vision", "projector")),
+    "pipeline": Case(
+        Degrees(), Degrees(data=2), 2, "float32", frozen=("vision", "projector"), schedule="1f1b", stages=2
+    ),
+}
+
+
+class Saved:
+    """Runs of whole layouts, made once each, with a checkpoint on their way."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        self.model, self._folder = model, folder
+        self.run = cache(self._run)
+
+    def _run(self, case: Case) -> tuple[Path, Trained]:
+        folder = self._folder / str(abs(hash(case)))
+        whole = train(self.model, case, range(STEPS), folder / "end", early=folder / "first")
+        return folder / "first", whole
+
+
+@pytest.fixture(scope="module")
+def saved(attending_model: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(attending_model, tmp_path_factory.mktemp("saved"))
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Whole tensors of both parts, weights as their masters say where there are any."""
+    found = {}
+    for part in ("vision", "text"):
+        weights, states = read_shards(checkpoint / part), read_shards(checkpoint / part / "optimizer")
+        found |= {f"{part}.{name}": states.get(f"{name}.master", weight) for name, weight in weights.items()}
+        found |= {f"{part}.{name}": values for name, values in states.items() if name.endswith((*MOMENTS, "step"))}
+    return found
+
+
+def differing(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    assert mine.keys() == theirs.keys()
+    return [name for name, values in theirs.items() if not torch.equal(mine[name], values)]
+
+
+def assert_goes_on(saved: Saved, tmp_path: Path, before: Case, after: Case, rtol: float) -> None:
+    first, whole = saved.run(before)
+    rest = train(saved.model, after, range(AT, STEPS), tmp_path / "end", resume=first, early=tmp_path / "at once")
+    assert not differing(tensors(tmp_path / "at once"), tensors(first))
+    assert rest.losses == pytest.approx(whole.losses[AT:], rel=rtol)
+
+
+@pytest.mark.parametrize(("before", "after"), FAST)
+def test_a_layout_goes_on_in_another(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    assert_goes_on(saved, tmp_path, LAYOUTS[before], LAYOUTS[after], 1e-5)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("before", "after"), [pair for pair in permutations(LAYOUTS, 2) if pair not in FAST])
+def test_every_layout_goes_on_in_every_other(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    assert_goes_on(saved, tmp_path, LAYOUTS[before], LAYOUTS[after], 1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [(PLAIN, "zero"), ("zero", "fsdp"), ("fsdp", PLAIN)])
+def test_rounded_weights_go_on_from_their_masters(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    assert_goes_on(saved, tmp_path, ROUNDED[before], ROUNDED[after], 1e-3)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("before", "after"), [*permutations(set(ROUNDED) - {"halves"}, 2)])
+def test_every_rounded_layout_goes_on_in_every_other(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    assert_goes_on(saved, tmp_path, ROUNDED[before], ROUNDED[after], 1e-3)
+
+
+@pytest.mark.parametrize(("before", "after"), [(PLAIN, "ulysses, tensor"), ("ulysses, tensor", "fsdp")])
+def test_adapters_go_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    assert_goes_on(saved, tmp_path, LORA[before], LORA[after], 1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [*permutations(FROZEN)])
+def test_a_frozen_part_goes_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    assert_goes_on(saved, tmp_path, FROZEN[before], FROZEN[after], 1e-5)
+
+
+def test_a_single_precision_run_takes_the_masters_of_a_rounded_one(saved: Saved, tmp_path: Path) -> None:
+    """Of a bfloat16 checkpoint the weights are rounded; a float32 run begins with what they were rounded from."""
+    first, _ = saved.run(ROUNDED["zero"])
+    for number, name in enumerate((PLAIN, "zero 3", "fsdp 2")):
+        train(saved.model, LAYOUTS[name], [], tmp_path / str(number), resume=first)
+        assert not differing(tensors(tmp_path / str(number)), tensors(first)), name
+
+
+def test_halves_and_whole_masters_are_the_same_weights(saved: Saved, tmp_path: Path) -> None:
+    first, _ = saved.run(ROUNDED["zero"])
+    train(saved.model, ROUNDED["halves"], [], tmp_path / "halves", resume=first)
+    train(saved.model, ROUNDED[PLAIN], [], tmp_path / "back", resume=tmp_path / "halves")
+    train(saved.model, ROUNDED["zero"], [], tmp_path / "zero", resume=tmp_path / "halves")
+    masters = lambda folder: {k: v for k, v in tensors(folder).items() if not k.endswith(MOMENTS)}
+    for folder in ("back", "zero"):  # moments of 16 bits are rounded
+        assert not differing(masters(tmp_path / folder), masters(first)), folder
+
+
+def no_moments(folder: Path) -> None:
+    """Every moment is 0."""
+    for file in folder.glob("*/optimizer/rank_*.safetensors"):
+        kept = load_file(file)
+        rewrite(file, {name: v * 0 if name.endswith(MOMENTS) else v for name, v in kept.items()})
+
+
+def rounded_masters(folder: Path) -> None:
+    """What the optimizer holds exactly is what the module computes with."""
+    for file in folder.glob("*/optimizer/rank_*.safetensors"):
+        kept = load_file(file)
+        rewrite(file, {n: v.bfloat16().float() if n.endswith("master") else v for n, v in kept.items()})
+
+
+def exchanged_blocks(folder: Path) -> None:
+    """Two ranks' slices of one matrix have each other's place."""
+    files = sorted(folder.glob("text/rank_*.json"))[:2]
+    extents = [json.loads(file.read_text()) for file in files]
+    name = next(n for n in extents[0] if n in extents[1] and extents[0][n]["offset"] != extents[1][n]["offset"])
+    for own, other, file in zip(extents, extents[::-1], files, strict=True):
+        own = own | {name: own[name] | {"offset": other[name]["offset"]}}
+        file.write_text(json.dumps(own))
+
+
+def rewrite(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write other tensors in their place, with no checksums: a fault of the reader is looked for, not of a disk."""
+    save_file({name: values.contiguous() for name, values in tensors.items()}, file)
+    extents = json.loads(file.with_suffix(".json").read_text())
+    for extent in extents.values():
+        extent.pop("crc32", None)
+    file.with_suffix(".json").write_text(json.dumps(extents))
+
+
+@pytest.mark.parametrize(
+    ("defect", "layout", "after"),
+    [
+        (no_moments, LAYOUTS["ulysses, zero 1, tensor"], LAYOUTS[PLAIN]),
+        (rounded_masters, ROUNDED["zero"], ROUNDED[PLAIN]),
+        (exchanged_blocks, LAYOUTS["ulysses, zero 1, tensor"], LAYOUTS[PLAIN]),
+    ],
+    ids=["moments dropped", "masters from rounded weights", "blocks exchanged"],
+)
+def test_what_these_tests_look_for_is_seen(
+    saved: Saved, tmp_path: Path, copied: Callable[[Path], Path], defect: Callable[[Path], None], layout: Case, after: Case
+) -> None:
+    first, _ = saved.run(layout)
+    spoiled = copied(first)
+    defect(spoiled)
+    train(saved.model, after, [], tmp_path / "at once", resume=spoiled)
+    assert differing(tensors(tmp_path / "at once"), tensors(first))
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[[Path], Path]:
+    import shutil
+
+    return lambda folder: Path(shutil.copytree(folder, tmp_path / "copy"))
