@@ -98,6 +98,9 @@ class ShardReader:
     def flat(self, name: str, start: int, count: int) -> Tensor:
         """`count` elements of the tensor from its `start`-th on in row-major order. Raises CheckpointError as `block`
         does."""
+        for piece in self._pieces_of(name):
+            if piece.extent.get("flat") == start and piece.shape == (count,):
+                return self._read_whole(name, piece)
         found, begin = self._empty(name, (count,)), 0
         for block in blocks_of_range(self.shape(name), start, count):
             self._fill(name, block, found[begin : begin + block.count].view(block.shape))
@@ -111,7 +114,7 @@ class ShardReader:
         """
         wanted = Block(tuple(offset), tuple(shape))
         for piece in self._pieces_of(name):
-            if piece.blocks == (wanted,) and piece.shape == wanted.shape:
+            if "flat" not in piece.extent and piece.blocks == (wanted,):
                 return self._read_whole(name, piece)
         found = self._empty(name, wanted.shape)
         self._fill(name, wanted, found)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -175,8 +176,73 @@ def test_a_damaged_one_makes_room_for_its_step(tmp_path: Path) -> None:
     assert line.startswith("step_6 is skipped, and now named step_6.damaged: ") and "checkpoint.json is damaged" in line
     assert write(tmp_path, 6) == damaged
     assert find_start("auto", tmp_path).step == 6
-    quarantine(damaged)  # again: the older one gives way
-    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_5", "step_6.damaged"]
+    quarantine(damaged)  # again: nothing gives way
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_5", "step_6.damaged", "step_6.damaged.2"]
+
+
+def flipped(content: bytes, place: float) -> bytes:
+    """One bit of it is another one."""
+    at = min(len(content) - 1, int(len(content) * place))
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+def test_one_bit_in_any_file_is_noticed(tmp_path: Path, place: float) -> None:
+    checkpoint = write(tmp_path, 6)
+    files = [file for file in sorted(checkpoint.rglob("*")) if file.is_file()]
+    assert len(files) > 20
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(flipped(content, place))
+        with pytest.raises(CheckpointError, match=f"{file} is damaged"):
+            check_checkpoint(checkpoint)
+        file.write_bytes(content)
+    check_checkpoint(checkpoint)
+
+
+def test_any_file_that_is_gone_is_noticed(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 6)
+    for file in [file for file in sorted(checkpoint.rglob("*")) if file.is_file()]:
+        content = file.read_bytes()
+        file.unlink()
+        with pytest.raises(CheckpointError, match=f"{file} is missing"):
+            check_checkpoint(checkpoint)
+        file.write_bytes(content)
+
+
+def test_a_lost_description_neither_begins_anew_nor_is_written_over(tmp_path: Path) -> None:
+    lost = write(tmp_path, 6)
+    (lost / "checkpoint.json").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)finds no checkpoint .*step_6: .*checkpoint.json is missing"):
+        find_start("auto", tmp_path)
+    with pytest.raises(CheckpointError, match="holds step_6 of another run"):
+        find_start("never", tmp_path)
+    write(tmp_path, 5)
+    start = find_start("auto", tmp_path)
+    assert start.step == 5 and [folder.name for folder, _ in start.damaged] == ["step_6"]
+    start.quarantine()
+    assert (tmp_path / "step_6.damaged" / "model" / "merges.txt").is_file()
+
+
+def test_the_first_format_is_read_and_a_later_one_refused(tmp_path: Path) -> None:
+    checkpoint, lines = write(tmp_path, 6), []
+    rewrite_about(checkpoint, json.loads((checkpoint / "checkpoint.json").read_text()))
+    assert find_start("auto", tmp_path, say=lines.append).step == 6
+    assert lines == ["step_6 is of format 1, without checksums: its sizes and headers were checked, not its values"]
+    write(tmp_path, 4)
+    values = {"format": 3, "step": 6}
+    sums = {"crc32": crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())}
+    (checkpoint / "checkpoint.json").write_text(json.dumps(values | sums))
+    with pytest.raises(CheckpointError, match="has format 3, and this release of dhp reads formats up to 2: a later"):
+        find_start("auto", tmp_path)  # the older one does not stand in for it
+
+
+def test_a_rank_compares_what_it_reads_whole(tmp_path: Path) -> None:
+    folder = write(tmp_path, 6) / "text"
+    file = folder / "rank_00001.safetensors"
+    file.write_bytes(flipped(file.read_bytes(), 1))
+    with pytest.raises(CheckpointError, match=r"rank_00001.safetensors is damaged \(the values of weight are not those"):
+        ShardReader(folder).flat("weight", 3, 3)
 
 
 @pytest.mark.parametrize("damage", [empty, cut, zeros])

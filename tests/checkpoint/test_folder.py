@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
 from dhp.checkpoint.folder import find_checkpoint, finish_checkpoint, open_checkpoint
 from dhp.checkpoint.manifest import read_about
+from dhp.checkpoint.tensor_file import WrittenFile
 from dhp.core.errors import CheckpointError
 
 
@@ -24,7 +26,9 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     open_checkpoint(tmp_path / "checkpoints", 30)  # begun, never finished
     newest = tmp_path.absolute() / "checkpoints" / "step_10"
     assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "checkpoints") == find_checkpoint(newest) == newest
-    assert read_about(newest) == {"step": 10, "files": {"model/config.json": 2}}
+    about = read_about(newest)
+    assert about.pop("crc32") > 0
+    assert about == {"format": 2, "step": 10, "files": {"model/config.json": {"bytes": 2, "crc32": crc32(b"{}")}}}
     assert (newest / "model" / "config.json").is_file()
 
 
@@ -32,7 +36,7 @@ def test_a_complete_one_is_never_replaced(tmp_path: Path) -> None:
     done = write(tmp_path, 3)
     with pytest.raises(CheckpointError, match="step_3 is complete already: another run writes to the same"):
         open_checkpoint(tmp_path / "checkpoints", 3)
-    assert read_about(done) == {"step": 3, "files": {"model/config.json": 2}}
+    assert read_about(done)["step"] == 3 and (done / "model" / "config.json").read_text() == "{}"
 
 
 def test_a_template_of_ones_own_goes_along(tmp_path: Path) -> None:
@@ -60,6 +64,29 @@ def test_what_was_never_finished_is_written_anew(tmp_path: Path) -> None:
     assert not (finish_checkpoint(open_checkpoint(tmp_path, 3), {"step": 3}, []) / "old").exists()
 
 
+def test_what_has_lost_its_description_is_never_replaced(tmp_path: Path) -> None:
+    lost = write(tmp_path, 3)
+    (lost / "checkpoint.json").unlink()
+    with pytest.raises(CheckpointError, match="step_3 is there, without a checkpoint.json: .*Move it away"):
+        open_checkpoint(tmp_path / "checkpoints", 3)
+    assert (lost / "model" / "config.json").read_text() == "{}"
+
+
+def test_a_file_that_a_rank_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
+    folder = open_checkpoint(tmp_path, 1)
+    (folder / "text").mkdir()
+    (folder / "text" / "rank_00000.json").write_text("{}")
+    there, elsewhere = WrittenFile("text/rank_00000.json", 2, 7), WrittenFile("text/rank_00001.json", 2, 7)
+    with pytest.raises(CheckpointError, match="rank_00001.json is not there, .* not the same directory on all nodes"):
+        finish_checkpoint(folder, {"step": 1}, [], written=[there, elsewhere])
+    folder = open_checkpoint(tmp_path, 1)
+    (folder / "text").mkdir()
+    (folder / "text" / "rank_00000.json").write_text("{}")
+    assert read_about(finish_checkpoint(folder, {"step": 1}, [], written=[there]))["files"] == {
+        "text/rank_00000.json": {"bytes": 2, "crc32": 7}
+    }
+
+
 def test_no_checkpoint_is_said(tmp_path: Path) -> None:
     open_checkpoint(tmp_path / "checkpoints", 1)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
@@ -78,8 +105,8 @@ def test_no_checkpoint_is_said(tmp_path: Path) -> None:
         ({"files": {"/etc/shadow": 1}}, "/etc/shadow"),
         ({"files": {"text/../../a": 1}}, "text/../../a"),
         ({"files": {"a\0b": 1}}, "files has"),
-        ({"files": {"a": -1}}, "of -1 bytes"),
-        ({"files": {"a": "1"}}, "of '1' bytes"),
+        ({"files": {"a": -1}}, "of -1"),
+        ({"files": {"a": "1"}}, "of '1'"),
         ({"step": True}, "step should be int"),
         ({"step": -3}, "step should be int"),
     ],

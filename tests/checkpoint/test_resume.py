@@ -10,7 +10,7 @@ from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint
 from dhp.checkpoint.resume import Start, find_start
 from dhp.core.errors import CheckpointError
 
-SETTINGS = {"seed": 1, "vision.tensor": 1, "data.datasets": ["a"]}
+SETTINGS = {"seed": 1, "data.datasets": ["a"]}
 
 
 def write(parent: Path, step: int) -> Path:
@@ -61,20 +61,44 @@ def test_the_same_settings_pass_and_others_are_named(tmp_path: Path) -> None:
     told = r"seed was 1 and is 2; data\.datasets was \['a'\] and is \['b'\]\. .* order"
     with pytest.raises(CheckpointError, match=told):
         start.check({**SETTINGS, "seed": 2, "data.datasets": ["b"]})
-    with pytest.raises(
-        CheckpointError, match=r"vision\.tensor was 1 and is 2\. .* To go on in another one .*dhp export "
-    ):
-        start.check({"vision.tensor": 2})
     with pytest.raises(CheckpointError, match="data.samples was None and is 3"):
         start.check({"data.samples": 3})
 
 
-def test_what_has_changed_of_a_recipe_is_told_by_key(tmp_path: Path) -> None:
-    start = Start(tmp_path / "step_4", 4, 0, {"recipe": {"same": 1, "other": 2, "gone": 3}})
-    assert start.changes({"same": 1, "other": 5, "new": 6}) == [
-        "gone was 3 up to step 4, and is None from there on",
+RECIPE = {"training.learning_rate": 1, "training.betas": [0.9], "data.packing": True, "data.on_bad_sample": "error"}
+
+
+def test_a_recipe_stays_unless_it_is_asked_to_change(tmp_path: Path) -> None:
+    start, free = Start(tmp_path / "step_4", 4, 0, {"recipe": RECIPE}), ("data.on_bad_sample",)
+    start.check_recipe(RECIPE | {"data.on_bad_sample": "skip", "training.new": 1}, free, [])
+    other = RECIPE | {"training.learning_rate": 2, "training.betas": [0.8]}
+    with pytest.raises(CheckpointError, match="training.learning_rate was 1 and is 2; training.betas was") as caught:
+        start.check_recipe(other, free, [])
+    message = str(caught.value)
+    assert "learning rate follows one curve" in message and "averages of gradients so far" in message
+    assert "training.resume_changes=[training.learning_rate,training.betas]" in message
+    start.check_recipe(other, free, ["training"])
+    start.check_recipe(other, free, ["training.learning_rate", "training.betas"])
+    with pytest.raises(CheckpointError, match="data.packing was True and is False. Reason: the samples that are left"):
+        start.check_recipe(RECIPE | {"data.packing": False}, free, ["training", "data.packin"])
+    Start().check_recipe(other, free, [])
+    Start(tmp_path / "step_4", 4).check_recipe(other, free, [])  # of a release that kept none
+
+
+def test_parts_that_the_checkpoint_has_not_are_refused(tmp_path: Path) -> None:
+    start = Start(tmp_path / "step_4", 4, parts=("vision", "text"))
+    start.check({}, ["text", "vision"])
+    with pytest.raises(CheckpointError, match=r"parts was \['text', 'vision'\] and is \['text'\]. Reason: a checkpoint"):
+        start.check({}, ["text"])
+
+
+def test_what_has_changed_is_said_by_key(tmp_path: Path) -> None:
+    layout = {"text.tensor": 2, "text.dtype": "float32"}
+    start = Start(tmp_path / "step_4", 4, 0, {"recipe": {"same": 1, "other": 2}, "layout": layout})
+    assert start.changes({"same": 1, "other": 5, "new": 6}, layout | {"text.tensor": 1}) == [
         "new was None up to step 4, and is 6 from there on",
         "other was 2 up to step 4, and is 5 from there on",
         "else the recipe is that of step_4",
+        "another layout than the checkpoint's, whose tensors are cut anew: text.tensor 2 → 1",
     ]
-    assert Start(tmp_path / "step_4", 4).changes({"new": 6}) == Start().changes({"new": 6}) == []
+    assert Start(tmp_path / "step_4", 4).changes({"new": 6}, layout) == Start().changes({"new": 6}, layout) == []

@@ -23,7 +23,8 @@ from dhp.step.schedule import draw, make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
 from dhp.trainer.graph import devices_as_planned, find_localities, make_graph
-from dhp.trainer.settings import feed_settings, kept_settings, measures, needed_paths, stage_settings, world
+from dhp.trainer.resume import free_layout
+from dhp.trainer.settings import feed_settings, measures, needed_paths, stage_settings, world
 from tests.step.test_step import Call, FakeGroup
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +97,7 @@ def test_its_settings_come_from_its_own_section(heard: tuple[WithRadar, StageGra
     config, graph = heard
     assert list(world(config)) == ["vision", "radar", "text"]
     assert world(config)["radar"]["data"] == 3
-    assert kept_settings(config)["radar.dtype"] == "bfloat16"
+    assert free_layout(config)["radar.dtype"] == "bfloat16"
     assert set(needed_paths(config, None)) == {"vision", "radar", "text", "data"}
     assert measures(config)
     assert not measures(replace(config, radar=replace(config.radar, recompute="none")))

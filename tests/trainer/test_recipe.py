@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dhp.checkpoint.resume import RECIPE, Start
+from dhp.checkpoint.resume import LAYOUT, RECIPE, Start
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError
-from dhp.trainer.resume import BESIDE, HELD, held_files, recipe
+from dhp.trainer.resume import BESIDE, HELD, check_rates, check_recipe, free_layout, held_files, rates, recipe
 from dhp.trainer.settings import kept_settings
 
 
@@ -21,9 +21,10 @@ def config_of(*overrides: str) -> Config:
     return resolve(compose_config("tiny", overrides=list(overrides)))
 
 
-def start_of(config: Config) -> Start:
-    settings = json.loads(json.dumps(kept_settings(config) | {RECIPE: recipe(config)}))
-    return Start(Path("step_4"), 4, 0, settings)
+def start_of(config: Config, steps: int = 60) -> Start:
+    kept = {RECIPE: recipe(config) | rates(config, steps), LAYOUT: free_layout(config)}
+    settings = json.loads(json.dumps(kept_settings(config) | kept))
+    return Start(Path("step_4"), 4, 0, settings, parts=("vision", "text"))
 
 
 def test_every_key_of_both_sections_is_held_free_or_said() -> None:
@@ -40,30 +41,58 @@ def test_every_key_of_both_sections_is_held_free_or_said() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("training.learning_rate=0.5", "training.learning_rate was 0.0015 up to step 4, and is 0.5 from there on"),
-        ("training.betas=[0.8,0.9]", "training.betas was [0.9, 0.999] up to step 4, and is [0.8, 0.9]"),
-        ("training.weight_decay=0.5", "training.weight_decay was 0.01"),
-        ("training.max_grad_norm=9", "training.max_grad_norm was "),
-        ("training.max_steps=9", "training.max_steps was "),
-        ("training.lr_scheduler_type=linear", "training.lr_scheduler_type was "),
-        ("training.groups.projector={learning_rate: 0.1}", "training.groups was {} up to step 4, and is {'projector'"),
-        ("data.packing=false", "data.packing was True up to step 4, and is False from there on"),
-        ("data.max_tokens=4000", "data.max_tokens was None"),
-        ("data.system_prompt=Hi", "data.system_prompt was None"),
-        ("data.max_pixels=4000", "data.max_pixels was "),
-        ("data.data_registry.shapes.columns={images: photos}", "data.data_registry.shapes.columns was {}"),
-    ],
-)
-def test_a_change_is_said_and_goes_on(override: str, told: str) -> None:
+CHANGES = [
+    ("training.learning_rate=0.5", "training.learning_rate was 0.0015", "the learning rate follows one curve"),
+    ("training.betas=[0.8,0.9]", "training.betas was [0.9, 0.999]", "averages of gradients"),
+    ("training.weight_decay=0.5", "training.weight_decay was 0.01", ""),
+    ("training.max_grad_norm=9", "training.max_grad_norm was ", ""),
+    ("training.lr_scheduler_type=linear", "training.lr_scheduler_type was ", "the learning rate follows one curve"),
+    ("training.groups.projector={learning_rate: 0.1}", "training.groups was {}", ""),
+    ("data.packing=false", "data.packing was True", "the samples that are left"),
+    ("data.max_tokens=4000", "data.max_tokens was None", ""),
+    ("data.system_prompt=Hi", "data.system_prompt was None", ""),
+    ("data.max_pixels=4000", "data.max_pixels was ", ""),
+    ("data.data_registry.shapes.columns={images: photos}", "data.data_registry.shapes.columns was {}", ""),
+]
+
+
+@pytest.mark.parametrize(("override", "said", "why"), CHANGES)
+def test_a_change_is_refused_and_where_it_is_asked_for_said(override: str, said: str, why: str) -> None:
     start, now = start_of(config_of()), config_of(override)
     start.check(kept_settings(now))
-    lines = start.changes(recipe(now))
-    assert len(lines) == 2 and lines[0].startswith(told)
+    with pytest.raises(CheckpointError) as caught:
+        check_recipe(now, start)
+    assert said in str(caught.value) and why in str(caught.value)
+    key = override.partition("=")[0].replace(".projector", "").replace(".shapes.columns", "")
+    check_recipe(config_of(override, f"training.resume_changes=[{key}]"), start)
+    lines = start.changes(recipe(now), free_layout(now))
+    assert len(lines) == 2 and lines[0].startswith(said)
     assert lines[1] == "else the recipe is that of step_4"
-    assert start.changes(recipe(config_of())) == ["the recipe is that of step_4"]
+    assert start.changes(recipe(config_of()), free_layout(config_of())) == ["the recipe is that of step_4"]
+
+
+def test_a_run_may_be_longer_where_its_rates_do_not_know_its_end() -> None:
+    constant, linear = config_of("training.warmup_steps=3"), config_of("training.lr_scheduler_type=linear")
+    start = start_of(constant, 60)
+    check_rates(constant, start, 90)
+    start = start_of(linear, 60)
+    check_rates(linear, start, 60)
+    with pytest.raises(CheckpointError, match="training.total_steps was 60 and is 90; training.warmup in steps was"):
+        check_rates(linear, start, 90)
+    asked = config_of("training.lr_scheduler_type=linear", "training.resume_changes=[training.total_steps]")
+    with pytest.raises(CheckpointError, match="configured: training.warmup in steps was"):
+        check_rates(asked, start, 90)
+    check_rates(config_of("training.lr_scheduler_type=linear", "training.resume_changes=[training]"), start, 90)
+
+
+def test_layouts_may_change() -> None:
+    now = config_of("text.tensor=1", "text.num_actors=1", "text.parallelism=none", "text.zero_stage=0")
+    start = start_of(config_of())
+    start.check(kept_settings(now), ["vision", "text"])
+    check_recipe(now, start)
+    assert start.changes(recipe(now), free_layout(now))[-1] == (
+        "another layout than the checkpoint's, whose tensors are cut anew: text.num_actors 2 → 1, text.tensor 2 → 1"
+    )
 
 
 def test_a_template_that_changed_under_its_name_is_said(tmp_path: Path) -> None:
@@ -71,11 +100,14 @@ def test_a_template_that_changed_under_its_name_is_said(tmp_path: Path) -> None:
     file.write_text("{{ messages }}")
     start = start_of(config_of(f"data.chat_template={file}"))
     file.write_text("{{ messages }}!")
-    assert start.changes(recipe(config_of(f"data.chat_template={file}")))[0].startswith("data.chat_template was ")
+    now = config_of(f"data.chat_template={file}")
+    with pytest.raises(CheckpointError, match="data.chat_template was "):
+        check_recipe(now, start)
+    assert start.changes(recipe(now), free_layout(now))[0].startswith("data.chat_template was ")
 
 
 def test_a_run_that_begins_says_nothing() -> None:
-    assert Start().changes(recipe(config_of())) == []
+    assert Start().changes(recipe(config_of()), free_layout(config_of())) == []
 
 
 @pytest.mark.parametrize("exchanged", ["model", "annotations"])

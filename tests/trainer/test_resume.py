@@ -97,7 +97,7 @@ def test_a_checkpoint_every_save_steps_and_nothing_pickled(whole: Path) -> None:
     files = [file for part in ("vision", "text") for file in (checkpoints / "step_2" / part).rglob("*.*")]
     assert files and {file.suffix for file in files if file.is_file()} == {".safetensors", ".json"}
     about = json.loads((checkpoints / "step_2" / ABOUT).read_text())
-    assert (about["step"], about["settings"]["training.batch_size"], about["settings"]["vision.ulysses"]) == (2, 4, 2)
+    assert (about["step"], about["settings"]["training.batch_size"], about["settings"]["layout"]["vision.ulysses"]) == (2, 4, 2)
     assert summary(whole)["resumed_from"] is None
 
 
@@ -121,6 +121,21 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole: Path, stopped: Path, tiny_asse
     assert told["first_loss"] == summary(whole)["first_loss"]
     assert f"continuing after step 2 from {stopped}/checkpoints/step_2" in outcome.stdout
     assert "step 3/4" in outcome.stderr and "step 2/4" not in outcome.stderr
+
+
+def test_a_stopped_run_goes_on_in_another_layout(whole: Path, stopped: Path, tiny_assets: Path) -> None:
+    """With three replicas for a step's two rows, one of which has an empty place each step."""
+    other = ["vision.num_actors=1", "vision.zero_stage=0", "text.num_actors=3", "text.parallelism=data"]
+    more = ["training.empty_rows=true", "training.resume=auto"]
+    outcome = train(*tiny(tiny_assets, stopped, *SETTINGS, *other, *more))
+    assert outcome.status == 0, outcome.stderr
+    mine, theirs = lines_of(stopped), lines_of(whole)
+    assert [line["step"] for line in mine] == [1, 2, 3, 4]
+    for field in ("lr", "tokens", "epoch", "samples", "skipped_samples"):
+        assert [line[field] for line in mine] == [line[field] for line in theirs]
+    for field in ("loss", "grad_norm"):
+        assert [line[field] for line in mine] == pytest.approx([line[field] for line in theirs], rel=1e-5)
+    assert "another layout than the checkpoint's, whose tensors are cut anew: vision.num_actors 2 → 1" in outcome.stdout
 
 
 def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path, tiny_assets: Path) -> None:
@@ -148,11 +163,8 @@ def refused(assets: Path, run_dir: Path, *overrides: str) -> str:
         (["seed=7"], ["seed was 0 and is 7", "data's order", "Set what it had"]),
         (["training.batch_size=8"], ["training.batch_size was 4 and is 8"]),
         (["data.shuffle=false"], ["data.shuffle was True and is False"]),
-        (["vision.zero_stage=0"], ["vision.zero_stage was 1 and is 0", "To go on in another one with its weights"]),
-        (
-            ["text.num_actors=2", "text.parallelism=tensor"],
-            ["text.num_actors was 1 and is 2; text.tensor was 1 and is 2", "To go on in another one with its weights"],
-        ),
+        (["training.learning_rate=1"], ["training.learning_rate was 0.0015", "training.resume_changes=["]),
+        (["training.frozen=[projector]"], ["training.frozen was [] and is ['projector']", "states of what its run trained"]),
     ],
     ids=lambda value: value[0] if "=" in value[0] else "",
 )
