@@ -14,9 +14,9 @@ from typing import Any
 
 from dhp.checkpoint.files import read_json, sync, write_text, writing
 from dhp.checkpoint.manifest import ABOUT, MODEL, file_checksum, write_about
-from dhp.checkpoint.tensor_file import WrittenFile
 from dhp.core.errors import CheckpointError, ConfigError
 from dhp.core.files import remove
+from dhp.core.reports import WrittenFile
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json")  # the first beats what tokenizer_config.json says
 
@@ -116,8 +116,8 @@ def _listed(folder: Path, written: Iterable[WrittenFile]) -> list[WrittenFile]:
         if size != one.nbytes:
             found = "is not there" if size is None else f"has {size} bytes"
             raise CheckpointError(
-                f"{folder / name} {found}, and a rank wrote {one.nbytes} bytes: training.checkpoint_dir is not the same "
-                "directory on all nodes, or something else writes to it. The checkpoint is not there"
+                f"{folder / name} {found}, and a rank wrote {one.nbytes} bytes: training.checkpoint_dir is not the "
+                "same directory on all nodes, or something else writes to it. The checkpoint is not there"
             )
     return [
         known.get(name) or WrittenFile(name, file.stat().st_size, file_checksum(file)) for name, file in there.items()

@@ -11,10 +11,10 @@ from typing import Any
 from zlib import crc32
 
 from dhp.checkpoint.files import CHECKSUM, check_part, damaged, read_header, read_json, reading, write_text
-from dhp.checkpoint.tensor_file import WrittenFile
 from dhp.config.parts import PARTS
 from dhp.core.errors import CheckpointError
 from dhp.core.process import say_nothing
+from dhp.core.reports import WrittenFile
 
 ABOUT = "checkpoint.json"
 MODEL = "model"  # configuration, tokenizer and processors of the model, without weights

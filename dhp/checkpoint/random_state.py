@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dhp.checkpoint.files import damaged, reading, writing
-from dhp.checkpoint.tensor_file import WrittenFile, write_tensors
+from dhp.checkpoint.tensor_file import write_tensors
+from dhp.core.reports import WrittenFile
 
 
 def random_state() -> dict[str, Tensor]:

@@ -22,8 +22,8 @@ ALLOWED = "training.resume_changes"  # which of the recipe may be others all the
 _DATA = "a resumed run goes on with the samples after those seen, so the data's order and rows must stay"
 _TRAINED = "a checkpoint holds weights and optimizer states of what its run trained"
 _FILES = (
-    "a resumed run goes on with the model and the data that it began with, and these files are others (of annotations a "
-    "mended line counts: put the file back, and set data.on_bad_sample=skip)"
+    "a resumed run goes on with the model and the data that it began with, and these files are others (of annotations "
+    "a mended line counts: put the file back, and set data.on_bad_sample=skip)"
 )
 _RATES = "the learning rate follows one curve from the first step to the last; with another it jumps here"
 _UPDATES = "the optimizer's averages of gradients so far were made with the other value"
@@ -130,7 +130,8 @@ class Start:
         ]
         lines += [f"{'else ' if lines else ''}the recipe is that of {self.checkpoint.name}"]
         before = self.settings.get(LAYOUT, self.settings)
-        moved = [f"{key} {before[key]} → {layout[key]}" for key in layout if before.get(key, layout[key]) != layout[key]]
+        other = [key for key in layout if before.get(key, layout[key]) != layout[key]]
+        moved = [f"{key} {before[key]} → {layout[key]}" for key in other]
         if moved:
             lines.append(f"another layout than the checkpoint's, whose tensors are cut anew: {', '.join(moved)}")
         return lines

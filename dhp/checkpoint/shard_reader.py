@@ -143,16 +143,20 @@ class ShardReader:
             held = sum(block.count for piece in self._pieces_of(name) for block in piece.blocks)
             raise CheckpointError(
                 f"{self._folder}: the pieces of {name} hold {held} values, but its shape {list(self.shape(name))} has "
-                f"{prod(self.shape(name))}, and of its block of {list(wanted.shape)} at {list(wanted.offset)} they fill "
-                f"{filled} of {wanted.count}: a rank's file is missing or was added twice"
+                f"{prod(self.shape(name))}, and of its block of {list(wanted.shape)} at {list(wanted.offset)} they "
+                f"fill {filled} of {wanted.count}: a rank's file is missing or was added twice"
             )
 
     def _read(self, name: str, piece: _Piece, block: Block, begin: int, common: Block) -> Tensor:
         """Elements of a block of a piece, in which it begins at `begin`."""
         with reading(piece.file):
             stored = self._open(piece.file).get_slice(name)
+            values: Tensor
+            if not piece.shape:
+                values = self._open(piece.file).get_tensor(name)
+                return values
             if "flat" not in piece.extent:
-                values: Tensor = stored[common.slices(block)] if common.shape else self._open(piece.file).get_tensor(name)
+                values = stored[common.slices(block)]
                 return values
             # Consecutive rows of the first dimension that the block has several of, with all that is behind it.
             dim = next((dim for dim, n in enumerate(block.shape) if n > 1), max(0, len(block.shape) - 1))
@@ -203,7 +207,8 @@ class ShardReader:
         if not fits or of_whole != expected:
             raise CheckpointError(
                 f"{file}: {name}: a piece of shape {list(shape)} at {extent.get('offset', extent.get('flat'))} of "
-                f"{extent['shape']} does not fit the weight's {list(expected)}: the files belong to different checkpoints"
+                f"{extent['shape']} does not fit the weight's {list(expected)}: the files belong to different "
+                "checkpoints"
             )
         return _Piece(file, extent, shape, tuple(blocks))
 

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from dhp.checkpoint.files import write_text, writing
 from dhp.checkpoint.regions import Block
-from dhp.checkpoint.tensor_file import NAMES, WrittenFile, write_tensors
+from dhp.checkpoint.tensor_file import NAMES, write_tensors
+from dhp.core.reports import WrittenFile
 
 # {"shape": of the whole, and "offset": of a block in it, or "flat": of a range of its elements; "dtype", "crc32"}
 PieceExtent = dict[str, Any]
@@ -61,6 +62,7 @@ class ShardWriter:
         self._full: list[_Pieces] = []  # by file; a file has one piece of a tensor
         self._open: list[_Pieces] = []
         self._nbytes = 0
+        self._counts: dict[str, int] = {}  # pieces of each tensor
         self._files: list[WrittenFile] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -71,7 +73,7 @@ class ShardWriter:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 self.add_block(name, local, (0,) * tensor.ndim, tuple(tensor.shape))
             return
-        local = tensor.detach().to_local()
+        local = tensor.to_local().detach()
         for block, here in held_blocks(tensor):
             self.add_block(name, local[here], block.offset, tuple(tensor.shape))
 
@@ -101,7 +103,8 @@ class ShardWriter:
         if pieces is None:
             pieces = {}
             self._open.append(pieces)
-        number = self._open.index(pieces)
+        number = self._counts.get(name, 0)
+        self._counts[name] = number + 1
         key = f"{self._folder.name}/{name}/{number}"
         pieces[name] = (self._copy(key, piece), extent | {"dtype": NAMES[piece.dtype]})
         self._nbytes += piece.nbytes
@@ -171,6 +174,7 @@ def held_blocks(tensor: DTensor) -> list[tuple[Block, tuple[slice, ...]]]:
 def _held_indices(tensor: DTensor, dim: int, length: int) -> Tensor:
     """Indices along a dimension that this rank holds, in the order of its local tensor."""
     indices = torch.arange(length).view([length if of == dim else 1 for of in range(tensor.ndim)])
+    placement: Any
     for of_mesh, placement in enumerate(tensor.placements):
         if getattr(placement, "dim", None) == dim:  # `_StridedShard` says that it is no Shard
             count, own = tensor.device_mesh.size(of_mesh), tensor.device_mesh.get_local_rank(of_mesh)

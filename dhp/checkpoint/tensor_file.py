@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dhp.checkpoint.files import NO_SYNC
+from dhp.core.reports import WrittenFile
 
 # The format's names (https://github.com/huggingface/safetensors).
 NAMES: Mapping[torch.dtype, str] = {
@@ -38,15 +38,6 @@ NAMES: Mapping[torch.dtype, str] = {
 _CHUNK = 16 << 20  # bytes that are summed and written at a time: they are still in the processor's cache
 
 
-@dataclass(frozen=True)
-class WrittenFile:
-    """A file of a checkpoint. name: its path in the checkpoint, or in a folder of it. crc32: of all its bytes."""
-
-    name: str
-    nbytes: int
-    crc32: int
-
-
 def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> tuple[WrittenFile, dict[str, int]]:
     """Write tensors of the host, down to the disk; the file, and the crc32 of each tensor's bytes. Raises OSError."""
     # By falling size of an element, which aligns each one; the header's end is aligned to 8 bytes by the format.
@@ -64,7 +55,7 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> tuple[WrittenFil
         _write(opened.fileno(), memoryview(head))
         for name in ordered:
             own = 0
-            values = memoryview(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+            values = _bytes(tensors[name])
             for begin in range(0, len(values), _CHUNK):
                 chunk = values[begin : begin + _CHUNK]
                 own, checksum = crc32(chunk, own), crc32(chunk, checksum)
@@ -80,7 +71,11 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> tuple[WrittenFil
 
 def checksum_of(tensor: Tensor) -> int:
     """The crc32 of a tensor's bytes, as files have them."""
-    return crc32(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return crc32(_bytes(tensor))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(handle: int, content: memoryview) -> None:

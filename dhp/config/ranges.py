@@ -59,7 +59,8 @@ def check_seed(seed: int) -> None:
 def check_training(training: TrainingConfig) -> None:
     """Raises ConfigError for the first field out of its range."""
     counts = ("batch_size", "micro_batch_size", "num_epochs", "log_interval", "max_steps", "save_steps")
-    _require_positive("training", training, *counts, "save_total_limit", "save_epochs", "eval_steps")
+    _require_positive("training", training, *counts, "save_total_limit", "save_epochs", "save_minutes")
+    _require_positive("training", training, "save_timeout_s", "eval_steps")
     # eps: else a weight without a gradient would be divided by 0.
     _require_positive("training", training, "eval_answer_tokens", "eps")
     answers = training.eval_answers

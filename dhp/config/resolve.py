@@ -74,7 +74,7 @@ def micro_batches(config: Config) -> int:
             f"training.batch_size={batch} cannot be cut into whole micro-batches: batch_size({batch}) % "
             f"(text.data({replicas}) × micro_batch_size({micro}) = {together}) = {batch % together} != 0. "
             + _batch_remedy(batch, micro, replicas)
-            + (" Or, to go on with this batch_size on other actors, training.empty_rows=true." if batch % micro == 0 else "")
+            + ("" if batch % micro else " Or, to go on on other actors with this batch_size, training.empty_rows=true.")
         )
     return batch // together
 
@@ -207,7 +207,7 @@ def check_evaluation(config: Config) -> None:
     if config.training.eval_answers:
         _check_answers(config)
     training = config.training
-    saves = training.save_final or training.save_steps or training.save_epochs
+    saves = training.save_final or training.save_steps or training.save_epochs or training.save_minutes
     if training.best_metric is not None and not saves:
         raise ConfigError(
             f"training.best_metric={training.best_metric} with training.save_final=false, and save_steps and "

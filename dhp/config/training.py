@@ -108,6 +108,17 @@ class TrainingConfig:
     save_epochs: Optional[int] = None
     """Epochs between two checkpoints: there is one after the step that ends each so many-th. Null: none for epochs."""
 
+    save_minutes: Optional[float] = None
+    """Minutes between two checkpoints, by the clock, besides the others. Null: none by the clock."""
+
+    save_in_background: bool = True
+    """true: each rank copies what it saves to host memory, as much as its share of the checkpoint, which it keeps; a
+    thread writes the copy while training goes on. false: training waits until all is written, with 256 MiB of
+    copies."""
+
+    save_timeout_s: float = 1800.0
+    """The longest that ranks may take to write a checkpoint, seconds; a run in which one takes longer fails."""
+
     save_final: bool = True
     """Write a checkpoint after the last step. False: what was trained after the last of save_steps and save_epochs is
     lost, all of it where neither is set."""
@@ -143,8 +154,8 @@ class TrainingConfig:
     is trained cannot be changed."""
 
     empty_rows: bool = False
-    """true: text.data need not divide the rows of a step (batch_size / micro_batch_size): the last micro-batch has empty
-    ones. For a run that goes on with other numbers of replicas; the losses are the same."""
+    """true: text.data need not divide the rows of a step (batch_size / micro_batch_size): the last micro-batch has
+    empty ones. For a run that goes on with other numbers of replicas; the losses are the same."""
 
     loggers: list[str] = field(default_factory=list)
     """Loggers that get every step besides metrics.jsonl and TensorBoard: wandb | mlflow | swanlab, several as

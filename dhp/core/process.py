@@ -21,6 +21,8 @@ _OUTSIDE, _RUNNING, _ENDING = "outside a run", "running", "ending"
 class _State:
     phase = _OUTSIDE
     interrupted = False
+    deferring = False  # the first signal only asks
+    asked = False
 
 
 def heed() -> None:
@@ -40,7 +42,7 @@ def interruptible() -> Iterator[None]:
         yield
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    _State.phase, _State.interrupted = _RUNNING, False
+    _State.phase, _State.interrupted, _State.asked = _RUNNING, False, False
     heed()
     try:
         yield
@@ -48,6 +50,21 @@ def interruptible() -> Iterator[None]:
         _State.phase, _State.interrupted = _OUTSIDE, False
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def deferring() -> Iterator[None]:
+    """In here the first signal raises nothing: `asked_to_stop` says that it came. A second one raises."""
+    _State.deferring, _State.asked = True, False
+    try:
+        yield
+    finally:
+        _State.deferring = False
+
+
+def asked_to_stop() -> bool:
+    """Whether a signal came while it was deferred."""
+    return _State.asked
 
 
 def end() -> None:
@@ -90,6 +107,9 @@ def _handle(number: int, _frame: Any) -> None:
         signal.alarm(0)  # while Ray starts, its core's handler comes first and sets one, to abort in three seconds
     if _State.phase == _RUNNING:
         _State.interrupted = True
+        if _State.deferring and not _State.asked:
+            _State.asked = True
+            return
         raise KeyboardInterrupt
 
 

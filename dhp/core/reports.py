@@ -54,6 +54,25 @@ class StageReport:
 
 
 @dataclass(frozen=True)
+class WrittenFile:
+    """A file of a checkpoint. name: its path in the checkpoint, or in a folder of it. crc32: of all its bytes."""
+
+    name: str
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class SavedShare:
+    """What one rank has written of a checkpoint. done: false while it is being written. files: by their names in the
+    folder that the rank was given. error: why it could not be written; None: it is on the disk."""
+
+    done: bool
+    files: tuple[WrittenFile, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class DeviceInfo:
     """The device of one rank.
 

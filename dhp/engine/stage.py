@@ -16,14 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from dhp.checkpoint.manifest import OPTIMIZER, RANDOM
-from dhp.checkpoint.random_state import load_random_state, save_random_state
-from dhp.checkpoint.shard_writer import ShardWriter
+from dhp.checkpoint.random_state import load_random_state
 from dhp.checkpoint.source import load_shards, open_source
 from dhp.core.batch import Bundle, StepInfo
 from dhp.core.collectives import RECORD, watch_layers
 from dhp.core.errors import PartFailed
 from dhp.core.graph import Edge, Node
-from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, StageReport
+from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, SavedShare, StageReport
 from dhp.core.tracing import forget, take_sent, take_waited
 from dhp.engine.build import (
     cuts_first,
@@ -39,6 +38,7 @@ from dhp.engine.build import (
 )
 from dhp.engine.evaluate import EvaluatingEngine
 from dhp.engine.measure import Measuring, Output
+from dhp.engine.saving import ShareSaver
 from dhp.engine.settings import StageSettings
 from dhp.models.export import persistent_buffers
 from dhp.models.registry import load_family
@@ -79,7 +79,7 @@ class StageEngine(EvaluatingEngine):
             self.model.to(self.device)
             widen(self.model, exact_dtype(self.dtype))
         self._resume_weights()
-        self._kept = None if settings.adapters is None else frozenset(self._saved())
+        self._saver = self._make_saver()
         self._kernels = self.place_kernels()
         if settings.mlp_chunks > 1:
             tile_mlps(self._present_layers(), self.layer_parts().mlp, settings.mlp_chunks)
@@ -199,16 +199,17 @@ class StageEngine(EvaluatingEngine):
         """The kernel of each kind of layer of this stage. One list: a tuple would be as many results."""
         return list(self._kernels)
 
-    def save(self, folder: str) -> tuple[str, ...]:
-        """Write this rank's share of the part below `folder`: weights, optimizer state, random state.
-
-        What several ranks hold alike, the first of them writes. Names of the files of weights. Raises PartFailed where
-        tensor ranks hold alike no more what none of them cuts.
-        """
+    def save(self, folder: str, background: bool) -> None:
+        """Write this rank's share of the part below `folder`: weights, optimizer state, random state. What several
+        ranks hold alike, the first of them writes. background: it is copied, and written while the rank goes on;
+        `saved` says when it is done. Raises PartFailed where tensor ranks hold alike no more what none of them cuts."""
         require_alike(self.model, self.mesh.get_group("tensor"))
-        names = self._write(Path(folder))
+        self._saver.save(self.optimizer, Path(folder), background)
         forget()  # saving belongs to no step
-        return names
+
+    def saved(self, wait: bool) -> SavedShare:
+        """What `save` has written. wait: until all of it is on the disk."""
+        return self._saver.saved(wait)
 
     @property
     def sends(self) -> bool:
@@ -277,19 +278,11 @@ class StageEngine(EvaluatingEngine):
         path = self.layer_parts().path
         return [self.model.get_submodule(f"{path}.{layer}") for layer in self.spec.layers]
 
-    def _write(self, folder: Path) -> tuple[str, ...]:
+    def _make_saver(self) -> ShareSaver:
         number = self.settings.graph.rank_in_part(self.spec.name, self.rank)
-        save_random_state(folder / RANDOM, number)
-        if not self.settings.zero_stage and self.rank >= self.spec.degrees.holders:
-            return ()  # the first ones write what all of them hold
-        state = ShardWriter(folder / OPTIMIZER, number, self.rank)
-        self.optimizer.save_state(state)
-        state.write()
-        weights = ShardWriter(folder, number, self.rank, self._kept)
-        self.optimizer.save_weights(weights)
-        for name, buffer in self._buffers.items():
-            weights.add(name, buffer)
-        return weights.write()
+        writes = bool(self.settings.zero_stage) or self.rank < self.spec.degrees.holders
+        kept = None if self.settings.adapters is None else frozenset(self._saved())
+        return ShareSaver(number, self.rank, writes, self._buffers, kept, self.device.type == "cuda")
 
     def _peak_memory(self) -> int | None:
         if self.device.type != "cuda":

@@ -14,7 +14,7 @@ from dhp.core.batch import Batch, Bundle, StepInfo
 from dhp.core.dispatch import Call, PerRank, Several, per_rank, several
 from dhp.core.generation import Answer, PromptInput
 from dhp.core.graph import Edge, Node, Route, StageGraph, StageSpec, straight
-from dhp.core.reports import EvaluatedShare, RecomputePolicies, StageReport
+from dhp.core.reports import EvaluatedShare, RecomputePolicies, SavedShare, StageReport
 from dhp.step.schedule import Action, Backward, Forward
 
 Ref = Any  # an ObjectRef, or the value itself where a group runs in the test process
@@ -56,8 +56,11 @@ class EngineProtocol(Protocol):
     def set_recompute(self, choices: RecomputePolicies) -> None:
         """Set what each layer recomputes from the next micro-batch on."""
 
-    def save(self, folder: str) -> tuple[str, ...]:
-        """Write this rank's share below the part's `folder`."""
+    def save(self, folder: str, background: bool) -> None:
+        """Write this rank's share below the part's `folder`. background: a copy of it, while the rank goes on."""
+
+    def saved(self, wait: bool) -> SavedShare:
+        """What `save` has written. wait: until all of it is."""
 
 
 class Group(Protocol):

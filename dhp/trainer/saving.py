@@ -1,106 +1,35 @@
-"""Checkpoints of a run while it trains: when one is due, and which are kept."""
+"""Checkpoints of a run while it trains: when one is due, and how it is written behind the steps that follow.
+
+Ranks copy what they hold between two steps and go on; a thread of each writes the copies. The driver asks with each
+step whether all are done, and then writes what makes a checkpoint of their files and gives it its name.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from dhp.checkpoint.folder import (
-    BEST,
-    Best,
-    Unfinished,
-    checkpoints,
-    finish_checkpoint,
-    mark_best,
-    open_checkpoint,
-    read_best,
-    remove_old,
-    step_of,
-)
+from dhp.checkpoint.folder import Unfinished, finish_checkpoint, open_checkpoint
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.parts import model_name
-from dhp.config.resolve import LOSS
 from dhp.config.schema import Config
-from dhp.core.errors import CheckpointError
+from dhp.core.errors import CheckpointError, PartFailed
+from dhp.core.files import remove
+from dhp.core.reports import SavedShare, WrittenFile
 from dhp.data.sample.chat import read_template
 from dhp.models.pretrained import auxiliary_files
-from dhp.observe.metrics import EvalMetrics
 from dhp.step.stages import EngineProtocol
+from dhp.trainer.kept_checkpoints import KeptCheckpoints
 from dhp.trainer.session import DataPlan, Session
 
-
-class KeptCheckpoints:
-    """Takes each complete checkpoint and each evaluation, in the order in which they come."""
-
-    def __init__(self, config: Config, say: Callable[[str], None]):
-        self._parent, self._limit = Path(str(config.training.checkpoint_dir)), config.training.save_total_limit
-        self._metric, self._say = config.training.best_metric, say
-        self._best = None if self._metric is None else self._read(self._metric)
-
-    @property
-    def best(self) -> str | None:
-        """The best checkpoint so far, and its metric, in words; None where none is known."""
-        best = self._best
-        return None if best is None else f"step_{best.step}: {best.metric} {best.value:.4f}"
-
-    def finished(self, step: int) -> None:
-        """The checkpoint of `step` is complete. With a best one to be found, old ones go after its evaluation: the one
-        that would go may be the best."""
-        if self._metric is None:
-            self._remove()
-
-    def evaluated(self, found: Sequence[EvalMetrics]) -> None:
-        """The losses after a step, if any. Where it has a checkpoint and is better than the best, it is that now."""
-        if self._metric is None or not found:
-            return
-        step, value = found[0].step, _value(self._metric, found)
-        if value is not None and math.isfinite(value) and step in map(step_of, checkpoints(self._parent)):
-            if self._best is None or value < self._best.value:
-                self._best = Best(step, self._metric, value)
-                self._mark(self._best)
-            self._remove()
-
-    def _read(self, metric: str) -> Best | None:
-        try:
-            return read_best(self._parent, metric)
-        except CheckpointError as error:  # no reason to end a run: the checkpoints themselves are whole
-            self._say(f"warning: {error}; until then the best of the evaluations to come is the best")
-            return None
-
-    def _mark(self, best: Best) -> None:
-        try:
-            mark_best(self._parent, best)
-        except OSError as error:
-            self._say(f"warning: {self._parent / BEST} cannot be made to lead to step_{best.step}: {_reason(error)}")
-        else:
-            self._say(f"the best of the checkpoints so far is {self.best}")
-
-    def _remove(self) -> None:
-        if self._limit is None:
-            return
-        try:
-            remove_old(self._parent, self._limit, self._best)
-        except OSError as error:
-            self._say(
-                f"warning: an old checkpoint in {self._parent} cannot be removed: {_reason(error)}. "
-                "The run goes on; make room yourself"
-            )
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
-def _value(metric: str, found: Sequence[EvalMetrics]) -> float | None:
-    """The metric among an evaluation's lines, of which the last is about all datasets."""
-    name = metric.removeprefix(LOSS).removeprefix("/")
-    return next((one.loss for one in found if one.dataset == name), found[-1].loss)
+MINUTE_S = 60.0
 
 
 def saves_after(config: Config, step: int, plan: DataPlan) -> bool:
-    """Whether there is a checkpoint after `step` optimizer steps."""
+    """Whether there is a checkpoint after `step` optimizer steps, by the number of steps."""
     training = config.training
     on_the_way = training.save_steps is not None and step % training.save_steps == 0
     return on_the_way or step in plan.epoch_ends or (step == plan.steps and training.save_final)
@@ -108,54 +37,170 @@ def saves_after(config: Config, step: int, plan: DataPlan) -> bool:
 
 @dataclass(frozen=True)
 class Saving:
-    """A submitted checkpoint: the directory that ranks write into after `step` optimizer steps, and their calls."""
+    """A checkpoint that is being written.
+
+    begun: when, by `time.monotonic`. watched: the calls in which ranks copy what they hold."""
 
     step: int
     folder: Path
-    watched: list[Watched]
+    begun: float
+    watched: tuple[Watched, ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question to all ranks, by stage, whether they have written their shares; refs of `SavedShare`."""
+
+    saving: Saving
+    refs: Mapping[str, Sequence[Sequence[Any]]]
 
 
 class Saver:
-    """Checkpoints of one session. kept: which of them stay."""
+    """Checkpoints of one session, one at a time. kept: which of them stay."""
 
     def __init__(self, session: Session, say: Callable[[str], None], unfinished: Unfinished):
         """unfinished: checkpoints that are being written, to be removed if the run fails."""
         self._session, self._config, self._say, self._unfinished = session, session.config, say, unfinished
         self._parent = Path(str(session.config.training.checkpoint_dir))
         self._template = read_template(session.config.data.chat_template)
+        self._running: Saving | None = None
+        self._about: dict[str, Any] = {}
+        self._stall_s, self._failed = 0.0, ""
+        self._last = time.monotonic()
         self.kept = KeptCheckpoints(session.config, say)
+        self.newest: Path | None = None  # complete, of this session
 
-    def submit(self, step: int, plan: DataPlan) -> Saving | None:
-        """Ask each rank to write what it holds after `step` optimizer steps, if a checkpoint is due then.
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._running is not None
+
+    def has(self, step: int) -> bool:
+        """Whether there is a complete checkpoint after `step` steps, of this session."""
+        return self.newest is not None and self.newest.name == f"step_{step}"
+
+    def is_due(self, step: int, plan: DataPlan) -> bool:
+        """Whether there is to be a checkpoint after `step` optimizer steps, by their number or by the clock."""
+        return saves_after(self._config, step, plan) or self._is_time()
+
+    def begin(self, step: int) -> Saving | None:
+        """Let each rank copy what it holds after `step` optimizer steps, and begin to write it. None: it cannot be
+        written, which is said.
 
         The calls queue behind the step's own, so the next step may be submitted at once and still comes after them.
         """
-        return self._begin(step) if saves_after(self._config, step, plan) else None
+        return self._begin(step, self._config.training.save_in_background)
 
-    def save(self, step: int, plan: DataPlan, skipped: int) -> Path:
-        """Write a checkpoint after `step` optimizer steps, and wait for it; its path."""
-        return self.finish(self._begin(step), plan, skipped)
+    def require(self, step: int) -> None:
+        """Raise CheckpointError where the checkpoint of the last step could not be written."""
+        if self._failed and not self.has(step):
+            raise CheckpointError(f"training is done, and there is no checkpoint after step {step}: {self._failed}")
 
-    def _begin(self, step: int) -> Saving:
-        folder = self._unfinished.add(open_checkpoint(self._parent, step))
-        for stage in self._session.stages.values():
-            stage.group.execute_all_async(EngineProtocol.save, str(folder / stage.spec.part), returns=0)
-        return Saving(step, folder, self._session.take_watched())
+    def ask(self) -> Asked | None:
+        """Ask all ranks whether they have written; None where nothing is being written. The question queues behind what
+        was submitted before."""
+        if self._running is None:
+            return None
+        return Asked(self._running, self._question(self._running, wait=False))
 
-    def finish(self, saving: Saving, plan: DataPlan, skipped: int) -> Path:
-        """Once every rank has written, give the checkpoint its name; its path. skipped: samples so far."""
-        if saving.step == plan.steps:
-            self._say("saving the final checkpoint")
-        wait_all(saving.watched, self._config.cluster.step_timeout_s)
-        name = model_name(self._config)
-        about = {
+    def staged(self, saving: Saving, plan: DataPlan, skipped: int) -> None:
+        """Wait until each rank has its copies. skipped: samples so far, with those of the step that was saved. Raises
+        as `wait_all` does."""
+        begun = time.monotonic()
+        wait_all(saving.watched, self._config.training.save_timeout_s)
+        self._stall_s = time.monotonic() - begun
+        self._about = {
             "step": saving.step,
-            "model_name": name,
+            "model_name": model_name(self._config),
             "parts": list(self._session.graph.parts()),
             "skipped_samples": skipped,
             "settings": plan.kept,
             "data": self._session.data_state(saving.step),
         }
-        checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(name), self._template)
+
+    def look(self, asked: Asked | None) -> None:
+        """Take the answers to a question whose calls have worked; where all ranks are done, complete the checkpoint.
+        Raises PartFailed where one takes longer than training.save_timeout_s."""
+        if asked is None or asked.saving is not self._running:
+            return
+        shares = self._answers(asked)
+        waiting = [f"{part} rank {n}" for part, of in shares.items() for n, one in enumerate(of) if not one.done]
+        if not waiting:
+            self._complete(asked.saving, shares)
+        elif time.monotonic() - asked.saving.begun > self._config.training.save_timeout_s:
+            raise PartFailed(
+                f"{', '.join(waiting)} did not finish writing {asked.saving.folder} in training.save_timeout_s="
+                f"{self._config.training.save_timeout_s:g} s: is its disk away? Newer steps are lost; "
+                "training.resume=auto goes on from the checkpoint before"
+            )
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        if self._running is not None:
+            asked = Asked(self._running, self._question(self._running, wait=True))
+            wait_all(self._session.take_watched(), self._config.training.save_timeout_s)
+            self._complete(self._running, self._answers(asked))
+
+    def save(self, step: int, plan: DataPlan, skipped: int) -> Path:
+        """Write a checkpoint after `step` optimizer steps, and wait for it; its path. Raises CheckpointError where it
+        cannot be written."""
+        self.finish()
+        saving = self._begin(step, background=False)
+        if saving is not None:
+            self.staged(saving, plan, skipped)
+            self.finish()
+        if self.newest is None or not self.has(step):
+            raise CheckpointError(f"there is no checkpoint after step {step}: {self._failed}")
+        return self.newest
+
+    def _is_time(self) -> bool:
+        minutes = self._config.training.save_minutes
+        return minutes is not None and time.monotonic() - self._last >= minutes * MINUTE_S
+
+    def _begin(self, step: int, background: bool) -> Saving | None:
+        self._last = time.monotonic()
+        try:
+            folder = self._unfinished.add(open_checkpoint(self._parent, step))
+        except CheckpointError as error:
+            self._fail(step, str(error))
+            return None
+        for stage in self._session.stages.values():
+            stage.group.execute_all_async(EngineProtocol.save, str(folder / stage.spec.part), background, returns=0)
+        self._running = Saving(step, folder, self._last, tuple(self._session.take_watched()))
+        return self._running
+
+    def _question(self, saving: Saving, wait: bool) -> Mapping[str, Sequence[Sequence[Any]]]:
+        stages = self._session.stages
+        return {name: one.group.execute_all_async(EngineProtocol.saved, wait) for name, one in stages.items()}
+
+    def _answers(self, asked: Asked) -> dict[str, list[SavedShare]]:
+        values = self._session.values
+        return {name: values([ref for of_rank in of for ref in of_rank]) for name, of in asked.refs.items()}
+
+    def _complete(self, saving: Saving, shares: Mapping[str, Sequence[SavedShare]]) -> None:
+        """Make a checkpoint of what all ranks have written; or remove it, and say why, where one could not write."""
+        self._running = None
+        errors = dict.fromkeys(one.error for of in shares.values() for one in of if one.error is not None)
+        try:
+            if errors:
+                raise CheckpointError("; ".join(errors))
+            files = (file for name, of in shares.items() for file in self._named(name, of))
+            auxiliary = auxiliary_files(model_name(self._config))
+            self.newest = finish_checkpoint(saving.folder, self._about, auxiliary, self._template, files)
+        except CheckpointError as error:
+            remove(saving.folder)
+            self._fail(saving.step, str(error))
+        else:
+            took = time.monotonic() - saving.begun
+            self._say(f"step_{saving.step} is saved: {took:.1f} s, of which training waited {self._stall_s:.2f} s")
+            self.kept.finished(saving.step)
         self._unfinished.discard(saving.folder)
-        return checkpoint
+
+    def _named(self, stage: str, shares: Sequence[SavedShare]) -> list[WrittenFile]:
+        part = self._session.stages[stage].spec.part
+        return [replace(file, name=f"{part}/{file.name}") for one in shares for file in one.files]
+
+    def _fail(self, step: int, reason: str) -> None:
+        """A checkpoint that cannot be written ends no run: the ones before stay, and the next one may be possible."""
+        self._failed = reason
+        self._say(f"warning: there is no checkpoint after step {step}: {reason}. The run goes on")

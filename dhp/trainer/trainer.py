@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,38 +15,28 @@ from dhp.checkpoint.resume import Start, find_start
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.command_line import to_yaml
 from dhp.config.parts import parts as parts_of
-from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import make_run_dir, replaces_checkpoints, run_directory
 from dhp.config.schema import Config
 from dhp.core.batch import StepInfo
-from dhp.core.process import ending, ending_on_error, interruptible, say_line
+from dhp.core.process import asked_to_stop, deferring, ending, ending_on_error, interruptible, say_line
 from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
 from dhp.observe.summary import DataStall
-from dhp.step.schedule import make_schedule
 from dhp.step.step import StepRefs, train_step
 from dhp.trainer.evaluation import Evaluation, due, misses
-from dhp.trainer.forecast.planned import costs_ahead, expected, look_ahead
-from dhp.trainer.measured import SecondsOfParts
 from dhp.trainer.plan import plan_run
-from dhp.trainer.recompute import Recomputing, plans_any
+from dhp.trainer.ready import start_stages
 from dhp.trainer.reports import Refs as SpanRefs
 from dhp.trainer.reports import (
     Timing,
-    Tracing,
-    device_memory,
-    find_peak,
     make_loggers,
-    name_kernels,
     notes,
-    overlap_warning,
     step_metrics,
 )
 from dhp.trainer.resume import check_recipe, free_layout, recipe
-from dhp.trainer.saving import Saver, Saving, saves_after
+from dhp.trainer.saving import Asked, Saver, Saving
 from dhp.trainer.session import DataPlan, Session
-from dhp.trainer.settings import FULLEST_FIRST, kept_settings, measures, resume_line, world
-from dhp.trainer.table import table_of_training
+from dhp.trainer.settings import FULLEST_FIRST, kept_settings, resume_line, world
 
 SKIPPED_SHOWN = 20  # messages of skipped samples in one step
 STEPS_AHEAD = 1  # submitted beyond the one that runs: no rank waits for the run loop
@@ -63,13 +53,14 @@ class Spans:
 @dataclass(frozen=True)
 class Pending:
     """A submitted step. data_ready: when its data were there; watched: all of its calls; saving: what follows it;
-    spans: in a traced run."""
+    asked: whether an earlier checkpoint is written; spans: in a traced run."""
 
     step: int
     refs: StepRefs
     data_ready: float
     watched: list[Watched]
     saving: Saving | None
+    asked: Asked | None
     spans: Spans | None
 
 
@@ -129,26 +120,62 @@ class Trainer:
             self.recorder.say(f"nothing is left to train: training.max_steps or num_epochs give {plan.steps} steps")
             if not missed:
                 return
-        self._start_stages(plan, missed)
+        self.ready = start_stages(self.session, self.recorder, plan.steps)
+        if self.start.step < plan.steps:
+            self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
+        self.recorder.begin(plan.steps, missed)
         if missed:
             self.recorder.say(f"the evaluation after step {self.start.step} was not finished: it is made now")
             self._evaluate(self.start.step)
-        pending: deque[Pending] = deque()
-        self._last_end = time.perf_counter()
-        for step in range(self.start.step, plan.steps):
+        with deferring():
+            done = self._train()
+        if asked_to_stop():
+            self._save_interrupted(done)
+            raise KeyboardInterrupt
+
+    def _train(self) -> int:
+        """Train until the last step, or until a signal asks to stop; the steps that are done."""
+        plan, pending = self.plan, deque[Pending]()
+        self._last_end, step, saved = time.perf_counter(), self.start.step, False
+        while step < plan.steps and not asked_to_stop():
             reading = self.session.data.request(step)
             while pending and self._ends_before(pending[0], reading):
                 self._finish(pending.popleft())
-            pending.append(self._submit(step, reading))
+            submitted = self._submit(step, reading)
+            step += 1
+            if saved := self._saver.is_due(step, plan):
+                if self._saver.busy:  # one at a time
+                    self._finish_all(pending)
+                    self._saver.finish()
+                submitted = replace(submitted, saving=self._saver.begin(step))
+            pending.append(submitted)
             if len(pending) > STEPS_AHEAD:
                 self._finish(pending.popleft())
-            if due(self.config, step + 1, plan.steps, saves_after(self.config, step + 1, plan)):
-                while pending:
-                    self._finish(pending.popleft())
-                self._evaluate(step + 1)
+            if due(self.config, step, plan.steps, saved):
+                self._finish_all(pending)
+                self._evaluate(step)
+        self._finish_all(pending)
+        if step == plan.steps and self._saver.busy:
+            self.recorder.say("saving the final checkpoint")
+        self._saver.finish()
+        self._note_checkpoint()
+        if saved:
+            self._saver.require(step)
+        self._write_spans(self._submit_spans())  # of the last checkpoint
+        return step
+
+    def _save_interrupted(self, done: int) -> None:
+        """Save what was trained since the newest checkpoint, where the run saves at all."""
+        training = self.config.training
+        saves = training.save_final or training.save_steps or training.save_epochs or training.save_minutes
+        if saves and done > self.start.step and not self._saver.has(done):
+            self.recorder.say(f"interrupted after step {done}: saving it. Another signal ends the run at once")
+            self._saver.save(done, self.plan, self._skipped)
+            self._note_checkpoint()
+
+    def _finish_all(self, pending: deque[Pending]) -> None:
         while pending:
             self._finish(pending.popleft())
-        self._write_spans(self._submit_spans())  # of the final checkpoint
 
     def _open_data(self) -> DataPlan:
         session, start = self.session, self.start
@@ -183,43 +210,6 @@ class Trainer:
         if done % max(1, parts // 10) == 0:
             self.recorder.say(f"measuring the samples' lengths: {done * 100 // parts}%")
 
-    def _start_stages(self, plan: DataPlan, evaluates: bool) -> None:
-        config, session = self.config, self.session
-        *table, total = table_of_training(session.plan)
-        self.recorder.say("\n".join([total, *(f"{'':9}{line}" for line in table)]))
-        self.recorder.say(session.describe_loading())
-        session.start_stages(plan.steps)
-        warning = overlap_warning(config, self.graph, session.device)
-        for line in ([warning] if warning else []) + name_kernels(session.groups, config.cluster.start_timeout_s):
-            self.recorder.say(line)
-        self._peak, devices = find_peak(session.groups, config.cluster.start_timeout_s, self.recorder.say)
-        plans = plans_any(config, self.graph)
-        ahead = look_ahead(session, devices, costs=plans and config.memory.budget_gib is not None)
-        self.recorder.beside, lines = expected(ahead)
-        for line in lines:
-            self.recorder.say(line)
-        self.schedule = make_schedule(config.training.schedule, self.graph, micro_batches(config))
-        self.recomputing = None
-        if plans:
-            memory = None
-            if config.memory.budget_gib is None:
-                memory = device_memory(session.groups, config.cluster.start_timeout_s)
-            self.recomputing = Recomputing(
-                *(session.plan, session.stages, session.device, self.schedule, self.recorder.say, memory),
-                counted=costs_ahead(ahead),
-            )
-        self._seconds = None
-        if measures(config) and config.memory.cache_dir is not None:
-            self._seconds = SecondsOfParts(config, self.graph, session.plan.family, config.memory.cache_dir)
-        self.tracing = None
-        if config.training.trace:
-            traced = session.groups | {"data": session.data}
-            writer = self.recorder.open_trace({name: group.size for name, group in traced.items()})
-            self.tracing = Tracing(traced, writer, config.cluster.start_timeout_s)
-        if self.start.step < plan.steps:
-            self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
-        self.recorder.begin(plan.steps, evaluates)
-
     def _ends_before(self, pending: Pending, reading: list[Watched]) -> bool:
         """Wait for the data of the next step or the end of one that runs: whether the end came first."""
         return wait_all(pending.watched, self._timeout_s, until=reading[-1].ref)
@@ -228,47 +218,53 @@ class Trainer:
         wait_all(reading, self._timeout_s)
         data_ready = time.perf_counter()
         session = self.session
-        refs = train_step(session.stages, self.schedule, self.graph.ties, session.take_batch(step))
+        refs = train_step(session.stages, self.ready.schedule, self.graph.ties, session.take_batch(step))
+        asked = self._saver.ask()
         watched = session.take_watched()
         spans = self._submit_spans()
-        return Pending(step, refs, data_ready, watched, self._saver.submit(step + 1, self.plan), spans)
+        return Pending(step, refs, data_ready, watched, None, asked, spans)
 
     def _submit_spans(self) -> Spans | None:
-        if self.tracing is None:
+        if self.ready.tracing is None:
             return None
-        refs = self.tracing.submit()
+        refs = self.ready.tracing.submit()
         return Spans(refs, [*self.session.take_watched(), *self.session.data.take_watched()])
 
     def _finish(self, pending: Pending) -> None:
         wait_all(pending.watched, self._timeout_s)
         end = time.perf_counter()
         begun, self._last_end = self._last_end, end
-        timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self._peak)
+        timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self.ready.peak)
         info = self.session.info(pending.refs.info)
         self._tell_skipped(info)
         reports = {name: self.session.values(refs) for name, refs in pending.refs.reports.items()}
         metrics = step_metrics(info, reports, timing, self.session.stages, self._skipped)
         self._tell_once(notes(reports, metrics, timing))
         self.recorder.record(metrics)
-        if self.tracing is not None:
+        if self.ready.tracing is not None:
             with self.recorder.writing():
-                self.tracing.mark_step(metrics, begun, end)
+                self.ready.tracing.mark_step(metrics, begun, end)
         advice = self._data_stall.add(timing.step_s, timing.data_s, info.data_s, info.measure_s)
         if advice is not None:
             self.recorder.say(advice)
-        if self.recomputing is not None:
-            self.recomputing.learn(reports)
-        if self._seconds is not None:
-            self._seconds.learn(reports)
+        if self.ready.recomputing is not None:
+            self.ready.recomputing.learn(reports)
+        if self.ready.seconds is not None:
+            self.ready.seconds.learn(reports)
         self._write_spans(pending.spans)
+        self._saver.look(pending.asked)
         if pending.saving is not None:
-            self.recorder.checkpoint = self._saver.finish(pending.saving, self.plan, self._skipped)
-            self._saver.kept.finished(pending.saving.step)
-            self._last_end = time.perf_counter()  # writing is no part of the next step's time
+            self._saver.staged(pending.saving, self.plan, self._skipped)
+            self._last_end = time.perf_counter()  # copying is no part of the next step's time
+        self._note_checkpoint()
+
+    def _note_checkpoint(self) -> None:
+        self.recorder.checkpoint = self._saver.newest or self.recorder.checkpoint
 
     def _evaluate(self, step: int) -> None:
         """Measure the loss on other data; say which checkpoint is best, where it is to be said."""
         assert self._evaluation is not None
+        self._saver.finish()  # which checkpoint is best is known of complete ones
         found = self._evaluation.run(step)
         self.recorder.record_evaluation(found)
         self.recorder.record_answers(self._evaluation.answers(step))
@@ -295,8 +291,8 @@ class Trainer:
                 self._noted.add(note)
 
     def _write_spans(self, spans: Spans | None) -> None:
-        if spans is not None and self.tracing is not None:
+        if spans is not None and self.ready.tracing is not None:
             wait_all(spans.watched, self._timeout_s)  # a data worker may die that has no part in the step
             of_ranks = {name: self.session.values(refs) for name, refs in spans.refs.items()}
             with self.recorder.writing():
-                self.tracing.write(of_ranks)
+                self.ready.tracing.write(of_ranks)

@@ -10,8 +10,8 @@ import pytest
 
 from dhp.checkpoint.folder import find_checkpoint, finish_checkpoint, open_checkpoint
 from dhp.checkpoint.manifest import read_about
-from dhp.checkpoint.tensor_file import WrittenFile
 from dhp.core.errors import CheckpointError
+from dhp.core.reports import WrittenFile
 
 
 def write(parent: Path, step: int) -> Path:

@@ -88,7 +88,7 @@ def test_a_recipe_stays_unless_it_is_asked_to_change(tmp_path: Path) -> None:
 def test_parts_that_the_checkpoint_has_not_are_refused(tmp_path: Path) -> None:
     start = Start(tmp_path / "step_4", 4, parts=("vision", "text"))
     start.check({}, ["text", "vision"])
-    with pytest.raises(CheckpointError, match=r"parts was \['text', 'vision'\] and is \['text'\]. Reason: a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"parts was \['text', 'vision'\] and is \['text'\]. Reason: a check"):
         start.check({}, ["text"])
 
 

@@ -24,7 +24,7 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
 from dhp.core.graph import StageGraph, StageSpec, part_of
 from dhp.core.parameters import AdapterSettings, GroupRule, TrainingRules
-from dhp.core.reports import EvaluatedShare
+from dhp.core.reports import EvaluatedShare, SavedShare
 from dhp.core.state_forms import COMPENSATION
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
@@ -421,10 +421,18 @@ class Running:
         """Of every stage and rank."""
         return [group.execute_all("weights") for group in self.groups.values()]
 
-    def save(self, folder: Path) -> None:
-        """As a run does, by part."""
+    def save(self, folder: Path, background: bool = False) -> None:
+        """As a run does, by part. background: ranks go on while they write, until `await_saved`."""
         for spec in self.graph.stages:
-            self.groups[spec.name].execute_all("save", str(folder / spec.part))
+            self.groups[spec.name].execute_all("save", str(folder / spec.part), background)
+        if not background:
+            self.await_saved()
+
+    def await_saved(self) -> list[SavedShare]:
+        """What all ranks have written, once they have."""
+        shares = [one for group in self.groups.values() for one in group.execute_all("saved", True)]
+        assert not [one.error for one in shares if not one.done or one.error]
+        return shares
 
 
 def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Trained:

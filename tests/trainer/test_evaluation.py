@@ -22,8 +22,9 @@ from dhp.core.errors import ConfigError, DataError
 from dhp.data.sampling.sampler import BatchLayout, RandomSampler
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_metrics
 from dhp.trainer.evaluation import due, misses, of_evaluation
+from dhp.trainer.kept_checkpoints import KeptCheckpoints
 from dhp.trainer.preflight import prepare
-from dhp.trainer.saving import KeptCheckpoints, saves_after
+from dhp.trainer.saving import saves_after
 from dhp.trainer.session import DataPlan, Session
 from dhp.trainer.settings import feed_settings
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
@@ -147,8 +148,8 @@ def test_what_the_disk_refuses_is_told_and_ends_nothing(tmp_path: Path, monkeypa
     def refuse(*_: object) -> None:
         raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("dhp.trainer.saving.mark_best", refuse)
-    monkeypatch.setattr("dhp.trainer.saving.remove_old", refuse)
+    monkeypatch.setattr("dhp.trainer.kept_checkpoints.mark_best", refuse)
+    monkeypatch.setattr("dhp.trainer.kept_checkpoints.remove_old", refuse)
     told: list[str] = []
     asked = [f"training.checkpoint_dir={tmp_path}", "training.save_total_limit=1", "training.best_metric=eval_loss"]
     of_run = KeptCheckpoints(config_of(*asked), told.append)

@@ -42,8 +42,8 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> Tensor:
 
 
 def read_step(source: StateSource) -> Tensor:
-    """The number of optimizer steps in a checkpoint. Raises CheckpointError where it is 0 beside moments, which would be
-    dropped."""
+    """The number of optimizer steps in a checkpoint. Raises CheckpointError where it is 0 beside moments, which would
+    be dropped."""
     step = source.whole(STEP)
     if not step and any(name.endswith(MOMENTS) for name in source.names):
         raise CheckpointError("the optimizer's states say that it took no step, and there are moments of its steps")

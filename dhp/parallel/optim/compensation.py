@@ -32,8 +32,8 @@ def join_master(weight: Tensor, compensation: Tensor) -> Tensor:
 
 
 def saved_master(name: str, weight: Tensor, saved: Collection[str], read: Callable[[str], Tensor]) -> Tensor:
-    """The master weight of a parameter in a checkpoint of any form: saved itself, or as a compensation of the weight, or
-    the weight, which is not rounded where the checkpoint has neither.
+    """The master weight of a parameter in a checkpoint of any form: saved itself, or as a compensation of the weight,
+    or the weight, which is not rounded where the checkpoint has neither.
 
     weight: of the same checkpoint, in any format. saved: names of all that is in it. read: returns what has a name.
     """
