@@ -35,20 +35,22 @@ class ShareSaver:
         self._number, self._rank, self._writes = number, rank, writes
         self._buffers, self._only = buffers, only
         self._behind = BackgroundWriter(pinned)
-        self._saved = SavedShare(done=True)
+        self._saved: SavedShare | None = SavedShare(done=True)  # None: what is behind says it
 
     def save(self, optimizer: StageOptimizer, folder: Path, background: bool) -> None:
         """Write below the part's `folder`. background: copy it, and write the copies while the rank goes on."""
-        self._saved = self.saved(wait=True)  # of a checkpoint before
+        self._behind.take(wait=True)  # a checkpoint before
         if background:
+            self._saved = None
             self._behind.begin(self._staged(optimizer, folder, self._behind.keep))
         else:
             self._saved = run_write(lambda: self._staged(optimizer, folder, None)())
 
     def saved(self, wait: bool) -> SavedShare:
         """What the last `save` has written. wait: until all of it is on the disk."""
-        found = self._behind.take(wait)
-        return found if found is not None else self._saved
+        found = self._behind.take(wait) if self._saved is None else self._saved
+        assert found is not None  # something was begun
+        return found
 
     def _staged(self, optimizer: StageOptimizer, folder: Path, keep: Callable[[str, Tensor], Tensor] | None) -> Write:
         """What writes the share. keep: copies its tensors now; None: they are written as they are met."""

@@ -20,7 +20,7 @@ from dhp.trainer.activations import Activations, expected_activations
 from dhp.trainer.chain import Model, is_joint, part_cuts
 from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_lines
 from dhp.trainer.forecast.verdict import verdict
-from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
+from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, copied_bytes, footprint, rank_bytes
 from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import missing_data
@@ -63,6 +63,11 @@ def dry_run(config: Config) -> str:
         f"a step         {training.batch_size} samples = {DECODER}.data {decoder(config).data} × micro_batch_size "
         f"{training.micro_batch_size} × {micro_batches(config)} micro-batches"
     )
+    if training.save_in_background:
+        sections = parts(config)
+        kept = {one.name: copied_bytes(sections[one.part], one, shapes[one.name]) for one in graph.stages}
+        each = ", ".join(f"{gigabytes(held)} a {name} rank" for name, held in kept.items())
+        lines.append(f"checkpoints    copied to host memory and written behind steps: {each} at most")
     if config.data.fullest_first:
         lines.append(f"data           {FULLEST_FIRST}")
     missing = missing_data(config)

@@ -112,6 +112,22 @@ def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankByte
     return RankBytes(weights, int(held * trained), int(optimizer * share * trained), host)
 
 
+def copied_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> int:
+    """Bytes of host memory in which the rank of a stage that writes most keeps copies of what it saves: the weights,
+    whole where no rank has a range of them, and its share of the optimizer's states."""
+    whole, zero = shape.per_rank, part.zero_stage
+    share = -(-whole // stage.degrees.shards) if zero else whole
+    ranges = zero == 3 or (zero > 0 and part.zero_engine == FSDP)
+    weights = _value_bytes(part) * (share if ranges else whole)
+    if not stage.trains:
+        return weights
+    pieces = _piece_bytes(part)
+    copy = pieces.get(MASTER, pieces.get(COMPENSATION, _value_bytes(part) if zero and part.zero_engine != FSDP else 0))
+    trained = 1.0 if shape.trained is None else shape.trained / max(whole, 1)
+    adapted = trained if shape.trained is not None and part.lora.rank else 1.0  # adapters alone are saved
+    return int(weights * adapted + (copy + sum(pieces[moment] for moment in MOMENTS)) * share * trained)
+
+
 def _value_bytes(part: PartConfig) -> int:
     if part.dtype not in VALUE_BYTES:
         raise ConfigError(f"dtype={part.dtype}: a dry run knows {' and '.join(VALUE_BYTES)} only; choose one")

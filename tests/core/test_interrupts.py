@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp.core.process import end, interruptible, was_interrupted
+from dhp.core.process import asked_to_stop, deferring, end, interruptible, was_interrupted
 from tests.helpers.runs import LIMIT_S, ROOT, processes_of, tiny, train
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
@@ -44,6 +44,22 @@ def test_a_run_is_left_by_keyboard_interrupt_and_its_end_by_nothing(number: sign
         end()
         send(number)
     assert [signal.getsignal(n) for n in BOTH] == before
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_while_training_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> None:
+    with interruptible():
+        with deferring():
+            assert not asked_to_stop()
+            send(number)
+            assert asked_to_stop() and was_interrupted()
+            with pytest.raises(KeyboardInterrupt):
+                send(number)
+        assert asked_to_stop()
+        with pytest.raises(KeyboardInterrupt):
+            send(number)
+    with interruptible(), deferring():
+        assert not asked_to_stop()  # another run's
 
 
 def test_an_alarm_that_ray_set_is_called_off() -> None:

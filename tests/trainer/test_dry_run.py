@@ -59,7 +59,8 @@ def test_a_dry_run_names_the_form_of_a_part_that_has_another(tmp_path: Path) -> 
     assert line.split()[-6:] == ["0.000", "MB", "8.2", "GB", "16.4", "GB"]  # 4 and 8 bytes of 32.8 B over 16 ranks
     (row,) = (line for line in printed.splitlines() if line.startswith("text ") and "[" in line)
     assert row.split()[1:] == ["393.2", "GB", "-", "90.1", "GB", "[24.6", "GB]"]
-    assert "host memory" not in printed
+    assert "of moments a" not in printed
+    assert "written behind steps: 1.9 GB a vision rank, 16.4 GB a text rank at most" in printed  # 8 of these bytes
     elsewhere = dry_run(prepared("qwen2_5_vl_32b", *asked, "text.host_moments=true"))
     assert "\nhost memory    8.2 GB of moments a text rank\n" in elsewhere  # 4 bytes of 32.8 B over 16 ranks
 

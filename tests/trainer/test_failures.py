@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from dhp.checkpoint.manifest import check_checkpoint
 from tests.helpers.runs import ONE_ACTOR_EACH, processes_of, tiny, train, wait_for_steps
 
 FOUR = ["training.batch_size=4", "training.micro_batch_size=2", "training.max_steps=2", "data.shuffle=false"]
@@ -98,7 +99,9 @@ def test_an_interrupted_run_says_so_and_nothing_that_a_second_one_did_in_its_dir
 
     outcome = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000", *layout), meanwhile=interrupt, own_ray=True)
     assert outcome.status == 130, outcome.stderr
-    assert "resume         there is no checkpoint of this run yet" in outcome.stdout
+    done = summary(run_dir)["steps"]
+    assert [one.name for one in (run_dir / "checkpoints").iterdir()] == [f"step_{done}"]  # what was trained is saved
+    check_checkpoint(run_dir / "checkpoints" / f"step_{done}")
     assert "stay in" not in outcome.stderr  # Ray's folder is gone
     for log in (run_dir / "logs").glob("*.log"):
         assert "Warning" not in log.read_text()

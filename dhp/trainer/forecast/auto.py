@@ -20,7 +20,7 @@ from dhp.core.errors import ConfigError
 from dhp.models.family import VISION
 from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.explain import equations
-from dhp.trainer.forecast.freed import RECOMPUTE, Held, find_held, put, searched_keys, with_settings
+from dhp.trainer.forecast.freed import RECOMPUTE, ROWS, Held, find_held, put, searched_keys, with_settings
 from dhp.trainer.forecast.run_devices import machine_ahead
 from dhp.trainer.forecast.sample_source import assumed_equal, equal_samples, measured_table, why_not_measured
 from dhp.trainer.forecast.samples import Samples
@@ -45,15 +45,17 @@ def plan_layout(
     """
     held = find_held(config, job_overrides() if overrides is None else overrides)
     recorded = _recorded(config)
-    if recorded is not None:
+    of_run = None if recorded is None else read_recorded(recorded)
+    other = [] if of_run is None else _others(config, held, of_run)
+    if of_run is not None and not other:
         say(f"layout={config.layout}: that of the run that is resumed, by {recorded}")
-        of_run = read_recorded(recorded)
-        _check_kept(config, held, of_run)
-        settings = _settings_of(of_run, held)
-    else:
-        best = _plan(config, held, say, new_run)
-        settings = with_settings(config, held, best.settings)
-    return replace(put(config, settings), layout=GIVEN)
+        return replace(put(config, _settings_of(of_run, held)), layout=GIVEN)
+    if of_run is not None:  # its checkpoint is read in any layout, with its rows
+        say(f"layout={config.layout}: planned anew, as {'; '.join(other)}")
+        config = replace(config, training=replace(config.training, micro_batch_size=of_run.training.micro_batch_size))
+        held, new_run = replace(held, keys=tuple(dict.fromkeys([*held.keys, ROWS]))), False
+    best = _plan(config, held, say, new_run)
+    return replace(put(config, with_settings(config, held, best.settings)), layout=GIVEN)
 
 
 def _recorded(config: Config) -> Path | None:
@@ -93,17 +95,19 @@ def _settings_of(recorded: Config, held: Held) -> dict[str, Any]:
     return values
 
 
-def _check_kept(config: Config, held: Held, recorded: Config) -> None:
-    """Raises ConfigError for a key that is set otherwise than the run that is resumed had it."""
+def _others(config: Config, held: Held, recorded: Config) -> list[str]:
+    """What is set otherwise than the run that is resumed had it, in words."""
+    found = []
     both = parts(config).keys() & parts(recorded).keys()
     for name, part in ((one, parts(config)[one]) for one in sorted(both)):
         for key in sorted(held.of(name) - {RECOMPUTE}):
             mine, theirs = getattr(part, key), getattr(parts(recorded)[name], key)
             if mine not in (None, "auto", theirs):
-                raise ConfigError(
-                    f"{name}.{key}={mine} is set, and the run that is resumed has {name}.{key}={theirs}: a checkpoint "
-                    "is resumed in the layout that it was saved in. Leave the key out, or begin another run"
-                )
+                found.append(f"{name}.{key}={mine} is set, and the run that is resumed has {name}.{key}={theirs}")
+    mine, theirs = config.cluster.devices, recorded.cluster.devices
+    if mine is not None and mine != theirs:
+        found.append(f"cluster.devices={mine} is set, and the run that is resumed has cluster.devices={theirs}")
+    return found
 
 
 def _plan(config: Config, held: Held, say: Callable[[str], None], new_run: bool) -> Candidate:

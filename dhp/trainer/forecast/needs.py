@@ -64,6 +64,7 @@ def needs_of(one: Candidate, counted: Counted, machine: Machine, samples: float)
     batch = AHEAD * pixels * 3 * 4
     host = (processes * PROCESS_BYTES + moments) / nodes + readers * READER_BYTES + batch + handed
     saved = checkpoint_bytes(one.plan, counted)
+    host += saved / nodes if one.plan.config.training.save_in_background else 0  # copies that are written behind steps
     save_s = saved / (SAVED_BYTES_S * nodes)
     failure_s = FAILURE_HOURS * 3600 / machine.count
     return Needs(readers, host, handed, saved, save_s, sqrt(2 * save_s * failure_s), failure_s)

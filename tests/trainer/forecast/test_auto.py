@@ -109,8 +109,13 @@ def test_a_resumed_run_keeps_its_layout(monkeypatch: pytest.MonkeyPatch, tiny_as
     prepare(config, new_run=False)
     elsewhere = ["layout=free", f"training.resume={tmp_path / 'run'}", f"run_dir={tmp_path / 'next'}"]
     assert planned(monkeypatch, tiny_assets, *elsewhere)[0].text.ulysses == 2
-    with pytest.raises(ConfigError, match="text.tensor=2 is set, and the run that is resumed has text.tensor=1"):
-        planned(monkeypatch, tiny_assets, *resumed, "text.tensor=2")
+    other, said = planned(monkeypatch, tiny_assets, *resumed, "text.tensor=2")  # its checkpoint is read in any layout
+    assert said[0].endswith("planned anew, as text.tensor=2 is set, and the run that is resumed has text.tensor=1")
+    assert (other.text.tensor, other.training.micro_batch_size) == (2, 1)
+    prepare(other, new_run=False)
+    fewer, said = planned(monkeypatch, tiny_assets, *resumed, "cluster.devices=1", devices=machine(1))
+    assert "planned anew, as cluster.devices=1 is set, and the run that is resumed has cluster.devices=None" in said[0]
+    assert (fewer.text.num_actors, fewer.vision.num_actors, fewer.training.micro_batch_size) == (1, 1, 1)
     fresh = planned(monkeypatch, tiny_assets, "layout=free", f"run_dir={tmp_path / 'new'}", "training.resume=auto")
     assert any("planning for" in line for line in fresh[1])  # there is nothing to continue
 
