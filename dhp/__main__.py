@@ -20,7 +20,8 @@ COMMANDS = {
     "generate": "--config-name=NAME checkpoint=RUN_OR_MODEL prompt=TEXT images=[…] videos=[…] out=FILE.json: an answer",
     "inspect": "batch --config-name=NAME step=K out=FILE.safetensors: the tensors of a step as the model gets them\n"
     f"{'':11}sample --config-name=NAME index=K: its prompt, what of it is learned, lengths, pictures\n"
-    f"{'':11}data --config-name=NAME: counts, lengths, defects, and the balancing methods side by side",
+    f"{'':11}data --config-name=NAME: counts, lengths, defects, and the balancing methods side by side\n"
+    f"{'':11}checkpoint RUN_OR_CHECKPOINT [--verify]: what it holds, and whether every byte is as it was written",
     "plan": "--config-name=NAME [devices=8x8 device=h100]: the fastest layouts that fit, and why others lose, offline",
 }
 

@@ -72,6 +72,13 @@ class ShardReader:
         self._require_room(name, shape)
         return self.block(name, (0,) * len(shape), shape)
 
+    def stored(self, name: str) -> Tensor | None:
+        """The whole tensor, mapped from the file that has all of it, its values compared with their checksum; None: its
+        pieces are in several places."""
+        all_of_it = whole(self.shape(name))
+        found = [piece for piece in self._pieces_of(name) if piece.blocks == (all_of_it,)]
+        return self._read_whole(name, found[0]).view(all_of_it.shape) if len(found) == 1 else None
+
     def like(self, name: str, held: Tensor) -> Tensor:
         """This rank's share of the tensor if it is laid out as `held`: a slice for a DTensor, else all of it.
 

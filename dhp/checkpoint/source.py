@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dhp.checkpoint.shard_reader import ShardReader
+from dhp.checkpoint.tensor_file import write_tensors
 from dhp.core.errors import CheckpointError
 from dhp.core.state import StateSource
 
@@ -44,6 +46,35 @@ def load_shards(weights: Mapping[str, Tensor], folder: Path) -> None:
         for name, weight in weights.items():
             local = weight.to_local() if isinstance(weight, DTensor) else weight
             local.copy_(reader.like(name, weight))
+
+
+def mapped_shards(folder: Path, beside: Path, most: int = 1 << 30) -> Mapping[str, Tensor]:
+    """The whole tensors of a part by name, in files that are mapped, so that they take memory only as far as there is
+    some to spare: the checkpoint's own, and of those that several ranks had pieces of new ones below `beside`.
+
+    most: bytes that are put together in memory at a time, or one tensor's. Raises CheckpointError as `read_shards`.
+    """
+    reader, found = open_source(folder), dict[str, Tensor]()
+    waiting: dict[str, Tensor] = {}
+
+    def write() -> None:
+        file = beside / f"{folder.name}_{len(found)}.safetensors"
+        write_tensors(waiting, file)
+        with safe_open(file, framework="pt") as opened:
+            found.update({name: opened.get_tensor(name) for name in waiting})
+        waiting.clear()
+
+    for name in reader.names:
+        stored = reader.stored(name)
+        if stored is not None:
+            found[name] = stored
+            continue
+        waiting[name] = reader.whole(name)
+        if sum(tensor.nbytes for tensor in waiting.values()) >= most:
+            write()
+    if waiting:
+        write()
+    return {name: found[name] for name in reader.names}
 
 
 def read_shards(folder: Path) -> Mapping[str, Tensor]:

@@ -14,6 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from dhp.checkpoint.checksum import join
 from dhp.checkpoint.files import NO_SYNC
 from dhp.core.reports import WrittenFile
 
@@ -58,9 +59,9 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> tuple[WrittenFil
             values = _bytes(tensors[name])
             for begin in range(0, len(values), _CHUNK):
                 chunk = values[begin : begin + _CHUNK]
-                own, checksum = crc32(chunk, own), crc32(chunk, checksum)
+                own = crc32(chunk, own)
                 _write(opened.fileno(), chunk)
-            sums[name] = own
+            sums[name], checksum = own, join(checksum, own, len(values))
         try:
             os.fsync(opened.fileno())
         except OSError as error:

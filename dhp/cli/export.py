@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dhp.checkpoint.folder import find_checkpoint
+from dhp.checkpoint.manifest import read_about
 from dhp.core.errors import ConfigError
 from dhp.trainer.export import adapters_in, export_whole, read_parts
 
@@ -22,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--base", help="the model that adapters were trained beside, if it lies elsewhere now")
     given = parser.parse_args(arguments)
     checkpoint = find_checkpoint(given.checkpoint)
-    about, weights = read_parts(checkpoint)
+    about = read_about(checkpoint, ("step", "parts", "settings"))
     adapters = adapters_in(about)
     if not adapters and (given.adapter or given.base is not None):
         raise ConfigError(
@@ -34,6 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     from dhp.models.lora_export import save_adapter
 
     base = given.base or about["model_name"]
-    count = save_adapter(base, weights, adapters, given.out_dir)
+    with TemporaryDirectory() as beside:
+        _, weights = read_parts(checkpoint, Path(beside))
+        count = save_adapter(base, weights, adapters, given.out_dir)
     print(f"{given.out_dir}: an adapter of {count} tensors of step {about['step']}, beside {base}")
     return 0

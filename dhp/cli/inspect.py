@@ -12,6 +12,7 @@ from pathlib import Path
 from dhp.batch.build import make_reader
 from dhp.checkpoint.shard_writer import save_tensors
 from dhp.cli.common import add_configuration, make_parser
+from dhp.cli.inspect_checkpoint import main as inspect_checkpoint
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
@@ -41,7 +42,11 @@ def main(arguments: Sequence[str]) -> int:
     inspect sample: print the prompt of sample index=K (from 0, in the order of data.datasets) with its learned tokens
     marked, placeholders counted and lengths by modality. out=FILE.html (default: inspect_sample/K.html in run_dir) gets
     the same with the pictures as the model sees them.
+
+    inspect checkpoint PATH [--verify]: what a checkpoint holds, and whether it is sound.
     """
+    if arguments[:1] == ["checkpoint"]:
+        return inspect_checkpoint(arguments[1:])
     parser = make_parser("inspect", main.__doc__)
     parser.add_argument("what", choices=list(_OWN))
     add_configuration(parser, "FILE.yaml, own keys, overrides")

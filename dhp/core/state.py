@@ -34,6 +34,9 @@ class StateSource(Protocol):
     def whole(self, name: str) -> Tensor:
         """All of a tensor."""
 
+    def stored(self, name: str) -> Tensor | None:
+        """All of a tensor as it lies in one file, mapped; None: several pieces make it."""
+
     def like(self, name: str, held: Tensor) -> Tensor:
         """This rank's share of a tensor laid out as `held`."""
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch import Tensor
+
 from dhp.checkpoint.manifest import MODEL, read_about
-from dhp.checkpoint.source import read_shards
+from dhp.checkpoint.source import mapped_shards
 from dhp.core.errors import CheckpointError
 from dhp.core.parameters import AdapterSettings
 from dhp.models.export import save_whole
@@ -19,23 +22,25 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> st
 
     base: the model that adapters were trained with, if it is elsewhere now. Raises CheckpointError, ModelError.
     """
-    about, weights = read_parts(checkpoint)
-    adapters = adapters_in(about)
-    source = f"of step {about['step']}, from {checkpoint}"
-    if adapters:
-        from dhp.models.lora_export import merge  # which imports peft
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as beside:
+        about, weights = read_parts(checkpoint, Path(beside))
+        adapters = adapters_in(about)
+        source = f"of step {about['step']}, from {checkpoint}"
+        if adapters:
+            from dhp.models.lora_export import merge  # which imports peft
 
-        weights = merge(base or str(about.get("model_name")), weights, adapters)
-        source = f"with the adapters of step {about['step']} in them, from {checkpoint}"
-    save_whole(checkpoint / MODEL, weights, out_dir)
-    return f"{out_dir}: {len(weights)} weights {source}"
+            weights = merge(base or str(about.get("model_name")), weights, adapters)
+            source = f"with the adapters of step {about['step']} in them, from {checkpoint}"
+        save_whole(checkpoint / MODEL, weights, out_dir)
+        return f"{out_dir}: {len(weights)} weights {source}"
 
 
-def read_parts(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint's description, and its weights by name."""
+def read_parts(checkpoint: Path, beside: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A checkpoint's description, and its weights by name, mapped from its files or from new ones in `beside`."""
     about = read_about(checkpoint, ("step", "parts", "settings"))
-    weights = {name: tensor for part in about["parts"] for name, tensor in read_shards(checkpoint / part).items()}
-    return about, weights
+    folders = [checkpoint / part for part in about["parts"]]
+    return about, {name: tensor for folder in folders for name, tensor in mapped_shards(folder, beside).items()}
 
 
 def adapters_in(about: Mapping[str, Any]) -> dict[str, AdapterSettings]:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from dhp.checkpoint import source
 from dhp.checkpoint.shard_reader import ShardReader
-from dhp.checkpoint.shard_writer import save_shards
-from dhp.checkpoint.source import load_shards, open_source, read_shards
+from dhp.checkpoint.shard_writer import ShardWriter, save_shards
+from dhp.checkpoint.source import load_shards, mapped_shards, open_source, read_shards
 from dhp.core.errors import CheckpointError
+from tests.helpers.ranks import run_on_ranks
 
 
 class OneFile:
@@ -55,3 +56,30 @@ def test_another_form_is_another_reader(tmp_path: Path, monkeypatch: pytest.Monk
     held = {"a": torch.zeros(4)}
     load_shards(held, tmp_path)
     assert held["a"].tolist() == [0.0, 1.0, 2.0, 3.0] == read_shards(tmp_path)["a"].tolist()
+
+
+def _anonymous(folder: Path, beside: Path) -> int:
+    """Bytes of memory that no file stands behind, before and after the tensors were put together."""
+    read = lambda: next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("RssAnon")) << 10
+    before = read()
+    found = mapped_shards(folder, beside, most=8 << 20)
+    after = read()
+    assert sum(tensor.nbytes for tensor in found.values()) == 8 * (8 << 20)
+    return after - before
+
+
+def test_tensors_are_mapped_not_held(tmp_path: Path) -> None:
+    """Of two ranks' pieces new files are made; what one rank has whole is read where it lies."""
+    (tmp_path / "beside").mkdir()
+    for rank in range(2):
+        writer = ShardWriter(tmp_path / "text", rank)
+        for number in range(4):
+            half = torch.arange(float(1 << 20)) + (rank << 20) + number
+            writer.add_flat(f"cut.{number}", half, rank << 20, (2, 1 << 20))
+            writer.add(f"whole.{number}", torch.full((1 << 21,), float(number)))
+        writer.write()
+    [grown] = run_on_ranks(_anonymous, 1, tmp_path / "text", tmp_path / "beside")
+    assert grown < 40 << 20  # of 64 MiB; 8 at a time, and what the libraries take
+    found = mapped_shards(tmp_path / "text", tmp_path / "beside")
+    expected = read_shards(tmp_path / "text")
+    assert list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
