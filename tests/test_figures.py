@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.figures import ROOT, Sentences, missing, one, rows, short, span
 
 INDEX, PERFORMANCE, LONG = "experiments/EXPERIMENTS.md", "docs/performance.md", "docs/long-context.md"
+CHECKPOINTS = "docs/checkpoints.md"
 
 # Experiments whose figures have no rows, and what the index says of them.
 WITHOUT_ROWS = {
@@ -55,6 +56,18 @@ def families() -> Sentences:
     mixed, even = rows("families_speed"), rows("families_speed_even")
     yield INDEX, f"{span([row['ratio'] for row in mixed])} × the plain loop's ({len(mixed)} models"
     yield INDEX, f"{span([row['ratio'] for row in even])} × with samples of one length"
+
+
+def checkpoint() -> Sentences:
+    saved, loads = one("checkpoint", kind="save"), rows("checkpoint", kind="load")
+    yield INDEX, f"{saved['dhp_background_stall_s']:.3f} s for {saved['mb']} MB; beside torch's asynchronous one"
+    yield INDEX, f"it waits {saved['stall_ratio']:.2f} × as long"
+    yield INDEX, f"is written in {saved['background_done_ratio']:.2f} × the time"
+    yield INDEX, f"synchronous {saved['done_ratio']:.2f} ×"
+    yield INDEX, f"another layout is read in {span([row['ratio'] for row in loads])} × the time"
+    own = f"For {saved['mb']} MB a rank training waits {saved['dhp_background_stall_s']:.3f} s"
+    yield CHECKPOINTS, f"{own}, and the files are on the disk after {saved['dhp_background_done_s']:.2f} s"
+    yield CHECKPOINTS, f"takes {saved['torch_async_stall_s']:.3f} s and {saved['torch_async_done_s']:.2f} s"
 
 
 def compile_() -> Sentences:
@@ -357,7 +370,7 @@ def make_train() -> Sentences:
 HELD: list[Callable[[], Sentences]] = [
     overhead, families, compile_, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts,
     long_context, longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline,
-    partition_search, partition, published, plan_accuracy, make_train,
+    partition_search, partition, published, plan_accuracy, checkpoint, make_train,
 ]  # fmt: skip
 
 

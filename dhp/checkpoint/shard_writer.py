@@ -1,8 +1,8 @@
 """Writes the tensors of a part as its ranks hold them: safetensors files of each rank, and beside each a JSON file
 that says of every piece which elements of which whole tensor it is, in which number format, and its checksum.
 
-These extents, not names of layouts, are the form's contract: whoever can read them puts any pieces together. Nothing
-is pickled, and no rank waits for another to write.
+These extents, not names of layouts, are the form's contract: a reader of them puts any pieces together. Nothing is
+pickled, and no rank waits for another to write.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch import Tensor
-
 from dhp.checkpoint.manifest import MODEL, read_about
 from dhp.checkpoint.source import mapped_shards
 from dhp.core.errors import CheckpointError
@@ -36,7 +34,7 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> st
         return f"{out_dir}: {len(weights)} weights {source}"
 
 
-def read_parts(checkpoint: Path, beside: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_parts(checkpoint: Path, beside: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """A checkpoint's description, and its weights by name, mapped from its files or from new ones in `beside`."""
     about = read_about(checkpoint, ("step", "parts", "settings"))
     folders = [checkpoint / part for part in about["parts"]]

@@ -145,7 +145,7 @@ def _train(setting: Setting, layout: Layout, dtype: str) -> Trained:
             losses.append(sum(report.loss for report in reports[last.name][:: last.degrees.tensor]))
             norms.append(max(report.grad_norm for of_stage in reports.values() for report in of_stage))
         for spec in graph.stages:
-            groups[spec.name].execute_all_async("save", str(Path(folder) / spec.part))
+            groups[spec.name].execute_all_async("save", str(Path(folder) / spec.part), False)
         ends = {name: one for part in (VISION, TEXT) for name, one in _masters(Path(folder) / part).items()}
     return Trained(losses, norms, {}, ends)
 
