@@ -98,7 +98,7 @@ class BatchReader:
     def state(self, step: int) -> dict[str, Any]:
         """State of the data's order for a checkpoint after `step` steps; left_out: samples that were found
         defective."""
-        state = {"step": step, "order": self._source.sampler.order(step)}
+        state = self._source.sampler.state(step)
         return state if self.measured is None else state | {"left_out": self.measured.left_out()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -111,7 +111,11 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint: plain values."""
-        return {"step": self.position, "order": self.order(self.position)}
+        return self.state(self.position)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The state after so many steps, which `load_state_dict` takes."""
+        return {"step": step, "order": self.order(step)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another sampler stopped, also one with another number of replicas: no sample is lost or seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -14,6 +15,7 @@ from dhp.data.balance.methods import isf
 from dhp.data.balance.packs import Limits, Loads
 from dhp.data.sampling.balanced_sampler import BalancedSampler
 from dhp.data.sampling.sampler import BalanceSettings, BatchLayout, RandomSampler, Sampler, StepBatch, epoch_order
+from dhp.data.sampling.window_plan import WindowPlanner
 
 METHODS = ("length_group", "device_group", "isf", "balanced")
 LAYOUT = BatchLayout(replicas=2, micro_batches=3, micro_batch_size=4)
@@ -180,22 +182,53 @@ def test_a_window_is_measured_while_the_one_before_it_is_trained_on() -> None:
     assert set(np.concatenate(dataset.asked).tolist()) <= set(order[:720].tolist())
 
 
-@pytest.mark.parametrize("number", [5, 300])  # in the first window, in the second; the checkpoint is in the third
-def test_lengths_that_changed_in_any_window_seen_are_noticed(number: int) -> None:
+def test_lengths_that_changed_in_the_window_it_is_in_are_noticed() -> None:
     """Such a run would lose samples and repeat others."""
     dataset, other = made(), made()
     source = sampler(dataset, "balanced", window=240)
-    early = [next(source) for _ in range(3)] and source.state_dict()
-    late = [next(source) for _ in range(20)] and source.state_dict()
-    assert (early["step"], late["step"]) == (3, 23)
-    other.text[epoch_order(1003, 7, 0, True)[number]] += 1
-    if number > 240:
-        sampler(other, "balanced", window=240).load_state_dict(early)
+    late = [next(source) for _ in range(23)] and source.state_dict()
+    other.text[epoch_order(1003, 7, 0, True)[600]] += 1
     with pytest.raises(DataError, match="checksum of the lengths was .* .images, the tokenizer or what decides"):
         sampler(other, "balanced", window=240).load_state_dict(late)
-    again = sampler(dataset, "balanced", window=240)
+
+
+@pytest.mark.parametrize("number", [5, 300])  # in the first window, in the second; the checkpoint is in the third
+def test_lengths_that_changed_in_windows_that_were_seen_change_nothing(number: int) -> None:
+    dataset, other = made(), made()
+    source = sampler(dataset, "balanced", window=240)
+    late = [next(source) for _ in range(23)] and source.state_dict()
+    other.text[epoch_order(1003, 7, 0, True)[number]] += 1
+    again = sampler(other, "balanced", window=240)
     again.load_state_dict(late)
-    assert seen(next(again)) == seen(source.batch(23))
+    assert [rows(next(again)) for _ in range(17)] == [rows(source.batch(step)) for step in range(23, 40)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bad", [(), (3, 500, 501, 1002)])
+@pytest.mark.parametrize("stop", [1, 12, 23, 43, 60])  # the last two in the second epoch
+def test_a_resumed_run_plans_from_the_window_it_is_in(
+    method: str, bad: tuple[int, ...], stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = lambda: sampler(made(bad=bad), method, skip=True, window=240)
+    whole, begun, resumed = make(), make(), make()
+    for _ in range(stop):
+        next(begun)
+    state = json.loads(json.dumps(begun.state_dict()))  # as a checkpoint has it
+    planned: list[tuple[int, int]] = []
+    plan = WindowPlanner.plan
+
+    def noted(self: WindowPlanner, indices: np.ndarray, epoch: int, window: int) -> object:
+        planned.append((epoch, window))
+        return plan(self, indices, epoch, window)
+
+    monkeypatch.setattr(WindowPlanner, "plan", noted)
+    resumed.load_state_dict(state)
+    assert planned[0] == (state["window"]["epoch"], state["window"]["window"]) and len(planned) <= 2
+    after = [next(resumed) for _ in range(90 - stop)]
+    expected = [whole.batch(step) for step in range(stop, 90)]
+    assert [rows(batch) for batch in after] == [rows(batch) for batch in expected]
+    assert [(batch.done, batch.defects) for batch in after] == [(batch.done, batch.defects) for batch in expected]
+    assert json.loads(json.dumps(resumed.state_dict())) == json.loads(json.dumps(whole.state(90)))
 
 
 def test_what_a_resumed_run_needs_first() -> None:
@@ -279,7 +312,7 @@ def test_each_window_of_each_epoch_is_dealt_from_a_seed_of_its_own(monkeypatch: 
         seeds.append(seed)
         return isf(loads, limits, rows, seed)
 
-    monkeypatch.setattr("dhp.data.sampling.balanced_sampler.choose_method", lambda *_: method)
+    monkeypatch.setattr("dhp.data.sampling.window_plan.choose_method", lambda *_: method)
     source = sampler(made(300), "isf", window=100)
     for step in range(source.steps(2)):
         source.batch(step)
