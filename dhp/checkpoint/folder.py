@@ -14,6 +14,7 @@ from typing import Any
 from dhp.checkpoint.files import check_part, damaged, read_header, read_json, reading, sync, write_text, writing
 from dhp.config.parts import PARTS
 from dhp.core.errors import CheckpointError, ConfigError
+from dhp.core.fencing import require_own
 from dhp.core.files import remove
 
 ABOUT = "checkpoint.json"
@@ -94,6 +95,7 @@ def finish_checkpoint(
         sync(folder)
         _require_none(final)
         shutil.rmtree(final, ignore_errors=True)
+        require_own(final.parent)
         folder.rename(final)
         sync(final.parent)
     return final

@@ -24,6 +24,7 @@ from dhp.config.parts import model_name
 from dhp.config.resolve import LOSS
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError
+from dhp.core.fencing import require_own
 from dhp.data.sample.chat import read_template
 from dhp.models.pretrained import auxiliary_files
 from dhp.observe.metrics import EvalMetrics
@@ -80,6 +81,7 @@ class KeptCheckpoints:
     def _remove(self) -> None:
         if self._limit is None:
             return
+        require_own(self._parent)
         try:
             remove_old(self._parent, self._limit, self._best)
         except OSError as error:
@@ -156,6 +158,7 @@ class Saver:
             "settings": plan.kept,
             "data": self._session.data_state(saving.step),
         }
+        require_own(self._parent)  # before anything is added to a folder that may be another attempt's by now
         checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(name), self._template)
         self._unfinished.discard(saving.folder)
         return checkpoint
