@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,18 +17,29 @@ from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import make_run_dir, replaces_checkpoints, run_directory
 from dhp.config.schema import Config
 from dhp.core.batch import StepInfo
+from dhp.core.fencing import fenced
 from dhp.core.process import ending, ending_on_error, interruptible, say_line
 from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
 from dhp.observe.summary import DataStall
 from dhp.step.schedule import make_schedule
-from dhp.step.step import StepRefs, train_step
+from dhp.step.step import train_step
+from dhp.supervise.attempt import (
+    LOADING,
+    SAVING,
+    TRAINING,
+    restarts,
+    tell_opened,
+    tell_saved,
+    tell_state,
+    telling_end,
+)
 from dhp.trainer.evaluation import Evaluation, due, misses
 from dhp.trainer.forecast.planned import costs_ahead, expected, look_ahead
 from dhp.trainer.measured import SecondsOfParts
+from dhp.trainer.pending import Pending, Spans, naming_step
 from dhp.trainer.plan import plan_run
 from dhp.trainer.recompute import Recomputing, plans_any
-from dhp.trainer.reports import Refs as SpanRefs
 from dhp.trainer.reports import (
     Timing,
     Tracing,
@@ -42,34 +52,13 @@ from dhp.trainer.reports import (
     step_metrics,
 )
 from dhp.trainer.resume import recipe
-from dhp.trainer.saving import Saver, Saving, saves_after
+from dhp.trainer.saving import Saver, saves_after
 from dhp.trainer.session import DataPlan, Session
 from dhp.trainer.settings import FULLEST_FIRST, kept_settings, measures, resume_line, world
 from dhp.trainer.table import table_of_training
 
 SKIPPED_SHOWN = 20  # messages of skipped samples in one step
 STEPS_AHEAD = 1  # submitted beyond the one that runs: no rank waits for the run loop
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Refs of all ranks' spans up to here, in a traced run, and their calls."""
-
-    refs: SpanRefs
-    watched: list[Watched]
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A submitted step. data_ready: when its data were there; watched: all of its calls; saving: what follows it;
-    spans: in a traced run."""
-
-    step: int
-    refs: StepRefs
-    data_ready: float
-    watched: list[Watched]
-    saving: Saving | None
-    spans: Spans | None
 
 
 def run(config: Config, say: Callable[[str], None] = say_line) -> None:
@@ -79,14 +68,14 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
         interval, degrees, text = config.training.log_interval, world(config), to_yaml(config)
         loggers = make_loggers(config, run_dir, start.checkpoint is not None)
-        recorder = Recorder(run_dir, interval, degrees, text, *begun, resume, say, loggers)
+        recorder = Recorder(run_dir, interval, degrees, text, *begun, resume, say, loggers, restarts())
         with recorder, ending_on_error():
             plan = plan_run(config)
             if plan.family.note:
                 say(plan.family.note)
             session, unfinished = Session(plan, run_dir, start, say), Unfinished()
             # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
-            with unfinished, session, recorder.before_teardown(), unfinished, ending():
+            with unfinished, session, recorder.before_teardown(), unfinished, ending(), telling_end():
                 Trainer(session, recorder, unfinished).run()
 
 
@@ -102,7 +91,9 @@ def open_run(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path,
         check_writable(checkpoint_dir)
         for line in [*start.quarantine(), *start.changes(recipe(config))]:
             say(line)
-        yield run_dir, start
+        with fenced(checkpoint_dir):
+            tell_opened()
+            yield run_dir, start
 
 
 class Trainer:
@@ -182,6 +173,7 @@ class Trainer:
             self.recorder.say(f"measuring the samples' lengths: {done * 100 // parts}%")
 
     def _start_stages(self, plan: DataPlan, evaluates: bool) -> None:
+        tell_state(LOADING)
         config, session = self.config, self.session
         *table, total = table_of_training(session.plan)
         self.recorder.say("\n".join([total, *(f"{'':9}{line}" for line in table)]))
@@ -217,13 +209,16 @@ class Trainer:
         if self.start.step < plan.steps:
             self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
         self.recorder.begin(plan.steps, evaluates)
+        tell_state(TRAINING)
 
     def _ends_before(self, pending: Pending, reading: list[Watched]) -> bool:
         """Wait for the data of the next step or the end of one that runs: whether the end came first."""
-        return wait_all(pending.watched, self._timeout_s, until=reading[-1].ref)
+        with naming_step(pending.step):
+            return wait_all(pending.watched, self._timeout_s, until=reading[-1].ref)
 
     def _submit(self, step: int, reading: list[Watched]) -> Pending:
-        wait_all(reading, self._timeout_s)
+        with naming_step(step):
+            wait_all(reading, self._timeout_s)
         data_ready = time.perf_counter()
         session = self.session
         refs = train_step(session.stages, self.schedule, self.graph.ties, session.take_batch(step))
@@ -238,7 +233,8 @@ class Trainer:
         return Spans(refs, [*self.session.take_watched(), *self.session.data.take_watched()])
 
     def _finish(self, pending: Pending) -> None:
-        wait_all(pending.watched, self._timeout_s)
+        with naming_step(pending.step):
+            wait_all(pending.watched, self._timeout_s)
         end = time.perf_counter()
         begun, self._last_end = self._last_end, end
         timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self._peak)
@@ -260,7 +256,11 @@ class Trainer:
             self._seconds.learn(reports)
         self._write_spans(pending.spans)
         if pending.saving is not None:
-            self.recorder.checkpoint = self._saver.finish(pending.saving, self.plan, self._skipped)
+            tell_state(SAVING)
+            with naming_step(pending.step):
+                self.recorder.checkpoint = self._saver.finish(pending.saving, self.plan, self._skipped)
+            tell_saved(self.recorder.checkpoint)
+            tell_state(TRAINING)
             self._saver.kept.finished(pending.saving.step)
             self._last_end = time.perf_counter()  # writing is no part of the next step's time
 
