@@ -95,3 +95,7 @@ class PartFailed(DhpError):
             return self
         text = str(self) if f"step {step}" in str(self) else f"step {step}: {self}"
         return type(self)(text, replace(self.fault, step=step))
+
+
+class RankRaised(PartFailed):
+    """An unforeseen exception in an actor, named by the actor itself."""

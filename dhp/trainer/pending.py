@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dhp.cluster.watch import Watched
-from dhp.core.errors import PartFailed
+from dhp.core.errors import ClusterError, PartFailed
 from dhp.step.step import StepRefs
 from dhp.trainer.reports import Refs as SpanRefs
 from dhp.trainer.saving import Saving
@@ -41,3 +41,5 @@ def naming_step(step: int) -> Iterator[None]:
         yield
     except PartFailed as error:
         raise error.at_step(step + 1) from error.__cause__
+    except ClusterError as error:
+        raise ClusterError(f"step {step + 1}: {error}") from error.__cause__
