@@ -233,7 +233,10 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
     return [list(group) for group in sorted(groups) if group]
 
 
-@pytest.mark.parametrize("module", ["dhp.train_ray", "dhp.config.command_line", "dhp.observe.recorder", "dhp.__main__", "dhp.supervise.launch"])
+@pytest.mark.parametrize(
+    "module",
+    ["dhp.train_ray", "dhp.config.command_line", "dhp.observe.recorder", "dhp.__main__", "dhp.supervise.launch"],
+)
 def test_the_command_line_starts_without_torch_and_ray(module: str) -> None:
     heavy = ("torch", "ray", "transformers", "deepspeed")
     code = f"import sys, {module}; print(*[m for m in {heavy!r} if m in sys.modules])"

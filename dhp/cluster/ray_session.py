@@ -157,7 +157,7 @@ def ray_session(
         else:
             common |= {"num_cpus": cpus, "num_gpus": gpus}
             _start(folder, timeout_s, common, say)
-        with nullcontext() if folder is None else own_servers(others):
+        with nullcontext() if folder is None else own_servers(others, folder.parent):
             try:
                 if was_interrupted():  # Ray caught it
                     raise KeyboardInterrupt

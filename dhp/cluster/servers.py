@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -24,6 +25,7 @@ CHECK_S = 1.0
 LEFT_S = 2.0  # for Ray's agents to end after Ray
 TEARDOWN_S = 20.0  # then what hangs in it is ended by force
 FORCED_S = 8.0  # after that the process ends itself
+BROKEN_S = 2.0  # instead of both where a server has ended: nobody will answer
 
 
 class _Own:
@@ -31,13 +33,15 @@ class _Own:
 
     servers: Mapping[str, psutil.Process] = {}  # by program
     family: frozenset[psutil.Process] = frozenset()
+    folder = Path()  # of their logs
     checked = 0.0
 
 
 @contextmanager
-def own_servers(others: Collection[int]) -> Iterator[None]:
+def own_servers(others: Collection[int], folder: Path) -> Iterator[None]:
     """A Ray of our own has just started, and ends in here. What it started and what does not end with it is ended
-    afterwards. others: ids of processes that were there before it."""
+    afterwards. others: ids of processes that were there before it. folder: of its logs."""
+    _Own.folder = folder
     children = [child for child in psutil.Process().children() if child.pid not in others]
     _Own.servers = {name: child for child in children for name in NAMES if is_named(child, name)}
     _remember()
@@ -73,8 +77,9 @@ def limited_teardown(error: BaseException | None) -> Iterator[None]:
     ended = threading.Event()
     broken = any(map(has_ended, _Own.servers.values()))
     if broken:
-        _kill()  # nobody will answer
-    watch = threading.Thread(target=_end_by_force, args=(error, ended, 0.0 if broken else TEARDOWN_S), daemon=True)
+        _kill()
+    limits = (0.0, BROKEN_S) if broken else (TEARDOWN_S, FORCED_S)
+    watch = threading.Thread(target=_end_by_force, args=(error, ended, *limits), name="teardown", daemon=True)
     watch.start()
     try:
         yield
@@ -83,14 +88,16 @@ def limited_teardown(error: BaseException | None) -> Iterator[None]:
         watch.join()
 
 
-def _end_by_force(error: BaseException | None, ended: threading.Event, after_s: float) -> None:
+def _end_by_force(error: BaseException | None, ended: threading.Event, after_s: float, forced_s: float) -> None:
     if ended.wait(after_s):
         return
     if after_s and _Own.servers:
         _write(f"Ray has not ended in {after_s:g} s: killing its processes")
     _kill()
-    if ended.wait(FORCED_S):
+    if ended.wait(forced_s):
         return
+    if _Own.servers:
+        _write(f"the logs of Ray's own processes stay in {_Own.folder}")
     _write(f"Ray's shutdown hangs: this process ends without it{_reason(error)}")
     os._exit(0 if error is None else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
@@ -98,7 +105,7 @@ def _end_by_force(error: BaseException | None, ended: threading.Event, after_s: 
 def _reason(error: BaseException | None) -> str:
     if error is None or isinstance(error, KeyboardInterrupt):
         return ""
-    return f". The run had ended before\n{type(error).__name__}: {error}"
+    return f"\n{type(error).__name__}: {error}"
 
 
 def _write(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -64,8 +65,8 @@ def same_command(argv: Sequence[str], changes: Mapping[str, str]) -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    """A text as Hydra's grammar reads it back, whatever is in it."""
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    """A text as Hydra's grammar reads it back: backslashes are doubled before a quote alone."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
     return f"'{escaped}'"
 
 

@@ -60,7 +60,11 @@ class RecordError(DhpError):
 
 
 class ClusterError(DhpError):
-    """Ray that could not be started or joined."""
+    """Ray that could not be started or joined, or ended during the run: then in this step, from 1."""
+
+    def __init__(self, text: str, step: int | None = None):
+        super().__init__(text)
+        self.step = step
 
 
 RAISED, DIED, LOST, DRAINED, HUNG = "raised", "died", "lost", "drained", "hung"

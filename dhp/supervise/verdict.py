@@ -74,7 +74,7 @@ def verdict_of(error: BaseException | None, attempt: int, state: str = "") -> Ve
     if isinstance(error, _NEVER):
         return replace(verdict, kind=REFUSED)
     if isinstance(error, ClusterError):
-        return replace(verdict, kind=CLUSTER, restartable=True)
+        return replace(verdict, kind=CLUSTER, step=error.step, restartable=True)
     if isinstance(error, PartFailed):
         return replace(verdict, restartable=True, **_where(error.fault))
     return replace(verdict, restartable=isinstance(error, Exception))

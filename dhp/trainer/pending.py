@@ -42,4 +42,4 @@ def naming_step(step: int) -> Iterator[None]:
     except PartFailed as error:
         raise error.at_step(step + 1) from error.__cause__
     except ClusterError as error:
-        raise ClusterError(f"step {step + 1}: {error}") from error.__cause__
+        raise ClusterError(f"step {step + 1}: {error}", step + 1) from error.__cause__
