@@ -14,10 +14,29 @@ if TYPE_CHECKING:
     from dhp.config.schema import Config
 
 BEGUN = time.perf_counter()
+ARGUMENTS = tuple(sys.argv[1:])  # before Hydra's entry replaces them
 
 
 def main(config: Config) -> None:
-    """Check everything that can be checked, then train, or say what training would take."""
+    """Check everything that can be checked, then train, or say what training would take; in a process of its own where
+    training.max_restarts asks for one that may be started again."""
+    from dhp.supervise.attempt import this_attempt
+
+    attempt = this_attempt()
+    if attempt is not None:
+        from dhp.supervise.launch import reporting
+
+        with reporting(attempt):
+            _run(config)
+    elif config.training.max_restarts > 0 and not config.training.dry_run:
+        from dhp.supervise.launch import supervise
+
+        sys.exit(supervise(config, ARGUMENTS))
+    else:
+        _run(config)
+
+
+def _run(config: Config) -> None:
     from dhp.core.process import StartUp, say_line
 
     # What a dry run prints may go into a file; progress goes to stderr.

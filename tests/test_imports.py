@@ -37,9 +37,10 @@ TABLE: dict[str, set[str]] = {
     },
     "trainer": {
         "batch", "checkpoint", "cluster", "data", "engine", "models", "objectives", "observe", "parallel", "planner",
-        "step", "tiny",
+        "step", "supervise", "tiny",
     },
-    "train_ray": {"trainer"},
+    "supervise": set(),
+    "train_ray": {"supervise", "trainer"},
     "doctor": {"batch", "data", "engine", "models", "parallel.optional_packages", "trainer"},
     "cli": {"batch", "checkpoint", "data", "doctor", "models", "observe", "tiny", "trainer"},
     "__main__": {"cli"},
@@ -232,7 +233,10 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
     return [list(group) for group in sorted(groups) if group]
 
 
-@pytest.mark.parametrize("module", ["dhp.train_ray", "dhp.config.command_line", "dhp.observe.recorder", "dhp.__main__"])
+@pytest.mark.parametrize(
+    "module",
+    ["dhp.train_ray", "dhp.config.command_line", "dhp.observe.recorder", "dhp.__main__", "dhp.supervise.launch"],
+)
 def test_the_command_line_starts_without_torch_and_ray(module: str) -> None:
     heavy = ("torch", "ray", "transformers", "deepspeed")
     code = f"import sys, {module}; print(*[m for m in {heavy!r} if m in sys.modules])"

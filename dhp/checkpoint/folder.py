@@ -15,6 +15,7 @@ from typing import Any
 from dhp.checkpoint.files import read_json, sync, write_text, writing
 from dhp.checkpoint.manifest import ABOUT, MODEL, file_checksum, write_about
 from dhp.core.errors import CheckpointError, ConfigError
+from dhp.core.fencing import require_own
 from dhp.core.files import remove
 from dhp.core.reports import WrittenFile
 
@@ -93,6 +94,7 @@ def finish_checkpoint(
             sync(inner)
         sync(folder)
         _require_none(final)
+        require_own(final.parent)
         folder.rename(final)
         sync(final.parent)
     return final

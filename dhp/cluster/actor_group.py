@@ -21,8 +21,12 @@ from dhp.core.dispatch import Call, PerRank, spread
 class ActorGroup:
     """`size` ranks of one stage. Calls go to all ranks, each rank runs its calls in the order of submission."""
 
-    def __init__(self, settings: GroupSettings, slots: Sequence[Slot], reserved: PlacementGroup):
+    def __init__(
+        self, settings: GroupSettings, slots: Sequence[Slot], reserved: PlacementGroup, nodes: Sequence[str] = ()
+    ):
+        """nodes: the name of each rank's node, for messages; none on the machine of the run itself."""
         self.settings, self.size = settings, settings.size
+        self._nodes = list(nodes) or [""] * settings.size
         self._watched: list[Watched] = []
         self._actors = [self._create(slot, rank, reserved) for rank, slot in enumerate(slots)]
 
@@ -99,8 +103,9 @@ class ActorGroup:
     def _submit(self, what: str, refs: Sequence[Any]) -> None:
         stage = self.settings.stage
         for rank, (actor, ref) in enumerate(zip(self._actors, refs, strict=True)):
+            node = self._nodes[rank]
             calls = call_file(self.settings.log_dir, stage, rank)
-            self._watched.append(Watched(f"{stage} rank {rank}", what, ref, actor._actor_id.hex(), calls))
+            self._watched.append(Watched(f"{stage} rank {rank}", what, ref, actor._actor_id.hex(), calls, node))
 
 
 def _plain(value: Any) -> Any:

@@ -24,6 +24,7 @@ from dhp.cluster.placement.rank_mapping import TENSOR, describe_straddle, find_s
 from dhp.cluster.placement.reservation import Slot, Topology, bundle_nodes, find_topology, plan_placement, reserve
 from dhp.cluster.rank_device import RankDevice
 from dhp.cluster.ray_session import cluster_gpus, ray_session
+from dhp.cluster.servers import limited_teardown
 from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
 from dhp.cluster.worker import GroupSettings
 from dhp.core.errors import ConfigError
@@ -90,7 +91,7 @@ class Cluster:
             cpus = max(bundles, os.cpu_count() or 1)
             local = layout.address == LOCAL
             self._say("starting Ray on this machine" if local else f"joining the Ray cluster at {layout.address}")
-            stack.enter_context(ray_session(layout.address, cpus, timeout_s=layout.start_timeout_s))
+            stack.enter_context(ray_session(layout.address, cpus, timeout_s=layout.start_timeout_s, say=self._say))
             gpus = cluster_gpus()
             self.device = choose_device(layout.device, gpus)
             devices = {stage.name: stage.devices for stage in layout.graph.stages}
@@ -118,7 +119,9 @@ class Cluster:
             self.groups = {}
             for stage in layout.graph.stages:
                 of_stage, needs = slots[stage.name], layout.needs.get(stage.part, {})
-                group = ActorGroup(GroupSettings(stage.name, len(of_stage), needs=needs, **common), of_stage, reserved)
+                nodes = () if local else topology.names(of_stage)
+                settings = GroupSettings(stage.name, len(of_stage), needs=needs, **common)
+                group = ActorGroup(settings, of_stage, reserved, nodes)
                 stack.callback(group.stop)
                 self.groups[stage.name] = group
             self._stack = stack.pop_all()
@@ -127,7 +130,8 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        with limited_teardown(error):
+            self._stack.__exit__(kind, error, trace)
 
     def dataset_actor(
         self,

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from dhp.cluster.watch import RankRaised
-from dhp.core.errors import DhpError
+from dhp.core.errors import DhpError, RankRaised
 
 GRACE_S = 5.0  # for a process to end after SIGTERM: the raylet ends its own helpers meanwhile
 _POLL_S = 0.1
@@ -54,15 +53,16 @@ def end_descendants(but: Collection[int] = ()) -> None:
         if not alive or time.monotonic() > deadline:
             break
         if not asked:
-            _send(alive, signal.SIGTERM)
+            send(alive, signal.SIGTERM)
             asked = True
         time.sleep(_POLL_S)
-    _send(alive, signal.SIGKILL)
+    send(alive, signal.SIGKILL)
     while not all(map(has_ended, alive)) and time.monotonic() < deadline + _KILLED_S:
         time.sleep(_POLL_S / 10)
 
 
-def _send(processes: Collection[psutil.Process], number: signal.Signals) -> None:
+def send(processes: Collection[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to all of them that are still there."""
     for process in processes:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.send_signal(number)

@@ -13,7 +13,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from dhp.cluster.address import CLIENT, LOCAL
 from dhp.cluster.forks.start_server import environment
 from dhp.cluster.own_ray import TOKEN, changed_environment, on_loopback, own_ray
 from dhp.cluster.processes import descendants, end_descendants, has_ended, is_named
+from dhp.cluster.servers import own_servers
 from dhp.core.errors import ClusterError, ConfigError, DhpError
-from dhp.core.process import end, was_interrupted
+from dhp.core.process import end, go_on, say_nothing, was_interrupted
 
 _SERVER_WAIT = "RAY_gcs_server_port_wait_time_s"
 _POLL_S = 0.1
@@ -114,6 +115,8 @@ def check_token_file() -> None:
 
 
 PROBE_TIMEOUT_S = 5.0
+RETRIES_S = (2.0, 10.0)  # before the second and third start of a Ray of our own
+_PASSING = (ChildProcessError, ConnectionError)  # what a start fails of that may be the moment's load
 
 # Tensors go through shared memory and are read in place; without this each is copied and pickled in-band.
 _ENVIRONMENT = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
@@ -124,11 +127,17 @@ OWN_SYSTEM = {"task_events_report_interval_ms": 0, "worker_register_timeout_seco
 
 
 @contextmanager
-def ray_session(address: str, cpus: int, gpus: int | None = None, timeout_s: float = 300.0) -> Iterator[None]:
+def ray_session(
+    address: str,
+    cpus: int,
+    gpus: int | None = None,
+    timeout_s: float = 300.0,
+    say: Callable[[str], None] = say_nothing,
+) -> Iterator[None]:
     """Ray for the time of a run: its own on loopback for address=local, else a running one.
 
     cpus, gpus: logical resources of a Ray of our own; None: the GPUs that Ray finds. timeout_s: how long its servers
-    may take to start.
+    may take to start. say: receives a line when they ended at once and are started again.
 
     Raises ConfigError when there is no cluster at `address` or others can read its token, ClusterError when Ray does
     not start. However it fails, no process of it stays.
@@ -141,20 +150,38 @@ def ray_session(address: str, cpus: int, gpus: int | None = None, timeout_s: flo
     if address != LOCAL:
         _probe(address)
     with own_ray() if address == LOCAL else nullcontext() as folder:
-        with _whole_or_none(address, folder, timeout_s), within(timeout_s):
-            if folder is not None:
+        others = [process.pid for process in descendants()]
+        if folder is None:
+            with _whole_or_none(address, folder, timeout_s), within(timeout_s):
+                _attach(address, common)
+        else:
+            common |= {"num_cpus": cpus, "num_gpus": gpus}
+            _start(folder, timeout_s, common, say)
+        with nullcontext() if folder is None else own_servers(others, folder.parent):
+            try:
+                if was_interrupted():  # Ray caught it
+                    raise KeyboardInterrupt
+                yield
+            finally:
+                ray.shutdown()
+
+
+def _start(folder: Path, timeout_s: float, common: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Start a Ray of our own. On a busy machine its servers give up waiting for one another: then once more."""
+    own = {"include_dashboard": False, "_system_config": OWN_SYSTEM, "_temp_dir": str(folder)}
+    for again_s in (*RETRIES_S, None):
+        try:
+            with _whole_or_none(LOCAL, folder, timeout_s), within(timeout_s):
                 # Workers inherit the environment; a runtime_env would only delay them.
                 with on_loopback(), without_helpers(), changed_environment(environment()):
-                    own = {"include_dashboard": False, "_system_config": OWN_SYSTEM, "_temp_dir": str(folder)}
-                    ray.init(address=LOCAL, num_cpus=cpus, num_gpus=gpus, **own, **common)
-            else:
-                _attach(address, common)
-        try:
-            if was_interrupted():  # Ray caught it
-                raise KeyboardInterrupt
-            yield
-        finally:
-            ray.shutdown()
+                    ray.init(address=LOCAL, **own, **common)
+            return
+        except ClusterError as error:
+            if again_s is None or not isinstance(error.__cause__, _PASSING):
+                raise
+            say(f"Ray did not start ({error.__cause__}): trying again in {again_s:g} s")
+            go_on()
+            time.sleep(again_s)
 
 
 @contextmanager

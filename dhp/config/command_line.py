@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
+from typing import NoReturn
 
 import hydra
 from hydra import compose, initialize
@@ -49,6 +51,23 @@ def to_config(composed: DictConfig) -> Config:
 def job_overrides() -> list[str]:
     """The settings of the command line of this process's run; none in a program of one's own."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+
+
+def same_command(argv: Sequence[str], changes: Mapping[str, str]) -> list[str]:
+    """The arguments that ask again for the job that is run now, with other values of some keys. argv: those of this
+    process; of a sweep's job, its own settings take their place."""
+    flags, rest = _config_flags(list(argv))
+    (name, path), _ = named_file(rest, flags.config_name, flags.config_path)
+    words = [f"--config-path={path}"] * (path is not None) + [f"--config-name={name}"] * (name is not None)
+    words += [f"--config-dir={folder}" for folder in flags.config_dir]
+    kept = [word for word in job_overrides() if word.lstrip("+~").partition("=")[0] not in changes]
+    return [*words, *kept, *(f"{key}={_quoted(value)}" for key, value in changes.items())]
+
+
+def _quoted(value: str) -> str:
+    """A text as Hydra's grammar reads it back: backslashes are doubled before a quote alone."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{escaped}'"
 
 
 def to_yaml(config: Config) -> str:
@@ -110,7 +129,7 @@ def hydra_entry(run: Callable[[Config], None], argv: Sequence[str] | None = None
         _check_letters("\n".join(arguments))
         _enter(run, arguments)
     except DhpError as error:
-        _exit_with(error)
+        exit_with(error)
 
 
 def _check_letters(text: str) -> None:
@@ -148,7 +167,7 @@ def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
             _check_letters(to_yaml(config))
             run(config)
         except DhpError as error:
-            _exit_with(error)
+            exit_with(error)
 
     _call_hydra(job, _checked_arguments(rest, source))
 
@@ -202,6 +221,7 @@ def _call_hydra(job: Callable[[DictConfig], None], arguments: list[str]) -> None
         sys.argv = program
 
 
-def _exit_with(error: DhpError) -> None:
+def exit_with(error: DhpError, status: int = 1) -> NoReturn:
+    """Print the error as a person reads it, and end the process."""
     print(f"{type(error).__name__}: {harmless(str(error))}", file=sys.stderr, flush=True)
-    sys.exit(1)
+    sys.exit(status)

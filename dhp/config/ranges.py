@@ -67,6 +67,7 @@ def check_training(training: TrainingConfig) -> None:
     require(answers >= 0, "training.eval_answers", answers, "eval_answers >= 0")
     require(training.resume != "", "training.resume", '""', "never, auto, or the path of a checkpoint or run")
     _require_not_negative("training", training, "learning_rate", "weight_decay", "max_grad_norm")
+    _require_not_negative("training", training, "max_restarts", "restart_wait_s")
     betas = training.betas
     fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     require(fits, "training.betas", betas, "two numbers with 0 <= beta < 1, as [0.9, 0.999]")

@@ -17,7 +17,7 @@ from dhp.core.folder_lock import locked
 from dhp.core.process import say_nothing
 
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that something was here
-_RECORD = (*_MARKS, "trace.json", "tb")
+_RECORD = (*_MARKS, "trace.json", "tb", "faults")
 _LOGGERS = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlog"}  # where each leaves a run, by its name
 _RANK_LOG = re.compile(rf"({'|'.join(PARTS)}|data)(\.\d+)?(-\w+)*\.(log|calls)")
 _CHECKPOINT = re.compile(r"step_\d+(\.(partial|removed))?|best(\.json)?(\.\d+\.tmp)?")
@@ -39,13 +39,13 @@ def check_run_dir(config: Config) -> None:
     run_dir = Path(config.run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir} is a file; give a directory that is new or empty")
-    continues = _continues(config)
-    if continues and config.overwrite:
+    goes_on = continues(config)
+    if goes_on and config.overwrite:
         raise ConfigError(
             f"overwrite=true would remove the checkpoints in run_dir={run_dir} that "
             f"training.resume={config.training.resume} asks to continue from. Set one of them only."
         )
-    if not continues and not _never_began(run_dir):
+    if not goes_on and not _never_began(run_dir):
         _refuse_other_runs(run_dir, config.overwrite)
     removed = list(_removed(config))
     refuse_to_remove(removed, config)
@@ -159,7 +159,7 @@ def _read_paths(config: Config) -> Iterator[tuple[str, str]]:
 def _removed(config: Config) -> Iterator[Path]:
     """Paths that creating this run's directory removes."""
     run_dir = Path(config.run_dir)
-    if _continues(config) or not _is_run(run_dir):
+    if continues(config) or not _is_run(run_dir):
         return
     if config.overwrite or _never_began(run_dir):
         yield from _record(run_dir)
@@ -218,7 +218,8 @@ def _lies_in(given: str, folder: Path) -> bool:
     return not folder.is_symlink() and path.resolve().is_relative_to(folder.resolve())
 
 
-def _continues(config: Config) -> bool:
+def continues(config: Config) -> bool:
+    """Whether training.resume asks for the run that run_dir holds."""
     resume = config.training.resume
     if resume in ("auto", "never"):
         return resume == "auto"

@@ -157,6 +157,15 @@ class TrainingConfig:
     """true: text.data need not divide the rows of a step (batch_size / micro_batch_size): the last micro-batch has
     empty ones. For a run that goes on with other numbers of replicas; the losses are the same."""
 
+    max_restarts: int = 0
+    """Times that the run starts again by itself after a fault (a rank, node, Ray or the driver that died or hung), from
+    its newest checkpoint or where it began; counted anew from each checkpoint on. Its driver is then a process of its
+    own, watched by the one that was started. 0: a fault ends the run."""
+
+    restart_wait_s: float = 5.0
+    """Seconds before the first restart, twice as long before each next one until there is a new checkpoint, at most
+    300."""
+
     loggers: list[str] = field(default_factory=list)
     """Loggers that get every step besides metrics.jsonl and TensorBoard: wandb | mlflow | swanlab, several as
     [wandb, mlflow]. Packages of their own, to be installed; their environment variables act (WANDB_MODE=offline,

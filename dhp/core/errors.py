@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 from dhp.core.text import one_line
 
@@ -58,8 +60,46 @@ class RecordError(DhpError):
 
 
 class ClusterError(DhpError):
-    """Ray that could not be started or joined."""
+    """Ray that could not be started or joined, or ended during the run: then in this step, from 1."""
+
+    def __init__(self, text: str, step: int | None = None):
+        super().__init__(text)
+        self.step = step
+
+
+RAISED, DIED, LOST, DRAINED, HUNG = "raised", "died", "lost", "drained", "hung"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What failed, as far as it is known.
+
+    kind: RAISED an error; the process DIED; its node or the connection to it is LOST; its node was DRAINED, which was
+    announced; nothing moved any more, it HUNG. who: `text rank 1`. action: its call. node: as a person knows it.
+    step: from 1; None: before the first, or between two.
+    """
+
+    kind: str = RAISED
+    who: str = ""
+    action: str = ""
+    node: str = ""
+    step: int | None = None
 
 
 class PartFailed(DhpError):
     """A rank of a part raised or died; the text names part, rank and the rank's own error."""
+
+    def __init__(self, text: str, fault: Fault = Fault()):
+        super().__init__(text)
+        self.fault = fault
+
+    def at_step(self, step: int) -> Self:
+        """The same error, named by the step (from 1) that was being done; its text as it is where it names the step."""
+        if self.fault.step is not None:
+            return self
+        text = str(self) if f"step {step}" in str(self) else f"step {step}: {self}"
+        return type(self)(text, replace(self.fault, step=step))
+
+
+class RankRaised(PartFailed):
+    """An unforeseen exception in an actor, named by the actor itself."""

@@ -23,6 +23,7 @@ class _State:
     interrupted = False
     deferring = False  # the first signal only asks
     asked = False
+    missed = False  # a signal came while the run was ending
 
 
 def heed() -> None:
@@ -42,7 +43,7 @@ def interruptible() -> Iterator[None]:
         yield
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    _State.phase, _State.interrupted, _State.asked = _RUNNING, False, False
+    _State.phase, _State.interrupted, _State.asked, _State.missed = _RUNNING, False, False, False
     heed()
     try:
         yield
@@ -71,6 +72,16 @@ def end() -> None:
     """Ignore signals from now on: called where the shutdown of a run begins, which a signal would leave half done."""
     if _State.phase == _RUNNING:
         _State.phase = _ENDING
+
+
+def go_on() -> None:
+    """Heed signals again: what `end` was called for was a part of the run that is begun again. Raises
+    KeyboardInterrupt where one came meanwhile."""
+    if _State.phase == _ENDING:
+        _State.phase = _RUNNING
+        if _State.missed:
+            _State.interrupted = True
+            raise KeyboardInterrupt
 
 
 @contextmanager
@@ -105,6 +116,7 @@ def _handle(number: int, _frame: Any) -> None:
         os._exit(INTERRUPTED)  # an import cannot be left by an exception: too many libraries catch it
     if signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, None):
         signal.alarm(0)  # while Ray starts, its core's handler comes first and sets one, to abort in three seconds
+    _State.missed = _State.phase == _ENDING or _State.missed
     if _State.phase == _RUNNING:
         _State.interrupted = True
         if _State.deferring and not _State.asked:

@@ -46,14 +46,16 @@ class Recorder:
         resume: Callable[[Path | None], str] | None = None,
         say: Callable[[str], None] = say_line,
         loggers: Loggers | None = None,
+        restarts: int = 0,
     ):
         """config: what config.yaml will be. resumed_from: the checkpoint that the run continues; done: the steps before
         it. resume: how to go on after the newest checkpoint, for a run that did not complete. say: prints a line before
-        there is progress. loggers: get every step too."""
+        there is progress. loggers: get every step too. restarts: of the run, before this
+        attempt of it."""
         self.run_dir, self._config = run_dir, config
         self.checkpoint = self._resumed_from = resumed_from
         self.best: str | None = None  # which checkpoint is, by training.best_metric
-        self._done, self._resume = done, resume
+        self._done, self._resume, self._restarts = done, resume, restarts
         self._say, self._loggers = say, loggers
         self._log_interval, self._world = log_interval, world
         self._steps: list[StepMetrics] = []
@@ -191,6 +193,7 @@ class Recorder:
             status=_status(failed),
             error=_message(failed),
             world=self._world,
+            restarts=self._restarts,
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),
             eval_loss={one.dataset or "all": one.loss for one in self._evaluated} or None,
             eval_accuracy={one.dataset or "all": one.accuracy for one in self._evaluated} or None,

@@ -88,7 +88,7 @@ class Summary:
     resumed_from: str | None = None
     """Checkpoint that the run continued. Unit: a path. Null: it began at step 1."""
     restarts: int = 0
-    """Times the actors were built anew after a failure; nothing does that yet. Unit: times."""
+    """Times the run was started again after a fault, by training.max_restarts. Unit: times."""
     first_loss: float | None = None
     """Loss of the first step. Unit: nats a token. Null: no step was done."""
     last_loss: float | None = None

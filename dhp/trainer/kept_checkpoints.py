@@ -10,6 +10,7 @@ from dhp.checkpoint.folder import BEST, Best, checkpoints, mark_best, read_best,
 from dhp.config.resolve import LOSS
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError
+from dhp.core.fencing import require_own
 from dhp.observe.metrics import EvalMetrics
 
 
@@ -62,6 +63,7 @@ class KeptCheckpoints:
     def _remove(self) -> None:
         if self._limit is None:
             return
+        require_own(self._parent)
         try:
             remove_old(self._parent, self._limit, self._best)
         except OSError as error:

@@ -24,12 +24,13 @@ from dhp.step.stages import Ref, Stage
 from dhp.step.step import update_weights
 from dhp.trainer.curriculum import run_curriculum
 from dhp.trainer.layout import with_layout
+from dhp.trainer.opening import open_run
 from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
 from dhp.trainer.preload import preloaded
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import Session
-from dhp.trainer.trainer import open_run, run
+from dhp.trainer.trainer import run
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> Config:

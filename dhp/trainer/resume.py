@@ -31,7 +31,7 @@ BESIDE = {
     "training": {
         *("num_epochs", "max_steps", "resume_changes", "empty_rows"),  # by the rates, which know the number of steps
         *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_epochs"),
-        *("save_minutes", "save_in_background", "save_timeout_s"),
+        *("save_minutes", "save_in_background", "save_timeout_s", "max_restarts", "restart_wait_s"),
         *("save_final", "save_total_limit", "eval_steps"),
         *("eval_answers", "eval_answer_tokens", "best_metric", "resume", "loggers", "logger_project", "schedule"),
     },

@@ -17,6 +17,7 @@ from dhp.cluster.watch import Watched, wait_all
 from dhp.config.parts import model_name
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError, PartFailed
+from dhp.core.fencing import TakenOver, require_own
 from dhp.core.files import remove
 from dhp.core.reports import SavedShare, WrittenFile
 from dhp.data.sample.chat import read_template
@@ -184,9 +185,12 @@ class Saver:
         try:
             if errors:
                 raise CheckpointError("; ".join(errors))
+            require_own(self._parent)  # before anything is added to a folder that may be another attempt's by now
             files = (file for name, of in shares.items() for file in self._named(name, of))
             auxiliary = auxiliary_files(model_name(self._config))
             self.newest = finish_checkpoint(saving.folder, self._about, auxiliary, self._template, files)
+        except TakenOver:
+            raise
         except CheckpointError as error:
             remove(saving.folder)
             self._fail(saving.step, str(error))

@@ -4,64 +4,46 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-from dhp.checkpoint.folder import Unfinished, check_writable
-from dhp.checkpoint.resume import Start, find_start
+from dhp.checkpoint.folder import Unfinished
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.command_line import to_yaml
-from dhp.config.parts import parts as parts_of
-from dhp.config.run_dir import make_run_dir, replaces_checkpoints, run_directory
 from dhp.config.schema import Config
 from dhp.core.batch import StepInfo
-from dhp.core.process import asked_to_stop, deferring, ending, ending_on_error, interruptible, say_line
+from dhp.core.process import asked_to_stop, deferring, ending, ending_on_error, say_line
 from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
 from dhp.observe.summary import DataStall
-from dhp.step.step import StepRefs, train_step
+from dhp.step.step import train_step
+from dhp.supervise.attempt import (
+    LOADING,
+    SAVING,
+    TRAINING,
+    restarts,
+    tell_saved,
+    tell_state,
+    telling_end,
+)
 from dhp.trainer.evaluation import Evaluation, due, misses
+from dhp.trainer.opening import open_run
+from dhp.trainer.pending import Pending, Spans, naming_step
 from dhp.trainer.plan import plan_run
 from dhp.trainer.ready import start_stages
-from dhp.trainer.reports import Refs as SpanRefs
 from dhp.trainer.reports import (
     Timing,
     make_loggers,
     notes,
     step_metrics,
 )
-from dhp.trainer.resume import check_recipe, free_layout, recipe
-from dhp.trainer.saving import Asked, Saver, Saving
+from dhp.trainer.saving import Saver
 from dhp.trainer.session import DataPlan, Session
-from dhp.trainer.settings import FULLEST_FIRST, kept_settings, resume_line, world
+from dhp.trainer.settings import FULLEST_FIRST, resume_line, world
 
 SKIPPED_SHOWN = 20  # messages of skipped samples in one step
 STEPS_AHEAD = 1  # submitted beyond the one that runs: no rank waits for the run loop
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Refs of all ranks' spans up to here, in a traced run, and their calls."""
-
-    refs: SpanRefs
-    watched: list[Watched]
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A submitted step. data_ready: when its data were there; watched: all of its calls; saving: what follows it;
-    asked: whether an earlier checkpoint is written; spans: in a traced run."""
-
-    step: int
-    refs: StepRefs
-    data_ready: float
-    watched: list[Watched]
-    saving: Saving | None
-    asked: Asked | None
-    spans: Spans | None
 
 
 def run(config: Config, say: Callable[[str], None] = say_line) -> None:
@@ -71,31 +53,15 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
         interval, degrees, text = config.training.log_interval, world(config), to_yaml(config)
         loggers = make_loggers(config, run_dir, start.checkpoint is not None)
-        recorder = Recorder(run_dir, interval, degrees, text, *begun, resume, say, loggers)
+        recorder = Recorder(run_dir, interval, degrees, text, *begun, resume, say, loggers, restarts())
         with recorder, ending_on_error():
             plan = plan_run(config)
             if plan.family.note:
                 say(plan.family.note)
             session, unfinished = Session(plan, run_dir, start, say), Unfinished()
             # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
-            with unfinished, session, recorder.before_teardown(), unfinished, ending():
+            with unfinished, session, recorder.before_teardown(), unfinished, ending(), telling_end():
                 Trainer(session, recorder, unfinished).run()
-
-
-@contextmanager
-def open_run(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, Start]]:
-    """Hold the run's directory, made anew or continued: the directory, and the checkpoint that it starts from. Signals
-    raise KeyboardInterrupt meanwhile. Raises ConfigError and CheckpointError."""
-    checkpoint_dir = Path(str(config.training.checkpoint_dir))
-    with interruptible(), run_directory(config, say) as run_dir:
-        start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config), say)
-        start.check(kept_settings(config), list(parts_of(config)))
-        check_recipe(config, start)
-        make_run_dir(config)
-        check_writable(checkpoint_dir)
-        for line in [*start.quarantine(), *start.changes(recipe(config), free_layout(config))]:
-            say(line)
-        yield run_dir, start
 
 
 class Trainer:
@@ -120,10 +86,12 @@ class Trainer:
             self.recorder.say(f"nothing is left to train: training.max_steps or num_epochs give {plan.steps} steps")
             if not missed:
                 return
+        tell_state(LOADING)
         self.ready = start_stages(self.session, self.recorder, plan.steps)
         if self.start.step < plan.steps:
             self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
         self.recorder.begin(plan.steps, missed)
+        tell_state(TRAINING)
         if missed:
             self.recorder.say(f"the evaluation after step {self.start.step} was not finished: it is made now")
             self._evaluate(self.start.step)
@@ -212,10 +180,12 @@ class Trainer:
 
     def _ends_before(self, pending: Pending, reading: list[Watched]) -> bool:
         """Wait for the data of the next step or the end of one that runs: whether the end came first."""
-        return wait_all(pending.watched, self._timeout_s, until=reading[-1].ref)
+        with naming_step(pending.step):
+            return wait_all(pending.watched, self._timeout_s, until=reading[-1].ref)
 
     def _submit(self, step: int, reading: list[Watched]) -> Pending:
-        wait_all(reading, self._timeout_s)
+        with naming_step(step):
+            wait_all(reading, self._timeout_s)
         data_ready = time.perf_counter()
         session = self.session
         refs = train_step(session.stages, self.ready.schedule, self.graph.ties, session.take_batch(step))
@@ -231,7 +201,8 @@ class Trainer:
         return Spans(refs, [*self.session.take_watched(), *self.session.data.take_watched()])
 
     def _finish(self, pending: Pending) -> None:
-        wait_all(pending.watched, self._timeout_s)
+        with naming_step(pending.step):
+            wait_all(pending.watched, self._timeout_s)
         end = time.perf_counter()
         begun, self._last_end = self._last_end, end
         timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self.ready.peak)
@@ -254,12 +225,19 @@ class Trainer:
         self._write_spans(pending.spans)
         self._saver.look(pending.asked)
         if pending.saving is not None:
-            self._saver.staged(pending.saving, self.plan, self._skipped)
+            tell_state(SAVING)
+            with naming_step(pending.step):
+                self._saver.staged(pending.saving, self.plan, self._skipped)
+            tell_state(TRAINING)
             self._last_end = time.perf_counter()  # copying is no part of the next step's time
         self._note_checkpoint()
 
     def _note_checkpoint(self) -> None:
-        self.recorder.checkpoint = self._saver.newest or self.recorder.checkpoint
+        """Say which checkpoint is the newest, where there is another one."""
+        newest = self._saver.newest
+        if newest is not None and newest != self.recorder.checkpoint:
+            self.recorder.checkpoint = newest
+            tell_saved(newest)
 
     def _evaluate(self, step: int) -> None:
         """Measure the loss on other data; say which checkpoint is best, where it is to be said."""

@@ -113,6 +113,40 @@ def test_a_failed_start_says_what_to_do_and_leaves_nothing(helpers) -> None:
     assert len(started) >= 2 and not [p for p in descendants() if p.pid in started and not has_ended(p)]
 
 
+def test_servers_that_ended_at_once_are_started_again(helpers, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter([ChildProcessError("its raylet ended at once"), ConnectionError("no answer"), None])
+    said: list[str] = []
+
+    def end() -> None:
+        error = next(ends)
+        if error is not None:
+            raise error
+
+    started = helpers(end)
+    monkeypatch.setattr(starting, "RETRIES_S", (0.01, 0.02))
+    with interruptible(), ray_session(LOCAL, cpus=1, say=said.append):
+        assert said == [
+            "Ray did not start (its raylet ended at once): trying again in 0.01 s",
+            "Ray did not start (no answer): trying again in 0.02 s",
+        ]
+        assert len([p for p in descendants() if p.pid in started and not has_ended(p)]) == 2  # of the third start
+    for process in [p for p in descendants() if p.pid in started]:
+        process.kill()
+
+
+def test_three_starts_are_enough(helpers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end() -> None:
+        raise ChildProcessError("its raylet ended at once")
+
+    helpers(end)
+    said: list[str] = []
+    monkeypatch.setattr(starting, "RETRIES_S", (0.01, 0.02))
+    with pytest.raises(ClusterError, match="its raylet ended at once"):
+        with interruptible(), ray_session(LOCAL, cpus=1, say=said.append):
+            pass
+    assert len(said) == 2
+
+
 @pytest.mark.parametrize("how", [gets_sigterm, gets_sigterm_and_makes_something_of_it, catches_sigterm])
 def test_an_interrupted_start_is_that_and_leaves_nothing(helpers, how: Callable[[], None]) -> None:
     helper = helpers(how)

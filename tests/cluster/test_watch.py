@@ -13,8 +13,8 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, R
 
 from dhp.cluster import watch
 from dhp.cluster.processes import named_errors
-from dhp.cluster.watch import RankRaised, Watched, fetch, wait_all
-from dhp.core.errors import DataError, PartFailed
+from dhp.cluster.watch import Watched, fetch, wait_all
+from dhp.core.errors import DataError, PartFailed, RankRaised
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

@@ -17,9 +17,8 @@ from dhp.cluster import worker as worker_module
 from dhp.cluster.gpus import Gpu
 from dhp.cluster.host import ALLOCATOR, OLD_ALLOCATOR
 from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SMALLEST_BYTES, Inbox, Parcel
-from dhp.cluster.watch import RankRaised
 from dhp.cluster.worker import GIVEN, GroupSettings, Worker
-from dhp.core.errors import ConfigError, DataError
+from dhp.core.errors import ConfigError, DataError, RankRaised
 from dhp.core.reports import StageReport
 from dhp.core.tracing import HANDOFF, take_sent
 

@@ -1,0 +1,70 @@
+"""The two processes of a supervised run: the one that was started, and the driver that it starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from dhp.config.command_line import exit_with, same_command
+from dhp.config.run_dir import continues
+from dhp.config.schema import Config
+from dhp.core.errors import DhpError
+from dhp.core.process import INTERRUPTED
+from dhp.supervise.attempt import Attempt
+from dhp.supervise.policy import Rules
+from dhp.supervise.supervisor import LOGGERS_S, STOPPING_S, Begun, Supervisor
+from dhp.supervise.verdict import RETRY
+
+AUTO, NEVER = "auto", "never"
+
+
+def supervise(config: Config, arguments: Sequence[str]) -> int:
+    """Train as configured, in as many attempts as it takes; the exit status. arguments: of this process."""
+    rules = Rules(config.training.max_restarts, config.training.restart_wait_s)
+    stopping_s = STOPPING_S + (LOGGERS_S if config.training.loggers else 0.0)
+    commands = partial(_command, config, arguments)
+    run = Supervisor(commands, Path(config.run_dir), rules, stopping_s=stopping_s, ends_once=not config.stages)
+    return run.run()
+
+
+def _command(config: Config, arguments: Sequence[str], begun: Begun) -> list[str]:
+    return [sys.executable, "-m", "dhp.train_ray", *same_command(arguments, changes(config, begun))]
+
+
+def changes(config: Config, begun: Begun) -> dict[str, str]:
+    """What an attempt is asked for otherwise than the first one was. begun: what the attempts before it did.
+
+    Until one of them has made run_dir its own, it is as the first: what is there is another run's. Then it continues
+    that run, from its newest checkpoint or, where it has none, from where it began: from its first step, or from the
+    checkpoint of another run that training.resume names, for which what the failed attempt left is replaced.
+    """
+    fixed = {"run_dir": config.run_dir}  # its default has the time in it
+    if not begun.opened:
+        return fixed
+    if config.stages:  # each of them continues what it finds
+        return fixed | {"overwrite": "false"}
+    resume = config.training.resume
+    if begun.saved or resume == NEVER or continues(config):
+        return fixed | {"overwrite": "false", "training.resume": AUTO}
+    return fixed | {"overwrite": "true", "training.resume": resume}
+
+
+@contextmanager
+def reporting(attempt: Attempt) -> Iterator[None]:
+    """In a supervised driver: say how this block ended. An error after which another attempt may do better ends the
+    process with `RETRY`; others pass through."""
+    try:
+        yield
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            attempt.ended(KeyboardInterrupt())
+        raise
+    except BaseException as error:
+        verdict = attempt.ended(error)
+        if verdict.restartable and isinstance(error, DhpError):
+            exit_with(error, RETRY)
+        raise
+    attempt.ended(None)

@@ -1,0 +1,197 @@
+"""Starts a run's driver, watches it, and starts it again after a fault, as `dhp.supervise.policy` decides.
+
+    starting → loading → training ⇄ saving → (end or fault) → stopping → waiting → starting …
+
+The driver says its state itself. `stopping` begins with its verdict, or with a signal to the supervisor. It is limited:
+what has not ended by then is killed, with all that it started. `waiting` is between two attempts.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dhp.core.process import INTERRUPTED as INTERRUPTED_STATUS
+from dhp.core.process import say_line
+from dhp.supervise.attempt import Attempt
+from dhp.supervise.driver import Driver, adopt_orphans
+from dhp.supervise.policy import Ended, Restart, Rules, Stop, decide
+from dhp.supervise.verdict import (
+    COMPLETED,
+    INTERRUPTED,
+    KILLED,
+    REFUSED,
+    RETRY,
+    Verdict,
+    verdict_file,
+    write_verdict,
+)
+
+STOPPING_S = 30.0  # of the teardown, once it is known that and why the run ends
+LOGGERS_S = 30.0  # the longest that it waits for loggers beside that
+_POLL_S = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What is known of the attempts so far, by which the next one's command is made.
+
+    opened: one of them has made run_dir its own. saved: one of them has finished a checkpoint.
+    """
+
+    opened: bool = False
+    saved: bool = False
+
+
+Commands = Callable[[Begun], Sequence[str]]
+
+
+class Supervisor:
+    """One run, in as many attempts as it takes. Main thread only: it takes SIGINT and SIGTERM, and hands them on."""
+
+    def __init__(
+        self,
+        commands: Commands,
+        run_dir: Path,
+        rules: Rules,
+        say: Callable[[str], None] = say_line,
+        stopping_s: float = STOPPING_S,
+        ends_once: bool = True,
+    ):
+        """commands: the driver's command line. ends_once: the driver ends when it says that it has completed, so that
+        it is ended where it hangs then; false where more stages may follow."""
+        self._commands, self._run_dir, self._rules, self._say = commands, run_dir, rules, say
+        self._stopping_s, self._ends_once = stopping_s, ends_once
+        self._history: list[Ended] = []
+        self._begun = Begun()
+        self._newest: str | None = None  # of this run's checkpoints
+        self._first: int | None = None  # number of this run's first verdict in run_dir
+        self._signal: int | None = None
+        self._restarts = 0
+
+    def run(self) -> int:
+        """Run until the run has completed or is not started again; the exit status."""
+        adopt_orphans()
+        with self._taking_signals():
+            while True:
+                attempt, verdict = self._attempt(len(self._history) + 1)
+                self._newest = attempt.checkpoint or self._newest
+                self._begun = Begun(self._begun.opened or attempt.has_opened, self._newest is not None)
+                self._history.append(Ended(verdict, attempt.checkpoint is not None))
+                decision = decide(self._history, self._rules)
+                if self._signal is not None and isinstance(decision, Restart):
+                    decision = Stop(INTERRUPTED_STATUS)
+                self._conclude(verdict, decision)
+                shutil.rmtree(attempt.folder, ignore_errors=True)
+                if isinstance(decision, Stop):
+                    return decision.status
+                if not self._wait(decision.after_s):
+                    return INTERRUPTED_STATUS
+                self._restarts += 1
+
+    def _attempt(self, number: int) -> tuple[Attempt, Verdict]:
+        """Run the driver once, and leave nothing of it."""
+        attempt = Attempt(tempfile.mkdtemp(prefix="dhp-attempt-"), number, self._restarts)
+        driver = Driver(self._commands(self._begun), attempt.environment())
+        sent: int | None = None
+        deadline: float | None = None
+        killed = False
+        while (code := driver.poll()) is None:
+            if self._signal is not None and sent is None:
+                sent = self._signal
+                driver.send(sent)
+            if deadline is None and (sent is not None or self._is_ending(attempt)):
+                deadline = time.monotonic() + self._stopping_s
+            if deadline is not None and time.monotonic() > deadline:
+                self._say(f"the driver has not ended in {self._stopping_s:g} s: killing it with all that it started")
+                code, killed = driver.kill(), True
+                break
+            time.sleep(_POLL_S)
+        left = driver.end_others()
+        if left:
+            self._say(f"ended what the driver left: {', '.join(sorted(left))}")
+        return attempt, judge(attempt, code, killed, interrupted=sent is not None)
+
+    def _is_ending(self, attempt: Attempt) -> bool:
+        verdict = attempt.verdict
+        return verdict is not None and (self._ends_once or verdict.kind != COMPLETED)
+
+    def _conclude(self, verdict: Verdict, decision: Restart | Stop) -> None:
+        """Say and keep what follows an attempt."""
+        if isinstance(decision, Restart):
+            number, limit = decision.number, self._rules.max_restarts
+            count = f"restart {number} of {limit}" if number else "restart, not counted, for its node was drained"
+            start = "where it began" if self._newest is None else self._newest
+            follows = f"{count}, after {decision.after_s:g} s, from {start}"
+            self._say(f"attempt {verdict.attempt} failed. {verdict.headline()}\n{follows}")
+            verdict = replace(verdict, followed_by=follows)
+        else:
+            if decision.reason:
+                self._say(f"attempt {verdict.attempt} failed, and there is no other one: {decision.reason}")
+            verdict = replace(verdict, followed_by=decision.reason or f"exit status {decision.status}")
+        self._history[-1] = replace(self._history[-1], verdict=verdict)
+        self._keep()
+
+    def _keep(self) -> None:
+        """Write the verdicts to run_dir, but of a run that simply completed or was refused before it had one."""
+        failed = any(one.verdict.kind not in (COMPLETED, INTERRUPTED) for one in self._history)
+        if not failed or not self._begun.opened or not self._run_dir.is_dir():
+            return
+        if self._first is None:
+            self._first = 1
+            while verdict_file(self._run_dir, self._first).exists():  # of the run that this one continues
+                self._first += 1
+        with suppress(OSError):  # a full disk ends no supervisor
+            for number, one in enumerate(self._history, self._first):
+                write_verdict(verdict_file(self._run_dir, number), one.verdict)
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for that long; False: a signal came first."""
+        end = time.monotonic() + seconds
+        while self._signal is None and time.monotonic() < end:
+            time.sleep(min(_POLL_S, max(0.0, end - time.monotonic())))
+        return self._signal is None
+
+    @contextmanager
+    def _taking_signals(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+        def heed(number: int, _frame: Any) -> None:
+            self._signal = number
+
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, heed)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def judge(attempt: Attempt, code: int, killed: bool, interrupted: bool) -> Verdict:
+    """How an attempt ended, by what its driver said and by its exit status. killed: by the supervisor, for it had not
+    ended in time; interrupted: by a signal to the supervisor."""
+    known = attempt.verdict
+    ended = replace(known, exit_code=code) if known is not None else None
+    if ended is not None and not (ended.kind == COMPLETED and code > 0):
+        return ended
+    silent = Verdict(attempt.number, KILLED, state=attempt.state, exit_code=code)
+    if interrupted or code == INTERRUPTED_STATUS:
+        return replace(silent, kind=INTERRUPTED)
+    if code == 0:
+        return replace(silent, kind=COMPLETED)
+    if code < 0 and not killed:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        why = "out of memory, or Ray's core, which aborts a process that lost its servers"
+        text = f"the driver was ended by {name} while {attempt.state}, without a word; frequent causes: {why}"
+        return replace(silent, message=text, restartable=True)
+    return replace(silent, kind=REFUSED, message=f"the driver ended with status {code}", restartable=code == RETRY)

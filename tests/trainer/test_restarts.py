@@ -1,0 +1,98 @@
+"""A run that loses a rank or its driver goes on by itself, and ends as one that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import FIRST, ONE_ACTOR_EACH, processes_of, tiny, train, wait_for_steps
+
+SIX = ("training.max_steps=6", "training.save_steps=2", *FIRST[1:], *ONE_ACTOR_EACH)
+AGAIN = ("training.max_restarts=2", "training.restart_wait_s=0.1")
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
+    run_dir = tmp_path_factory.mktemp("plain") / "run"
+    outcome = train(*tiny(tiny_assets, run_dir, *SIX))
+    assert outcome.status == 0, outcome.stderr
+    return losses(run_dir)
+
+
+def a_rank(process: subprocess.Popen[str]) -> int:
+    return next(pid for pid, command in processes_of(process).items() if "ray::Worker" in command)
+
+
+def the_driver(process: subprocess.Popen[str]) -> int:
+    return next(
+        pid for pid, command in processes_of(process).items() if "-m dhp.train_ray" in command and pid != process.pid
+    )
+
+
+def the_control_store(process: subprocess.Popen[str]) -> int:
+    return next(pid for pid, command in processes_of(process).items() if "gcs_server" in command.split(" ")[0])
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind", "said"),
+    [
+        (a_rank, "died", " died during "),
+        (the_driver, "killed", "the driver was ended by SIGKILL while "),
+        (the_control_store, "cluster", "Ray's gcs_server (its control store, process "),
+    ],
+)
+def test_it_goes_on_from_its_newest_checkpoint(
+    tiny_assets: Path,
+    tmp_path: Path,
+    undisturbed: list[tuple[int, float]],
+    victim: Callable[[subprocess.Popen[str]], int],
+    kind: str,
+    said: str,
+) -> None:
+    run_dir = tmp_path / "run"
+
+    def kill(process: subprocess.Popen[str]) -> None:
+        wait_for_steps(run_dir, 3, process)
+        os.kill(victim(process), signal.SIGKILL)
+
+    outcome = train(*tiny(tiny_assets, run_dir, *SIX, *AGAIN), meanwhile=kill, own_ray=True)
+    assert outcome.status == 0, outcome.stderr
+    assert outcome.left == ()
+    assert losses(run_dir) == undisturbed
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["restarts"], summary["steps"]) == ("completed", 1, 6)
+    first, second = (json.loads(file.read_text()) for file in sorted((run_dir / "faults").iterdir()))
+    assert (first["kind"], second["kind"]) == (kind, "completed") and said in first["message"]
+    assert f"restart 1 of 2, after 0.1 s, from {run_dir}/checkpoints/step_" in outcome.stdout
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6"]
+
+
+def test_a_refused_run_is_not_started_again_and_leaves_nothing(tiny_assets: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    outcome = train(*tiny(tiny_assets, run_dir, *AGAIN, "training.learning_rate=-1"))
+    assert outcome.status == 1 and outcome.stderr.count("ConfigError: ") == 1 and not run_dir.exists()
+
+
+def test_a_signal_ends_a_supervised_run(tiny_assets: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def stop(process: subprocess.Popen[str]) -> None:
+        wait_for_steps(run_dir, 1, process)
+        process.send_signal(signal.SIGTERM)
+
+    arguments = tiny(tiny_assets, run_dir, *SIX, *AGAIN, "training.max_steps=1000")
+    outcome = train(*arguments, meanwhile=stop, own_ray=True)
+    assert outcome.status == 130 and outcome.left == ()
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
+    assert not (run_dir / "faults").exists()
