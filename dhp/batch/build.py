@@ -99,6 +99,7 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
         preprocess.pictures.read_patches,
         find_objective(settings.objective),
         open_lengths,
+        None if settings.exchange else dataset,
     )
 
 

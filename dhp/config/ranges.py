@@ -64,6 +64,8 @@ def check_training(training: TrainingConfig) -> None:
     _require_positive("training", training, "eval_answer_tokens", "eps")
     answers = training.eval_answers
     require(answers >= 0, "training.eval_answers", answers, "eval_answers >= 0")
+    broken = training.max_nonfinite_steps
+    require(broken >= 0, "training.max_nonfinite_steps", broken, "training.max_nonfinite_steps >= 0")
     require(training.resume != "", "training.resume", '""', "never, auto, or the path of a checkpoint or run")
     _require_not_negative("training", training, "learning_rate", "weight_decay", "max_grad_norm")
     betas = training.betas

@@ -61,5 +61,9 @@ class ClusterError(DhpError):
     """Ray that could not be started or joined."""
 
 
+class Diverged(DhpError):
+    """Losses or gradients that are not finite, in more steps than a run may have in a row."""
+
+
 class PartFailed(DhpError):
     """A rank of a part raised or died; the text names part, rank and the rank's own error."""

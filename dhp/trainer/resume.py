@@ -26,7 +26,7 @@ HELD = {
 BESIDE = {
     "training": {
         *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_epochs"),
-        *("save_final", "save_total_limit", "eval_steps"),
+        *("save_final", "save_total_limit", "eval_steps", "max_nonfinite_steps"),
         *("eval_answers", "eval_answer_tokens", "best_metric", "resume", "loggers", "logger_project", "schedule"),
     },
     "data": {

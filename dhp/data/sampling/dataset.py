@@ -97,6 +97,11 @@ class Dataset:
             of_portion = np.flatnonzero(numbers == number)
             yield portion, of_portion, indices[of_portion] - int(self._ends[number]) + len(portion)
 
+    def first(self, portion: Portion) -> int:
+        """The index of a portion's first sample."""
+        number = self._portions.index(portion)
+        return int(self._ends[number]) - len(portion)
+
     def annotations(self) -> dict[str, Annotations]:
         """Those of all portions, by the dataset's name."""
         return {portion.annotations.dataset: portion.annotations for portion in self._portions}
