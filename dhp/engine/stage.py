@@ -146,8 +146,8 @@ class StageEngine(EvaluatingEngine):
     def optimizer_step(self, info: StepInfo, *other_norms_sq: float) -> StageReport:
         """Clip by the joint norm of this stage, as last measured, and the others; take the optimizer step, report.
 
-        A joint norm that is not finite, which every rank of every stage has, leaves all as it was: weights, moments, and
-        the optimizer's count of its steps.
+        A joint norm that is not finite, which every rank of every stage has, leaves all as it was: weights, moments,
+        and the optimizer's count of its steps.
         """
         update = self.settings.update
         norm, coefficient = clip_coefficient([self._norm_sq, *other_norms_sq], update.max_grad_norm)

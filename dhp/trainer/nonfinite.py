@@ -1,5 +1,5 @@
-"""Steps that updated nothing because their loss or gradient was not finite: counted, named, and the end of a run that has
-too many of them in a row."""
+"""Steps that updated nothing because their loss or gradient was not finite: counted, named, and the end of a run that
+has too many of them in a row."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class NonfiniteSteps:
 def line(metrics: StepMetrics, in_a_row: int, limit: int, names: Sequence[str]) -> str:
     """About a step that updated nothing, of samples of these names."""
     return (
-        f"{_found(metrics)}: nothing was updated ({in_a_row} in a row; training.max_nonfinite_steps={limit} end the run)."
-        f" Its samples, for `python -m dhp inspect sample`: {listed(names)}"
+        f"{_found(metrics)}: nothing was updated ({in_a_row} in a row; training.max_nonfinite_steps={limit} end the "
+        f"run). Its samples, for `python -m dhp inspect sample`: {listed(names)}"
     )
 
 
@@ -71,8 +71,9 @@ def last_line(metrics: StepMetrics, in_a_row: int, limit: int, names: Sequence[s
     """About the one that ends a run."""
     before = metrics.step - in_a_row
     return (
-        f"{_found(metrics)}; training.max_nonfinite_steps={limit}, and this is number {in_a_row} in a row. None of them "
-        f"was taken: weights are those after step {before}. {ADVICE} by `python -m dhp inspect sample`: {listed(names)}"
+        f"{_found(metrics)}; training.max_nonfinite_steps={limit}, and this is number {in_a_row} in a row. None of "
+        f"them was taken: weights are those after step {before}. {ADVICE} by `python -m dhp inspect sample`: "
+        f"{listed(names)}"
     )
 
 
