@@ -13,7 +13,7 @@ import numpy as np
 from dhp.core.errors import ConfigError, DataError, DhpError
 from dhp.data.read.files import CsvRows, JsonlRows, JsonRows, RawSample, RawSamples
 from dhp.data.read.webdataset import TarRows
-from dhp.data.remote.files import RemoteFile, Source
+from dhp.data.remote.files import RemoteFile, Source, look_up
 from dhp.data.remote.places import Place, Shards
 
 
@@ -140,6 +140,7 @@ def open_rows(path: Place) -> RawSamples:
 
 def _open_shards(shards: Shards) -> RawSamples:
     kinds = {file.suffix.lower() for file in shards.files}
+    look_up(shards.files)
     if len(shards.files) == 1 and kinds.isdisjoint((".parquet", ".tar")):
         return _open_file(shards.files[0])
     if kinds not in ({".parquet"}, {".tar"}):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -32,6 +33,7 @@ _TAGS = (
     "created",
 )
 _PIECE = 1 << 20
+_AT_ONCE = 16  # requests
 _KNOWN = 1 << 14  # files whose size and state a process remembers
 
 
@@ -137,6 +139,14 @@ Source = Path | RemoteFile
 def size_of(source: Source) -> int:
     """Bytes of a file. Raises OSError or DataError."""
     return source.size if isinstance(source, RemoteFile) else source.stat().st_size
+
+
+def look_up(sources: Sequence[Source]) -> None:
+    """Ask for sizes and states of many files at once, which one by one would take a while. Raises DataError."""
+    far = [source for source in sources if isinstance(source, RemoteFile)]
+    if far:
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            list(threads.map(RemoteFile.about, far))
 
 
 def list_folder(url: str, settings: RemoteSettings) -> tuple[RemoteFile, ...]:

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from dhp.config.data import DatasetEntry
+from dhp.core.errors import DataError
 from dhp.data.media.sources import open_media
 from dhp.data.remote.files import RemoteFile
 from dhp.data.remote.transfer import RemoteSettings
@@ -113,6 +114,15 @@ def test_shards_are_fetched_one_by_one_within_the_limit(far: Path, faults: Fault
     assert [read(dataset, index) for index in order] == [read(local, index) for index in order]
     kept = [p.stat().st_size for p in (Path(str(settings.folder)) / "remote" / "files").rglob("*") if p.is_file()]
     assert sum(kept) <= 2.5 * size
+
+
+def test_shards_are_looked_up_once_and_together(far: Path, faults: Faults, settings: RemoteSettings) -> None:
+    write_shards(far)
+    faults.fail = 2
+    assert len(opened("s3://bucket/shard-{00..03}.tar", settings)) == 14
+    assert sorted(faults.infos) == [f"bucket/shard-0{n}.tar" for n in range(4)]
+    with pytest.raises(DataError, match="shard-04.tar cannot be read: FileNotFoundError"):
+        opened("s3://bucket/shard-{00..04}.tar", settings)
 
 
 def test_an_index_belongs_to_the_state_of_its_shard(far: Path, faults: Faults, settings: RemoteSettings) -> None:
