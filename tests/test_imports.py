@@ -55,6 +55,7 @@ LIBRARIES: dict[str, set[str]] = {
     "hydra": {"config"},
     "omegaconf": {"config"},
     "numba": {"data.balance"},
+    "fsspec": {"data.remote.transfer"},
     "peft": {"models.lora", "models.lora_export"},
     "bitsandbytes": {"models.quantized"},
     **{logger: {"observe.logger_process"} for logger in ("wandb", "mlflow", "swanlab")},

@@ -18,6 +18,7 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import FeatureSettings
 from dhp.core.errors import ModelError
 from dhp.data.media.frames import FrameSampling
+from dhp.data.remote.places import remote_of
 from dhp.data.sample.audio import NO_ACTORS, NO_TOWER, AudioPreprocessing
 from dhp.data.sample.cached_features import CachedPictures
 from dhp.data.sample.lengths import tile_arguments
@@ -99,6 +100,7 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
         preprocess.pictures.read_patches,
         find_objective(settings.objective),
         open_lengths,
+        None if settings.exchange else dataset,
     )
 
 
@@ -144,7 +146,9 @@ def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: 
 def open_datasets(settings: BatchReaderSettings) -> Dataset:
     """The datasets of the settings. Raises DataError for an annotation file that cannot be read."""
     data = settings.data
-    return open_dataset(data.datasets, data.data_registry, settings.seed, data.shuffle, data.allow_http)
+    return open_dataset(
+        data.datasets, data.data_registry, settings.seed, data.shuffle, data.allow_http, remote_of(data)
+    )
 
 
 def pad_token(tokenizer: Any) -> int:

@@ -23,10 +23,11 @@ from dhp.data.media.sources import File
 from dhp.data.read.records import Record
 from dhp.data.sample.lengths import LENGTH_COLUMNS
 from dhp.data.sample.sample import Sample
-from dhp.data.sampling.dataset import BatchSource, StepSamples
+from dhp.data.sampling.dataset import BatchSource, Dataset, StepSamples
 from dhp.data.sampling.length_cache import Lengths
 from dhp.data.sampling.length_table import MeasuredDataset, RowChunk
 from dhp.data.sampling.sampler import Sampler, StepBatch
+from dhp.data.sampling.step_ids import digest, names
 from dhp.models.family import Family
 from dhp.models.flops import TrainedShare
 from dhp.objectives.objective import Objective
@@ -50,6 +51,7 @@ class BatchReader:
         read_patches: ReadPatches = nothing_unread,
         objective: Objective | None = None,
         open_lengths: Callable[[], MeasuredDataset] | None = None,
+        dataset: Dataset | None = None,
     ):
         """encoders: how the inputs of each encoder of the run are divided, by part.
 
@@ -68,7 +70,10 @@ class BatchReader:
         objective: whose columns and weights the samples get; None: cross-entropy.
 
         open_lengths: makes `measured` where rows are not balanced, for what a run is expected to take.
+
+        dataset: whose samples the source has, so that those of a step can be named; None: they cannot.
         """
+        self._dataset = dataset
         self._source, self._read_patches = source, read_patches
         self._family = family
         self._collator = Collator(family, pad_token_id, packing or text.sequence > 1, objective)
@@ -119,7 +124,12 @@ class BatchReader:
         """Read, decode and shard one step; patches of long videos are left to `fill`. Raises DataError as
         data.on_bad_sample says, for `broken` ones too: long videos that `fill` found to be so, and what is wrong."""
         data = self._shard(partial(self._source.read, batch, broken))
-        return replace(data, info=replace(data.info, measure_s=batch.measure_s))
+        own = "" if self._dataset is None else digest(self._dataset, batch)
+        return replace(data, info=replace(data.info, measure_s=batch.measure_s, sample_digest=own))
+
+    def sample_names(self, step: int) -> tuple[str, ...]:
+        """Of a step's samples (0-based), by which `inspect sample` finds them."""
+        return () if self._dataset is None else names(self._dataset, self._source.sampler.batch(step))
 
     def fill(self, work: VisionInput) -> VisionInput:
         """A shard's work with the patches that `read` left in their files. Raises UnreadableVideo."""

@@ -16,7 +16,7 @@ from dhp.checkpoint.folder import find_checkpoint
 from dhp.config.command_line import compose_config
 from dhp.config.generation import unbalanced
 from dhp.config.parts import parts
-from dhp.config.recorded import compose_recorded
+from dhp.config.recorded import compose_recorded, require_named_addresses
 from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
@@ -84,6 +84,8 @@ def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) 
     config, checkpoint = read_configuration(given.path, given, given.settings, missing)
     if not (datasets or config.data.eval_datasets):
         raise ConfigError("data.eval_datasets is empty: add data.eval_datasets=[NAME], of data.data_registry")
+    if checkpoint is not None:
+        require_named_addresses(config.data, datasets or config.data.eval_datasets, given.settings)
     data = replace(unbalanced(config.data), datasets=list(datasets or config.data.eval_datasets))
     training = replace(config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[])
     training = replace(training, resume="never", schedule="sequential")  # no backward

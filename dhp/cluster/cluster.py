@@ -21,6 +21,7 @@ from dhp.cluster.gpus import HERE, check_gpus, read_gpus
 from dhp.cluster.host import beacon, require_own_gpu
 from dhp.cluster.placement.nodes import own_node, read_nodes
 from dhp.cluster.placement.rank_mapping import TENSOR, describe_straddle, find_straddles, map_ranks, refuse_straddle
+from dhp.cluster.placement.readers import reader_nodes
 from dhp.cluster.placement.reservation import Slot, Topology, bundle_nodes, find_topology, plan_placement, reserve
 from dhp.cluster.rank_device import RankDevice
 from dhp.cluster.ray_session import cluster_gpus, ray_session
@@ -81,6 +82,7 @@ class Cluster:
         """say: receives a line when something that takes time begins."""
         self._layout, self._say = layout, say
         self._stack = ExitStack()
+        self._readers: Sequence[str] | None = None
 
     def __enter__(self) -> Cluster:
         layout = self._layout
@@ -99,7 +101,7 @@ class Cluster:
             self._say(f"reserving {bundles} device{'s' if bundles > 1 else ''}")
             reserved = reserve(plan, layout.start_timeout_s)
             stack.callback(remove_placement_group, reserved)
-            topology = find_topology(bundle_nodes(reserved), read_nodes())
+            self._topology = topology = find_topology(bundle_nodes(reserved), read_nodes())
             degrees = {stage.name: stage.degrees.by_axis() for stage in layout.graph.stages}
             slots = map_ranks(plan.slots, topology.of_bundle, degrees)
             warn_cross_node_groups(slots, topology, degrees, self.device)
@@ -146,9 +148,21 @@ class Cluster:
         own: dict[str, Any] = {"log_dir": layout.log_dir, "needs": layout.needs.get("data", {}), "trace": layout.trace}
         graph = layout.graph
         step: dict[str, Any] = {"micro_batches": micro_batches, "shards": graph.works()}
-        actor = DatasetActor(factory, *arguments, **step, workers=workers, prefetch=prefetch, **own)
+        nodes = self._reader_nodes() if workers else ()
+        actor = DatasetActor(factory, *arguments, **step, workers=workers, prefetch=prefetch, nodes=nodes, **own)
         self._stack.callback(actor.stop)
         return actor
+
+    def _reader_nodes(self) -> Sequence[str]:
+        """Ids of the nodes that read data; looked for once."""
+        if self._readers is None:
+            layout, nodes = self._layout, self._topology.nodes
+            found = reader_nodes([node.id for node in nodes], layout.needs.get("data", {}), layout.start_timeout_s)
+            self._readers = found
+            if len(nodes) > 1:
+                names = [node.name for node in nodes if node.id in found]
+                self._say(f"data workers run on {', '.join(names) or 'the node of the driver'}")
+        return self._readers
 
     def values(self, refs: Sequence[Any]) -> list[Any]:
         """The values behind refs of finished calls."""

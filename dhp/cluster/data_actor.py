@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, cycle
+from itertools import chain, cycle, islice
 from typing import Any
 
 import ray
@@ -127,8 +127,8 @@ class DatasetActor:
     Pixels never pass through the driver.
 
     One actor knows the order of the data and assigns samples to steps; with `workers` of them others read
-    and decode, each a whole step at a time, else it does so itself. All run on the driver's node, where the paths of
-    the datasets were checked and the user sees them.
+    and decode, each a whole step at a time, else it does so itself. That one runs on the driver's node, where the paths
+    of the datasets were checked and the user sees them; the others take turns on `nodes`, near the ranks.
     """
 
     def __init__(
@@ -143,8 +143,11 @@ class DatasetActor:
         log_dir: str | None = None,
         needs: Mapping[str, str] | None = None,
         trace: bool = False,
+        nodes: Sequence[str] = (),
     ):
         """shards: how many each part has.
+
+        nodes: ids of those that workers run on, in turn; none: the driver's.
 
         prefetch: steps whose reading is submitted beyond the one asked for.
 
@@ -160,11 +163,15 @@ class DatasetActor:
         self._steps: int | None = None
         names = [WHO, *(f"data worker {number}" for number in range(workers))]
         logs = ["data", *(f"data-{number}" for number in range(workers))]
-        # Not soft: Ray 2.60 puts a soft one without resources anywhere. The driver's node lives as long as the driver.
-        here = NodeAffinitySchedulingStrategy(own_node(), soft=False)
-        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": here}
-        make = ray.remote(concurrency_groups={FILLING: 1})(_Reader).options(**options)
-        self._actors = [make.remote(who, log_dir, log, threads, trace) for who, log in zip(names, logs, strict=True)]
+        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        make = ray.remote(concurrency_groups={FILLING: 1})(_Reader)
+        places = [own_node(), *islice(cycle(nodes or [own_node()]), workers)]
+        # Not soft: Ray 2.60 puts a soft one without resources anywhere. A run does not outlive a node of its own.
+        pinned = [{**options, "scheduling_strategy": NodeAffinitySchedulingStrategy(at, soft=False)} for at in places]
+        self._actors = [
+            make.options(**own).remote(who, log_dir, log, threads, trace)
+            for own, who, log in zip(pinned, names, logs, strict=True)
+        ]
         self._names = {actor._actor_id: name for actor, name in zip(self._actors, names, strict=True)}
         self._readers = self._actors[1:] or self._actors
         args = (factory, arguments, dict(needs or {}), self._readers)

@@ -10,10 +10,12 @@ class DatasetEntry:
 
     annotation_path: str = ""
     """A .json file (a list of samples), a .jsonl file (a sample a line), a .parquet file, a WebDataset .tar shard; or a
-    folder of .parquet or .tar files, or one that Hugging Face's `Dataset.save_to_disk` wrote."""
+    folder of .parquet or .tar files, or one that Hugging Face's `Dataset.save_to_disk` wrote. A pattern as
+    shards-{000..127}.tar gives several. All but the last may be behind an address: s3://, gs://, hf://, http://."""
 
     data_path: str = ""
-    """Directory that the paths of images and videos start from; none may leave it. Empty: no such files."""
+    """Directory that the paths of images and videos start from, or the address of one; none may leave it. Empty: no
+    such files."""
 
     format: str = "auto"
     """How conversations are written: llava | sharegpt | openai | alpaca | swift | auto (found from the first samples).
@@ -127,7 +129,18 @@ class DataConfig:
     data.balance is not random."""
 
     cache_dir: Optional[str] = None
-    """Directory of measured lengths, for all runs. Null: dhp in $XDG_CACHE_HOME or ~/.cache."""
+    """Directory of measured lengths, and of copies of files from addresses, for all runs. Null: dhp in $XDG_CACHE_HOME
+    or ~/.cache."""
+
+    cache_gib: Optional[float] = 50.0
+    """GiB of copies in cache_dir of annotations and media that are read from addresses (s3://, gs://, hf://, http://);
+    beyond it, those go that were not used for longest. Null: no bound."""
+
+    fetch_tries: int = 5
+    """Tries of a request to such an address, with growing pauses between them, before its file counts as unreadable."""
+
+    fetch_s: float = 300.0
+    """Seconds that all tries of such a request may take, one large file included."""
 
     cache_features: Optional[str] = None
     """Directory in which what a frozen tower makes of each picture is kept, for all runs: a picture that is there is

@@ -65,6 +65,8 @@ def check_training(training: TrainingConfig) -> None:
     _require_positive("training", training, "eval_answer_tokens", "eps")
     answers = training.eval_answers
     require(answers >= 0, "training.eval_answers", answers, "eval_answers >= 0")
+    broken = training.max_nonfinite_steps
+    require(broken >= 0, "training.max_nonfinite_steps", broken, "training.max_nonfinite_steps >= 0")
     require(training.resume != "", "training.resume", '""', "never, auto, or the path of a checkpoint or run")
     _require_not_negative("training", training, "learning_rate", "weight_decay", "max_grad_norm")
     _require_not_negative("training", training, "max_restarts", "restart_wait_s")
@@ -118,7 +120,8 @@ def check_data(data: DataConfig, reads: bool = True) -> None:
     _require_positive("data.limits", data.limits, "text", "vision", "full_text", "full_vision")
     sizes = ("min_pixels", "max_pixels", "max_tiles", "video_max_pixels", "video_whole_frames", "max_tokens")
     balance = ("group_window", "isf_passes", "balance_window", "long_tokens")
-    _require_positive("data", data, *balance, "video_fps", "cache_features_gib", *sizes)
+    fetching = ("cache_gib", "fetch_tries", "fetch_s")
+    _require_positive("data", data, *balance, "video_fps", "cache_features_gib", *sizes, *fetching)
     require(data.video_max_frames >= 2, "data.video_max_frames", data.video_max_frames, "video_max_frames >= 2")
     if data.cache_features_gib is not None:
         rule = "it bounds data.cache_features, which is not set; set both or neither"

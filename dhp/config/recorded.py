@@ -10,8 +10,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from dhp.config.command_line import compose_config, to_config
+from dhp.config.data import DataConfig, DatasetEntry
 from dhp.config.errors import translated_errors
+from dhp.config.parts import split_share
 from dhp.config.schema import Config
+from dhp.core.addresses import is_remote
 from dhp.core.errors import ConfigError
 
 # What the command line alone decides: where is written, and whether something is fetched. None is needed to read a run.
@@ -41,6 +44,21 @@ def compose_recorded(file: Path, overrides: Sequence[str] = ()) -> Config:
         )
     own = [f"{key}={value}" for key, value in _OF_THE_CALLER.items() if key not in given]
     return compose_config(file.stem, str(file.parent), [*own, *overrides])
+
+
+def require_named_addresses(data: DataConfig, names: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a dataset of these names that a record puts behind an address which the command line does
+    not name: its author could make this machine ask any address that it can reach."""
+    given = {override.partition("=")[0].lstrip("+") for override in overrides}
+    for name, _ in map(split_share, names):
+        entry = data.data_registry.get(name, DatasetEntry())
+        for field, path in (("annotation_path", entry.annotation_path), ("data_path", entry.data_path)):
+            key = f"data.data_registry.{name}.{field}"
+            if is_remote(path) and key not in given:
+                raise ConfigError(
+                    f"{key}={path}: an address that a run's record names is not asked by itself. If you know it, add "
+                    f"{key}={path}"
+                )
 
 
 def read_recorded(file: Path) -> Config:

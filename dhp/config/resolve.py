@@ -16,6 +16,7 @@ from dhp.config.ranges import check_cluster, check_data, check_memory, check_see
 from dhp.config.rules import FSDP, check_balance, check_run
 from dhp.config.schema import Config
 from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.addresses import without_file_scheme
 from dhp.core.errors import ConfigError, raise_all
 
 
@@ -170,7 +171,8 @@ def _fill_paths(config: Config) -> None:
 
 
 def _expanded(path: str) -> str:
-    """`~` is replaced here because a shell leaves it alone inside `key=~/value`."""
+    """`~` is replaced here because a shell leaves it alone inside `key=~/value`; a file: address by its path."""
+    path = without_file_scheme(path)
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 

@@ -85,6 +85,10 @@ class TrainingConfig:
     max_grad_norm: Optional[float] = None
     """Largest global gradient norm, over all stages; larger gradients are scaled to it. Null or 0: no clipping."""
 
+    max_nonfinite_steps: int = 3
+    """Steps in a row whose loss or gradient is not finite that end the run. Fewer are skipped: nothing is updated, and
+    their samples are named. 0 or 1: the first one ends it."""
+
     deterministic: bool = False
     """true: kernels that give the same bits each time alone, so that a run, resumed or not, is repeatable to the bit
     on GPUs too, as it is on CPUs anyway. Slower; an operation without such a kernel ends the run with its name."""

@@ -130,6 +130,8 @@ class StepInfo:
 
     sp_ratio: where ranks share rows, of all tokens the share that is divided over several ranks though its samples are
     no longer than a rank's even share of their row; None where none do.
+
+    sample_digest: of which samples it has (`dhp.data.sampling.step_ids.digest`); "": not known.
     """
 
     step: int
@@ -150,6 +152,7 @@ class StepInfo:
     clips: int = 0
     cached_images: int = 0
     sp_ratio: float | None = None
+    sample_digest: str = ""
 
 
 @dataclass(frozen=True)

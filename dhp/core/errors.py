@@ -86,6 +86,10 @@ class Fault:
     step: int | None = None
 
 
+class Diverged(DhpError):
+    """Losses or gradients that are not finite, in more steps than a run may have in a row."""
+
+
 class PartFailed(DhpError):
     """A rank of a part raised or died; the text names part, rank and the rank's own error."""
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 from uuid import uuid4
 
 
@@ -82,15 +83,22 @@ def fingerprint(files: Sequence[Path]) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode("utf-8", "surrogateescape"))
         if len(files) <= _FILES or number in read:
-            _add(digest, file, size)
+            with file.open("rb") as opened:
+                _add(digest, opened, size)
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
-def _add(digest: hashlib._Hash, file: Path, size: int) -> None:
-    with file.open("rb") as opened:
-        if size <= _WHOLE:
-            digest.update(opened.read())
-            return
-        for number in range(_BLOCKS):
-            opened.seek(number * (size - _BLOCK) // (_BLOCKS - 1))
-            digest.update(opened.read(_BLOCK))
+def fingerprint_of(name: str, size: int, opened: BinaryIO) -> str:
+    """`fingerprint` of one file of that name and size, wherever it is."""
+    digest = hashlib.sha256(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
+    _add(digest, opened, size)
+    return f"sha256:{digest.hexdigest()[:16]}"
+
+
+def _add(digest: hashlib._Hash, opened: BinaryIO, size: int) -> None:
+    if size <= _WHOLE:
+        digest.update(opened.read())
+        return
+    for number in range(_BLOCKS):
+        opened.seek(number * (size - _BLOCK) // (_BLOCKS - 1))
+        digest.update(opened.read(_BLOCK))

@@ -38,6 +38,8 @@ class StageReport:
 
     comm_s: of these, seconds in collectives, waiting for other ranks among them; None on GPUs, which the host does not
     wait for.
+
+    finite: whether the step's loss and gradient are. If not, no rank has updated anything.
     """
 
     rank: int
@@ -51,6 +53,7 @@ class StageReport:
     short: bool = False
     busy_s: float | None = None
     comm_s: float | None = None
+    finite: bool = True
 
 
 @dataclass(frozen=True)

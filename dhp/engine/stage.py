@@ -20,7 +20,6 @@ from dhp.checkpoint.random_state import load_random_state
 from dhp.checkpoint.source import load_shards, open_source
 from dhp.core.batch import Bundle, StepInfo
 from dhp.core.collectives import RECORD, watch_layers
-from dhp.core.errors import PartFailed
 from dhp.core.graph import Edge, Node
 from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, SavedShare, StageReport
 from dhp.core.tracing import forget, take_sent, take_waited
@@ -147,28 +146,25 @@ class StageEngine(EvaluatingEngine):
     def optimizer_step(self, info: StepInfo, *other_norms_sq: float) -> StageReport:
         """Clip by the joint norm of this stage, as last measured, and the others; take the optimizer step, report.
 
-        Raises PartFailed when the joint norm is not finite: such a step would destroy the weights.
+        A joint norm that is not finite, which every rank of every stage has, leaves all as it was: weights, moments,
+        and the optimizer's count of its steps.
         """
         update = self.settings.update
         norm, coefficient = clip_coefficient([self._norm_sq, *other_norms_sq], update.max_grad_norm)
         rates = rates_at(info.step, self._groups, update)
-        if not math.isfinite(norm):
-            raise PartFailed(
-                f"the gradient norm of step {info.step + 1} is {norm}; the step was not taken. "
-                "Lower training.learning_rate, set training.max_grad_norm, or look at the step's data with "
-                f"`python -m dhp inspect batch step={info.step + 1}`."
-            )
         usage, short = None, False
         if self.measuring is not None:
             usage, short = self.measuring.take(self.optimizer.gradient_bytes())
-        if self.is_active(info):
+        finite = math.isfinite(norm)
+        if finite and self.is_active(info):
             self.optimizer.step(rates, coefficient)
         else:
             self.optimizer.drop()
         loss, peak = self.take_loss(), self._peak_memory()
         comm_s = None if self.device.type == "cuda" else take_waited()
         sent = take_sent()
-        return StageReport(self.rank, loss, norm, rates, peak, sent, usage, self.take_notes(), short, comm_s=comm_s)
+        measured = (usage, self.take_notes(), short)
+        return StageReport(self.rank, loss, norm, rates, peak, sent, *measured, comm_s=comm_s, finite=finite)
 
     def take_notes(self) -> tuple[str, ...]:
         """Notes for the run's log since the last call."""

@@ -20,6 +20,7 @@ from dhp.core.kinds import tokens_of
 from dhp.core.reports import KernelUse
 from dhp.engine.build import DEEPSPEED, place_kernels
 from dhp.engine.generate import Generator
+from dhp.engine.nonfinite import breaking
 from dhp.engine.shard_norms import shard_decoder
 from dhp.engine.stage import StageEngine
 from dhp.engine.transfer import gradient_of, joined, move_with_plans, rows_of, to_device
@@ -129,7 +130,7 @@ class TextEngine(StageEngine):
     def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
         """Back through a chunk: gradients of what its forward received, for those that sent it."""
         flight = self._flights.pop((micro_batch, chunk))
-        loss = flight.output
+        loss = breaking(flight.output) if self._chunks[chunk].last else flight.output
         if received:  # gradients from elsewhere enter as a scalar, the only thing DeepSpeed's engine takes
             (bundle,) = received
             loss = (flight.output * to_device(bundle.tensors[HIDDEN_STATES], self.device)).sum()

@@ -93,6 +93,11 @@ class StepMetrics:
     no longer than an actor's even share of the row; null where none do. Unit: a share of 1."""
     skipped_samples: int | None = None
     """Bad samples left out since the run began. Unit: samples."""
+    skipped_steps: int | None = None
+    """Steps since the run began that updated nothing because loss or gradient was not finite. Unit: steps."""
+    sample_digest: str | None = None
+    """CRC-32 of which samples the step has, in any layout: see [Samples of a step](#samples-of-a-step). Unit: eight hex
+    digits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +157,7 @@ class AnswerMetrics:
 
 
 Line = StepMetrics | EvalMetrics | AnswerMetrics
+_TEXTS = ("kind", "dataset", "sample_digest")  # fields of steps and evaluations that are no numbers
 
 
 class MetricsWriter:
@@ -243,7 +249,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 def _line(values: Mapping[str, Any]) -> Line:
     if values["kind"] == ANSWER:
         return AnswerMetrics(**values)  # all text as it is, "NaN" too
-    known = {key: value if key in ("kind", "dataset") else from_json(value) for key, value in values.items()}
+    known = {key: value if key in _TEXTS else from_json(value) for key, value in values.items()}
     return EvalMetrics(**known) if values["kind"] == EVAL else StepMetrics(**known)
 
 

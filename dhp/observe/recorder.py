@@ -240,7 +240,8 @@ class Recorder:
 def _in_brief(metrics: StepMetrics) -> StepMetrics:
     """The fields that the summary needs: a run may have a million steps."""
     step, loss, step_s = metrics.step, metrics.loss, metrics.step_s
-    return StepMetrics(step=step, loss=loss, step_s=step_s, tokens=metrics.tokens, busy_s=metrics.busy_s)
+    tokens, busy_s, skipped = metrics.tokens, metrics.busy_s, metrics.skipped_steps
+    return StepMetrics(step=step, loss=loss, step_s=step_s, tokens=tokens, busy_s=busy_s, skipped_steps=skipped)
 
 
 def _status(error: BaseException | None) -> str:

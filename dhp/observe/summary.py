@@ -89,6 +89,8 @@ class Summary:
     """Checkpoint that the run continued. Unit: a path. Null: it began at step 1."""
     restarts: int = 0
     """Times the run was started again after a fault, by training.max_restarts. Unit: times."""
+    skipped_steps: int = 0
+    """Of these, steps that updated nothing because loss or gradient was not finite. Unit: steps."""
     first_loss: float | None = None
     """Loss of the first step. Unit: nats a token. Null: no step was done."""
     last_loss: float | None = None
@@ -137,6 +139,7 @@ class Summary:
         seconds = math.fsum(times)
         return cls(
             steps=steps[-1].step if steps else done,
+            skipped_steps=steps[-1].skipped_steps or 0 if steps else 0,
             first_loss=losses[0] if losses else None,
             last_loss=losses[-1] if losses else None,
             median_step_s=median(times) if times else None,

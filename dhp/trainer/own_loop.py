@@ -16,7 +16,7 @@ from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
 from dhp.core.batch import Batch, StepInfo
-from dhp.core.errors import ConfigError
+from dhp.core.errors import ConfigError, Diverged
 from dhp.core.files import write_whole
 from dhp.core.process import ending, say_line, say_nothing
 from dhp.core.reports import StageReport
@@ -24,6 +24,7 @@ from dhp.step.stages import Ref, Stage
 from dhp.step.step import update_weights
 from dhp.trainer.curriculum import run_curriculum
 from dhp.trainer.layout import with_layout
+from dhp.trainer.nonfinite import ADVICE, NonfiniteCount
 from dhp.trainer.opening import open_run
 from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
@@ -69,11 +70,13 @@ def train(config: Config, say: Callable[[str], None] = say_line) -> dict[str, An
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step. loss: of the whole batch, the mean over its weighted target tokens. grad_norm: of all
-    gradients, before clipping. reports: of each rank, by stage."""
+    gradients, before clipping. reports: of each rank, by stage. finite: whether both are; if not, nothing was
+    updated."""
 
     loss: float
     grad_norm: float
     reports: Mapping[str, list[StageReport]]
+    finite: bool = True
 
 
 class Run:
@@ -100,6 +103,7 @@ class Run:
             self._plan = self._session.open_data(lambda done, parts: None)
             self._session.start_stages(self._plan.steps)
             self._saver = Saver(self._session, self._say, unfinished)
+            self._nonfinite = NonfiniteCount(config.training.max_nonfinite_steps)
             self._exits = exits.pop_all()
         return self
 
@@ -136,8 +140,14 @@ class Run:
         wait_all(self._session.take_watched(), self.config.cluster.step_timeout_s)
         reports = {name: self._session.values(of_stage) for name, of_stage in refs.items()}
         shares = [one.loss for name, of in reports.items() for one in self.stages[name].leaders(of)]
-        norm = next(iter(reports.values()))[0].grad_norm
-        return StepResult(sum(share for share in shares if share is not None), norm, reports)
+        self._nonfinite.add(reports)
+        first = next(iter(reports.values()))[0]
+        if self._nonfinite.too_many:
+            raise Diverged(
+                f"the gradient norm is {first.grad_norm}, and training.max_nonfinite_steps="
+                f"{self.config.training.max_nonfinite_steps} end the run. {ADVICE}"
+            )
+        return StepResult(sum(share for share in shares if share is not None), first.grad_norm, reports, first.finite)
 
     def counts(self, batch: Batch) -> StepInfo:
         """The samples, tokens and useful operations of a batch."""

@@ -15,8 +15,11 @@ from dhp.config.rules import FLASH_ATTENTION_2
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
 from dhp.config.vocabulary import environment_notes
-from dhp.core.errors import ConfigError, DhpError, raise_all
+from dhp.core.addresses import is_remote
+from dhp.core.errors import ConfigError, DataError, DhpError, raise_all
 from dhp.core.process import say_nothing
+from dhp.data.remote.places import missing_place, remote_of
+from dhp.data.remote.transfer import check_address
 from dhp.data.sample.chat import read_template
 
 if TYPE_CHECKING:
@@ -139,26 +142,40 @@ def _fix_paths(config: Config) -> None:
     if config.data.cache_features is not None:
         config.data.cache_features = str(Path(config.data.cache_features).absolute())
     for entry in config.data.data_registry.values():
-        entry.annotation_path = str(Path(entry.annotation_path).absolute())
-        if entry.data_path:
+        if not is_remote(entry.annotation_path):
+            entry.annotation_path = str(Path(entry.annotation_path).absolute())
+        if entry.data_path and not is_remote(entry.data_path):
             entry.data_path = str(Path(entry.data_path).absolute())
 
 
 def missing_data(config: Config) -> list[str]:
-    """Messages about wrong paths of the datasets."""
+    """Messages about wrong paths of the datasets. Raises ConfigError for an address that cannot be read here."""
     missing = []
     for name in read_datasets(config.data):
-        entry = config.data.data_registry[name]
-        for field, path, exists in (
-            ("annotation_path", entry.annotation_path, os.path.exists(entry.annotation_path)),
-            ("data_path", entry.data_path, not entry.data_path or os.path.isdir(entry.data_path)),
-        ):
-            if not exists:
-                missing.append(
-                    f"data.data_registry.{name}.{field}={path} does not exist. Correct the path; relative paths "
-                    f"start from {Path.cwd()}"
-                )
+        entry, key = config.data.data_registry[name], f"data.data_registry.{name}"
+        for field, path in (("annotation_path", entry.annotation_path), ("data_path", entry.data_path)):
+            if is_remote(path):
+                check_address(f"{key}.{field}", path)
+        found = _missing_annotations(config, entry.annotation_path)
+        if found is not None:
+            missing.append(f"{key}.annotation_path={entry.annotation_path} {found}")
+        if entry.data_path and not is_remote(entry.data_path) and not os.path.isdir(entry.data_path):
+            missing.append(f"{key}.data_path={entry.data_path} does not exist. {_from_here()}")
     return missing
+
+
+def _missing_annotations(config: Config, path: str) -> str | None:
+    if not is_remote(path) and not any(brace in path for brace in "{}"):
+        return None if os.path.exists(path) else f"does not exist. {_from_here()}"
+    try:
+        found = missing_place(path, remote_of(config.data))
+    except DataError as error:
+        return f"cannot be read: {error}"
+    return None if found is None else f"is not whole: {found}. {_from_here()}"
+
+
+def _from_here() -> str:
+    return f"Correct the path; relative paths start from {Path.cwd()}"
 
 
 def _check_model(config: Config, saves: bool) -> None:

@@ -27,6 +27,7 @@ from dhp.observe.trace import TraceWriter
 from dhp.step.stages import Stages
 from dhp.trainer.recompute import activation_bytes
 
+SKIPPED_SHOWN = 20  # messages of skipped samples in one step
 NO_MFU = "mfu is left out where it would be above 100%: the machine was busy when the peak of its devices was measured"
 
 
@@ -41,9 +42,11 @@ class Timing:
 
 
 def step_metrics(
-    info: StepInfo, reports: Mapping[str, Sequence[StageReport]], timing: Timing, stages: Stages, skipped: int
+    info: StepInfo, reports: Mapping[str, Sequence[StageReport]], timing: Timing, stages: Stages, *skipped: int
 ) -> StepMetrics:
-    """The line of metrics.jsonl. reports: by stage, of every rank; skipped: samples left out since the run began."""
+    """The line of metrics.jsonl. reports: by stage, of every rank; skipped: samples left out since the run began, and
+    steps that updated nothing."""
+    samples, steps = skipped
     shares = [r.loss for name, of in reports.items() for r in stages[name].leaders(of) if r.loss is not None]
     memory = {name: [r.memory_bytes for r in of if r.memory_bytes is not None] for name, of in reports.items()}
     return StepMetrics(
@@ -72,8 +75,18 @@ def step_metrics(
         dist_ratio=info.dist_ratio,
         pad_ratio=1.0 - info.tokens / info.padded_tokens,
         sp_ratio=info.sp_ratio,
-        skipped_samples=skipped,
+        skipped_samples=samples,
+        skipped_steps=steps,
+        sample_digest=info.sample_digest or None,
     )
+
+
+def left_out(info: StepInfo) -> Iterator[str]:
+    """Lines about a step's bad samples."""
+    yield from (f"skipped: {message}" for message in info.skipped[:SKIPPED_SHOWN])
+    more = len(info.skipped) - SKIPPED_SHOWN
+    if more > 0:
+        yield f"skipped: {more} more; `python -m dhp inspect data` lists them"
 
 
 def notes(reports: Mapping[str, Sequence[StageReport]], metrics: StepMetrics, timing: Timing) -> Iterator[str]:

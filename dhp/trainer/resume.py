@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -11,7 +12,9 @@ from dhp.checkpoint.resume import CONTENTS, Start
 from dhp.config.parts import DECODER, model_name, parts, read_datasets
 from dhp.config.resolve import warmup_steps
 from dhp.config.schema import Config
-from dhp.core.files import fingerprint
+from dhp.core.files import fingerprint, fingerprint_of
+from dhp.data.remote.files import RemoteFile
+from dhp.data.remote.places import Place, find_place, remote_of
 from dhp.data.sample.chat import read_template
 from dhp.models.pretrained import WEIGHT_ENDINGS
 from dhp.trainer.settings import world
@@ -32,11 +35,12 @@ BESIDE = {
         *("num_epochs", "max_steps", "resume_changes", "empty_rows"),  # by the rates, which know the number of steps
         *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_epochs"),
         *("save_minutes", "save_in_background", "save_timeout_s", "max_restarts", "restart_wait_s"),
-        *("save_final", "save_total_limit", "eval_steps"),
+        *("save_final", "save_total_limit", "eval_steps", "max_nonfinite_steps"),
         *("eval_answers", "eval_answer_tokens", "best_metric", "resume", "loggers", "logger_project", "schedule"),
     },
     "data": {
         *("eval_datasets", "data_registry", "locality_slack", "cache_dir", "cache_features", "cache_features_gib"),
+        *("cache_gib", "fetch_tries", "fetch_s"),
         *("num_workers", "prefetch", "video_whole_frames", "allow_http"),
     },
 }
@@ -99,7 +103,22 @@ def held_files(config: Config) -> dict[str, str]:
         weights = sorted(file for file in model.iterdir() if file.name.endswith(WEIGHT_ENDINGS) and file.is_file())
         found[f"{CONTENTS} {DECODER}.model_name"] = fingerprint(weights)
     for name in read_datasets(config.data):
-        path = Path(config.data.data_registry[name].annotation_path)
-        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        found[f"{CONTENTS} data.data_registry.{name}.annotation_path"] = fingerprint(files)
+        place = find_place(config.data.data_registry[name].annotation_path, remote_of(config.data))
+        found[f"{CONTENTS} data.data_registry.{name}.annotation_path"] = _contents(place)
     return found
+
+
+def _contents(place: Place) -> str:
+    """A fingerprint of annotations. Of one file behind an address it is that of its copy; shards there are not read for
+    it: their names, sizes and states go by what their file system says."""
+    if isinstance(place, Path):
+        files = sorted(file for file in place.rglob("*") if file.is_file()) if place.is_dir() else [place]
+        return fingerprint(files)
+    far = [file for file in place.files if isinstance(file, RemoteFile)]
+    if not far:
+        return fingerprint([file for file in place.files if isinstance(file, Path)])
+    if len(far) == 1 and far[0].suffix not in (".tar", ".parquet"):
+        with far[0].open() as copy:
+            return fingerprint_of(far[0].name, far[0].size, copy)
+    states = [(file.name, file.about().size, file.about().tag) for file in far]
+    return f"states:{sha256(json.dumps(states).encode()).hexdigest()[:16]}"

@@ -16,6 +16,7 @@ from dhp.config.recompute import read_choices
 from dhp.config.resolve import micro_batches, warmup_steps
 from dhp.config.rules import read_kernels
 from dhp.config.schema import Config
+from dhp.core.addresses import is_remote
 from dhp.core.batch import FeatureSettings, KeepSettings
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.parameters import ALL, AdapterSettings, TrainingRules
@@ -237,9 +238,10 @@ def needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str,
     entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in read}
     files = {f"{key}.annotation_path": entry.annotation_path for key, entry in entries.items()}
     folders = {f"{key}.data_path": entry.data_path for key, entry in entries.items() if entry.data_path}
+    near = {key: path for key, path in (files | folders).items() if not is_remote(path) and "{" not in path}
     kept = {} if config.data.cache_features is None else {"data.cache_features": config.data.cache_features}
     of_encoders = dict.fromkeys(encoders(config), of_ranks | kept)
-    return dict.fromkeys(parts(config), of_ranks) | of_encoders | {"data": shared | files | folders | kept}
+    return dict.fromkeys(parts(config), of_ranks) | of_encoders | {"data": shared | near | kept}
 
 
 def resume_line(config: Config, newest: Path | None) -> str:

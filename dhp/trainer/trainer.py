@@ -12,7 +12,6 @@ from dhp.checkpoint.folder import Unfinished
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.command_line import to_yaml
 from dhp.config.schema import Config
-from dhp.core.batch import StepInfo
 from dhp.core.process import asked_to_stop, deferring, ending, ending_on_error, say_line
 from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
@@ -28,12 +27,14 @@ from dhp.supervise.attempt import (
     telling_end,
 )
 from dhp.trainer.evaluation import Evaluation, due, misses
+from dhp.trainer.nonfinite import NonfiniteSteps
 from dhp.trainer.opening import open_run
 from dhp.trainer.pending import Pending, Spans, naming_step
 from dhp.trainer.plan import plan_run
 from dhp.trainer.ready import start_stages
 from dhp.trainer.reports import (
     Timing,
+    left_out,
     make_loggers,
     notes,
     step_metrics,
@@ -42,7 +43,6 @@ from dhp.trainer.saving import Saver
 from dhp.trainer.session import DataPlan, Session
 from dhp.trainer.settings import FULLEST_FIRST, resume_line, world
 
-SKIPPED_SHOWN = 20  # messages of skipped samples in one step
 STEPS_AHEAD = 1  # submitted beyond the one that runs: no rank waits for the run loop
 
 
@@ -76,6 +76,7 @@ class Trainer:
         self._timeout_s = self.config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
         self._skipped = self.start.skipped_samples
+        self._nonfinite = NonfiniteSteps(session, recorder)
         self._noted: set[str] = set()
 
     def run(self) -> None:
@@ -207,11 +208,15 @@ class Trainer:
         begun, self._last_end = self._last_end, end
         timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self.ready.peak)
         info = self.session.info(pending.refs.info)
-        self._tell_skipped(info)
+        for line in left_out(info):
+            self.recorder.say(line)
+        self._skipped += len(info.skipped)
         reports = {name: self.session.values(refs) for name, refs in pending.refs.reports.items()}
-        metrics = step_metrics(info, reports, timing, self.session.stages, self._skipped)
+        left = (self._skipped, self._nonfinite.add(reports))
+        metrics = step_metrics(info, reports, timing, self.session.stages, *left)
         self._tell_once(notes(reports, metrics, timing))
         self.recorder.record(metrics)
+        self._nonfinite.tell(metrics)
         if self.ready.tracing is not None:
             with self.recorder.writing():
                 self.ready.tracing.mark_step(metrics, begun, end)
@@ -253,14 +258,6 @@ class Trainer:
         """Whether an evaluation makes a checkpoint the best one."""
         self._saver.kept.evaluated(found)
         self.recorder.best = self._saver.kept.best
-
-    def _tell_skipped(self, info: StepInfo) -> None:
-        for message in info.skipped[:SKIPPED_SHOWN]:
-            self.recorder.say(f"skipped: {message}")
-        more = len(info.skipped) - SKIPPED_SHOWN
-        if more > 0:
-            self.recorder.say(f"skipped: {more} more; `python -m dhp inspect data` lists them")
-        self._skipped += len(info.skipped)
 
     def _tell_once(self, notes: Iterable[str]) -> None:
         for note in notes:

@@ -43,6 +43,7 @@ def test_seed(seed):
         ("eps", 0, "training.eps=0 is out of range"),
         ("weight_decay", -0.1, "training.weight_decay >= 0 and finite"),
         ("max_grad_norm", -1.0, "training.max_grad_norm >= 0 and finite"),
+        ("max_nonfinite_steps", -1, "training.max_nonfinite_steps >= 0"),
         ("betas", [0.9], "training.betas=[0.9]"),
         ("betas", [0.9, 1.0], "0 <= beta < 1"),
         ("warmup_ratio", 1.5, "0 <= warmup_ratio <= 1"),

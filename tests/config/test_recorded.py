@@ -8,7 +8,8 @@ import pytest
 
 from dhp.__main__ import main
 from dhp.config.command_line import compose_config, to_yaml
-from dhp.config.recorded import compose_recorded
+from dhp.config.data import DataConfig, DatasetEntry
+from dhp.config.recorded import compose_recorded, require_named_addresses
 from dhp.core.errors import ConfigError
 
 SECRET = "hf_value_of_it"
@@ -77,3 +78,14 @@ def test_both_commands_read_a_run_so(
     (tmp_path / "run" / "config.yaml").write_text("cluster: {address: '${oc.env:HOME}:1'}\n")
     assert main([part.format(run=checkpoint) for part in command]) == 1
     assert "is not the plain record that a run writes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["annotation_path", "data_path"])
+def test_an_address_in_a_record_is_asked_only_if_the_command_line_names_it(field: str) -> None:
+    entry = {"annotation_path": "/a.json", "data_path": "/a"} | {field: "http://169.254.169.254/a.json"}
+    key = f"data.data_registry.theirs.{field}"
+    data = DataConfig(data_registry={"theirs": DatasetEntry(**entry), "own": DatasetEntry("/b.json")})
+    with pytest.raises(ConfigError, match=f"If you know it, add {key}=http://169.254.169.254/a.json"):
+        require_named_addresses(data, ["own", "theirs%50"], ["seed=1"])
+    require_named_addresses(data, ["own", "theirs"], [f"{key}=http://169.254.169.254/a.json"])
+    require_named_addresses(data, ["own"], [])  # which is not read

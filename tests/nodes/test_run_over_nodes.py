@@ -23,12 +23,13 @@ def test_two_nodes_train_what_one_does(
     first_run: tuple[Path, Outcome], two_nodes: str, tiny_assets: Path, tmp_path: Path
 ) -> None:
     one, two = first_run[0], tmp_path / "two"
-    apart = ["cluster.collocate=false", f"cluster.address={two_nodes}"]
+    apart = ["cluster.collocate=false", f"cluster.address={two_nodes}", "data.num_workers=2"]
     outcome = train(*tiny(tiny_assets, two, *FIRST, *apart))
     assert outcome.status == 0, outcome.stderr
     first, second = ADDRESSES
     assert f"on nodes {first} (vision 0-1), {second} (text 0-1)" in outcome.stdout
     assert "lie across nodes" not in outcome.stderr
+    assert f"data workers run on {first}, {second}" in outcome.stdout
     for rank in (0, 1):
         assert (two / "logs" / f"vision-{rank}.log").read_text().startswith(f"vision rank {rank} on {first}; ")
         assert (two / "logs" / f"text-{rank}.log").read_text().startswith(f"text rank {rank} on {second}; ")

@@ -24,7 +24,7 @@ from dhp.observe.metrics import (
 FIELDS = (
     "kind, step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, cached_images, "
     "clips, step_s, data_s, busy_s, comm_s, tokens_per_s, flops, mfu, memory_bytes, activation_bytes, comm_bytes, "
-    "dist_ratio, pad_ratio, sp_ratio, skipped_samples"
+    "dist_ratio, pad_ratio, sp_ratio, skipped_samples, skipped_steps, sample_digest"
 ).split(", ")
 
 
@@ -67,7 +67,8 @@ def test_numbers_that_json_has_no_word_for(tmp_path):
 
 
 def test_metrics_read_back_equal(tmp_path):
-    steps = [StepMetrics(step=n, loss=1 / n, comm_bytes={"text": {"all_reduce": n}}, tokens=10 * n) for n in (1, 2, 3)]
+    steps = [StepMetrics(step=n, loss=1 / n, comm_bytes={"text": {"all_reduce": n}}, tokens=10 * n) for n in (1, 2)]
+    steps.append(StepMetrics(step=3, sample_digest="00001e05"))  # no number, though it looks like one
     with closing(MetricsWriter(tmp_path)) as writer:
         for step in steps:
             writer.write(step)

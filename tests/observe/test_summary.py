@@ -9,7 +9,7 @@ from dhp.observe.metrics import StepMetrics
 from dhp.observe.summary import Summary, versions, write_summary
 
 FIELDS = (
-    "status error steps resumed_from restarts first_loss last_loss eval_loss eval_accuracy median_step_s "
+    "status error steps resumed_from restarts skipped_steps first_loss last_loss eval_loss eval_accuracy median_step_s "
     "tokens_per_s idle_share world planned measured planned_ratio differs versions"
 ).split()
 STEPS = [StepMetrics(step=n, loss=4.0 / n, step_s=seconds, tokens=100) for n, seconds in ((1, 3.0), (2, 0.5), (3, 0.5))]
@@ -27,6 +27,12 @@ def test_figures_of_the_steps():
     summary = Summary.of(STEPS, status="completed")
     assert (summary.steps, summary.first_loss, summary.last_loss) == (3, 4.0, 4.0 / 3)
     assert (summary.median_step_s, summary.tokens_per_s) == (0.5, 75.0)
+
+
+def test_steps_that_updated_nothing_are_counted():
+    steps = [StepMetrics(step=n, skipped_steps=count) for n, count in ((1, 0), (2, 1), (3, 1))]
+    assert Summary.of(steps, status="completed").skipped_steps == 1
+    assert Summary.of([], status="failed").skipped_steps == 0
 
 
 def test_idle_is_what_the_steps_have_beside_computing():

@@ -11,7 +11,7 @@ import pytest
 from dhp.core.batch import StepInfo
 from dhp.core.reports import StageReport
 from dhp.observe.metrics import StepMetrics
-from dhp.trainer.reports import NO_MFU, Timing, notes, step_metrics
+from dhp.trainer.reports import NO_MFU, SKIPPED_SHOWN, Timing, left_out, notes, step_metrics
 
 COUNTS: dict[str, Any] = {
     **{
@@ -34,7 +34,7 @@ def report(rank: int, busy_s: float | None, loss: float | None = None) -> StageR
 
 
 def told(vision: list[StageReport], text: list[StageReport]) -> StepMetrics:
-    return step_metrics(INFO, {"vision": vision, "text": text}, Timing(2.0, 0.5, 100.0), STAGES, 4)
+    return step_metrics(INFO, {"vision": vision, "text": text}, Timing(2.0, 0.5, 100.0), STAGES, 4, 1)
 
 
 def test_a_stage_is_as_busy_as_its_ranks_in_the_mean() -> None:
@@ -43,7 +43,15 @@ def test_a_stage_is_as_busy_as_its_ranks_in_the_mean() -> None:
     assert (metrics.kind, metrics.step, metrics.epoch, metrics.loss, metrics.grad_norm) == ("train", 4, 0.5, 1.5, 2.5)
     assert (metrics.step_s, metrics.data_s, metrics.tokens_per_s, metrics.mfu) == (2.0, 0.5, 45.0, 0.25)
     assert metrics.comm_bytes == {"vision": {"handoff": 16}, "text": {"handoff": 16}}
-    assert (metrics.pad_ratio, metrics.skipped_samples) == (pytest.approx(0.1), 4)
+    assert (metrics.pad_ratio, metrics.skipped_samples, metrics.skipped_steps) == (pytest.approx(0.1), 4, 1)
+    assert metrics.sample_digest is None
+
+
+def test_bad_samples_are_listed_up_to_a_number() -> None:
+    lines = list(left_out(replace(INFO, skipped=tuple(f"sample {n}" for n in range(SKIPPED_SHOWN + 2)))))
+    assert lines[:2] == ["skipped: sample 0", "skipped: sample 1"] and len(lines) == SKIPPED_SHOWN + 1
+    assert lines[-1] == "skipped: 2 more; `python -m dhp inspect data` lists them"
+    assert list(left_out(INFO)) == []
 
 
 def test_busy_is_not_told_where_a_stage_was_not_measured() -> None:
@@ -56,6 +64,6 @@ def test_busy_is_not_told_where_a_stage_was_not_measured() -> None:
 def test_why_a_step_has_no_mfu_is_said(peak: float | None, mfu: float | None, said: list[str]) -> None:
     reports = {"vision": [report(0, 0.25)], "text": [replace(report(0, 1.25, loss=1.0), notes=("of a rank",))]}
     timing = Timing(2.0, 0.5, peak)
-    metrics = step_metrics(INFO, reports, timing, STAGES, 4)
+    metrics = step_metrics(INFO, reports, timing, STAGES, 4, 1)
     assert metrics.mfu == mfu
     assert list(notes(reports, metrics, timing)) == ["of a rank", *said]

@@ -113,7 +113,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole: Path, stopped: Path, tiny_asse
     assert outcome.status == 0, outcome.stderr
     assert outcome.left == ()
     assert [line["step"] for line in lines_of(stopped)] == [1, 2, 3, 4]
-    for field in ("loss", "grad_norm", "lr", "tokens", "epoch", "skipped_samples"):
+    for field in ("loss", "grad_norm", "lr", "tokens", "epoch", "skipped_samples", "sample_digest"):
         assert [line[field] for line in lines_of(stopped)] == [line[field] for line in lines_of(whole)]
     assert_same_checkpoint(stopped / "checkpoints" / "step_4", whole / "checkpoints" / "step_4")
     told = summary(stopped)

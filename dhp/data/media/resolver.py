@@ -13,6 +13,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from dhp.core.errors import DataError
 from dhp.data.media.sources import MAX_BYTES, Blob, File, Remote
+from dhp.data.remote.files import RemoteFolder
 
 _LONGEST_NAME = 4096  # characters of a path, as Linux has it
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)://")
@@ -22,11 +23,11 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)://")
 class MediaResolver:
     """Where one sample's images, videos and sounds may come from.
 
-    data_path: the folder that paths start from; None: no files. members: files of the sample's archive, by name; None:
-    it has no archive. allow_http: fetch http and https addresses.
+    data_path: the folder that paths start from, which may be behind an address; None: no files. members: files of the
+    sample's archive, by name; None: it has no archive. allow_http: fetch http and https addresses.
     """
 
-    data_path: Path | None
+    data_path: Path | RemoteFolder | None
     allow_http: bool = False
     members: Mapping[str, File] | None = None
 
@@ -48,6 +49,8 @@ class MediaResolver:
         return self._path(value, what) if scheme is None else self._address(value, scheme[1].lower(), what)
 
     def _address(self, value: str, scheme: str, what: str) -> File:
+        if isinstance(self.data_path, RemoteFolder) and value.startswith(f"{self.data_path.url.rstrip('/')}/"):
+            return self.data_path.find(value, what)
         if scheme == "file":
             return self._path(unquote(value[len("file://") :].removeprefix("localhost")), what)
         if scheme not in ("http", "https"):
@@ -69,6 +72,8 @@ class MediaResolver:
             return self._member(name, what)
         if self.data_path is None:
             raise DataError(f"{what} {name!r}, but the dataset has no data_path. Set data_path to its {what} folder")
+        if isinstance(self.data_path, RemoteFolder):
+            return self.data_path.find(name, what)
         root = self.data_path.resolve()
         try:
             path = (root / name).resolve()

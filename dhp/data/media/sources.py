@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib import request
 
 from dhp.core.errors import DataError
+from dhp.data.remote.files import RemoteFile, Source
 
 MAX_BYTES = 1 << 28  # of an image or video that has to fit into memory
 FETCH_TIMEOUT_S = 30.0  # without a byte
@@ -33,7 +34,7 @@ class Member:
     """Bytes `start` to `start + size` of an archive."""
 
     name: str
-    archive: Path
+    archive: Source
     start: int
     size: int
 
@@ -45,7 +46,7 @@ class Remote:
     url: str
 
 
-File = Path | Blob | Member | Remote
+File = Path | RemoteFile | Blob | Member | Remote
 
 
 @dataclass(frozen=True)
@@ -156,13 +157,15 @@ def decoding(what: str) -> Iterator[None]:
         raise DataError(f"{what} cannot be decoded: {error or type(error).__name__}") from error
 
 
-def open_media(file: File, what: str) -> io.BufferedReader | io.BytesIO:
+def open_media(file: File, what: str) -> BinaryIO:
     """Its bytes, open for reading and seekable. what: "image", "video" or "audio", for errors.
 
     Raises DataError, which names the file and the reason: missing, no regular file, empty, unreadable, too large.
     """
     if isinstance(file, Path):
         return _open_path(file, what)
+    if isinstance(file, RemoteFile):
+        return _open_remote(file, what)
     if isinstance(file, Member):
         content = _read_member(file, what)
     else:
@@ -170,6 +173,18 @@ def open_media(file: File, what: str) -> io.BufferedReader | io.BytesIO:
     if not content:
         raise DataError(f"{what} {name_of(file)} is empty (0 bytes)")
     return io.BytesIO(content)
+
+
+def _open_remote(file: RemoteFile, what: str) -> BinaryIO:
+    try:
+        opened = file.open()
+    except OSError as error:
+        raise DataError(f"{what} {file} cannot be read: {error.strerror or error}") from error
+    if not opened.seek(0, io.SEEK_END):
+        opened.close()
+        raise DataError(f"{what} {file} is empty (0 bytes)")
+    opened.seek(0)
+    return opened
 
 
 def _open_path(path: Path, what: str) -> io.BufferedReader:

@@ -27,6 +27,8 @@ from dhp.data.read.formats import (
 )
 from dhp.data.read.open import open_rows
 from dhp.data.read.records import Record, Turn, located
+from dhp.data.remote.files import RemoteFolder
+from dhp.data.remote.places import Place
 
 FORMATS: dict[str, Callable[[Fields, MediaResolver], tuple[Turn, ...]]] = {
     "llava": read_llava,
@@ -122,9 +124,9 @@ class Annotations:
     dataset: str
     rows: RawSamples
     form: str
-    data_path: Path | None
+    data_path: Path | RemoteFolder | None
     allow_http: bool
-    path: Path
+    path: Place
     columns: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -150,8 +152,8 @@ class Annotations:
 
 def read_annotations(
     dataset: str,
-    path: Path,
-    data_path: Path | None,
+    path: Place,
+    data_path: Path | RemoteFolder | None,
     form: str = AUTO,
     allow_http: bool = False,
     columns: Mapping[str, str] = MappingProxyType({}),
@@ -165,11 +167,13 @@ def read_annotations(
     folder. Annotations.record raises for the defects of single samples, so that they can be skipped.
     """
     with located(f"dataset {dataset!r}"):
-        if data_path is not None and not os.path.isdir(data_path):  # Path's own raises for names that are too long
+        if isinstance(data_path, Path) and not os.path.isdir(
+            data_path
+        ):  # Path's own raises for names that are too long
             raise DataError(
                 f"data_path {data_path} is not a folder. Set it to the folder that the image paths are relative to."
             )
-        if not os.path.exists(path):
+        if isinstance(path, Path) and not os.path.exists(path):
             raise DataError(
                 f"annotation file {path} does not exist. Correct data.data_registry.{dataset}.annotation_path."
             )

@@ -6,7 +6,6 @@ import csv
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from dhp.core.errors import DataError
 from dhp.data.media.sources import Member
 from dhp.data.read.records import located
+from dhp.data.remote.files import RemoteFile, Source
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def check_head(head: bytes) -> None:
 class JsonRows:
     """See `dhp.data.read.files.RawSamples`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Source) -> None:
         """Raises DataError for a file that is not one JSON array in UTF-8, with line and column."""
         with located(str(path)):
             content = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
@@ -104,7 +104,7 @@ _IS_TEXT = np.array([not bytes([byte]).isspace() for byte in range(256)])
 class JsonlRows:
     """See `dhp.data.read.files.RawSamples`. Blank lines are no samples, but count as lines."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Source) -> None:
         """Raises DataError for a file that is not text in UTF-8 at all."""
         self._path = path
         with path.open("rb") as file:
@@ -134,7 +134,7 @@ class JsonlRows:
         return index + int(np.searchsorted(self._before, index, side="right"))
 
 
-def find_lines(path: Path, skip: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def find_lines(path: Source, skip: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """int64 [lines + 1]: where each line begins, and the end of the file; int64 [blank lines]: their numbers, 0-based.
 
     Read once, in chunks. skip: bytes at the file's beginning that are none of its first line.
@@ -161,7 +161,7 @@ def find_lines(path: Path, skip: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return bounds, np.flatnonzero(~np.concatenate(full))
 
 
-def _between(path: Path, start: int, stop: int) -> bytes:
+def _between(path: Source, start: int, stop: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         return file.read(stop - start)
@@ -175,7 +175,7 @@ _FILES = ("image", "images", "video", "videos", "audio", "audios")
 class CsvRows:
     """See `dhp.data.read.files.RawSamples`. An empty cell is null; a list in a cell is JSON."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Source) -> None:
         """Raises DataError for a file that is not text in UTF-8 or has rows of other lengths than its line of names."""
         self._path = path
         with located(str(path)):
@@ -200,9 +200,9 @@ class CsvRows:
         return RawSample({name: _value(name, cell) for name, cell in cells.items() if cell})
 
 
-def _read(path: Path) -> list[tuple[int, dict[str, str]]]:
+def _read(path: Source) -> list[tuple[int, dict[str, str]]]:
     """Each row with the line that it ends at."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with path.open_text() if isinstance(path, RemoteFile) else path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         names = next(reader, [])
         if not names or len(set(names)) < len(names) or not all(names):

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from dhp.core.errors import ConfigError, DataError
+from dhp.core.errors import ConfigError, DataError, DhpError
 from dhp.data.read.files import CsvRows, JsonlRows, JsonRows, RawSample, RawSamples
 from dhp.data.read.webdataset import TarRows
+from dhp.data.remote.files import RemoteFile, Source, look_up
+from dhp.data.remote.places import Place, Shards
 
 
 class ArrowRows:
@@ -53,10 +55,10 @@ _KEPT_GROUPS = 2  # row groups in memory
 class ParquetRows:
     """See `dhp.data.read.files.RawSamples`. The last two row groups stay in memory."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Source]) -> None:
         """Raises ConfigError without pyarrow, DataError for a file that is not Parquet."""
         self._paths = tuple(paths)
-        groups = [(n, group, rows) for n, path in enumerate(paths) for group, rows in enumerate(_group_sizes(path))]
+        groups = [(n, group, rows) for n, path in enumerate(paths) for group, rows in enumerate(_known_sizes(path))]
         self._groups = [(n, group) for n, group, _ in groups]
         self._ends = np.cumsum([rows for _, _, rows in groups], dtype=np.int64)
         sizes = [sum(rows for n, _, rows in groups if n == file) for file in range(len(paths))]
@@ -86,15 +88,27 @@ class ParquetRows:
         file, number = self._groups[group]
         parquet = _pyarrow()
         try:
-            return parquet.ParquetFile(self._paths[file]).read_row_group(number)
+            with self._paths[file].open("rb") as opened:
+                return parquet.ParquetFile(opened).read_row_group(number)
         except Exception as error:  # pyarrow's own errors are of several kinds
             raise DataError(f"row group {number + 1} cannot be read: {error}") from error
 
 
-def _group_sizes(path: Path) -> list[int]:
+def _known_sizes(path: Source) -> list[int]:
+    """As `_group_sizes`; of a file behind an address kept, so that it is not fetched for that once more."""
+    if not isinstance(path, RemoteFile):
+        return _group_sizes(path)
+    sizes: list[int] = path.index("row groups", lambda: np.array(_group_sizes(path), dtype=np.int64)).tolist()
+    return sizes
+
+
+def _group_sizes(path: Source) -> list[int]:
     parquet = _pyarrow()
     try:
-        about = parquet.ParquetFile(path).metadata
+        with path.open("rb") as opened:
+            about = parquet.ParquetFile(opened).metadata
+    except DhpError:
+        raise
     except Exception as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}. Copy it again") from error
     return [about.row_group(group).num_rows for group in range(about.num_row_groups)]
@@ -113,25 +127,46 @@ _UNREAD = (".txt", ".md", ".xlsx", ".xls", ".ods", ".arrow", ".feather", ".pkl",
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 
 
-def open_rows(path: Path) -> RawSamples:
-    """Open a file or a folder of shards. Raises DataError when it is missing, unreadable or of no known kind."""
+def open_rows(path: Place) -> RawSamples:
+    """Open a file, a folder of shards, or shards. Raises DataError for what is missing, unreadable or of no known
+    kind."""
     try:
-        if path.is_dir():
-            return _open_folder(path)
-        ending = path.suffix.lower()
-        if ending in _COMPRESSED:
-            raise DataError(f"{path} is compressed, and its samples cannot be found one by one. Unpack it")
-        if ending == ".parquet":
-            return ParquetRows([path])
-        if ending == ".tar":
-            return TarRows([path])
-        if ending in (".csv", ".tsv"):
-            return CsvRows(path)
-        if ending in _UNREAD:
-            raise DataError(f"{path} is a {ending} file, and read are {READ}. Convert it")
-        return JsonlRows(path) if ending in (".jsonl", ".ndjson") else JsonRows(path)
+        if isinstance(path, Shards):
+            return _open_shards(path)
+        return _open_folder(path) if path.is_dir() else _open_file(path)
     except OSError as error:
         raise DataError(f"cannot read annotation file {path}: {error.strerror or error}") from error
+
+
+def _open_shards(shards: Shards) -> RawSamples:
+    kinds = {file.suffix.lower() for file in shards.files}
+    look_up(shards.files)
+    if len(shards.files) == 1 and kinds.isdisjoint((".parquet", ".tar")):
+        return _open_file(shards.files[0])
+    if kinds not in ({".parquet"}, {".tar"}):
+        raise DataError(
+            f"{shards} gives {len(shards.files)} files that end in {', '.join(sorted(kinds)) or 'nothing'}; several "
+            "are read where all are .parquet or all .tar. Correct it, or give a dataset for each"
+        )
+    gone = next((file for file in shards.files if isinstance(file, Path) and not file.is_file()), None)
+    if gone is not None:
+        raise DataError(f"{shards} names {gone}, which does not exist. Correct the pattern, or copy the file there")
+    return ParquetRows(shards.files) if kinds == {".parquet"} else TarRows(shards.files)
+
+
+def _open_file(path: Source) -> RawSamples:
+    ending = path.suffix.lower()
+    if ending in _COMPRESSED:
+        raise DataError(f"{path} is compressed, and its samples cannot be found one by one. Unpack it")
+    if ending == ".parquet":
+        return ParquetRows([path])
+    if ending == ".tar":
+        return TarRows([path])
+    if ending in (".csv", ".tsv"):
+        return CsvRows(path)
+    if ending in _UNREAD:
+        raise DataError(f"{path} is a {ending} file, and read are {READ}. Convert it")
+    return JsonlRows(path) if ending in (".jsonl", ".ndjson") else JsonRows(path)
 
 
 def _open_folder(folder: Path) -> RawSamples:

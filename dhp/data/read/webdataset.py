@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from dhp.core.errors import DataError
 from dhp.data.media.sources import MAX_BYTES, Member
 from dhp.data.read.files import BYTE_ORDER_MARK, RawSample, decode_json
+from dhp.data.remote.files import RemoteFile, Source, size_of
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "mov", "mkv", "webm", "avi")
@@ -25,10 +26,10 @@ AUDIO = ("mp3", "wav", "flac", "ogg", "opus", "m4a", "aac")
 class TarRows:
     """See `dhp.data.read.files.RawSamples`. 8 bytes a sample stay in memory: where its first header begins."""
 
-    def __init__(self, shards: Sequence[Path]) -> None:
+    def __init__(self, shards: Sequence[Source]) -> None:
         """Raises DataError for a shard that is compressed, no tar file, or cut off."""
         self._shards = tuple(shards)
-        self._starts = [_sample_starts(shard) for shard in self._shards]  # int64 [samples + 1] each
+        self._starts = [_known_starts(shard) for shard in self._shards]  # int64 [samples + 1] each
         self._ends = np.cumsum([len(starts) - 1 for starts in self._starts])
 
     def __len__(self) -> int:
@@ -63,7 +64,14 @@ class TarRows:
         return shard, index - int(self._ends[shard]) + len(self._starts[shard]) - 1
 
 
-def _sample_starts(shard: Path) -> np.ndarray:
+def _known_starts(shard: Source) -> np.ndarray:
+    """As `_sample_starts`; of a shard behind an address kept, so that it is not fetched for that once more."""
+    if isinstance(shard, RemoteFile):
+        return shard.index("samples of a tar file", lambda: _sample_starts(shard))
+    return _sample_starts(shard)
+
+
+def _sample_starts(shard: Source) -> np.ndarray:
     """int64 [samples + 1]: where the first header of each sample begins, and where the last sample ends."""
     starts: list[int] = []
     end, key = 0, None
@@ -76,7 +84,7 @@ def _sample_starts(shard: Path) -> np.ndarray:
                 end = info.offset_data + info.size
     except (tarfile.TarError, ValueError) as error:  # ValueError: numbers in a header that are none
         raise DataError(f"{shard}: no readable tar file ({error}). Copy it again; unpack a compressed one") from error
-    if end > shard.stat().st_size:
+    if end > size_of(shard):
         raise DataError(f"{shard}: cut off in sample {len(starts)}. Copy it again")
     return np.array([*starts, end], dtype=np.int64)
 

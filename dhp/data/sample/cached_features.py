@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -104,7 +105,7 @@ def _digest(medium: Picture) -> tuple[bytes, Picture]:
     (file,), video = files_of(medium), isinstance(medium, Video)
     with open_media(file, "video" if video else "image") as opened:
         if video and isinstance(file, Path):
-            return hashlib.file_digest(opened, "sha256").digest(), medium
+            return hashlib.file_digest(cast(io.BufferedReader, opened), "sha256").digest(), medium
         content = opened.read()
     blob = Blob(name_of(file), content)
     found = blob if isinstance(medium, File) else replace(medium, file=blob)

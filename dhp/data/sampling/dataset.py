@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
-from pathlib import Path
 from types import MappingProxyType
 from zlib import crc32
 
@@ -20,6 +19,8 @@ from dhp.data.media.frames import LongVideo
 from dhp.data.media.sources import File
 from dhp.data.read.annotations import Annotations, read_annotations
 from dhp.data.read.records import Record, located
+from dhp.data.remote.places import find_place, find_root
+from dhp.data.remote.transfer import DEFAULT, RemoteSettings
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.exchanged import Records
 from dhp.data.sampling.sampler import Sampler, StepBatch
@@ -97,6 +98,11 @@ class Dataset:
             of_portion = np.flatnonzero(numbers == number)
             yield portion, of_portion, indices[of_portion] - int(self._ends[number]) + len(portion)
 
+    def first(self, portion: Portion) -> int:
+        """The index of a portion's first sample."""
+        number = self._portions.index(portion)
+        return int(self._ends[number]) - len(portion)
+
     def annotations(self) -> dict[str, Annotations]:
         """Those of all portions, by the dataset's name."""
         return {portion.annotations.dataset: portion.annotations for portion in self._portions}
@@ -108,24 +114,28 @@ def open_dataset(
     seed: int = 0,
     shuffle: bool = True,
     allow_http: bool = False,
+    remote: RemoteSettings = DEFAULT,
 ) -> Dataset:
     """Open the named datasets (`name` or `name%50`), in that order; a name given twice counts twice.
 
-    seed, shuffle: which samples a share and a weight show. Raises DataError for a name that the registry does not hold
-    and for a file that cannot be read, ConfigError for a malformed share.
+    seed, shuffle: which samples a share and a weight show. remote: how files behind addresses are read.
+
+    Raises DataError for a name that the registry does not hold and for a file that cannot be read, ConfigError for a
+    malformed share.
     """
     split = [split_share(name) for name in names]
-    opened = {name: _read(name, registry, allow_http) for name in dict(split)}
+    opened = {name: _read(name, registry, allow_http, remote) for name in dict(split)}
     return Dataset([Portion(opened[name], share, registry[name].weight, seed, shuffle) for name, share in split])
 
 
-def _read(name: str, registry: Mapping[str, DatasetEntry], allow_http: bool) -> Annotations:
+def _read(name: str, registry: Mapping[str, DatasetEntry], allow_http: bool, remote: RemoteSettings) -> Annotations:
     if name not in registry:
         suggestion = did_you_mean([nearest(name, registry)]) or ". Add it there"
         raise DataError(f"dataset {name!r} is not in data.data_registry (it holds {sorted(registry)}){suggestion}")
     entry = registry[name]
-    data_path = Path(entry.data_path) if entry.data_path else None
-    return read_annotations(name, Path(entry.annotation_path), data_path, entry.format, allow_http, entry.columns)
+    with located(f"dataset {name!r}"):
+        path, data_path = find_place(entry.annotation_path, remote), find_root(entry.data_path, remote)
+    return read_annotations(name, path, data_path, entry.format, allow_http, entry.columns)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ import numpy as np
 from dhp.core.errors import ConfigError, DataError
 from dhp.core.files import replaced, require_writable
 from dhp.data.read.annotations import Annotations
+from dhp.data.remote.files import RemoteFile
+from dhp.data.remote.places import Place, Shards
 from dhp.data.sample.lengths import LENGTH_COLUMNS
 from dhp.data.sample.preprocess import Preprocessor
 
@@ -96,21 +98,21 @@ class LengthCache:
             ) from error
 
 
-def key_of(annotations: Annotations, preprocess: Preprocessor, path: Path) -> str:
+def key_of(annotations: Annotations, preprocess: Preprocessor, path: Place) -> str:
     """Hex digest of all that the lengths of a dataset depend on: of its annotations, as files (name, size, time of the
     last change) and as read, and of the preprocessor. path: the annotation file, or the folder of shards.
 
     Not noticed: images and videos outside of `path` that are replaced, removed or added, in place. Remove the cache's
     files after such a change.
     """
-    path, data_path = Path(os.path.abspath(path)), annotations.data_path
+    path, data_path = Path(os.path.abspath(path)) if isinstance(path, Path) else path, annotations.data_path
     about = {
         "format": CACHE_FORMAT,
         "dataset": annotations.dataset,  # messages name it
         "path": str(path),
         "form": annotations.form,
         **({"columns": dict(annotations.columns)} if annotations.columns else {}),
-        "data_path": None if data_path is None else os.path.abspath(data_path),
+        "data_path": os.path.abspath(data_path) if isinstance(data_path, Path) else data_path and str(data_path),
         "allow_http": annotations.allow_http,
         "preprocess": preprocess.fingerprint(),
     }
@@ -120,8 +122,16 @@ def key_of(annotations: Annotations, preprocess: Preprocessor, path: Path) -> st
     return digest.hexdigest()
 
 
-def _stamps(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Name, bytes and time of the last change (ns) of a file, or of each file of a folder, in a fixed order."""
+def _stamps(path: Place) -> Iterator[tuple[str, int | None, int | str]]:
+    """Name, bytes and time of the last change (ns) of a file, or of each file of a folder, in a fixed order. Behind an
+    address, what its file system says of the last change."""
+    if isinstance(path, Shards):
+        for file in path.files:
+            if isinstance(file, RemoteFile):
+                yield file.url, file.about().size, file.about().tag
+            else:
+                yield _stamp(file)
+        return
     if not path.is_dir():
         yield _stamp(path)
     for folder, subfolders, names in os.walk(path):

@@ -144,8 +144,11 @@ class _TokenLossSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        torch._assert_async(gradient == 1, "the sum of token losses was multiplied; give what by as `factor`")
+        once = (gradient == 1) | gradient.isnan()
+        torch._assert_async(once, "the sum of token losses was multiplied; give what by as `factor`")
         grad_states, grad_weight = ctx.saved_tensors
+        for made in (grad_states, grad_weight):  # one element that is not a number breaks the norm of all of them
+            made.data[:1, :1].mul_(gradient)
         if ctx.group is not None:  # each rank has the part that its own vocabulary gives
             grad_states = sum_in_place(grad_states.clone(), ctx.group)
         return grad_states, grad_weight, None, None, None, None, None, None

@@ -1,0 +1,62 @@
+"""Growth of processes, from looks at them from outside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A process at a step: its kind, and its resident bytes that it shares with no other."""
+
+    pid: int
+    kind: str
+    step: int
+    own_bytes: int
+
+
+def kind_of(line: Sequence[str]) -> str:
+    """What a process of Ray is, by its command line: `raylet`, `gcs_server`, `ray::Worker`."""
+    first = line[0] if line else ""
+    if first.startswith("ray::"):
+        return first.split(".")[0].split()[0].rstrip(":")
+    script = next((one for one in line[1:3] if one.endswith(".py")), first)
+    return os.path.basename(script)
+
+
+def growth(samples: Sequence[Sample], warm: int) -> Iterator[dict[str, Any]]:
+    """A row for each kind of process: of the one that grows most, the slope of a line through its samples behind the
+    first `warm` steps, by least squares. Kinds that do not live to the end are left out."""
+    last = max((sample.step for sample in samples), default=0)
+    of_kind: dict[str, dict[int, list[Sample]]] = {}
+    for sample in samples:
+        if sample.step >= warm:
+            of_kind.setdefault(sample.kind, {}).setdefault(sample.pid, []).append(sample)
+    for kind, processes in sorted(of_kind.items()):
+        lived = [own for own in processes.values() if own[-1].step >= 0.9 * last and own[-1].step > own[0].step]
+        if not lived:
+            continue
+        slopes = [slope(own) for own in lived]
+        worst = lived[int(np.argmax(slopes))]
+        yield {
+            "process": kind,
+            "count": len(lived),
+            "steps": last,
+            "warm_steps": warm,
+            "warm_mib": round(worst[0].own_bytes / MIB, 1),
+            "end_mib": round(worst[-1].own_bytes / MIB, 1),
+            "growth_bytes_a_step": round(max(slopes)),
+        }
+
+
+def slope(samples: Sequence[Sample]) -> float:
+    """Bytes a step."""
+    steps, values = [sample.step for sample in samples], [sample.own_bytes for sample in samples]
+    return float(np.polyfit(steps, values, 1)[0])
