@@ -360,6 +360,18 @@ def plan_accuracy() -> Sentences:
     yield INDEX, f"the chosen layout {choice['mean']:.1%} slower than the fastest in the mean"
 
 
+def soak() -> Sentences:
+    found = {name: one("soak", process=name) for name in ("reader", "driver", "rank")}
+    reader, driver, rank = found.values()
+    yield INDEX, f"one run of {reader['steps']} steps the dataset actor and the data worker by"
+    yield INDEX, f"by {reader['growth_bytes_a_step']} bytes a step at most"
+    yield INDEX, f"driver ({driver['growth_bytes_a_step']:,}) and ranks ({rank['growth_bytes_a_step']:,})"
+    page = "experiments/soak/README.md"
+    yield page, f"one run of {driver['steps']} steps, the first {driver['warm_steps']} of which do not count"
+    yield page, f"{driver['warm_mib']} MiB large behind the first steps and {driver['end_mib']} at the end"
+    yield page, f"from {rank['warm_mib']} to {rank['end_mib']} MiB, {rank['growth_bytes_a_step']:,} bytes a step"
+
+
 def make_train() -> Sentences:
     """Of the quickstart's own run; no file of results/ has it."""
     shown = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -370,7 +382,7 @@ def make_train() -> Sentences:
 HELD: list[Callable[[], Sentences]] = [
     overhead, families, compile_, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts,
     long_context, longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline,
-    partition_search, partition, published, plan_accuracy, checkpoint, make_train,
+    partition_search, partition, published, plan_accuracy, checkpoint, soak, make_train,
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from dhp.observe.metrics import (
     read_record,
 )
 from dhp.observe.planned import Beside, Planned
-from dhp.observe.summary import Summary, write_summary
+from dhp.observe.summary import StepTotals, Summary, write_summary
 from dhp.observe.terminal import Progress, answer_line, closing_table, eval_line
 from dhp.observe.trace import TraceWriter
 
@@ -58,7 +58,7 @@ class Recorder:
         self._done, self._resume, self._restarts = done, resume, restarts
         self._say, self._loggers = say, loggers
         self._log_interval, self._world = log_interval, world
-        self._steps: list[StepMetrics] = []
+        self._steps = StepTotals()
         self._progress: Progress | None = None
         self._trace: TraceWriter | None = None
         self._metrics: MetricsWriter | None = None
@@ -99,7 +99,7 @@ class Recorder:
 
     def record(self, metrics: StepMetrics) -> None:
         """One step has ended."""
-        self._steps.append(_in_brief(metrics))
+        self._steps.add(metrics)
         self.beside.add(metrics)
         with self.writing():
             numbers = self._opened.write(metrics)
@@ -140,7 +140,7 @@ class Recorder:
         with self.writing():
             (self.run_dir / "config.yaml").write_text(self._config, encoding="utf-8")
             kept = keep_steps(self.run_dir, self._done, evaluates)
-            self._steps = [_in_brief(line) for line in kept if isinstance(line, StepMetrics)]
+            self._steps = StepTotals(line for line in kept if isinstance(line, StepMetrics))
             self._evaluated = read_evaluations(kept)
             (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
             self._metrics = MetricsWriter(self.run_dir)
@@ -205,7 +205,9 @@ class Recorder:
         except RecordError as again:
             lost = lost or again
         self._end_loggers(summary)
-        if self._steps or not isinstance(error, ConfigError):  # a refused run leaves no directory to name
+        if self._steps.last is not None or not isinstance(
+            error, ConfigError
+        ):  # a refused run leaves no directory to name
             print("\n" + self._table(summary), flush=True)
         if lost is not None and error is None:
             raise lost
@@ -235,13 +237,6 @@ class Recorder:
             except RecordError as error:
                 lost = lost or error
         return lost
-
-
-def _in_brief(metrics: StepMetrics) -> StepMetrics:
-    """The fields that the summary needs: a run may have a million steps."""
-    step, loss, step_s = metrics.step, metrics.loss, metrics.step_s
-    tokens, busy_s, skipped = metrics.tokens, metrics.busy_s, metrics.skipped_steps
-    return StepMetrics(step=step, loss=loss, step_s=step_s, tokens=tokens, busy_s=busy_s, skipped_steps=skipped)
 
 
 def _status(error: BaseException | None) -> str:

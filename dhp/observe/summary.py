@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import platform
+from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from math import ceil
@@ -64,6 +65,53 @@ class DataStall:
             return f"{share}; data.num_workers={needed} would keep up"
         more = 2 * self._prefetch + 2
         return f"{share}, though reading is fast enough in the mean: steps differ, so set data.prefetch={more}"
+
+
+class StepTotals:
+    """What a summary needs of a run's steps, in some bytes a step: a run may have millions."""
+
+    def __init__(self, steps: Iterable[StepMetrics] = ()) -> None:
+        self.last: int | None = None
+        self.skipped, self.tokens = 0, 0
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self._seconds = array("d")
+        self._busy_seconds = array("d")  # of steps whose busy_s is known
+        self._busy: dict[str, array[float]] = {}
+        self._stages: tuple[str, ...] = ()  # of the last of these
+        for step in steps:
+            self.add(step)
+
+    def add(self, step: StepMetrics) -> None:
+        """A step has ended."""
+        self.last, self.skipped = step.step, step.skipped_steps or 0
+        if step.loss is not None:
+            self.first_loss, self.last_loss = step.loss if self.first_loss is None else self.first_loss, step.loss
+        if step.step_s is not None:
+            self._seconds.append(step.step_s)
+            self.tokens += step.tokens or 0
+        if step.busy_s and step.step_s is not None:
+            self._busy_seconds.append(step.step_s)
+            self._stages = tuple(step.busy_s)
+            for stage, seconds in step.busy_s.items():
+                self._busy.setdefault(stage, array("d")).append(seconds)
+
+    @property
+    def median_step_s(self) -> float | None:
+        """None: no step was timed."""
+        return median(self._seconds) if self._seconds else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the steps that were timed."""
+        seconds = math.fsum(self._seconds)
+        return self.tokens / seconds if seconds else None
+
+    @property
+    def idle_share(self) -> dict[str, float] | None:
+        """Of each stage."""
+        seconds = math.fsum(self._busy_seconds)
+        return {name: 1 - math.fsum(self._busy[name]) / seconds for name in self._stages} if seconds else None
 
 
 _PACKAGES = ("torch", "transformers", "ray", "deepspeed")
@@ -128,23 +176,20 @@ class Summary:
     text."""
 
     @classmethod
-    def of(cls, steps: Sequence[StepMetrics], done: int = 0, **known: Any) -> Summary:
+    def of(cls, steps: Sequence[StepMetrics] | StepTotals, done: int = 0, **known: Any) -> Summary:
         """The summary of these steps; `known` gives the other fields (status, world, error …).
 
         done: steps before them, in a run that another one began.
         """
-        losses = [step.loss for step in steps if step.loss is not None]
-        timed = [step for step in steps if step.step_s is not None]
-        times = [step.step_s for step in steps if step.step_s is not None]
-        seconds = math.fsum(times)
+        found = steps if isinstance(steps, StepTotals) else StepTotals(steps)
         return cls(
-            steps=steps[-1].step if steps else done,
-            skipped_steps=steps[-1].skipped_steps or 0 if steps else 0,
-            first_loss=losses[0] if losses else None,
-            last_loss=losses[-1] if losses else None,
-            median_step_s=median(times) if times else None,
-            tokens_per_s=sum(step.tokens or 0 for step in timed) / seconds if seconds else None,
-            idle_share=_idle_share(timed),
+            steps=done if found.last is None else found.last,
+            skipped_steps=found.skipped,
+            first_loss=found.first_loss,
+            last_loss=found.last_loss,
+            median_step_s=found.median_step_s,
+            tokens_per_s=found.tokens_per_s,
+            idle_share=found.idle_share,
             **known,
         )
 
@@ -152,15 +197,6 @@ class Summary:
         """Figures of the steps: losses, times, idle shares."""
         names = ("first_loss", "last_loss", "median_step_s", "tokens_per_s", "idle_share")
         return {name: getattr(self, name) for name in names}
-
-
-def _idle_share(steps: Sequence[StepMetrics]) -> dict[str, float] | None:
-    known = [step for step in steps if step.busy_s]
-    seconds = math.fsum(step.step_s or 0.0 for step in known)
-    if not seconds:
-        return None
-    stages = known[-1].busy_s or {}
-    return {stage: 1 - math.fsum((step.busy_s or {}).get(stage, 0.0) for step in known) / seconds for stage in stages}
 
 
 def write_summary(run_dir: str | Path, summary: Summary) -> Path:

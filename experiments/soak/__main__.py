@@ -27,10 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, watch, print."""
     parser = argparse.ArgumentParser(prog="python -m experiments.soak")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--warm-steps", type=int, help="first steps that do not count; a quarter of them by default")
+    parser.add_argument("--warm-steps", type=int, help="first steps that do not count; half of them by default")
     parser.add_argument("overrides", nargs="*", help="of the run's configuration")
     given = parser.parse_intermixed_args(arguments)
-    warm = given.steps // 4 if given.warm_steps is None else given.warm_steps
+    warm = given.steps // 2 if given.warm_steps is None else given.warm_steps
     with tempfile.TemporaryDirectory(prefix="dhp-soak-") as folder:
         samples = list(watch(Path(folder), given.steps, given.overrides))
     command = f"python -m experiments.soak --steps {given.steps}" + "".join(f" {one}" for one in given.overrides)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 MIB = 1 << 20
+READERS = {"_Reader": "reader", "data": "reader"}
+OF_RAY = ("IDLE", "DashboardAgent", "RuntimeEnvAgent")
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,12 @@ class Sample:
 
 
 def kind_of(line: Sequence[str]) -> str:
-    """What a process of Ray is, by its command line: `raylet`, `gcs_server`, `ray::Worker`."""
+    """What a process of a run is, by its command line: `raylet`, `gcs_server`, `reader`, `rank`. An actor says what it
+    does just now."""
     first = line[0] if line else ""
     if first.startswith("ray::"):
-        return first.split(".")[0].split()[0].rstrip(":")
+        name = first.removeprefix("ray::").split(".")[0].split()[0].rstrip(":")
+        return READERS.get(name, name if name in OF_RAY else "rank")
     script = next((one for one in line[1:3] if one.endswith(".py")), first)
     return os.path.basename(script)
 
@@ -35,10 +39,13 @@ def growth(samples: Sequence[Sample], warm: int) -> Iterator[dict[str, Any]]:
     """A row for each kind of process: of the one that grows most, the slope of a line through its samples behind the
     first `warm` steps, by least squares. Kinds that do not live to the end are left out."""
     last = max((sample.step for sample in samples), default=0)
-    of_kind: dict[str, dict[int, list[Sample]]] = {}
+    of_process: dict[int, list[Sample]] = {}
     for sample in samples:
         if sample.step >= warm:
-            of_kind.setdefault(sample.kind, {}).setdefault(sample.pid, []).append(sample)
+            of_process.setdefault(sample.pid, []).append(sample)
+    of_kind: dict[str, dict[int, list[Sample]]] = {}
+    for pid, own in of_process.items():
+        of_kind.setdefault(own[-1].kind, {})[pid] = own
     for kind, processes in sorted(of_kind.items()):
         lived = [own for own in processes.values() if own[-1].step >= 0.9 * last and own[-1].step > own[0].step]
         if not lived:

@@ -19,9 +19,12 @@ MIB = 1 << 20
         (["/x/ray/core/src/ray/raylet/raylet", "--a"], "raylet"),
         (["/x/gcs/gcs_server", "--a"], "gcs_server"),
         (["/x/python", "-u", "/x/ray/dashboard/agent.py", "--a"], "agent.py"),
-        (["ray::Worker.execute"], "ray::Worker"),
-        (["ray::_Reader"], "ray::_Reader"),
-        (["ray::IDLE"], "ray::IDLE"),
+        (["ray::Worker.execute"], "rank"),
+        (["ray::text.step"], "rank"),
+        (["ray::_Reader"], "reader"),
+        (["ray::data.read"], "reader"),
+        (["ray::IDLE"], "IDLE"),
+        (["ray::DashboardAgent"], "DashboardAgent"),
         ([], ""),
     ],
 )
@@ -35,13 +38,13 @@ def test_the_slope_is_that_of_the_line() -> None:
 
 
 def test_rows_tell_the_process_of_a_kind_that_grows_most_behind_the_first_steps() -> None:
-    steady = [Sample(1, "ray::Worker", step, 100 * MIB) for step in range(0, 1001, 10)]
-    growing = [Sample(2, "ray::Worker", step, 100 * MIB + 2048 * step) for step in range(0, 1001, 10)]
+    steady = [Sample(1, "rank", step, 100 * MIB) for step in range(0, 1001, 10)]
+    growing = [Sample(2, "rank", step, 100 * MIB + 2048 * step) for step in range(0, 1001, 10)]
     filling = [Sample(3, "driver", step, 80 * MIB + min(step, 200) * MIB) for step in range(0, 1001, 10)]
-    gone = [Sample(4, "ray::IDLE", step, 10 * MIB * step) for step in range(0, 500, 10)]
+    gone = [Sample(4, "IDLE", step, 10 * MIB * step) for step in range(0, 500, 10)]
     rows = {row["process"]: row for row in growth([*steady, *growing, *filling, *gone], warm=250)}
-    assert rows.keys() == {"ray::Worker", "driver"}
-    assert (rows["ray::Worker"]["count"], rows["ray::Worker"]["growth_bytes_a_step"]) == (2, 2048)
+    assert rows.keys() == {"rank", "driver"}
+    assert (rows["rank"]["count"], rows["rank"]["growth_bytes_a_step"]) == (2, 2048)
     assert (rows["driver"]["growth_bytes_a_step"], rows["driver"]["warm_mib"], rows["driver"]["steps"]) == (
         0,
         280,

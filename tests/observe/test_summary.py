@@ -2,11 +2,12 @@
 
 import json
 import math
+import tracemalloc
 
 import pytest
 
 from dhp.observe.metrics import StepMetrics
-from dhp.observe.summary import Summary, versions, write_summary
+from dhp.observe.summary import StepTotals, Summary, versions, write_summary
 
 FIELDS = (
     "status error steps resumed_from restarts skipped_steps first_loss last_loss eval_loss eval_accuracy median_step_s "
@@ -43,6 +44,21 @@ def test_idle_is_what_the_steps_have_beside_computing():
     ]
     assert Summary.of(steps, status="completed").idle_share == {"vision": 0.75, "text": 0.375}
     assert Summary.of(STEPS, status="completed").idle_share is None
+
+
+def test_totals_hold_some_bytes_a_step():
+    totals = StepTotals()
+    tracemalloc.start()
+    try:
+        for n in range(1, 5001):
+            totals.add(StepMetrics(step=n, loss=1.0 / n, step_s=0.5, tokens=100, busy_s={"a": 0.25, "b": 0.5}))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 64 * 5000
+    summary = Summary.of(totals, status="completed")
+    assert (summary.steps, summary.first_loss, summary.last_loss) == (5000, 1.0, 1 / 5000)
+    assert (summary.median_step_s, summary.tokens_per_s, summary.idle_share) == (0.5, 200.0, {"a": 0.5, "b": 0.0})
 
 
 def test_a_run_that_failed_before_its_first_step(tmp_path):
