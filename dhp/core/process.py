@@ -21,7 +21,20 @@ _OUTSIDE, _RUNNING, _ENDING = "outside a run", "running", "ending"
 class _State:
     phase = _OUTSIDE
     interrupted = False
+    command = False
     missed = False  # a signal came while the run was ending
+
+
+def begin_command() -> None:
+    """This process is a command of ours and nothing else, so that it may be ended where its end hangs; not a program
+    that calls us. Both signals are heeded from here on."""
+    _State.command = True
+    heed()
+
+
+def is_command() -> bool:
+    """Whether this process is a command of ours."""
+    return _State.command
 
 
 def heed() -> None:
