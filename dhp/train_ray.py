@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dhp.core.process import INTERRUPTED, heed
+from dhp.core.process import INTERRUPTED, begin_command
 
 if TYPE_CHECKING:
     from dhp.config.schema import Config
@@ -31,7 +31,9 @@ def main(config: Config) -> None:
     elif config.training.max_restarts > 0 and not config.training.dry_run:
         from dhp.supervise.launch import supervise
 
-        sys.exit(supervise(config, ARGUMENTS))
+        status = supervise(config, ARGUMENTS)
+        if status:  # else a sweep goes on with its next job
+            sys.exit(status)
     else:
         _run(config)
 
@@ -73,7 +75,7 @@ def _train(prepared: Config, say: Callable[[str], None]) -> None:
 
 
 if __name__ == "__main__":
-    heed()  # before the imports, which take seconds
+    begin_command()  # before the imports, which take seconds
     from dhp.config.command_line import hydra_entry
 
     hydra_entry(main)

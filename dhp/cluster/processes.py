@@ -41,6 +41,17 @@ def is_named(process: psutil.Process, name: str) -> bool:
     return False
 
 
+def stopped_descendants() -> dict[str, int]:
+    """Those below this one that a signal has stopped: process id by name, that of a rank's log where it has one."""
+    found = {}
+    for process in descendants():
+        with suppress(psutil.Error, OSError):
+            if process.status() == psutil.STATUS_STOPPED:
+                output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+                found[output.stem if output.suffix == ".log" else process.name()] = process.pid
+    return found
+
+
 def end_descendants(but: Collection[int] = ()) -> None:
     """End all processes below this one, except those with the ids `but`: by SIGTERM, then by SIGKILL."""
     known: set[psutil.Process] = set()

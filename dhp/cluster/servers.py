@@ -18,7 +18,7 @@ import psutil
 
 from dhp.cluster.processes import has_ended, is_named, send
 from dhp.core.errors import ClusterError
-from dhp.core.process import INTERRUPTED
+from dhp.core.process import INTERRUPTED, is_command
 
 NAMES = {"gcs_server": "its control store", "raylet": "its server of this node"}
 CHECK_S = 1.0
@@ -71,8 +71,9 @@ def require_servers(at_once: bool = False) -> None:
 
 @contextmanager
 def limited_teardown(error: BaseException | None) -> Iterator[None]:
-    """A teardown that ends. What hangs in it is ended by force: first our own Ray, then this process, whose exit status
-    and message are those of `error`, the reason for the teardown; None: the run has completed."""
+    """A teardown that ends. What hangs in it is ended by force: first our own Ray, then, if it is a command of ours,
+    this process, whose exit status and message are those of `error`, the reason for the teardown; None: the run has
+    completed."""
     _remember()
     ended = threading.Event()
     broken = any(map(has_ended, _Own.servers.values()))
@@ -94,7 +95,7 @@ def _end_by_force(error: BaseException | None, ended: threading.Event, after_s: 
     if after_s and _Own.servers:
         _write(f"Ray has not ended in {after_s:g} s: killing its processes")
     _kill()
-    if ended.wait(forced_s):
+    if ended.wait(forced_s) or not is_command():
         return
     if _Own.servers:
         _write(f"the logs of Ray's own processes stay in {_Own.folder}")

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from dhp.cluster.call_file import read_calls
+from dhp.cluster.processes import stopped_descendants
 from dhp.cluster.servers import CHECK_S, require_servers
 from dhp.core.errors import DIED, DRAINED, HUNG, LOST, RAISED, DhpError, Fault, PartFailed, RankRaised
 
@@ -140,8 +141,12 @@ def _stuck(waiting: Sequence[Watched], timeout_s: float) -> PartFailed:
     shown = "; ".join(f"{who} in {first[who].what}" for who in sorted(first))
     calls = {who: read_calls(first[who].calls) for who in sorted(first)}
     quoted = "".join(f"\n  {who}: {said}" for who, said in calls.items() if said)
+    stopped = "".join(
+        f"{name} is stopped (SIGSTOP; `kill -CONT {pid}` lets it go on). "
+        for name, pid in stopped_descendants().items()
+    )
     return PartFailed(
-        f"no call finished for {timeout_s:g} s. Unfinished: {shown}. A slow step needs a larger "
+        f"no call finished for {timeout_s:g} s. Unfinished: {shown}. {stopped}A slow step needs a larger "
         "cluster.step_timeout_s (a slow start a larger cluster.start_timeout_s). Ranks that share a group and began "
         "unequally many collectives in it wait for one another: that is a defect, which cluster.check_collectives=true "
         f"finds where it begins; see logs/{quoted}",

@@ -23,7 +23,20 @@ class _State:
     interrupted = False
     deferring = False  # the first signal only asks
     asked = False
+    command = False
     missed = False  # a signal came while the run was ending
+
+
+def begin_command() -> None:
+    """This process is a command of ours and nothing else, so that it may be ended where its end hangs; not a program
+    that calls us. Both signals are heeded from here on."""
+    _State.command = True
+    heed()
+
+
+def is_command() -> bool:
+    """Whether this process is a command of ours."""
+    return _State.command
 
 
 def heed() -> None:

@@ -15,6 +15,7 @@ import psutil
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 GRACE_S = 5.0  # for what the driver left to end by itself: Ray's servers take a moment
 _POLL_S = 0.1
+_QUIET = 3  # looks in a row that find nothing: one may miss a process whose parent ends just then
 _KILLED_S = 5.0  # the kernel takes a moment, on a busy machine more of one
 
 
@@ -32,6 +33,7 @@ class Driver:
         """environment: beside that of this process."""
         supervisor = os.getpid()
         self._others = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._known: set[psutil.Process] = set()
         self._process = subprocess.Popen(
             list(command),
             env={**os.environ, **environment},
@@ -43,6 +45,10 @@ class Driver:
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    def look(self) -> None:
+        """Remember what it has started: a process whose parent ends while they are listed is in no list."""
+        self._below()
 
     def poll(self) -> int | None:
         """Its exit status, minus the number of a signal that ended it; None: it runs."""
@@ -62,8 +68,11 @@ class Driver:
     def end_others(self, grace_s: float = GRACE_S) -> list[str]:
         """Once it has ended, end what it left: names of the processes that did not end by themselves in `grace_s`."""
         deadline = time.monotonic() + grace_s
-        while (left := self._below()) and time.monotonic() < deadline:
+        quiet = 0
+        while quiet < _QUIET and time.monotonic() < deadline:
+            quiet = 0 if self._below() else quiet + 1
             time.sleep(_POLL_S)
+        left = self._below()
         names = [_name(process) for process in left]
         deadline = time.monotonic() + _KILLED_S
         while left and time.monotonic() < deadline:
@@ -74,16 +83,14 @@ class Driver:
 
     def _below(self) -> list[psutil.Process]:
         """Living processes that the driver started, or that lost their parent since; not the driver itself."""
-        alive = []
-        for process in psutil.Process().children(recursive=True):
-            if process.pid in self._others or process.pid == self._process.pid:
-                continue
-            if _is_zombie(process):
-                with suppress(OSError):  # not adopted yet
-                    os.waitpid(process.pid, os.WNOHANG)
-            else:
-                alive.append(process)
-        return alive
+        apart = {*self._others, self._process.pid}
+        found = {process for process in psutil.Process().children(recursive=True) if process.pid not in apart}
+        ended = {process for process in found | self._known if _has_ended(process)}
+        for process in ended & found:
+            with suppress(OSError):  # not adopted yet
+                os.waitpid(process.pid, os.WNOHANG)
+        self._known = (self._known | found) - ended
+        return list(self._known)
 
 
 def _die_with(supervisor: int) -> None:
@@ -93,9 +100,9 @@ def _die_with(supervisor: int) -> None:
         os._exit(1)
 
 
-def _is_zombie(process: psutil.Process) -> bool:
+def _has_ended(process: psutil.Process) -> bool:
     try:
-        return process.status() == psutil.STATUS_ZOMBIE
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 

@@ -37,6 +37,7 @@ from dhp.supervise.verdict import (
 STOPPING_S = 30.0  # of the teardown, once it is known that and why the run ends
 LOGGERS_S = 30.0  # the longest that it waits for loggers beside that
 _POLL_S = 0.2
+_LOOK_S = 5.0  # from one look at what the driver has started to the next
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -104,6 +105,7 @@ class Supervisor:
         sent: int | None = None
         deadline: float | None = None
         killed = False
+        looked = time.monotonic()
         while (code := driver.poll()) is None:
             if self._signal is not None and sent is None:
                 sent = self._signal
@@ -114,6 +116,9 @@ class Supervisor:
                 self._say(f"the driver has not ended in {self._stopping_s:g} s: killing it with all that it started")
                 code, killed = driver.kill(), True
                 break
+            if time.monotonic() - looked > _LOOK_S:
+                driver.look()
+                looked = time.monotonic()
             time.sleep(_POLL_S)
         left = driver.end_others()
         if left:

@@ -86,7 +86,8 @@ def test_a_teardown_in_time_is_left_alone(raylet: subprocess.Popen[str], tmp_pat
 )
 def test_a_teardown_that_hangs_for_good_ends_the_process(error: str, status: int, said: str) -> None:
     code = (
-        "import time\nfrom dhp.cluster import servers\nfrom dhp.core.errors import PartFailed\n"
+        "import time\nfrom dhp.cluster import servers\nfrom dhp.core import process\n"
+        "from dhp.core.errors import PartFailed\nprocess.begin_command()\n"
         f"servers.TEARDOWN_S, servers.FORCED_S = 0.1, 0.1\n"
         f"with servers.limited_teardown({error}):\n    time.sleep(600)\n"
     )

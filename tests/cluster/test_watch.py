@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayError
 
 from dhp.cluster import watch
-from dhp.cluster.processes import named_errors
+from dhp.cluster.processes import named_errors, stopped_descendants
 from dhp.cluster.watch import Watched, fetch, wait_all
-from dhp.core.errors import DataError, PartFailed, RankRaised
+from dhp.core.errors import DIED, HUNG, LOST, RAISED, DataError, Fault, PartFailed, RankRaised
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -169,3 +171,29 @@ def test_errors_are_named_where_they_are_raised() -> None:
         raise OSError("disk full")
     with pytest.raises(DataError, match="as it is"), named_errors("text rank 0", "save"):
         raise DataError("as it is")
+
+
+def fault(entries: list[Watched], timeout_s: float = 60.0) -> Fault:
+    return failure(entries, timeout_s).fault
+
+
+def test_an_error_says_in_fields_what_failed_and_where(ranks: list[Any]) -> None:
+    assert fault([watched(ranks, 1, "stumble")]) == Fault(RAISED, "vision rank 1", "stumble")
+    found = fault([watched(ranks, 0, "sleep")], 0.5)
+    assert found == Fault(HUNG, "vision rank 0", "sleep")
+    found = fault([watched(ranks, 1, "die")])
+    assert found.kind in (DIED, LOST) and (found.who, found.action, found.step) == ("vision rank 1", "die", None)
+
+
+def test_a_process_that_a_signal_stopped_is_named(tmp_path: Path) -> None:
+    with (tmp_path / "text-1.log").open("w") as log:
+        process = subprocess.Popen(["sleep", "600"], stdout=log)
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert stopped_descendants()["text-1"] == process.pid
+        stuck = watch._stuck([Watched("text rank 1", "forward_step", None)], 2.0)
+        assert f"text-1 is stopped (SIGSTOP; `kill -CONT {process.pid}` lets it go on). A slow step" in str(stuck)
+    finally:
+        process.kill()
+        process.wait()

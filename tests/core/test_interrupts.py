@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp.core.process import asked_to_stop, deferring, end, interruptible, was_interrupted
+from dhp.core.process import asked_to_stop, deferring, end, go_on, interruptible, was_interrupted
 from tests.helpers.runs import LIMIT_S, ROOT, processes_of, tiny, train
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
@@ -125,3 +125,20 @@ def test_the_start_of_ray_is_interrupted(tiny_assets: Path, tmp_path: Path, prog
     assert outcome.stderr == "interrupted\n"
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
     assert outcome.left == ()
+
+
+def test_a_part_that_was_ended_may_be_begun_again() -> None:
+    with interruptible():
+        end()
+        go_on()
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_a_signal_that_came_meanwhile_counts_then() -> None:
+    with interruptible():
+        end()
+        send(signal.SIGINT)  # ignored
+        with pytest.raises(KeyboardInterrupt):
+            go_on()
+        assert was_interrupted()

@@ -66,7 +66,9 @@ def test_it_goes_on_from_its_newest_checkpoint(
         wait_for_steps(run_dir, 3, process)
         os.kill(victim(process), signal.SIGKILL)
 
-    outcome = train(*tiny(tiny_assets, run_dir, *SIX, *AGAIN), meanwhile=kill, own_ray=True)
+    # Without its driver Ray leaves agents, which its supervisor ends where they are no forks of the tests' own server.
+    real = victim is the_driver
+    outcome = train(*tiny(tiny_assets, run_dir, *SIX, *AGAIN), meanwhile=kill, own_ray=True, real=real)
     assert outcome.status == 0, outcome.stderr
     assert outcome.left == ()
     assert losses(run_dir) == undisturbed
@@ -76,6 +78,21 @@ def test_it_goes_on_from_its_newest_checkpoint(
     assert (first["kind"], second["kind"]) == (kind, "completed") and said in first["message"]
     assert f"restart 1 of 2, after 0.1 s, from {run_dir}/checkpoints/step_" in outcome.stdout
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6"]
+
+
+def test_on_a_shared_cluster_the_devices_of_a_killed_driver_are_reserved_again(
+    tiny_assets: Path, tmp_path: Path, undisturbed: list[tuple[int, float]]
+) -> None:
+    run_dir = tmp_path / "run"
+
+    def kill(process: subprocess.Popen[str]) -> None:
+        wait_for_steps(run_dir, 3, process)
+        os.kill(the_driver(process), signal.SIGKILL)
+
+    outcome = train(*tiny(tiny_assets, run_dir, *SIX, *AGAIN), meanwhile=kill)
+    assert outcome.status == 0, outcome.stderr
+    assert losses(run_dir) == undisturbed
+    assert json.loads((run_dir / "summary.json").read_text())["restarts"] == 1
 
 
 def test_a_refused_run_is_not_started_again_and_leaves_nothing(tiny_assets: Path, tmp_path: Path) -> None:
