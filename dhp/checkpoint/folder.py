@@ -43,6 +43,13 @@ def open_checkpoint(parent: Path, step: int) -> Path:
     return folder
 
 
+def remove_unfinished(parent: Path) -> None:
+    """Remove what runs have left half written or half removed in a directory of checkpoints that no other holds."""
+    for leftover in [*parent.glob("step_*.partial"), *parent.glob("step_*.removed")]:
+        if leftover.name.split(".")[0][5:].isdecimal():
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
 class Unfinished:
     """The checkpoints that a run has begun and not finished. Leaving it as a context removes them, as far as it can: a
     run that ended meanwhile never finishes them, and a full disk needs the room."""

@@ -12,7 +12,7 @@ from dhp.config.command_line import exit_with, same_command
 from dhp.config.run_dir import continues
 from dhp.config.schema import Config
 from dhp.core.errors import DhpError
-from dhp.core.process import INTERRUPTED
+from dhp.core.process import INTERRUPTED, say_line
 from dhp.supervise.attempt import Attempt
 from dhp.supervise.policy import Rules
 from dhp.supervise.supervisor import LOGGERS_S, STOPPING_S, Begun, Supervisor
@@ -26,7 +26,9 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
     rules = Rules(config.training.max_restarts, config.training.restart_wait_s)
     stopping_s = STOPPING_S + (LOGGERS_S if config.training.loggers else 0.0)
     commands = partial(_command, config, arguments)
-    run = Supervisor(commands, Path(config.run_dir), rules, stopping_s=stopping_s, ends_once=not config.stages)
+    saving_s = config.cluster.step_timeout_s + config.training.save_timeout_s
+    once = not config.stages
+    run = Supervisor(commands, Path(config.run_dir), rules, say_line, stopping_s, ends_once=once, saving_s=saving_s)
     return run.run()
 
 

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from dhp.core.process import INTERRUPTED as INTERRUPTED_STATUS
 from dhp.core.process import say_line
-from dhp.supervise.attempt import Attempt
+from dhp.supervise.attempt import SAVING, TRAINING, Attempt
 from dhp.supervise.driver import Driver, adopt_orphans
 from dhp.supervise.policy import Ended, Restart, Rules, Stop, decide
 from dhp.supervise.verdict import (
@@ -66,16 +67,18 @@ class Supervisor:
         say: Callable[[str], None] = say_line,
         stopping_s: float = STOPPING_S,
         ends_once: bool = True,
+        saving_s: float = 0.0,
     ):
         """commands: the driver's command line. ends_once: the driver ends when it says that it has completed, so that
-        it is ended where it hangs then; false where more stages may follow."""
+        it is ended where it hangs then; false where more stages may follow. saving_s: that a driver has besides, once a
+        signal came, to end its steps and save them."""
         self._commands, self._run_dir, self._rules, self._say = commands, run_dir, rules, say
-        self._stopping_s, self._ends_once = stopping_s, ends_once
+        self._stopping_s, self._ends_once, self._saving_s = stopping_s, ends_once, saving_s
         self._history: list[Ended] = []
         self._begun = Begun()
         self._newest: str | None = None  # of this run's checkpoints
         self._first: int | None = None  # number of this run's first verdict in run_dir
-        self._signal: int | None = None
+        self._signals: list[int] = []
         self._restarts = 0
 
     def run(self) -> int:
@@ -88,7 +91,7 @@ class Supervisor:
                 self._begun = Begun(self._begun.opened or attempt.has_opened, self._newest is not None)
                 self._history.append(Ended(verdict, attempt.checkpoint is not None))
                 decision = decide(self._history, self._rules)
-                if self._signal is not None and isinstance(decision, Restart):
+                if self._signals and isinstance(decision, Restart):
                     decision = Stop(INTERRUPTED_STATUS)
                 self._conclude(verdict, decision)
                 shutil.rmtree(attempt.folder, ignore_errors=True)
@@ -102,18 +105,20 @@ class Supervisor:
         """Run the driver once, and leave nothing of it."""
         attempt = Attempt(tempfile.mkdtemp(prefix="dhp-attempt-"), number, self._restarts)
         driver = Driver(self._commands(self._begun), attempt.environment())
-        sent: int | None = None
-        deadline: float | None = None
+        sent = 0  # of the signals that came
+        deadline = inf
         killed = False
         looked = time.monotonic()
         while (code := driver.poll()) is None:
-            if self._signal is not None and sent is None:
-                sent = self._signal
-                driver.send(sent)
-            if deadline is None and (sent is not None or self._is_ending(attempt)):
-                deadline = time.monotonic() + self._stopping_s
-            if deadline is not None and time.monotonic() > deadline:
-                self._say(f"the driver has not ended in {self._stopping_s:g} s: killing it with all that it started")
+            if len(self._signals) > sent:  # a second one ends a driver that saves
+                sent += 1
+                driver.send(self._signals[sent - 1])
+                saving_s = self._saving_s if sent == 1 and attempt.state in (TRAINING, SAVING) else 0.0
+                deadline = min(deadline, time.monotonic() + self._stopping_s + saving_s)
+            if self._is_ending(attempt):
+                deadline = min(deadline, time.monotonic() + self._stopping_s)
+            if time.monotonic() > deadline:
+                self._say("the driver has not ended in its time: killing it with all that it started")
                 code, killed = driver.kill(), True
                 break
             if time.monotonic() - looked > _LOOK_S:
@@ -123,7 +128,7 @@ class Supervisor:
         left = driver.end_others()
         if left:
             self._say(f"ended what the driver left: {', '.join(sorted(left))}")
-        return attempt, judge(attempt, code, killed, interrupted=sent is not None)
+        return attempt, judge(attempt, code, killed, interrupted=sent > 0)
 
     def _is_ending(self, attempt: Attempt) -> bool:
         verdict = attempt.verdict
@@ -161,16 +166,16 @@ class Supervisor:
     def _wait(self, seconds: float) -> bool:
         """Wait for that long; False: a signal came first."""
         end = time.monotonic() + seconds
-        while self._signal is None and time.monotonic() < end:
+        while not self._signals and time.monotonic() < end:
             time.sleep(min(_POLL_S, max(0.0, end - time.monotonic())))
-        return self._signal is None
+        return not self._signals
 
     @contextmanager
     def _taking_signals(self) -> Iterator[None]:
         before = {number: signal.getsignal(number) for number in _SIGNALS}
 
         def heed(number: int, _frame: Any) -> None:
-            self._signal = number
+            self._signals.append(number)
 
         for number, handler in before.items():
             if handler != signal.SIG_IGN:

@@ -14,6 +14,7 @@ from dhp.core.errors import (
     ClusterError,
     ConfigError,
     DataError,
+    Diverged,
     Fault,
     ModelError,
     PartFailed,
@@ -26,7 +27,7 @@ FOLDER = "faults"  # in run_dir
 RETRY = 75  # exit status of an attempt after which another one may do better
 
 # What another attempt would meet again: configuration, data, model, checkpoints, a full disk.
-_NEVER = (ConfigError, DataError, ModelError, CheckpointError, RecordError)
+_NEVER = (ConfigError, DataError, ModelError, CheckpointError, RecordError, Diverged)
 _RANK = re.compile(r"(?P<part>\S+) rank (?P<rank>\d+)")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dhp.checkpoint.folder import check_writable
+from dhp.checkpoint.folder import check_writable, remove_unfinished
 from dhp.checkpoint.resume import Start, find_start
 from dhp.config.parts import parts
 from dhp.config.run_dir import make_run_dir, replaces_checkpoints, run_directory
@@ -33,4 +33,5 @@ def open_run(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path,
             say(line)
         with fenced(checkpoint_dir):
             tell_opened()
+            remove_unfinished(checkpoint_dir)
             yield run_dir, start

@@ -144,7 +144,7 @@ def test_a_teardown_that_hangs_is_ended(tmp_path: Path) -> None:
     """Asleep or stopped, with a process that nobody knows any more."""
     outcome = supervised(tmp_path, "orphan+hung+sleeps", "hung+stopped", "done+sleeps")
     assert outcome.status == 0 and outcome.left == []
-    assert outcome.lines.count("the driver has not ended in 1 s: killing it with all that it started") == 3
+    assert outcome.lines.count("the driver has not ended in its time: killing it with all that it started") == 3
     assert [one["kind"] for one in outcome.kept] == ["hung", "hung", "completed"]
 
 
