@@ -17,6 +17,7 @@ from dhp.cluster.host import require_paths
 from dhp.cluster.placement.nodes import own_node
 from dhp.cluster.processes import named_errors, redirect_output
 from dhp.cluster.remote_values import RemoteValue
+from dhp.cluster.stacks import keep_stacks
 from dhp.cluster.watch import Watched, fetch, wait_all
 from dhp.core.batch import Batch
 from dhp.core.errors import UnreadableVideo
@@ -34,6 +35,7 @@ class _Reader:
 
         self._who = who
         redirect_output(log_dir, log_name)
+        keep_stacks(log_dir, log_name)
         torch.set_num_threads(threads)
         self._feed: Any = None
         if trace:

@@ -41,9 +41,10 @@ class _Own:
 def own_servers(others: Collection[int], folder: Path) -> Iterator[None]:
     """A Ray of our own has just started, and ends in here. What it started and what does not end with it is ended
     afterwards. others: ids of processes that were there before it. folder: of its logs."""
-    _Own.folder = folder
+    before = (_Own.servers, _Own.family, _Own.folder)  # of another Ray, which is none of this one's
     children = [child for child in psutil.Process().children() if child.pid not in others]
     _Own.servers = {name: child for child in children for name in NAMES if is_named(child, name)}
+    _Own.family, _Own.folder = frozenset(), folder
     _remember()
     try:
         yield
@@ -52,7 +53,7 @@ def own_servers(others: Collection[int], folder: Path) -> Iterator[None]:
         while not all(map(has_ended, _Own.family)) and time.monotonic() < deadline:
             time.sleep(0.05)
         _kill()
-        _Own.servers, _Own.family = {}, frozenset()
+        _Own.servers, _Own.family, _Own.folder = before
 
 
 def require_servers(at_once: bool = False) -> None:

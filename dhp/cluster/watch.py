@@ -13,6 +13,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from dhp.cluster.call_file import read_calls
 from dhp.cluster.processes import stopped_descendants
 from dhp.cluster.servers import CHECK_S, require_servers
+from dhp.cluster.stacks import SUFFIX, describe, odd_ones, take_stacks
 from dhp.core.errors import DIED, DRAINED, HUNG, LOST, RAISED, DhpError, Fault, PartFailed, RankRaised
 
 DEATH_TIMEOUT_S = 5.0  # how long a neighbour's death may take to be known after its connections broke
@@ -141,14 +142,29 @@ def _stuck(waiting: Sequence[Watched], timeout_s: float) -> PartFailed:
     shown = "; ".join(f"{who} in {first[who].what}" for who in sorted(first))
     calls = {who: read_calls(first[who].calls) for who in sorted(first)}
     quoted = "".join(f"\n  {who}: {said}" for who, said in calls.items() if said)
+    frozen, stacks = stopped_descendants(), take_stacks([_log_name(who) for who in first])
     stopped = "".join(
-        f"{name} is stopped (SIGSTOP; `kill -CONT {pid}` lets it go on). "
-        for name, pid in stopped_descendants().items()
+        f"{name} is stopped (SIGSTOP; `kill -CONT {pid}` lets it go on). " for name, pid in frozen.items()
     )
+    odd = odd_ones(stacks)
+    if odd and not frozen:
+        stopped = f"{', '.join(odd)} is not where the others of its part are, who may wait for it. "
+    if stacks:
+        quoted += f"\nWhere they stand (whole stacks in logs/*{SUFFIX}):{describe(stacks)}"
     return PartFailed(
         f"no call finished for {timeout_s:g} s. Unfinished: {shown}. {stopped}A slow step needs a larger "
         "cluster.step_timeout_s (a slow start a larger cluster.start_timeout_s). Ranks that share a group and began "
         "unequally many collectives in it wait for one another: that is a defect, which cluster.check_collectives=true "
         f"finds where it begins; see logs/{quoted}",
-        Fault(HUNG, ", ".join(sorted(first)), ", ".join(dict.fromkeys(entry.what for entry in first.values()))),
+        Fault(HUNG, _culprits(first, [*frozen] or odd), ", ".join(dict.fromkeys(e.what for e in first.values()))),
     )
+
+
+def _culprits(first: Mapping[str, Watched], known: Sequence[str]) -> str:
+    """Those of the open calls that are known to hold up the others, by the names of their logs; else all."""
+    return ", ".join(sorted(who for who in first if _log_name(who) in known) or sorted(first))
+
+
+def _log_name(who: str) -> str:
+    """`text-1` of `text rank 1`, as an actor's log is called."""
+    return who.replace(" rank ", "-")

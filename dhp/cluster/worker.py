@@ -33,6 +33,7 @@ from dhp.cluster.host import (
 )
 from dhp.cluster.processes import named_errors, redirect_output
 from dhp.cluster.remote_values import Lookahead, RemoteValue
+from dhp.cluster.stacks import keep_stacks
 from dhp.cluster.transport.shared_memory import CUDA_IPC, SHARED_MEMORY, Inbox, Outbox, take_refusals
 from dhp.core.batch import Bundle
 from dhp.core.collectives import RECORD
@@ -124,6 +125,7 @@ class Worker:
         self.settings, self.rank = settings, rank
         self._who = f"{settings.stage} rank {rank}"
         redirect_output(settings.log_dir, f"{settings.stage}-{rank}")
+        keep_stacks(settings.log_dir, f"{settings.stage}-{rank}")
         own_local_rank()
         if settings.cuda:
             expand_segments(settings.transport)

@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.resume import CONTENTS, Start
+from dhp.checkpoint.resume import CONTENTS, RECIPE, Start
 from dhp.config.parts import DECODER, model_name, parts, read_datasets
 from dhp.config.resolve import warmup_steps
 from dhp.config.schema import Config
@@ -20,6 +20,7 @@ from dhp.models.pretrained import WEIGHT_ENDINGS
 from dhp.trainer.settings import world
 
 CONSTANT = "constant"
+TOTAL, WARMUP = "training.total_steps", "training.warmup_steps"
 
 # Of the sections training and data: what must stay (`dhp.trainer.settings.kept_settings`, and a sampler's order) …
 HELD = {
@@ -32,7 +33,8 @@ HELD = {
 # … and what decides nothing that is trained. All else is the recipe.
 BESIDE = {
     "training": {
-        *("num_epochs", "max_steps", "resume_changes", "empty_rows"),  # by the rates, which know the number of steps
+        *("num_epochs", "max_steps", "warmup_ratio", "warmup_steps"),  # by `rates`, which know the number of steps
+        *("resume_changes", "empty_rows"),
         *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_epochs"),
         *("save_minutes", "save_in_background", "save_timeout_s", "max_restarts", "restart_wait_s"),
         *("save_final", "save_total_limit", "eval_steps", "max_nonfinite_steps"),
@@ -79,8 +81,8 @@ def rates(config: Config, steps: int) -> dict[str, Any]:
     """What of a run's length its learning rates depend on. steps: of the whole run."""
     falls = config.training.lr_scheduler_type != CONSTANT
     return {
-        "training.total_steps": steps if falls else None,
-        "training.warmup in steps": warmup_steps(config, steps),
+        TOTAL: steps if falls else None,
+        WARMUP: warmup_steps(config, steps),
     }
 
 
@@ -90,8 +92,12 @@ def check_recipe(config: Config, start: Start) -> None:
 
 
 def check_rates(config: Config, start: Start, steps: int) -> None:
-    """The same of its learning rates, once the number of its steps is known."""
-    start.check_recipe(rates(config, steps), (), config.training.resume_changes)
+    """The same of its learning rates, once the number of its steps is known. A warm-up that is over, then and now,
+    leaves a constant rate as it is."""
+    now, kept = rates(config, steps), start.settings.get(RECIPE, {})
+    before = kept.get(WARMUP)  # None: a release that kept no steps
+    over = before is None or now[TOTAL] is None and start.step >= max(now[WARMUP], before)
+    start.check_recipe(now, (WARMUP,) if over else (), config.training.resume_changes)
 
 
 def held_files(config: Config) -> dict[str, str]:

@@ -40,7 +40,7 @@ def test_a_hang_quotes_each_rank_once(tmp_path: Path) -> None:
         for rank in (0, 1)
         for what in ("forward_step", "backward_step")
     ]
-    message = _stuck([*waiting, Watched("dataset actor", "step", object())], 30)
+    message = str(_stuck([*waiting, Watched("dataset actor", "step", object())], 30))
     assert "Unfinished: dataset actor in step; vision rank 0 in forward_step; vision rank 1 in forward_step" in message
     told = message.splitlines()[1:]
     assert told == ["  vision rank 0: 7 collectives so far", "  vision rank 1: 8 collectives so far"]

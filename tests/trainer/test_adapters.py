@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from dhp.__main__ import main
 from dhp.core.parameters import is_adapter
+from tests.checkpoint.test_damage import rewrite_about
 from tests.helpers.runs import ONE_ACTOR_EACH, Outcome, tiny, train
 
 ADAPTERS = ["text.lora.rank=4", "training.frozen=[vision]", "training.max_steps=2", "training.warmup_ratio=0"]
@@ -73,6 +74,6 @@ def test_whole_weights_are_no_adapter(trained: tuple[Path, Outcome], capsys: pyt
     run_dir, _ = trained
     about = run_dir / "checkpoints" / "step_1" / "checkpoint.json"
     told = json.loads(about.read_text())
-    about.write_text(json.dumps(told | {"settings": told["settings"] | {"lora": {}}}))
+    rewrite_about(about.parent, told | {"settings": told["settings"] | {"lora": {}}})
     assert main(["export", str(about.parent), str(run_dir / "none"), "--adapter"]) == 1
     assert "has no adapters" in capsys.readouterr().err

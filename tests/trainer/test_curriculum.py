@@ -25,6 +25,7 @@ from dhp.trainer.curriculum import run_curriculum
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
 from tests.trainer.test_failures import wait_for_steps
 
+CHANGED = "+stages.two.settings.training.resume_changes=[training.warmup_steps]"
 FIRST = "stages.one={recipe: alignment, settings: {training: {max_steps: 2, learning_rate: 0.01}}}"
 SECOND = (
     "stages.two={recipe: context_extension, rope_theta: 5.0e4, max_positions: 8192, "
@@ -49,7 +50,7 @@ def test_a_course_goes_on_in_the_stage_that_was_stopped(tiny_assets: Path, tmp_p
     assert "the curriculum stops in stage 2, two; the same command with this run_dir goes on there" in stopped.stdout
     assert ["steps" in one for one in json.loads((root / "stages.json").read_text()).values()] == [True, False]
     done = len((root / "2_two" / "metrics.jsonl").read_text().splitlines())
-    again = train(*arguments, f"stages.two.settings.training.max_steps={done + 1}")
+    again = train(*arguments, f"stages.two.settings.training.max_steps={done + 1}", CHANGED)
     assert again.status == 0 and again.left == (), again.stderr
     assert "stage 1 of 2, one: done" in again.stdout and "continuing after step" in again.stdout
     told = json.loads((root / "stages.json").read_text())

@@ -77,10 +77,10 @@ def test_a_run_may_be_longer_where_its_rates_do_not_know_its_end() -> None:
     check_rates(constant, start, 90)
     start = start_of(linear, 60)
     check_rates(linear, start, 60)
-    with pytest.raises(CheckpointError, match="training.total_steps was 60 and is 90; training.warmup in steps was"):
+    with pytest.raises(CheckpointError, match="training.total_steps was 60 and is 90; training.warmup_steps was"):
         check_rates(linear, start, 90)
     asked = config_of("training.lr_scheduler_type=linear", "training.resume_changes=[training.total_steps]")
-    with pytest.raises(CheckpointError, match="configured: training.warmup in steps was"):
+    with pytest.raises(CheckpointError, match="configured: training.warmup_steps was"):
         check_rates(asked, start, 90)
     check_rates(config_of("training.lr_scheduler_type=linear", "training.resume_changes=[training]"), start, 90)
 
