@@ -276,7 +276,8 @@ class StageEngine(EvaluatingEngine):
 
     def _make_saver(self) -> ShareSaver:
         number = self.settings.graph.rank_in_part(self.spec.name, self.rank)
-        writes = bool(self.settings.zero_stage) or self.rank < self.spec.degrees.holders
+        cut = bool(self.settings.zero_stage) and self.spec.trains  # each rank has a share of its own
+        writes = cut or self.rank < self.spec.degrees.holders
         kept = None if self.settings.adapters is None else frozenset(self._saved())
         return ShareSaver(number, self.rank, writes, self._buffers, kept, self.device.type == "cuda")
 

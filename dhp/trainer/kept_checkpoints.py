@@ -55,8 +55,9 @@ class KeptCheckpoints:
     def _mark(self, best: Best) -> None:
         try:
             mark_best(self._parent, best)
-        except OSError as error:
-            self._say(f"warning: {self._parent / BEST} cannot be made to lead to step_{best.step}: {_reason(error)}")
+        except (OSError, CheckpointError) as error:
+            reason = _reason(error) if isinstance(error, OSError) else str(error)
+            self._say(f"warning: {self._parent / BEST} cannot be made to lead to step_{best.step}: {reason}")
         else:
             self._say(f"the best of the checkpoints so far is {self.best}")
 

@@ -6,6 +6,7 @@ step whether all are done, and then writes what makes a checkpoint of their file
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,6 @@ from dhp.config.parts import model_name
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError, PartFailed
 from dhp.core.fencing import TakenOver, require_own
-from dhp.core.files import remove
 from dhp.core.reports import SavedShare, WrittenFile
 from dhp.data.sample.chat import read_template
 from dhp.models.pretrained import auxiliary_files
@@ -192,7 +192,7 @@ class Saver:
         except TakenOver:
             raise
         except CheckpointError as error:
-            remove(saving.folder)
+            shutil.rmtree(saving.folder, ignore_errors=True)
             self._fail(saving.step, str(error))
         else:
             took = time.monotonic() - saving.begun

@@ -98,7 +98,7 @@ class Trainer:
             self._evaluate(self.start.step)
         with deferring():
             done = self._train()
-        if asked_to_stop():
+        if asked_to_stop() and done < plan.steps:
             self._save_interrupted(done)
             raise KeyboardInterrupt
 
@@ -115,7 +115,10 @@ class Trainer:
             if saved := self._saver.is_due(step, plan):
                 if self._saver.busy:  # one at a time
                     self._finish_all(pending)
+                    with naming_step(submitted.step):  # the question queues behind it
+                        wait_all(submitted.watched, self._timeout_s)
                     self._saver.finish()
+                    self._note_checkpoint()
                 submitted = replace(submitted, saving=self._saver.begin(step))
             pending.append(submitted)
             if len(pending) > STEPS_AHEAD:
@@ -128,7 +131,7 @@ class Trainer:
             self.recorder.say("saving the final checkpoint")
         self._saver.finish()
         self._note_checkpoint()
-        if saved:
+        if saved and step == plan.steps:
             self._saver.require(step)
         self._write_spans(self._submit_spans())  # of the last checkpoint
         return step
@@ -248,6 +251,7 @@ class Trainer:
         """Measure the loss on other data; say which checkpoint is best, where it is to be said."""
         assert self._evaluation is not None
         self._saver.finish()  # which checkpoint is best is known of complete ones
+        self._note_checkpoint()
         found = self._evaluation.run(step)
         self.recorder.record_evaluation(found)
         self.recorder.record_answers(self._evaluation.answers(step))

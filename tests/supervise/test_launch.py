@@ -52,7 +52,8 @@ def test_a_curriculum_goes_on_by_its_own_record() -> None:
     assert changes(config, SAVED) == {"run_dir": "runs/one", "overwrite": "false"}
 
 
-def test_the_command_line_names_the_same_configuration(tmp_path: Path) -> None:
+def test_the_command_line_names_the_same_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dhp.config.command_line.job_overrides", list)  # those of another test's job
     file = tmp_path / "my.yaml"
     file.write_text("name: mine\n")
     words = same_command([str(file), "seed=3"], {"run_dir": "runs/one"})

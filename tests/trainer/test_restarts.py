@@ -13,7 +13,8 @@ import pytest
 
 from tests.helpers.runs import FIRST, ONE_ACTOR_EACH, processes_of, tiny, train, wait_for_steps
 
-SIX = ("training.max_steps=6", "training.save_steps=2", *FIRST[1:], *ONE_ACTOR_EACH)
+STEPS = 80  # so many that a fault comes before the last one, as fast as they are
+LONG = (f"training.max_steps={STEPS}", "training.save_steps=20", *FIRST[1:], *ONE_ACTOR_EACH)
 AGAIN = ("training.max_restarts=2", "training.restart_wait_s=0.1")
 
 
@@ -25,7 +26,7 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
 @pytest.fixture(scope="module")
 def undisturbed(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
     run_dir = tmp_path_factory.mktemp("plain") / "run"
-    outcome = train(*tiny(tiny_assets, run_dir, *SIX))
+    outcome = train(*tiny(tiny_assets, run_dir, *LONG))
     assert outcome.status == 0, outcome.stderr
     return losses(run_dir)
 
@@ -63,21 +64,29 @@ def test_it_goes_on_from_its_newest_checkpoint(
     run_dir = tmp_path / "run"
 
     def kill(process: subprocess.Popen[str]) -> None:
-        wait_for_steps(run_dir, 3, process)
-        os.kill(victim(process), signal.SIGKILL)
+        wait_for_steps(run_dir, 22, process)
+        os.kill(
+            victim(process), signal.SIGKILL
+        )  # while, or after, the checkpoint of step 2 is written behind the steps
 
     # Without its driver Ray leaves agents, which its supervisor ends where they are no forks of the tests' own server.
     real = victim is the_driver
-    outcome = train(*tiny(tiny_assets, run_dir, *SIX, *AGAIN), meanwhile=kill, own_ray=True, real=real)
+    outcome = train(*tiny(tiny_assets, run_dir, *LONG, *AGAIN), meanwhile=kill, own_ray=True, real=real)
     assert outcome.status == 0, outcome.stderr
     assert outcome.left == ()
     assert losses(run_dir) == undisturbed
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["status"], summary["restarts"], summary["steps"]) == ("completed", 1, 6)
+    assert (summary["status"], summary["restarts"], summary["steps"]) == ("completed", 1, STEPS)
     first, second = (json.loads(file.read_text()) for file in sorted((run_dir / "faults").iterdir()))
     assert (first["kind"], second["kind"]) == (kind, "completed") and said in first["message"]
-    assert f"restart 1 of 2, after 0.1 s, from {run_dir}/checkpoints/step_" in outcome.stdout
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6"]
+    starts = ("where it began", f"{run_dir}/checkpoints/step_")
+    assert any(f"restart 1 of 2, after 0.1 s, from {start}" in outcome.stdout for start in starts)
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
+        "step_20",
+        "step_40",
+        "step_60",
+        "step_80",
+    ]
 
 
 def test_on_a_shared_cluster_the_devices_of_a_killed_driver_are_reserved_again(
@@ -86,10 +95,10 @@ def test_on_a_shared_cluster_the_devices_of_a_killed_driver_are_reserved_again(
     run_dir = tmp_path / "run"
 
     def kill(process: subprocess.Popen[str]) -> None:
-        wait_for_steps(run_dir, 3, process)
+        wait_for_steps(run_dir, 22, process)
         os.kill(the_driver(process), signal.SIGKILL)
 
-    outcome = train(*tiny(tiny_assets, run_dir, *SIX, *AGAIN), meanwhile=kill)
+    outcome = train(*tiny(tiny_assets, run_dir, *LONG, *AGAIN), meanwhile=kill)
     assert outcome.status == 0, outcome.stderr
     assert losses(run_dir) == undisturbed
     assert json.loads((run_dir / "summary.json").read_text())["restarts"] == 1
@@ -108,7 +117,7 @@ def test_a_signal_ends_a_supervised_run(tiny_assets: Path, tmp_path: Path) -> No
         wait_for_steps(run_dir, 1, process)
         process.send_signal(signal.SIGTERM)
 
-    arguments = tiny(tiny_assets, run_dir, *SIX, *AGAIN, "training.max_steps=1000")
+    arguments = tiny(tiny_assets, run_dir, *LONG, *AGAIN, "training.max_steps=1000")
     outcome = train(*arguments, meanwhile=stop, own_ray=True)
     assert outcome.status == 130 and outcome.left == ()
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
