@@ -29,6 +29,7 @@ class BackgroundWriter:
         self._used: set[str] = set()
         self._thread: threading.Thread | None = None
         self._saved: SavedShare | None = None
+        self._raised: BaseException | None = None
 
     def keep(self, key: str, piece: Tensor) -> Tensor:
         """A copy of a tensor in host memory. It stays as it is until the next `keep` of the key."""
@@ -55,12 +56,15 @@ class BackgroundWriter:
 
     def take(self, wait: bool) -> SavedShare | None:
         """What has been written; while it is being written, and `wait` is false, that it is not done. None: nothing was
-        begun yet."""
+        begun yet. Raises what writing raised, but for files that cannot be written."""
         if self._thread is not None:
             self._thread.join(None if wait else 0)
             if self._thread.is_alive():
                 return SavedShare(done=False)
             self._thread = None
+        if self._raised is not None:
+            raised, self._raised = self._raised, None
+            raise raised
         return self._saved
 
     @property
@@ -69,7 +73,10 @@ class BackgroundWriter:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def _run(self, write: Write) -> None:
-        self._saved = run_write(write)
+        try:
+            self._saved = run_write(write)
+        except BaseException as error:  # a thread's exception reaches nobody by itself: `take` raises it
+            self._raised = error
 
 
 def run_write(write: Write) -> SavedShare:
@@ -78,5 +85,3 @@ def run_write(write: Write) -> SavedShare:
         return SavedShare(done=True, files=write())
     except CheckpointError as error:
         return SavedShare(done=True, error=str(error))
-    except Exception as error:  # a thread's exception reaches nobody by itself
-        return SavedShare(done=True, error=f"{type(error).__name__}: {error}")

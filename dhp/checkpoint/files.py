@@ -18,7 +18,12 @@ from dhp.core.errors import CheckpointError
 
 REMEDY = "Resume from an earlier checkpoint (training.resume=auto finds the newest one that is whole)"
 CHECKSUM = "crc32"  # of a piece's bytes, of a file's
+_DAMAGE = (errno.EIO, errno.EISDIR, errno.ENOTDIR)  # of errors of a file system, those that are no passing ones
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of file systems that cannot do it for a directory
+
+
+class Unreadable(CheckpointError):
+    """A file that its system does not give out now, though it may be sound: nothing is set aside for it."""
 
 
 def damaged(file: Path, reason: object) -> CheckpointError:
@@ -34,7 +39,8 @@ def reading(file: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing: the checkpoint is incomplete. {REMEDY}") from error
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror or error}). {REMEDY}") from error
+        kind = CheckpointError if error.errno in _DAMAGE else Unreadable
+        raise kind(f"{file} cannot be read ({error.strerror or error}). {REMEDY}") from error
     except (SafetensorError, ValueError) as error:
         raise damaged(file, error) from error
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from dhp.checkpoint.files import read_json, sync, write_text, writing
 from dhp.checkpoint.manifest import ABOUT, MODEL, file_checksum, write_about
 from dhp.core.errors import CheckpointError, ConfigError
-from dhp.core.fencing import require_own
+from dhp.core.fencing import TakenOver, require_own
 from dhp.core.files import remove
 from dhp.core.reports import WrittenFile
 
@@ -71,7 +72,9 @@ class Unfinished:
 
     def __exit__(self, *_: object) -> None:
         for folder in self._folders:  # kept in mind: ranks that still run may write into it once more
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(TakenOver):  # then a folder of that name is the other run's
+                require_own(folder.parent)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def finish_checkpoint(

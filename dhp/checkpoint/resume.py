@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dhp.checkpoint.files import REMEDY, Unreadable
 from dhp.checkpoint.folder import find_checkpoint, quarantine, step_folders, step_of
 from dhp.checkpoint.manifest import LaterFormat, check_checkpoint, has_checksums, read_about
 from dhp.core.errors import CheckpointError
@@ -187,10 +188,10 @@ def _newest_whole(checkpoint_dir: Path, say: Callable[[str], None]) -> Start:
     for checkpoint in step_folders(checkpoint_dir):
         try:
             return replace(_start(checkpoint, say), damaged=tuple(unusable))
-        except LaterFormat:
+        except (LaterFormat, Unreadable):
             raise
         except CheckpointError as error:
-            unusable.append((checkpoint, str(error)))
+            unusable.append((checkpoint, str(error).replace(f". {REMEDY}", "")))  # which is what is done here
     reasons = "\n".join(f"  {checkpoint.name}: {reason}" for checkpoint, reason in unusable)
     raise CheckpointError(
         f"training.resume=auto finds no checkpoint in {checkpoint_dir} that can be continued from:\n{reasons}\n"

@@ -52,12 +52,15 @@ class ShardWriter:
         stage_rank: int | None = None,
         only: Collection[str] | None = None,
         keep: Callable[[str, Tensor], Tensor] | None = None,
+        once: bool | None = None,
     ):
         """rank: its number in the part, whose stages hold different layers. stage_rank: its number in the stage;
         None: the part is one stage. only: names that are written of all that are added; None: all. keep: copies a
-        piece, by a key of its own, to memory that stays as it is until `write` has ended."""
+        piece, by a key of its own, to memory that stays as it is until `write` has ended. once: this rank writes what
+        all ranks of the part have alike; None: the part's first one does."""
         self._folder, self._rank, self._only = folder, rank, only
         self._stage_rank = rank if stage_rank is None else stage_rank
+        self._once = not rank if once is None else once
         self._keeps, self._copy = keep is not None, keep or on_host
         self._full: list[_Pieces] = []  # by file; a file has one piece of a tensor
         self._open: list[_Pieces] = []
@@ -78,8 +81,8 @@ class ShardWriter:
             self.add_block(name, local[here], block.offset, tuple(tensor.shape))
 
     def add_once(self, name: str, tensor: Tensor) -> None:
-        """A tensor that is the same on all ranks of the part: the first of them writes it."""
-        if not self._rank:
+        """A tensor that is the same on all ranks of the part, of which one writes it."""
+        if self._once:
             self.add(name, tensor)
 
     def add_flat(self, name: str, elements: Tensor, start: int, shape: tuple[int, ...]) -> None:

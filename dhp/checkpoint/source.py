@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dhp.checkpoint.shard_reader import ShardReader
+from dhp.checkpoint.files import read_extents
+from dhp.checkpoint.shard_reader import EXTENTS, ShardReader
 from dhp.checkpoint.tensor_file import write_tensors
 from dhp.core.errors import CheckpointError
 from dhp.core.state import StateSource
@@ -37,6 +38,13 @@ def open_source(folder: Path) -> StateSource:
         if reader.holds(folder):
             return reader(folder)
     raise CheckpointError(f"{folder} holds no rank_*.json: it is no part of a checkpoint")
+
+
+def stored_formats(folder: Path) -> set[str]:
+    """Number formats of a part's weights, as safetensors names them; none known of a checkpoint of format 1. Raises
+    CheckpointError for damaged files."""
+    extents = (extent for file in sorted(folder.glob(EXTENTS)) for extent in read_extents(file).values())
+    return {extent["dtype"] for extent in extents if "dtype" in extent}
 
 
 def load_shards(weights: Mapping[str, Tensor], folder: Path) -> None:

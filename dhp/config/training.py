@@ -149,7 +149,7 @@ class TrainingConfig:
     Null: none is."""
 
     resume: str = "never"
-    """Where the run begins: never (at step 1) | auto (after the newest complete checkpoint in checkpoint_dir, else at
+    """Where the run begins: never (at step 1) | auto (after the newest sound checkpoint in checkpoint_dir, else at
     step 1; run_dir may hold the run that stopped) | PATH of a checkpoint or of a run: its newest one."""
 
     resume_changes: list[str] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from dhp.checkpoint.source import stored_formats
+from dhp.checkpoint.tensor_file import NAMES
 from dhp.core.parameters import Group
 from dhp.core.reports import KernelUse
 from dhp.core.state_forms import EXACT_STATES, FORMS
@@ -77,6 +80,8 @@ def dtype_to_load(settings: StageSettings, dtype: torch.dtype) -> torch.dtype:
     not copied there either, so ranks of a host share the pages of the model's files. Adapters' first values are no
     file's and need the wide format."""
     as_stored = settings.adapters is None and stored_dtype(settings.model_name) is dtype
+    if as_stored and settings.resume_from is not None:  # whose weights take their place, and may not be rounded
+        as_stored = NAMES[dtype] in stored_formats(Path(settings.resume_from))
     return dtype if as_stored else exact_dtype(dtype)
 
 

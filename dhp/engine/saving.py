@@ -20,6 +20,7 @@ class ShareSaver:
     """Saves what one rank holds of its part.
 
     number: of the rank in its part; rank: in its stage. writes: false for a rank that others write everything for.
+    once: this rank writes what all ranks of the part have alike.
     buffers: persistent ones, saved with the weights. only: names of weights that are saved; None: all.
     """
 
@@ -28,11 +29,12 @@ class ShareSaver:
         number: int,
         rank: int,
         writes: bool,
+        once: bool,
         buffers: Mapping[str, Tensor],
         only: frozenset[str] | None,
         pinned: bool,
     ) -> None:
-        self._number, self._rank, self._writes = number, rank, writes
+        self._number, self._rank, self._writes, self._once = number, rank, writes, once
         self._buffers, self._only = buffers, only
         self._behind = BackgroundWriter(pinned)
         self._saved: SavedShare | None = SavedShare(done=True)  # None: what is behind says it
@@ -56,7 +58,7 @@ class ShareSaver:
         """What writes the share. keep: copies its tensors now; None: they are written as they are met."""
         random, writers = random_state(), []
         if self._writes:
-            state = ShardWriter(folder / OPTIMIZER, self._number, self._rank, keep=keep)
+            state = ShardWriter(folder / OPTIMIZER, self._number, self._rank, keep=keep, once=self._once)
             optimizer.save_state(state)
             weights = ShardWriter(folder, self._number, self._rank, self._only, keep=keep)
             optimizer.save_weights(weights)

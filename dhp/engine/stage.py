@@ -251,7 +251,9 @@ class StageEngine(EvaluatingEngine):
         if self.settings.resume_from is not None and self.settings.resume_states:
             folder = Path(self.settings.resume_from)
             self.optimizer.load_state(open_source(folder / OPTIMIZER))
-            load_random_state(folder / RANDOM, self.settings.graph.rank_in_part(self.spec.name, self.rank))
+            # Ranks that cut a matrix draw alike, also where the checkpoint's layout had others in their place.
+            first = self.rank - self.mesh.get_local_rank("tensor")
+            load_random_state(folder / RANDOM, self.settings.graph.rank_in_part(self.spec.name, first))
 
     def _watch_layers(self) -> None:
         """Let layers recompute what they should, and measure what they take."""
@@ -279,7 +281,10 @@ class StageEngine(EvaluatingEngine):
         cut = bool(self.settings.zero_stage) and self.spec.trains  # each rank has a share of its own
         writes = cut or self.rank < self.spec.degrees.holders
         kept = None if self.settings.adapters is None else frozenset(self._saved())
-        return ShareSaver(number, self.rank, writes, self._buffers, kept, self.device.type == "cuda")
+        stages = self.settings.graph.of_part(self.spec.part)
+        counting = next((stage for stage in stages if stage.trains), stages[0])  # one that is frozen takes no steps
+        once = counting.name == self.spec.name and self.rank == 0
+        return ShareSaver(number, self.rank, writes, once, self._buffers, kept, self.device.type == "cuda")
 
     def _peak_memory(self) -> int | None:
         if self.device.type != "cuda":

@@ -257,6 +257,6 @@ def _started(config: Config, checkpoint: Path | None, say: Callable[[str], None]
     start = Start() if checkpoint is None else Start(checkpoint.absolute(), read_about(checkpoint)["step"])
     with Session(plan_run(config), Path(config.run_dir), start, say) as session, ending():
         say(session.describe_loading())
-        session.start_stages(_NEVER)
+        session.start_stages(_NEVER, states=False)
         say(f"evaluating {', '.join(config.data.eval_datasets)}")
         yield session, start.step

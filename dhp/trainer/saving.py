@@ -154,12 +154,19 @@ class Saver:
             raise CheckpointError(f"there is no checkpoint after step {step}: {self._failed}")
         return self.newest
 
+    def rescue(self) -> None:
+        """Finish the checkpoint that is being written, if all of it is copied: the run ends for a reason of its own,
+        and its ranks are well."""
+        if self._running is not None and self._about.get("step") == self._running.step:
+            self.finish()
+
     def _is_time(self) -> bool:
         minutes = self._config.training.save_minutes
         return minutes is not None and time.monotonic() - self._last >= minutes * MINUTE_S
 
     def _begin(self, step: int, background: bool) -> Saving | None:
         self._last = time.monotonic()
+        require_own(self._parent)
         try:
             folder = self._unfinished.add(open_checkpoint(self._parent, step))
         except CheckpointError as error:

@@ -12,6 +12,7 @@ from dhp.checkpoint.folder import Unfinished
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.command_line import to_yaml
 from dhp.config.schema import Config
+from dhp.core.errors import CheckpointError, DataError, Diverged, RecordError
 from dhp.core.process import asked_to_stop, deferring, ending, ending_on_error, say_line
 from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
@@ -96,8 +97,13 @@ class Trainer:
         if missed:
             self.recorder.say(f"the evaluation after step {self.start.step} was not finished: it is made now")
             self._evaluate(self.start.step)
-        with deferring():
-            done = self._train()
+        try:
+            with deferring():
+                done = self._train()
+        except (DataError, Diverged, RecordError):
+            self._saver.rescue()
+            self._note_checkpoint()
+            raise
         if asked_to_stop() and done < plan.steps:
             self._save_interrupted(done)
             raise KeyboardInterrupt
@@ -142,7 +148,10 @@ class Trainer:
         saves = training.save_final or training.save_steps or training.save_epochs or training.save_minutes
         if saves and done > self.start.step and not self._saver.has(done):
             self.recorder.say(f"interrupted after step {done}: saving it. Another signal ends the run at once")
-            self._saver.save(done, self.plan, self._skipped)
+            try:
+                self._saver.save(done, self.plan, self._skipped)
+            except CheckpointError as error:
+                self.recorder.say(f"warning: {error}")
             self._note_checkpoint()
 
     def _finish_all(self, pending: deque[Pending]) -> None:

@@ -106,7 +106,7 @@ def measure_saving(megabytes: int, rounds: int, parent: Path) -> dict[str, Any]:
     """Medians over the rounds, without each way's first save, in which memory is new."""
     module, optimizer = make_state(megabytes)
     state = state_dict(module, optimizer)
-    saver = ShareSaver(0, 0, True, {}, None, pinned=False)
+    saver = ShareSaver(0, 0, True, True, {}, None, pinned=False)
     stager = DefaultStager(StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False,
                                           use_non_blocking_copy=False))  # fmt: skip
     ways: dict[str, Callable[[Path], Saved]] = {

@@ -16,13 +16,14 @@ import torch
 
 from dhp.__main__ import main as dhp
 from dhp.checkpoint.folder import Unfinished, finish_checkpoint, open_checkpoint, quarantine
-from dhp.checkpoint.manifest import check_checkpoint
+from dhp.checkpoint.manifest import check_checkpoint, file_checksum
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.resume import find_start
 from dhp.checkpoint.shard_reader import ShardReader
 from dhp.checkpoint.shard_writer import ShardWriter
 from dhp.checkpoint.source import read_shards
 from dhp.core.errors import CheckpointError
+from dhp.core.fencing import fenced
 
 ABOUT = {"parts": ["vision", "text"], "skipped_samples": 0, "settings": {}, "data": {}}
 
@@ -235,6 +236,37 @@ def test_the_first_format_is_read_and_a_later_one_refused(tmp_path: Path) -> Non
     (checkpoint / "checkpoint.json").write_text(json.dumps(values | sums))
     with pytest.raises(CheckpointError, match="has format 3, and this release of dhp reads formats up to 2: a later"):
         find_start("auto", tmp_path)  # the older one does not stand in for it
+
+
+def test_what_cannot_be_read_now_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 5)
+    file = write(tmp_path, 6) / "text" / "rank_00001.json"
+
+    def refuse(number: int) -> None:
+        def read(one: Path) -> int:
+            if one == file:
+                raise OSError(number, os.strerror(number))
+            return file_checksum(one)
+
+        monkeypatch.setattr("dhp.checkpoint.manifest.file_checksum", read)
+
+    refuse(errno.ESTALE)
+    with pytest.raises(CheckpointError, match=f"{file} cannot be read .Stale"):
+        find_start("auto", tmp_path)
+    refuse(errno.EIO)  # of a disk that has lost it
+    assert find_start("auto", tmp_path).step == 5
+
+
+def test_a_run_that_was_taken_over_removes_nothing_of_the_others(tmp_path: Path) -> None:
+    with fenced(tmp_path):
+        with Unfinished() as unfinished:
+            folder = unfinished.add(open_checkpoint(tmp_path, 6))
+            (tmp_path / ".attempt.json").write_text('{"id": "b", "host": "other", "pid": 1}')
+        assert folder.is_dir()
+    with fenced(tmp_path):
+        with Unfinished() as unfinished:
+            unfinished.add(folder)
+        assert not folder.exists()
 
 
 def test_a_rank_compares_what_it_reads_whole(tmp_path: Path) -> None:

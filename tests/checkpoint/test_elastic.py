@@ -71,6 +71,23 @@ FROZEN = {
     ),
 }
 
+# Of the decoder the first of two stages is frozen; with states that are cut in the second.
+FIRST = (
+    "vision",
+    "projector",
+    "embed_tokens",
+    "language_model.layers.0",
+    "language_model.layers.1",
+)
+FIRST_FROZEN = {
+    PLAIN: Case(Degrees(), Degrees(), 2, "float32", frozen=FIRST),
+    "pipeline": Case(Degrees(), Degrees(), 2, "float32", frozen=FIRST, schedule="1f1b", stages=2),
+    "pipeline, fsdp": Case(
+        Degrees(data=2, tensor=2), Degrees(data=2, tensor=2), 2, "float32", 0, text_zero_stage=2, fsdp=True,
+        frozen=FIRST, schedule="1f1b", stages=2,
+    ),
+}  # fmt: skip
+
 
 class Saved:
     """Runs of whole layouts, made once each, with a checkpoint on their way."""
@@ -143,6 +160,25 @@ def test_adapters_go_on_in_another_layout(saved: Saved, tmp_path: Path, before: 
 @pytest.mark.parametrize(("before", "after"), [*permutations(FROZEN)])
 def test_a_frozen_part_goes_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, FROZEN[before], FROZEN[after], 1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [("pipeline", PLAIN), ("pipeline, fsdp", "pipeline")])
+def test_a_part_whose_first_stage_is_frozen_goes_on(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    """The stage that takes steps counts them, and what is not cut is written by one replica."""
+    first, _ = saved.run(FIRST_FROZEN[before])
+    trained = [name for name in read_shards(first / "text" / "optimizer") if name.endswith(MOMENTS)]
+    assert trained and not [name for name in trained if ".layers.0." in name or ".layers.1." in name]
+    assert_goes_on(saved, tmp_path, FIRST_FROZEN[before], FIRST_FROZEN[after], 1e-5)
+
+
+@pytest.mark.parametrize("after", [PLAIN, "zero", "fsdp", "halves"])
+def test_a_rounded_run_keeps_what_a_single_precision_one_had(saved: Saved, tmp_path: Path, after: str) -> None:
+    """Its weights are no rounded ones, and have no masters beside them."""
+    first, _ = saved.run(LAYOUTS[PLAIN])
+    train(saved.model, ROUNDED[after], [], tmp_path / "rounded", resume=first)
+    train(saved.model, LAYOUTS[PLAIN], [], tmp_path / "back", resume=tmp_path / "rounded")
+    masters = lambda folder: {k: v for k, v in tensors(folder).items() if not k.endswith(MOMENTS)}
+    assert not differing(masters(tmp_path / "back"), masters(first))
 
 
 def test_a_single_precision_run_takes_the_masters_of_a_rounded_one(saved: Saved, tmp_path: Path) -> None:

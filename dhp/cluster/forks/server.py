@@ -74,6 +74,7 @@ class Server:
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             _end_with(parent)
+            os.setpgid(0, 0)  # Ray kills the group of a worker that ended, which must not be that of all forks
             line.close()
             self._close()
             _work(start, streams)

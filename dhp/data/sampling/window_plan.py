@@ -103,14 +103,16 @@ class WindowPlanner:
         return self._digests[(epoch, window - 1) if window else (epoch - 1, windows - 1)]
 
     def begin(self, state: WindowState) -> None:
-        """Plan from a window on, as if all before it had been. Measures the first window's lengths, of which limits may
-        be made."""
-        if self.limits is None:
-            order = epoch_order(len(self._dataset), self._seed, 0, True)
-            loads = self._dataset.loads(order[: self.window], 0)
+        """Plan from a window on, as if all before it had been. Measures the lengths of the first one that has samples
+        that can be used, of which limits may be made."""
+        order = epoch_order(len(self._dataset), self._seed, 0, True)
+        for start in range(0, len(order), self.window):
+            loads = self._dataset.loads(order[start : start + self.window], 0)
             usable = loads.text > 0
-            loads = Loads(loads.vision[usable], loads.text[usable])
-            self.limits = self._balancing.limits(loads, self._layout.micro_batch_size)
+            if usable.any():
+                loads = Loads(loads.vision[usable], loads.text[usable])
+                self.limits = self._balancing.limits(loads, self._layout.micro_batch_size)
+                break
         windows = -(-len(self._dataset) // self.window)
         number = state.epoch * windows + state.window - 1
         if number >= 0:

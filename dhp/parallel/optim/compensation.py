@@ -31,9 +31,9 @@ def join_master(weight: Tensor, compensation: Tensor) -> Tensor:
     return (upper + compensation.to(torch.int32)).view(torch.float32)
 
 
-def saved_master(name: str, weight: Tensor, saved: Collection[str], read: Callable[[str], Tensor]) -> Tensor:
-    """The master weight of a parameter in a checkpoint of any form: saved itself, or as a compensation of the weight,
-    or the weight, which is not rounded where the checkpoint has neither.
+def saved_master(name: str, weight: Tensor, saved: Collection[str], read: Callable[[str], Tensor]) -> Tensor | None:
+    """The master weight of a parameter in a checkpoint of any form: saved itself, or as a compensation of the weight.
+    None: it has neither, for its weights are not rounded; what was made of them holds.
 
     weight: of the same checkpoint, in any format. saved: names of all that is in it. read: returns what has a name.
     """
@@ -41,4 +41,4 @@ def saved_master(name: str, weight: Tensor, saved: Collection[str], read: Callab
         return join_master(weight.to(torch.bfloat16), read(f"{name}.{COMPENSATION}").to(weight.device))
     if f"{name}.{MASTER}" in saved:
         return read(f"{name}.{MASTER}").to(weight.device)
-    return weight
+    return None

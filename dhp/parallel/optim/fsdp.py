@@ -213,7 +213,9 @@ class FullySharded:
         for shard in self._trained:
             for rows, offset in shard.rows(shard.weight.detach()):
                 read = partial(source.block, offset=offset, shape=tuple(rows.shape))
-                rows.copy_(saved_master(shard.name, rows, saved, read))
+                master = saved_master(shard.name, rows, saved, read)
+                if master is not None:
+                    rows.copy_(master)
             if step:
                 state = new_moments(self.optimizer, shard.weight)
                 for kind, values in state.items():

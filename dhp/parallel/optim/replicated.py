@@ -185,7 +185,9 @@ class Replicated:
         named, saved = list(zip(self._names, self._layouts, strict=True)), frozenset(source.names)
         for (name, layout), weight in zip(named, self._masters, strict=True):
             read = partial(source.like, held=layout)
-            self._take_master(weight, saved_master(name, weight.detach(), saved, read))
+            master = saved_master(name, weight.detach(), saved, read)
+            if master is not None:
+                self._take_master(weight, master)
         self._round()
         step = read_step(source)
         if not step:

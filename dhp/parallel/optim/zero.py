@@ -176,7 +176,9 @@ class ZeroSharded:
             for name, _, start, here, count in ranges:
                 read = partial(source.flat, start=start, count=count)
                 own = weights.detach()[here : here + count]
-                own.copy_(saved_master(name, own, saved, read))
+                master = saved_master(name, own, saved, read)
+                if master is not None:
+                    own.copy_(master)
                 for kind, flat in state.items():
                     flat[here : here + count].copy_(read(f"{name}.{kind}"))
             if step:

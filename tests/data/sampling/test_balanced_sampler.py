@@ -231,6 +231,17 @@ def test_a_resumed_run_plans_from_the_window_it_is_in(
     assert json.loads(json.dumps(resumed.state_dict())) == json.loads(json.dumps(whole.state(90)))
 
 
+def test_a_first_window_of_bad_samples_alone_is_no_obstacle_to_resuming() -> None:
+    bad = tuple(epoch_order(1003, 7, 0, True)[:30].tolist())
+    make = lambda: sampler(made(bad=bad), "balanced", skip=True, window=30)
+    whole, begun, resumed = make(), make(), make()
+    for _ in range(7):
+        next(begun)
+    resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+    assert [rows(next(resumed)) for _ in range(9)] == [rows(whole.batch(step)) for step in range(7, 16)]
+    assert resumed.limits == whole.limits
+
+
 def test_what_a_resumed_run_needs_first() -> None:
     source = sampler(made(), "balanced", window=240)
     order = epoch_order(1003, 7, 0, True)
