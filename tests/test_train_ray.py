@@ -83,9 +83,11 @@ def test_a_run_says_what_it_does_until_its_first_step(outcome: Outcome) -> None:
 
 
 def test_each_part_is_busy_for_a_share_of_each_step(outcome: Outcome, run_dir: Path) -> None:
-    for line in metrics(run_dir):
-        assert line["kind"] == "train" and set(line["busy_s"]) == {"vision", "text"}
-        assert all(0 < busy < line["step_s"] for busy in line["busy_s"].values())
+    lines = metrics(run_dir)
+    assert all(line["kind"] == "train" and set(line["busy_s"]) == {"vision", "text"} for line in lines)
+    assert all(busy > 0 for line in lines for busy in line["busy_s"].values())
+    for part in ("vision", "text"):  # of all steps: where a step's end is noticed late, the next one seems short
+        assert sum(line["busy_s"][part] for line in lines) < sum(line["step_s"] for line in lines)
     idle = json.loads((run_dir / "summary.json").read_text())["idle_share"]
     assert set(idle) == {"vision", "text"} and all(0 < share < 1 for share in idle.values())
     assert f"idle           vision {idle['vision']:.0%}, text {idle['text']:.0%} of the steps' time" in outcome.stdout

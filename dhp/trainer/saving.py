@@ -108,9 +108,7 @@ class Saver:
         """Wait until each rank has its copies. skipped: samples so far, with those of the step that was saved. Raises
         as `wait_all` does."""
         begun = time.monotonic()
-        wait_all(saving.watched, self._config.training.save_timeout_s)
-        self._stall_s = time.monotonic() - begun
-        self._about = {
+        self._about = {  # asked for while ranks copy: behind them the next step runs already
             "step": saving.step,
             "model_name": model_name(self._config),
             "parts": list(self._session.graph.parts()),
@@ -118,6 +116,8 @@ class Saver:
             "settings": plan.kept,
             "data": self._session.data_state(saving.step),
         }
+        wait_all(saving.watched, self._config.training.save_timeout_s)
+        self._stall_s = time.monotonic() - begun
 
     def look(self, asked: Asked | None) -> None:
         """Take the answers to a question whose calls have worked; where all ranks are done, complete the checkpoint.
