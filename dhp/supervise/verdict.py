@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class Verdict:
     error, message: type and text of the exception. part, rank, node, step, action: where, as far as it is known.
 
     state: what the driver was doing. restartable: whether another attempt may do better. exit_code: of the driver,
-    minus a signal's number where one ended it. followed_by: what was done about it.
+    minus a signal's number where one ended it. followed_by: what was done about it. at: when it was known, seconds since
+    1970.
     """
 
     attempt: int
@@ -58,6 +60,7 @@ class Verdict:
     restartable: bool = False
     exit_code: int | None = None
     followed_by: str = ""
+    at: float = field(default_factory=time.time, compare=False)
 
     def headline(self) -> str:
         """What failed, in one line."""

@@ -1,0 +1,157 @@
+"""Named points of a run at which a process is killed: a function of dhp, and before, during or after which call of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+VARIABLE = "DHP_CHAOS_POINT"  # as `experiments.chaos.inject.sitecustomize` reads it
+
+VISION, TEXT, READER, DATA = ("vision-0", "vision-1"), ("text-0", "text-1"), ("data-0",), ("data",)
+DRIVER, SUPERVISOR = ("driver",), ("supervisor",)
+RANKS = {"vision": VISION, "text": TEXT}
+FRESH, RESUMED, DAMAGED, KEPT, PIPELINE = "fresh", "resumed", "damaged", "kept", "pipeline"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place in a run.
+
+    name: its own, as `save.unsynced`. target: `module:function`. when: before | during | after the call, or half, for a
+    writer of lines that has written half of one. kind: of the processes. processes: names of them, of which the first
+    that comes there is meant. skip: calls in a process before the one that is meant. scenario: which run, see
+    `experiments.chaos.scenarios`.
+    """
+
+    name: str
+    target: str
+    when: str
+    kind: str
+    processes: Sequence[str]
+    skip: int = 0
+    scenario: str = FRESH
+
+    def environment(self, fired: Path, number: int = signal.SIGKILL) -> Mapping[str, str]:
+        """What processes of a run find it by. fired: is written when the signal is raised."""
+        plan = {key: value for key, value in asdict(self).items() if key not in ("name", "kind", "scenario")}
+        return {VARIABLE: json.dumps(plan | {"fired": str(fired), "signal": int(number)})}
+
+
+def _driver(name: str, target: str, when: str, skip: int = 0, scenario: str = FRESH) -> list[Point]:
+    return [Point(name, target, when, "driver", DRIVER, skip, scenario)]
+
+
+def _ranks(name: str, target: str, when: str, skip: int = 0, scenario: str = FRESH) -> list[Point]:
+    return [Point(name, target, when, kind, names, skip, scenario) for kind, names in RANKS.items()]
+
+
+def _one(kind: str, name: str, target: str, when: str, skip: int = 0, scenario: str = FRESH) -> list[Point]:
+    names = {"vision": VISION, "text": TEXT, "reader": READER, "data": DATA, "supervisor": SUPERVISOR}[kind]
+    return [Point(name, target, when, kind, names, skip, scenario)]
+
+
+def _start() -> list[Point]:
+    group, worker = "dhp.cluster.actor_group:ActorGroup", "dhp.cluster.worker:Worker"
+    return [
+        *_driver("start.found", "dhp.trainer.opening:find_start", "after", scenario=RESUMED),
+        *_driver("put_aside.before", "dhp.checkpoint.resume:quarantine", "before", scenario=DAMAGED),
+        *_driver("put_aside.after", "dhp.checkpoint.resume:quarantine", "after", scenario=DAMAGED),
+        *_driver("ray.up", "dhp.cluster.cluster:reserve", "before"),
+        *_driver("group.reserved", "dhp.cluster.cluster:reserve", "after"),
+        *_driver("actors.some", f"{group}.__init__", "after"),
+        *_driver("actors.all", f"{group}.__init__", "after", 1),
+        *_ranks("rank.listen", f"{worker}._join", "before"),
+        *_ranks("rank.joined", f"{worker}._join", "after"),
+        *_ranks("rank.built", f"{worker}.build", "after"),
+    ]
+
+
+def _load() -> list[Point]:
+    engine, reader = "dhp.engine.stage:StageEngine", "dhp.batch.reader:BatchReader"
+    return [
+        *_ranks("load.weights", f"{engine}._resume_weights", "before", scenario=RESUMED),
+        *_ranks("load.states", f"{engine}._resume_optimizer", "before", scenario=RESUMED),
+        *_ranks("load.all", f"{engine}._resume_optimizer", "after", scenario=RESUMED),
+        *_one("data", "data.open", f"{reader}.__init__", "before"),
+        *_one("reader", "data.open", f"{reader}.__init__", "after"),
+        *_one("data", "data.load_state", f"{reader}.load_state", "before", scenario=RESUMED),
+        *_one("data", "data.loaded", f"{reader}.load_state", "after", scenario=RESUMED),
+    ]
+
+
+def _step() -> list[Point]:
+    reader, worker = "dhp.batch.reader:BatchReader", "dhp.cluster.worker:Worker"
+    boxes, comm = "dhp.cluster.transport.shared_memory", "dhp.parallel.comm"
+    engine, step = "dhp.engine.stage:StageEngine", "dhp.step.step"
+    return [
+        *_one("data", "data.batch", f"{reader}.batch", "after", 3),
+        *_one("reader", "data.read", f"{reader}.read", "before", 3),
+        *_one("reader", "data.fill", f"{reader}.fill", "before", 5),
+        *_one("reader", "data.ack", f"{reader}.fill", "after", 5),
+        *_driver("step.forwards", f"{step}:accumulate_gradients", "after", 3),
+        *_driver("step.updates", f"{step}:update_weights", "after", 3),
+        *_ranks("verb.begin", f"{worker}._run", "before", 17),
+        *_ranks("verb.end", f"{worker}._run", "after", 17),
+        *_ranks("transport.send", f"{boxes}:Outbox.send", "after", 5),
+        *_ranks("transport.open", f"{boxes}:Inbox.open", "before", 9),
+        *_one("vision", "collective.before", f"{comm}:_reduce_in_place", "before", 2),
+        *_one("text", "collective.before", f"{comm}:_reduce_in_place", "before", 40),
+        *_one("vision", "collective.inside", f"{comm}:_reduce_in_place", "during", 2),
+        *_one("text", "collective.inside", f"{comm}:_reduce_in_place", "during", 40),
+        *_ranks("norm", f"{engine}.grad_norm_sq", "before", 3),
+        *_ranks("norm.known", f"{engine}.optimizer_step", "before", 3),
+        *_ranks("optimizer.half", "torch.optim.adam:Adam.step", "after", 3),
+        *_ranks("optimizer.one_part", f"{engine}.optimizer_step", "after", 3),
+        *_ranks("forward", f"{worker}._hand_over", "before", 12, PIPELINE),
+    ]
+
+
+def _save() -> list[Point]:
+    folder, saving, writer = "dhp.checkpoint.folder", "dhp.engine.saving", "dhp.checkpoint.shard_writer"
+    return [
+        *_driver("save.opened", "dhp.trainer.saving:open_checkpoint", "after", 1),
+        *_ranks("save.asked", "dhp.engine.stage:StageEngine.save", "before", 1),
+        *_ranks("save.staged", f"{saving}:ShareSaver.save", "after", 1),
+        *_ranks("save.random", f"{saving}:save_random_state", "after", 1),
+        *_ranks("save.mid_file", "dhp.checkpoint.tensor_file:_write", "after", 40),
+        *_ranks("save.unsynced", f"{writer}:write_tensors", "after", 3),
+        *_ranks("save.extents", f"{writer}:write_json", "after", 2),
+        *_driver("save.all_written", "dhp.trainer.saving:finish_checkpoint", "before", 1),
+        *_driver("save.model_files", f"{folder}:write_about", "before", 1),
+        *_driver("save.after_manifest", f"{folder}:write_about", "after", 1),
+        *_driver("save.before_rename", f"{folder}:require_own", "after", 1),
+        *_driver("save.after_rename", "dhp.trainer.saving:finish_checkpoint", "after", 1),
+        *_driver("rotate.renamed", f"{folder}:remove", "before", 1, KEPT),
+        *_driver("rotate.removing", f"{folder}:remove", "during", 1, KEPT),
+        *_driver("best.link", "dhp.trainer.kept_checkpoints:mark_best", "before", scenario=KEPT),
+        *_driver("best.marked", "dhp.trainer.kept_checkpoints:mark_best", "after", scenario=KEPT),
+        *_ranks("evaluation", "dhp.engine.evaluate:EvaluatingEngine.evaluate_step", "after", 1, KEPT),
+    ]
+
+
+def _record() -> list[Point]:
+    recorder = "dhp.observe.recorder"
+    run = "dhp.supervise.supervisor:Supervisor"
+    return [
+        *_driver("metrics.half_line", "dhp.observe.metrics:MetricsWriter._append", "half", 4),
+        *_driver("metrics.cut", f"{recorder}:keep_steps", "after", scenario=RESUMED),
+        *_driver("record.open", f"{recorder}:Recorder._open", "after", scenario=RESUMED),
+        *_driver("teardown.begin", "dhp.cluster.cluster:Cluster.__exit__", "before"),
+        *_driver("summary", f"{recorder}:write_summary", "after"),
+        *_one("supervisor", "attempt.begin", f"{run}._is_ending", "after", 5),
+        *_one("supervisor", "attempt.training", f"{run}._is_ending", "after", 75),
+        *_one("supervisor", "attempt.ended", f"{run}._conclude", "before"),
+    ]
+
+
+def points() -> list[Point]:
+    """All of them, in the order in which a run comes to them."""
+    return [*_start(), *_load(), *_step(), *_save(), *_record()]
+
+
+def names(of: Sequence[Point]) -> list[str]:
+    """Their names, each once."""
+    return list(dict.fromkeys(point.name for point in of))

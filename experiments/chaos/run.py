@@ -1,0 +1,242 @@
+"""A supervised run as a user starts it, watched from outside: when it was struck, and when it went on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+INJECT = Path(__file__).parent / "inject"
+LIMIT_S = 600.0  # of one command; a run takes a tenth of it
+GONE_S = 30.0  # after a run's end none of its processes may be there
+_LOOK_S = 0.02
+
+Strike = Callable[["Watch"], Mapping[str, Any] | None]  # {"at", "pid", "process"} of what it did to a run
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a run and its fault were, from outside. Times are seconds since 1970.
+
+    code: the last command's exit status. commands: how many it took. output: of all. fired: what was struck, and when;
+    None: nothing was. first_step: when the first step after the fault was in metrics.jsonl. faults: verdicts in run_dir.
+    left: processes and files that were still there `GONE_S` after the end. wall_s: of all commands.
+    """
+
+    run_dir: Path
+    code: int
+    commands: int
+    output: str
+    fired: Mapping[str, Any] | None
+    first_step: float | None
+    faults: Sequence[Mapping[str, Any]]
+    left: Sequence[str]
+    wall_s: float
+
+
+class Watch:
+    """Looks at one run's metrics.jsonl and processes while it runs. A line after a fault is one of another attempt when
+    the file was written anew since: an attempt that goes on cuts it first."""
+
+    def __init__(self, run_dir: Path, fired_file: Path):
+        self.run_dir, self._fired_file = run_dir, fired_file
+        self.process: subprocess.Popen[str] | None = None
+        self.first_step: float | None = None
+        self._inode: int | None = None  # of the file at the time of the fault
+        self._base: int | None = None  # lines of the one that followed it, when it was first seen
+
+    @property
+    def fired(self) -> dict[str, Any] | None:
+        """What was struck; None: nothing yet."""
+        try:
+            found: dict[str, Any] = json.loads(self._fired_file.read_text())
+            return found
+        except (OSError, ValueError):
+            return None
+
+    def tell_fired(self, fired: Mapping[str, Any]) -> None:
+        """Something was struck from outside."""
+        self._fired_file.write_text(json.dumps(dict(fired)))
+
+    def look(self) -> None:
+        """Look once."""
+        if self.first_step is not None:
+            return
+        inode, lines = self._metrics()
+        if self.fired is None:
+            self._inode = inode
+        elif inode is not None and inode != self._inode:
+            if self._base is None:
+                self._base = 0 if self._inode is None else lines  # what the attempt that goes on has left of it
+            if lines > self._base:
+                self.first_step = time.time()
+
+    def steps(self) -> int:
+        """Lines of metrics.jsonl now."""
+        return self._metrics()[1]
+
+    def checkpoints(self) -> int:
+        """Complete checkpoints in the run's own directory."""
+        return len(list(self.run_dir.glob("checkpoints/step_*/checkpoint.json")))
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """Processes of the run, by what they are: `text-1`, `data`, `driver`, `raylet`, `gcs_server` …"""
+        found: dict[str, list[psutil.Process]] = {}
+        assert self.process is not None
+        with suppress(psutil.Error):
+            for one in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.Error, OSError):
+                    found.setdefault(_name(one), []).append(one)
+        return found
+
+    def _metrics(self) -> tuple[int | None, int]:
+        try:
+            with (self.run_dir / "metrics.jsonl").open("rb") as file:
+                return os.fstat(file.fileno()).st_ino, file.read().count(b"\n")
+        except OSError:
+            return None, 0
+
+
+def _name(process: psutil.Process) -> str:
+    with suppress(OSError):
+        log = os.path.basename(os.readlink(f"/proc/{process.pid}/fd/1"))
+        if log.endswith(".log") and log.startswith(("vision", "text", "data")):
+            return log[:-4]
+    line = process.cmdline()
+    if "dhp.train_ray" in line:
+        return "driver"
+    return os.path.basename(line[0].split(" ")[0]) if line else process.name()
+
+
+def train(
+    arguments: Sequence[str],
+    run_dir: Path,
+    scratch: Path,
+    environment: Mapping[str, str] | None = None,
+    strike: Strike | None = None,
+) -> Observed:
+    """Run until it has completed; where the command itself was killed, again with training.resume=auto. scratch: an
+    empty folder, for what is temporary. environment: besides this process's. strike: acts on the run while it runs;
+    called again and again until it answers. The caller has adopted orphans (`dhp.supervise.driver`)."""
+    watch = Watch(run_dir, scratch / "fired")
+    temporary = scratch / "t"
+    temporary.mkdir()
+    shared = _shared_memory()
+    own = {"PYTHONPATH": f"{INJECT}:{ROOT}", "TMPDIR": str(temporary), **(environment or {})}
+    given, outputs, begun, commands = list(arguments), [], time.time(), 0
+    while True:
+        commands += 1
+        code, output = _command(given, own, watch, strike)
+        outputs.append(output)
+        if code >= 0 or commands > 1:
+            break
+        _wait_for_none()
+        given = [*(one for one in given if not one.startswith("training.resume=")), "training.resume=auto"]
+    wall_s = time.time() - begun
+    left = [*_wait_for_none(), *_temporary(temporary), *_unowned(_shared_memory() - shared)]
+    faults = [json.loads(file.read_text()) for file in sorted((run_dir / "faults").glob("*.json"))]
+    said = "\n".join(outputs)
+    return Observed(run_dir, code, commands, said, watch.fired, watch.first_step, faults, left, wall_s)
+
+
+def _command(
+    arguments: Sequence[str], environment: Mapping[str, str], watch: Watch, strike: Strike | None
+) -> tuple[int, str]:
+    """Exit status and output of one command."""
+    command = [sys.executable, "-m", "dhp.train_ray", *arguments]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    watch.process = process
+    lines: list[str] = []
+    reading = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
+    reading.start()
+    deadline = time.time() + LIMIT_S
+    while process.poll() is None:
+        watch.look()
+        if strike is not None and watch.fired is None and (fired := strike(watch)) is not None:
+            watch.tell_fired(fired)
+        if time.time() > deadline:
+            _end(process)
+            lines.append(f"the command did not end in {LIMIT_S:g} s\n")
+            break
+        time.sleep(_LOOK_S)
+    watch.look()
+    reading.join(GONE_S)
+    return process.wait(), "".join(lines)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with suppress(psutil.Error):
+        for one in psutil.Process(process.pid).children(recursive=True):
+            one.kill()
+    process.kill()
+
+
+def _wait_for_none() -> list[str]:
+    """What still runs below this process after `GONE_S`; it is ended."""
+    deadline = time.time() + GONE_S
+    while (left := list(_living())) and time.time() < deadline:
+        time.sleep(0.1)
+    names = [f"process {_label(one)}" for one in left]
+    for one in left:
+        with suppress(psutil.Error):
+            one.kill()
+    return names
+
+
+def _living() -> Iterator[psutil.Process]:
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if one.status() != psutil.STATUS_ZOMBIE:
+                yield one
+            elif one.ppid() == os.getpid():
+                with suppress(OSError):
+                    os.waitpid(one.pid, os.WNOHANG)
+
+
+def _label(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:80] or process.name()
+    except psutil.Error:
+        return str(process.pid)
+
+
+def _temporary(folder: Path) -> list[str]:
+    """Files that a run left in its temporary folder; Ray's logs are to stay after a fault."""
+    found = (path for path in folder.rglob("*") if path.is_file() or path.is_socket() or path.is_symlink())
+    return [f"file {path.name}" for path in found if not _is_log(path.relative_to(folder))]
+
+
+def _is_log(path: Path) -> bool:
+    return path.parts[0].startswith("dhp-ray-")
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def _unowned(names: set[str]) -> list[str]:
+    """Names of shared memory that no process maps: others on this machine make some too."""
+    maps = ""
+    for file in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            maps += file.read_text()
+    return [f"shared memory {name}" for name in sorted(names) if f"/dev/shm/{name}" not in maps]
