@@ -14,6 +14,7 @@ import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 GRACE_S = 5.0  # for what the driver left to end by itself: Ray's servers take a moment
+KILLED_GRACE_S = 1.0  # of a driver that was killed: nothing below it is being ended in order
 _POLL_S = 0.1
 _QUIET = 3  # looks in a row that find nothing: one may miss a process whose parent ends just then
 _KILLED_S = 5.0  # the kernel takes a moment, on a busy machine more of one

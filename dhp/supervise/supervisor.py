@@ -22,7 +22,7 @@ from typing import Any
 from dhp.core.process import INTERRUPTED as INTERRUPTED_STATUS
 from dhp.core.process import say_line
 from dhp.supervise.attempt import SAVING, TRAINING, Attempt
-from dhp.supervise.driver import Driver, adopt_orphans
+from dhp.supervise.driver import GRACE_S, KILLED_GRACE_S, Driver, adopt_orphans
 from dhp.supervise.policy import Ended, Restart, Rules, Stop, decide
 from dhp.supervise.verdict import (
     COMPLETED,
@@ -125,10 +125,11 @@ class Supervisor:
                 driver.look()
                 looked = time.monotonic()
             time.sleep(_POLL_S)
-        left = driver.end_others()
+        ended_at = time.time()
+        left = driver.end_others(KILLED_GRACE_S if code < 0 else GRACE_S)
         if left:
             self._say(f"ended what the driver left: {', '.join(sorted(left))}")
-        return attempt, judge(attempt, code, killed, interrupted=sent > 0)
+        return attempt, judge(attempt, code, killed, interrupted=sent > 0, at=ended_at)
 
     def _is_ending(self, attempt: Attempt) -> bool:
         verdict = attempt.verdict
@@ -187,14 +188,14 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-def judge(attempt: Attempt, code: int, killed: bool, interrupted: bool) -> Verdict:
+def judge(attempt: Attempt, code: int, killed: bool, interrupted: bool, at: float | None = None) -> Verdict:
     """How an attempt ended, by what its driver said and by its exit status. killed: by the supervisor, for it had not
-    ended in time; interrupted: by a signal to the supervisor."""
+    ended in time; interrupted: by a signal to the supervisor. at: when it ended, seconds since 1970; None: now."""
     known = attempt.verdict
     ended = replace(known, exit_code=code) if known is not None else None
     if ended is not None and not (ended.kind == COMPLETED and code > 0):
         return ended
-    silent = Verdict(attempt.number, KILLED, state=attempt.state, exit_code=code)
+    silent = Verdict(attempt.number, KILLED, state=attempt.state, exit_code=code, at=time.time() if at is None else at)
     if interrupted or code == INTERRUPTED_STATUS:
         return replace(silent, kind=INTERRUPTED)
     if code == 0:

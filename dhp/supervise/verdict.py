@@ -43,8 +43,8 @@ class Verdict:
     error, message: type and text of the exception. part, rank, node, step, action: where, as far as it is known.
 
     state: what the driver was doing. restartable: whether another attempt may do better. exit_code: of the driver,
-    minus a signal's number where one ended it. followed_by: what was done about it. at: when it was known, seconds since
-    1970.
+    minus a signal's number where one ended it. followed_by: what was done about it. at: when it was known, seconds
+    since 1970.
     """
 
     attempt: int

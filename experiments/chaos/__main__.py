@@ -4,106 +4,108 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dhp.supervise.driver import adopt_orphans
-from experiments.chaos.judge import Judged, judge
-from experiments.chaos.points import Point, points
-from experiments.chaos.run import Observed, train
-from experiments.chaos.scenarios import prepare, reference_of, settings
+from experiments.chaos.faults import FULL, KILL, draw, harm, strike
+from experiments.chaos.judge import Judged
+from experiments.chaos.laboratory import Laboratory
+from experiments.chaos.points import points
+from experiments.chaos.rate import run_at_rate
+from experiments.chaos.run import Observed
+from experiments.chaos.scenarios import LONG, lengths_of
 
-BATCH = 8  # samples of a step
-SUPERVISED = ("training.max_restarts=3", "training.restart_wait_s=0")
-
-
-class Laboratory:
-    """A folder with assets and the undisturbed runs, each made when it is first asked for."""
-
-    def __init__(self, folder: Path, keep: bool = False):
-        """keep: directories of runs with problems stay."""
-        self.folder, self._keep, self._number = folder, keep, 0
-
-    def reference(self, scenario: str) -> Observed:
-        """The undisturbed run of a scenario. Raises RuntimeError where it fails."""
-        of = reference_of(scenario)
-        run_dir = self.folder / f"reference-{of}"
-        if not hasattr(self, f"_{of}"):
-            with self._scratch() as scratch:
-                observed = train(settings(of, self.folder / "assets", run_dir), run_dir, scratch)
-            if observed.code:
-                raise RuntimeError(f"the undisturbed run failed: {observed.output[-3000:]}")
-            setattr(self, f"_{of}", observed)
-        found: Observed = getattr(self, f"_{of}")
-        return found
-
-    def run(
-        self,
-        scenario: str,
-        environment: Callable[[Path], Mapping[str, str]] = lambda fired: {},
-        more: Sequence[str] = (),
-        **watched: Any,
-    ) -> tuple[Observed, Judged]:
-        """A supervised run of a scenario that meets a fault, and what is to be said of it. environment: of the file in
-        which the fault says that it has come."""
-        reference = self.reference(scenario).run_dir
-        self._number += 1
-        run_dir = self.folder / f"run-{self._number}"
-        begins = prepare(scenario, reference, run_dir)
-        arguments = settings(scenario, self.folder / "assets", run_dir, [*SUPERVISED, *begins, *more])
-        names_rank = watched.pop("names_rank", True)
-        with self._scratch() as scratch:
-            observed = train(arguments, run_dir, scratch, environment(scratch / "fired"), **watched)
-        judged = judge(observed, reference, BATCH, names_rank)
-        if not (self._keep and judged.problems):
-            shutil.rmtree(run_dir)
-        return observed, judged
-
-    @contextmanager
-    def _scratch(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="dhp-c-", dir="/tmp") as folder:
-            yield Path(folder)
+Row = dict[str, Any]
+_SECONDS = ("detect_s", "rebuild_s", "first_step_s")
 
 
-def strike_points(laboratory: Laboratory, chosen: Sequence[Point]) -> Iterator[dict[str, Any]]:
-    """A row for each point."""
-    for point in chosen:
-        observed, judged = laboratory.run(point.scenario, point.environment)
-        yield {
-            "point": point.name,
-            "process": point.kind,
-            "scenario": point.scenario,
-            "commands": observed.commands,
-            "attempts": len(observed.faults) or 1,
-            "wall_s": round(observed.wall_s, 1),
-        } | judged.row()
+def strike_points(laboratory: Laboratory, name: str) -> Iterator[Row]:
+    """A row for each point whose name begins so."""
+    for point in points():
+        if point.name.startswith(name):
+            about: Row = {"point": point.name, "process": point.kind, "scenario": point.scenario}
+            yield about | _row(*laboratory.run(point.scenario, point.environment))
+
+
+def strike_at_random(laboratory: Laboratory, count: int, seed: int, only: str) -> Iterator[Row]:
+    """A row for each of so many faults that a seed draws. only: a kind or a process, or of all."""
+    for fault in draw(seed, count, lengths_of(LONG).steps):
+        if only not in ("", fault.kind, fault.target):
+            continue
+        found = laboratory.run(
+            LONG,
+            lambda fired, of=fault: of.environment or {},
+            names_rank=fault.names_rank,
+            small_disk=fault.kind == FULL,
+            strike=strike(fault),
+            between=partial(harm, fault),
+        )
+        about: Row = {"fault": fault.kind, "process": fault.target, "after_steps": fault.after_steps, "seed": seed}
+        yield about | _row(*found)
+
+
+def summary(rows: Sequence[Row], command: str) -> Row:
+    """All faults of a command in one row; seconds as [median, largest], of those that were killed."""
+    killed = [row for row in rows if row.get("fault", KILL) == KILL]
+    found: Row = {
+        "runs": len(rows),
+        "completed": sum(row["completed"] for row in rows),
+        "identical": sum(row["identical"] for row in rows),
+        "samples_lost": sum(row["samples_lost"] for row in rows),
+        "samples_repeated": sum(row["samples_repeated"] for row in rows),
+        "lost_steps": max((row["lost_steps"] or 0 for row in rows), default=0),
+        "problems": sum(bool(row["problems"]) for row in rows),
+    }
+    for key in _SECONDS:
+        known = [row[key] for row in killed if row[key] is not None]
+        found[key] = [round(statistics.median(known), 2), max(known)] if known else None
+    load = [round(value, 1) for value in os.getloadavg()]
+    return found | {"cores": os.cpu_count(), "load": load, "command": command}
+
+
+def _row(observed: Observed, judged: Judged) -> Row:
+    about: Row = {"commands": observed.commands, "attempts": len(observed.faults) or 1}
+    return about | {"wall_s": round(observed.wall_s, 1)} | judged.row()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Strike, judge, print; the number of faults with problems, 1 at most."""
+    """Strike, judge, print; 1 where a fault has problems."""
     parser = argparse.ArgumentParser(prog="python -m experiments.chaos")
     parser.add_argument("--points", nargs="?", const="", metavar="NAME", help="every named point, or those of a name")
+    parser.add_argument("--runs", type=int, metavar="N", help="so many faults from outside, drawn by --seed")
+    parser.add_argument("--only", default="", metavar="KIND", help="of --runs, those of a kind or process")
+    parser.add_argument("--rate", type=float, metavar="S", help="a rank is killed S s after each first checkpoint")
+    parser.add_argument("--faults", type=int, default=200, help="of --rate")
+    parser.add_argument("--seed", type=int, default=31)
     parser.add_argument("--folder", type=Path, help="where runs are made; a temporary folder by default")
     parser.add_argument("--keep", action="store_true", help="keep the directories of runs with problems")
     given = parser.parse_args(arguments)
     adopt_orphans()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="dhp-chaos-", dir="/tmp"))
-    laboratory, problems = Laboratory(folder, given.keep), 0
-    chosen = [point for point in points() if not given.points or point.name.startswith(given.points)]
-    begun = time.time()
-    for row in strike_points(laboratory, chosen):
-        problems += bool(row["problems"])
+    laboratory, rows = Laboratory(folder, given.keep), []
+    command = " ".join(["python -m experiments.chaos", *(sys.argv[1:] if arguments is None else arguments)])
+    if given.rate is not None:
+        row = run_at_rate(laboratory, given.rate, given.faults, given.seed)
+        print(json.dumps(row | {"command": command}), flush=True)
+        return int(bool(row["problems"]))
+    faults = strike_points(laboratory, given.points or "")
+    if given.runs is not None:
+        faults = strike_at_random(laboratory, given.runs, given.seed, given.only)
+    for row in faults:
+        rows.append(row)
         print(json.dumps(row), flush=True)
-    print(f"{len(chosen)} faults in {time.time() - begun:.0f} s, {problems} with problems", file=sys.stderr)
+    print(json.dumps(summary(rows, command)), flush=True)
     if not given.folder and not given.keep:
         shutil.rmtree(folder)
-    return min(1, problems)
+    return int(any(row["problems"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ class Judged:
     completed: the run ended with all its steps. identical: losses, norms, samples and the newest checkpoint are those
     of the undisturbed run. samples_lost, samples_repeated: trained on less, or more, often than there. lost_steps:
     steps that were made again. detect_s: from the fault until its verdict was known; rebuild_s: until a step
-    after it could begin; first_step_s: from the fault until that step had ended. problems: what was not as it should be.
+    after it could begin; first_step_s: from the fault until that step had ended. problems: what was not as it should
+    be.
     """
 
     completed: bool
@@ -75,9 +76,7 @@ def judge(observed: Observed, reference: Path, batch: int, names_rank: bool) -> 
     step = None if verdict.get("step") is None else int(verdict["step"])
     lost_steps = None if step is None else max(0, step - _resumed_at(observed, verdict))
     same = not different and not weights
-    return Judged(
-        completed, same, lost, repeated, lost_steps, detected, between, first, said, tuple(problems)
-    )
+    return Judged(completed, same, lost, repeated, lost_steps, detected, between, first, said, tuple(problems))
 
 
 def read_lines(run_dir: Path) -> dict[tuple[str, int], dict[str, Any]]:

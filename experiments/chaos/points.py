@@ -1,4 +1,4 @@
-"""Named points of a run at which a process is killed: a function of dhp, and before, during or after which call of it."""
+"""Named points of a run at which a process is killed: a function of dhp, and before, during or after which call."""
 
 from __future__ import annotations
 

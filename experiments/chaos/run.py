@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,15 +13,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
+
+from dhp.checkpoint.folder import newest_checkpoint, step_of
 
 ROOT = Path(__file__).parents[2]
 INJECT = Path(__file__).parent / "inject"
 LIMIT_S = 600.0  # of one command; a run takes a tenth of it
 GONE_S = 30.0  # after a run's end none of its processes may be there
 _LOOK_S = 0.02
+_FAILED = re.compile(r"\s*[\d.:]+ s?\s*attempt \d+ failed|attempt \d+ failed")  # as the supervisor says it
+
+
+class Line(NamedTuple):
+    """A line of output, and when it came."""
+
+    at: float
+    text: str
+
 
 Strike = Callable[["Watch"], Mapping[str, Any] | None]  # {"at", "pid", "process"} of what it did to a run
 
@@ -30,8 +42,9 @@ class Observed:
     """What a run and its fault were, from outside. Times are seconds since 1970.
 
     code: the last command's exit status. commands: how many it took. output: of all. fired: what was struck, and when;
-    None: nothing was. first_step: when the first step after the fault was in metrics.jsonl. faults: verdicts in run_dir.
-    left: processes and files that were still there `GONE_S` after the end. wall_s: of all commands.
+    None: nothing was. first_step: when the first step after the fault was in metrics.jsonl. faults: verdicts in
+    run_dir. stopped: when nothing of each failed attempt was left. left: processes and files that were still there
+    `GONE_S` after the end. began, ended: the commands.
     """
 
     run_dir: Path
@@ -41,8 +54,15 @@ class Observed:
     fired: Mapping[str, Any] | None
     first_step: float | None
     faults: Sequence[Mapping[str, Any]]
+    stopped: Sequence[float]
     left: Sequence[str]
-    wall_s: float
+    began: float
+    ended: float
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of all commands."""
+        return self.ended - self.began
 
 
 class Watch:
@@ -66,8 +86,9 @@ class Watch:
             return None
 
     def tell_fired(self, fired: Mapping[str, Any]) -> None:
-        """Something was struck from outside."""
+        """Something was struck from outside, for the first time or once more."""
         self._fired_file.write_text(json.dumps(dict(fired)))
+        self._inode, self._base, self.first_step = self._metrics()[0], None, None
 
     def look(self) -> None:
         """Look once."""
@@ -86,9 +107,10 @@ class Watch:
         """Lines of metrics.jsonl now."""
         return self._metrics()[1]
 
-    def checkpoints(self) -> int:
-        """Complete checkpoints in the run's own directory."""
-        return len(list(self.run_dir.glob("checkpoints/step_*/checkpoint.json")))
+    def newest_checkpoint(self) -> int:
+        """The step of the newest complete checkpoint in the run's own directory; 0: there is none."""
+        newest = newest_checkpoint(self.run_dir / "checkpoints")
+        return 0 if newest is None else step_of(newest)
 
     def processes(self) -> dict[str, list[psutil.Process]]:
         """Processes of the run, by what they are: `text-1`, `data`, `driver`, `raylet`, `gcs_server` …"""
@@ -125,35 +147,44 @@ def train(
     scratch: Path,
     environment: Mapping[str, str] | None = None,
     strike: Strike | None = None,
+    between: Callable[[Path], None] = lambda run_dir: None,
+    limit_s: float = LIMIT_S,
 ) -> Observed:
     """Run until it has completed; where the command itself was killed, again with training.resume=auto. scratch: an
     empty folder, for what is temporary. environment: besides this process's. strike: acts on the run while it runs;
-    called again and again until it answers. The caller has adopted orphans (`dhp.supervise.driver`)."""
+    called again and again until it answers. between: acts on run_dir before the second command. The caller has adopted
+    orphans (`dhp.supervise.driver`)."""
     watch = Watch(run_dir, scratch / "fired")
     temporary = scratch / "t"
     temporary.mkdir()
     shared = _shared_memory()
     own = {"PYTHONPATH": f"{INJECT}:{ROOT}", "TMPDIR": str(temporary), **(environment or {})}
-    given, outputs, begun, commands = list(arguments), [], time.time(), 0
+    given, lines, began, commands = list(arguments), list[Line](), time.time(), 0
     while True:
         commands += 1
-        code, output = _command(given, own, watch, strike)
-        outputs.append(output)
+        code = _command(given, own, watch, strike, limit_s, lines)
         if code >= 0 or commands > 1:
             break
         _wait_for_none()
+        between(run_dir)
         given = [*(one for one in given if not one.startswith("training.resume=")), "training.resume=auto"]
-    wall_s = time.time() - begun
+    ended = time.time()
     left = [*_wait_for_none(), *_temporary(temporary), *_unowned(_shared_memory() - shared)]
     faults = [json.loads(file.read_text()) for file in sorted((run_dir / "faults").glob("*.json"))]
-    said = "\n".join(outputs)
-    return Observed(run_dir, code, commands, said, watch.fired, watch.first_step, faults, left, wall_s)
+    stopped = [line.at for line in lines if _FAILED.match(line.text)]
+    said = "".join(line.text for line in lines)
+    return Observed(run_dir, code, commands, said, watch.fired, watch.first_step, faults, stopped, left, began, ended)
 
 
 def _command(
-    arguments: Sequence[str], environment: Mapping[str, str], watch: Watch, strike: Strike | None
-) -> tuple[int, str]:
-    """Exit status and output of one command."""
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    watch: Watch,
+    strike: Strike | None,
+    limit_s: float,
+    lines: list[Line],
+) -> int:
+    """Exit status of one command; what it prints is added to `lines`."""
     command = [sys.executable, "-m", "dhp.train_ray", *arguments]
     process = subprocess.Popen(
         command,
@@ -165,22 +196,23 @@ def _command(
         errors="replace",
     )
     watch.process = process
-    lines: list[str] = []
-    reading = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
+    reading = threading.Thread(
+        target=lambda: lines.extend(Line(time.time(), text) for text in process.stdout or ()), daemon=True
+    )
     reading.start()
-    deadline = time.time() + LIMIT_S
+    deadline = time.time() + limit_s
     while process.poll() is None:
         watch.look()
-        if strike is not None and watch.fired is None and (fired := strike(watch)) is not None:
+        if strike is not None and (fired := strike(watch)) is not None:
             watch.tell_fired(fired)
         if time.time() > deadline:
             _end(process)
-            lines.append(f"the command did not end in {LIMIT_S:g} s\n")
+            lines.append(Line(time.time(), f"the command did not end in {limit_s:g} s\n"))
             break
         time.sleep(_LOOK_S)
     watch.look()
     reading.join(GONE_S)
-    return process.wait(), "".join(lines)
+    return process.wait()
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.chaos.points import DAMAGED, FRESH, KEPT, PIPELINE, RESUMED
 
-STEPS, SAVE_STEPS = 8, 2
+LONG = "long"  # steps enough for a fault from outside to meet them
 RESUMED_FROM, DAMAGED_STEP = 4, 6
 USERS_FILES = ("notes.txt", "checkpoints/mine/weights.bin")  # of the user's, which no run may remove
-_KEPT = ("training.save_total_limit=2", "training.eval_steps=2", "training.best_metric=eval_loss", "data.eval_batch_size=8")
+_KEPT = (
+    "training.save_total_limit=2",
+    "training.eval_steps=2",
+    "training.best_metric=eval_loss",
+)
 
 
-def settings(scenario: str, assets: Path, run_dir: Path, more: Sequence[str] = ()) -> list[str]:
-    """Arguments of `python -m dhp.train_ray`."""
+@dataclass(frozen=True)
+class Lengths:
+    """Steps of a run, and steps between two checkpoints."""
+
+    steps: int
+    save_steps: int
+
+
+def lengths_of(scenario: str) -> Lengths:
+    """Of a run of the scenario."""
+    return Lengths(40, 4) if scenario == LONG else Lengths(8, 2)
+
+
+def settings(
+    scenario: str, assets: Path, run_dir: Path, more: Sequence[str] = (), lengths: Lengths | None = None
+) -> list[str]:
+    """Arguments of `python -m dhp.train_ray`. lengths: others than the scenario's own."""
     own = ["--config-name=tiny", f"tiny_assets={assets}", f"run_dir={run_dir}"]
-    own += [f"training.max_steps={STEPS}", f"training.save_steps={SAVE_STEPS}", "training.log_interval=1"]
+    of = lengths or lengths_of(scenario)
+    own += [f"training.max_steps={of.steps}", f"training.save_steps={of.save_steps}", "training.log_interval=1"]
     own += ["data.num_workers=1", "cluster.threads_per_actor=1", "cluster.step_timeout_s=20"]
     if scenario == KEPT:
         own += [*_KEPT, "data.eval_datasets=[shapes]"]
