@@ -18,8 +18,7 @@ from experiments.chaos.__main__ import summary
 from experiments.chaos.faults import ACTORS, DAMAGE, FULL, KILL, STOP, Fault, draw, harm
 from experiments.chaos.formula import HOURS_1024, Times, of_1024_gpus
 from experiments.chaos.judge import judge
-from experiments.chaos.laboratory import Laboratory
-from experiments.chaos.points import FRESH, Point, names, points
+from experiments.chaos.points import Point, names, points
 from experiments.chaos.run import INJECT, Observed, Watch
 from experiments.chaos.scenarios import USERS_FILES, flip_bit
 from tests.helpers.runs import Outcome
