@@ -55,7 +55,14 @@ def _run(config: Config) -> None:
                 from dhp.trainer.layout import with_layout
                 from dhp.trainer.preflight import prepare
 
-                _train(prepare(with_layout(config, say), say=say), say)
+                planned = with_layout(config, say)
+                prepared = prepare(planned, say=say)
+                if prepared.training.elastic:
+                    from dhp.supervise.attempt import tell_layouts
+                    from dhp.trainer.elastic import find_layouts
+
+                    tell_layouts(lambda: find_layouts(planned, prepared, say))
+                _train(prepared, say)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)

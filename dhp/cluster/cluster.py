@@ -19,7 +19,7 @@ from dhp.cluster.address import LOCAL
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.gpus import HERE, check_gpus, read_gpus
 from dhp.cluster.host import beacon, require_own_gpu
-from dhp.cluster.placement.nodes import own_node, read_nodes
+from dhp.cluster.placement.nodes import free_bundles, own_node, read_nodes
 from dhp.cluster.placement.rank_mapping import TENSOR, describe_straddle, find_straddles, map_ranks, refuse_straddle
 from dhp.cluster.placement.readers import reader_nodes
 from dhp.cluster.placement.reservation import Slot, Topology, bundle_nodes, find_topology, plan_placement, reserve
@@ -54,6 +54,9 @@ class Layout:
     needs: of each part, and of "data", the paths that must exist on its actors' nodes, by configuration key.
 
     check_collectives: see `dhp.cluster.worker.GroupSettings`.
+
+    elastic_s: how long to wait for devices, for a run that has a layout for fewer; it shares no GPU that it would have
+    alone. None: it has none, and waits for start_timeout_s.
     """
 
     graph: StageGraph
@@ -69,6 +72,7 @@ class Layout:
     needs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     build_timeout_s: float | None = None
     check_collectives: bool = False
+    elastic_s: float | None = None
 
 
 class Cluster:
@@ -97,9 +101,11 @@ class Cluster:
             gpus = cluster_gpus()
             self.device = choose_device(layout.device, gpus)
             devices = {stage.name: stage.devices for stage in layout.graph.stages}
-            plan = plan_placement(devices, gpus if self.device == "cuda" else 0.0)
+            elastic = layout.elastic_s is not None
+            plan = plan_placement(devices, gpus if self.device == "cuda" else 0.0, shares=not elastic)
             self._say(f"reserving {bundles} device{'s' if bundles > 1 else ''}")
-            reserved = reserve(plan, layout.start_timeout_s)
+            reserved = reserve(plan, layout.elastic_s if layout.elastic_s is not None else layout.start_timeout_s)
+            self._bundle = plan.bundles[0]
             stack.callback(remove_placement_group, reserved)
             self._topology = topology = find_topology(bundle_nodes(reserved), read_nodes())
             degrees = {stage.name: stage.degrees.by_axis() for stage in layout.graph.stages}
@@ -167,6 +173,10 @@ class Cluster:
     def values(self, refs: Sequence[Any]) -> list[Any]:
         """The values behind refs of finished calls."""
         return ray.get(list(refs))
+
+    def devices_there(self) -> int:
+        """Devices that this run could have: its own, and those that nothing uses."""
+        return self._layout.graph.device_count() + free_bundles(self._bundle, read_nodes())
 
     @property
     def build_timeout_s(self) -> float:

@@ -53,15 +53,16 @@ def job_overrides() -> list[str]:
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
-def same_command(argv: Sequence[str], changes: Mapping[str, str]) -> list[str]:
+def same_command(argv: Sequence[str], changes: Mapping[str, str], words: Sequence[str] = ()) -> list[str]:
     """The arguments that ask again for the job that is run now, with other values of some keys. argv: those of this
-    process; of a sweep's job, its own settings take their place."""
+    process; of a sweep's job, its own settings take their place. words: further settings, as they are written."""
     flags, rest = _config_flags(list(argv))
     (name, path), _ = named_file(rest, flags.config_name, flags.config_path)
-    words = [f"--config-path={path}"] * (path is not None) + [f"--config-name={name}"] * (name is not None)
-    words += [f"--config-dir={folder}" for folder in flags.config_dir]
-    kept = [word for word in job_overrides() if word.lstrip("+~").partition("=")[0] not in changes]
-    return [*words, *kept, *(f"{key}={_quoted(value)}" for key, value in changes.items())]
+    named = [f"--config-path={path}"] * (path is not None) + [f"--config-name={name}"] * (name is not None)
+    named += [f"--config-dir={folder}" for folder in flags.config_dir]
+    set_anew = {*changes, *(word.partition("=")[0] for word in words)}
+    kept = [word for word in job_overrides() if word.lstrip("+~").partition("=")[0] not in set_anew]
+    return [*named, *kept, *(f"{key}={_quoted(value)}" for key, value in changes.items()), *words]
 
 
 def _quoted(value: str) -> str:

@@ -35,6 +35,11 @@ def training_stages(config: Config, directory: Path) -> list[TrainingStage]:
 
     Raises ConfigError for a recipe that does not exist and for settings that are none.
     """
+    if config.training.elastic:
+        raise ConfigError(
+            f"training.elastic={config.training.elastic} with stages: each stage has a layout of its own, and smaller "
+            "ones are found for one. Leave training.elastic out, or train the stages one by one"
+        )
     stages = []
     for number, (name, entry) in enumerate(config.stages.items(), start=1):
         _check(name, entry)

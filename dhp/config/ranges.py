@@ -69,7 +69,9 @@ def check_training(training: TrainingConfig) -> None:
     require(broken >= 0, "training.max_nonfinite_steps", broken, "training.max_nonfinite_steps >= 0")
     require(training.resume != "", "training.resume", '""', "never, auto, or the path of a checkpoint or run")
     _require_not_negative("training", training, "learning_rate", "weight_decay", "max_grad_norm")
-    _require_not_negative("training", training, "max_restarts", "restart_wait_s")
+    _require_not_negative("training", training, "max_restarts", "restart_wait_s", "elastic_wait_s")
+    fits = not training.elastic or training.max_restarts > 0
+    require(fits, "training.elastic", training.elastic, "training.max_restarts > 0, as it is for runs that start again")
     betas = training.betas
     fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     require(fits, "training.betas", betas, "two numbers with 0 <= beta < 1, as [0.9, 0.999]")

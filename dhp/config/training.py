@@ -170,6 +170,16 @@ class TrainingConfig:
     """Seconds before the first restart, twice as long before each next one until there is a new checkpoint, at most
     300."""
 
+    elastic: list[str] = field(default_factory=list)
+    """Layouts for fewer devices, in which the run goes on where a node stays away after a fault: each as settings,
+    apart by spaces, as "text.num_actors=2 vision.num_actors=2", or auto, for layouts that are planned at the start. All
+    are checked before the run begins; batch and rows are the same in each. With more devices again, the run goes back
+    to the larger one at its next checkpoint. Needs max_restarts. Empty: it waits for all devices."""
+
+    elastic_wait_s: float = 60.0
+    """Seconds that the run waits, after a fault, for the devices of its layout before it takes one of
+    training.elastic."""
+
     loggers: list[str] = field(default_factory=list)
     """Loggers that get every step besides metrics.jsonl and TensorBoard: wandb | mlflow | swanlab, several as
     [wandb, mlflow]. Packages of their own, to be installed; their environment variables act (WANDB_MODE=offline,

@@ -67,6 +67,22 @@ class ClusterError(DhpError):
         self.step = step
 
 
+class TooFewDevices(ConfigError):
+    """The cluster has fewer devices than a run asks for. there: how many it could have now."""
+
+    def __init__(self, text: str, there: int):
+        super().__init__(text)
+        self.there = there
+
+
+class MoreDevices(DhpError):
+    """The cluster has the devices of a larger layout of the run. there: how many the run could have."""
+
+    def __init__(self, text: str, there: int):
+        super().__init__(text)
+        self.there = there
+
+
 RAISED, DIED, LOST, DRAINED, HUNG = "raised", "died", "lost", "drained", "hung"
 
 

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dhp.core.files import write_whole
+from dhp.supervise.elastic import Layouts, read_layouts, written
 from dhp.supervise.verdict import Verdict, read_verdict, verdict_of, write_verdict
 
 VARIABLE = "DHP_ATTEMPT"  # in the environment of a supervised driver
 STARTING, LOADING, TRAINING, SAVING = "starting", "loading", "training", "saving"
 _OPENED, _STATE, _CHECKPOINT, _VERDICT = "opened", "state", "checkpoint", "verdict.json"
+_LAYOUTS = "layouts.json"
 
 
 @dataclass(frozen=True)
 class Attempt:
     """One attempt of a supervised run. folder: where driver and supervisor meet. number: from 1; restarts: before it
-    in this run. Nothing that is said here ever fails the run."""
+    in this run. larger: devices of each layout of the run that is larger than this attempt's. Nothing that is said here
+    ever fails the run."""
 
     folder: str
     number: int
     restarts: int
+    larger: Sequence[int] = ()
 
     def environment(self) -> Mapping[str, str]:
         """What the driver finds it by."""
@@ -43,6 +47,10 @@ class Attempt:
     def saved(self, checkpoint: Path) -> None:
         """A checkpoint is complete."""
         self._say(_CHECKPOINT, str(checkpoint))
+
+    def has_layouts(self, layouts: Layouts) -> None:
+        """The layouts that the run may have are known."""
+        self._say(_LAYOUTS, json.dumps(written(layouts)))
 
     def ended(self, error: BaseException | None) -> Verdict:
         """The run has ended, of `error` or None; its teardown begins. The first one that is said stays."""
@@ -68,6 +76,12 @@ class Attempt:
     def checkpoint(self) -> str | None:
         """The newest checkpoint that this attempt finished."""
         return self._read(_CHECKPOINT)
+
+    @property
+    def layouts(self) -> Layouts | None:
+        """The layouts that the run may have; None: this attempt did not say."""
+        text = self._read(_LAYOUTS)
+        return None if text is None else read_layouts(json.loads(text))
 
     @property
     def verdict(self) -> Verdict | None:
@@ -114,6 +128,19 @@ def tell_saved(checkpoint: Path) -> None:
     """Say that a checkpoint is complete."""
     if attempt := this_attempt():
         attempt.saved(checkpoint)
+
+
+def tell_layouts(find: Callable[[], Layouts]) -> None:
+    """Say which layouts the run may have, if something supervises it: once, in its first attempt."""
+    attempt = this_attempt()
+    if attempt is not None and attempt.number == 1:
+        attempt.has_layouts(find())
+
+
+def larger_layouts() -> Sequence[int]:
+    """Devices of each layout of the run that is larger than that of this attempt."""
+    attempt = this_attempt()
+    return () if attempt is None else attempt.larger
 
 
 @contextmanager

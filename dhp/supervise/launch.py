@@ -33,7 +33,7 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
 
 
 def _command(config: Config, arguments: Sequence[str], begun: Begun) -> list[str]:
-    return [sys.executable, "-m", "dhp.train_ray", *same_command(arguments, changes(config, begun))]
+    return [sys.executable, "-m", "dhp.train_ray", *same_command(arguments, changes(config, begun), begun.layout)]
 
 
 def changes(config: Config, begun: Begun) -> dict[str, str]:

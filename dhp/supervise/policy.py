@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from dhp.core.errors import DRAINED, RAISED
 from dhp.core.process import INTERRUPTED as INTERRUPTED_STATUS
-from dhp.supervise.verdict import COMPLETED, INTERRUPTED, Verdict
+from dhp.supervise.attempt import SAVING, TRAINING
+from dhp.supervise.verdict import COMPLETED, FEWER, INTERRUPTED, Verdict
 
 LONGEST_WAIT_S = 300.0
 
@@ -22,19 +23,21 @@ class Rules:
 
 @dataclass(frozen=True)
 class Ended:
-    """An attempt that has ended. saved: it finished a checkpoint."""
+    """An attempt that has ended. saved: it finished a checkpoint. moves: the next one has another layout."""
 
     verdict: Verdict
     saved: bool = False
+    moves: bool = False
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start again after `after_s` seconds. number: of the restarts since the newest checkpoint, from 1; 0: the node
-    went with notice, which is not counted."""
+    """Start again after `after_s` seconds. number: of the restarts since the newest checkpoint, from 1; 0: it is not
+    counted, for `uncounted` says why."""
 
     after_s: float
     number: int
+    uncounted: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,17 +55,23 @@ def decide(history: Sequence[Ended], rules: Rules) -> Restart | Stop:
         return Stop(0)
     if last.kind == INTERRUPTED:
         return Stop(INTERRUPTED_STATUS)
-    if not last.restartable:
+    if not last.restartable or last.kind == FEWER and not any(_trained(one) for one in history):
         return Stop(1)
+    if history[-1].moves:
+        return Restart(0.0, 0, "it goes on in another layout")
     before = _same_before(history)
     if before is not None:
         return Stop(1, f"attempt {before.attempt} ended in the same way {_place(last)}: another would too")
-    used = len([one for one in _since_checkpoint(history) if one.verdict.kind != DRAINED])
+    used = len([one for one in _since_checkpoint(history) if one.verdict.kind != DRAINED and not one.moves])
     if last.kind == DRAINED:
-        return Restart(rules.wait_s, 0)
+        return Restart(rules.wait_s, 0, "its node was drained")
     if used > rules.max_restarts:
         return Stop(1, f"training.max_restarts={rules.max_restarts} are used up since the newest checkpoint")
     return Restart(min(rules.wait_s * 2 ** (used - 1), max(LONGEST_WAIT_S, rules.wait_s)), used)
+
+
+def _trained(ended: Ended) -> bool:
+    return ended.saved or ended.verdict.state in (TRAINING, SAVING)
 
 
 def _since_checkpoint(history: Sequence[Ended]) -> Sequence[Ended]:

@@ -23,6 +23,7 @@ from dhp.core.process import INTERRUPTED as INTERRUPTED_STATUS
 from dhp.core.process import say_line
 from dhp.supervise.attempt import SAVING, TRAINING, Attempt
 from dhp.supervise.driver import GRACE_S, KILLED_GRACE_S, Driver, adopt_orphans
+from dhp.supervise.elastic import Layout, Layouts
 from dhp.supervise.policy import Ended, Restart, Rules, Stop, decide
 from dhp.supervise.verdict import (
     COMPLETED,
@@ -46,11 +47,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Begun:
     """What is known of the attempts so far, by which the next one's command is made.
 
-    opened: one of them has made run_dir its own. saved: one of them has finished a checkpoint.
+    opened: one of them has made run_dir its own. saved: one of them has finished a checkpoint. layout: the settings of
+    another layout than the run's own.
     """
 
     opened: bool = False
     saved: bool = False
+    layout: tuple[str, ...] = ()
 
 
 Commands = Callable[[Begun], Sequence[str]]
@@ -80,6 +83,8 @@ class Supervisor:
         self._first: int | None = None  # number of this run's first verdict in run_dir
         self._signals: list[int] = []
         self._restarts = 0
+        self._layouts: Layouts | None = None  # that the run may have, once they are known
+        self._layout: Layout | None = None  # of the next attempt; None: the run's own
 
     def run(self) -> int:
         """Run until the run has completed or is not started again; the exit status."""
@@ -88,8 +93,10 @@ class Supervisor:
             while True:
                 attempt, verdict = self._attempt(len(self._history) + 1)
                 self._newest = attempt.checkpoint or self._newest
-                self._begun = Begun(self._begun.opened or attempt.has_opened, self._newest is not None)
-                self._history.append(Ended(verdict, attempt.checkpoint is not None))
+                moves = self._choose_layout(attempt.layouts, verdict)
+                words = () if self._layout is None else self._layout.words
+                self._begun = Begun(self._begun.opened or attempt.has_opened, self._newest is not None, words)
+                self._history.append(Ended(verdict, attempt.checkpoint is not None, moves))
                 decision = decide(self._history, self._rules)
                 if self._signals and isinstance(decision, Restart):
                     decision = Stop(INTERRUPTED_STATUS)
@@ -103,7 +110,8 @@ class Supervisor:
 
     def _attempt(self, number: int) -> tuple[Attempt, Verdict]:
         """Run the driver once, and leave nothing of it."""
-        attempt = Attempt(tempfile.mkdtemp(prefix="dhp-attempt-"), number, self._restarts)
+        larger = () if self._layouts is None or self._layout is None else self._layouts.larger_than(self._layout)
+        attempt = Attempt(tempfile.mkdtemp(prefix="dhp-attempt-"), number, self._restarts, larger)
         driver = Driver(self._commands(self._begun), attempt.environment())
         sent = 0  # of the signals that came
         deadline = inf
@@ -131,6 +139,16 @@ class Supervisor:
             self._say(f"ended what the driver left: {', '.join(sorted(left))}")
         return attempt, judge(attempt, code, killed, interrupted=sent > 0, at=ended_at)
 
+    def _choose_layout(self, layouts: Layouts | None, verdict: Verdict) -> bool:
+        """Choose the layout of the next attempt by the devices that there are; whether it is another one."""
+        self._layouts = layouts or self._layouts
+        if self._layouts is None or verdict.devices is None:
+            return False
+        before = self._layout or self._layouts.own
+        chosen = self._layouts.for_devices(verdict.devices) or before
+        self._layout = None if chosen == self._layouts.own else chosen
+        return chosen != before
+
     def _is_ending(self, attempt: Attempt) -> bool:
         verdict = attempt.verdict
         return verdict is not None and (self._ends_once or verdict.kind != COMPLETED)
@@ -139,9 +157,10 @@ class Supervisor:
         """Say and keep what follows an attempt."""
         if isinstance(decision, Restart):
             number, limit = decision.number, self._rules.max_restarts
-            count = f"restart {number} of {limit}" if number else "restart, not counted, for its node was drained"
+            count = f"restart {number} of {limit}" if number else f"restart, not counted, for {decision.uncounted}"
             start = "where it began" if self._newest is None else self._newest
-            follows = f"{count}, after {decision.after_s:g} s, from {start}"
+            words = f", in the layout {' '.join(self._begun.layout)}" if self._begun.layout else ""
+            follows = f"{count}, after {decision.after_s:g} s, from {start}{words}"
             self._say(f"attempt {verdict.attempt} failed. {verdict.headline()}\n{follows}")
             verdict = replace(verdict, followed_by=follows)
         else:

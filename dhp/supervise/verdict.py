@@ -18,12 +18,15 @@ from dhp.core.errors import (
     Diverged,
     Fault,
     ModelError,
+    MoreDevices,
     PartFailed,
     RecordError,
+    TooFewDevices,
 )
 from dhp.core.files import write_whole
 
 COMPLETED, INTERRUPTED, REFUSED, CLUSTER, KILLED = "completed", "interrupted", "refused", "cluster", "killed"
+FEWER, MORE = "fewer devices", "more devices"
 FOLDER = "faults"  # in run_dir
 RETRY = 75  # exit status of an attempt after which another one may do better
 
@@ -38,9 +41,12 @@ class Verdict:
 
     attempt: from 1. kind: completed | interrupted | refused (nothing that another attempt would change) | raised (an
     exception of the run's own) | died, lost, drained, hung (see `dhp.core.errors.Fault`) | cluster (Ray itself) |
-    killed (the driver ended without a word).
+    killed (the driver ended without a word) | fewer devices (are there than its layout takes) | more devices (are
+    there, for a larger layout: it ended behind a checkpoint).
 
     error, message: type and text of the exception. part, rank, node, step, action: where, as far as it is known.
+
+    devices: of the last two kinds, how many the run could have.
 
     state: what the driver was doing. restartable: whether another attempt may do better. exit_code: of the driver,
     minus a signal's number where one ended it. followed_by: what was done about it. at: when it was known, seconds
@@ -56,6 +62,7 @@ class Verdict:
     node: str = ""
     step: int | None = None
     action: str = ""
+    devices: int | None = None
     state: str = ""
     restartable: bool = False
     exit_code: int | None = None
@@ -75,6 +82,9 @@ def verdict_of(error: BaseException | None, attempt: int, state: str = "") -> Ve
     if isinstance(error, KeyboardInterrupt):
         return Verdict(attempt, INTERRUPTED, state=state)
     verdict = Verdict(attempt, RAISED, type(error).__name__, str(error), state=state)
+    if isinstance(error, TooFewDevices | MoreDevices):
+        kind = FEWER if isinstance(error, TooFewDevices) else MORE
+        return replace(verdict, kind=kind, devices=error.there, restartable=True)
     if isinstance(error, _NEVER):
         return replace(verdict, kind=REFUSED)
     if isinstance(error, ClusterError):

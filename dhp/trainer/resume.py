@@ -37,6 +37,7 @@ BESIDE = {
         *("resume_changes", "empty_rows"),
         *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_epochs"),
         *("save_minutes", "save_in_background", "save_timeout_s", "max_restarts", "restart_wait_s"),
+        *("elastic", "elastic_wait_s"),
         *("save_final", "save_total_limit", "eval_steps", "max_nonfinite_steps"),
         *("eval_answers", "eval_answer_tokens", "best_metric", "resume", "loggers", "logger_project", "schedule"),
     },

@@ -32,6 +32,7 @@ from dhp.engine.kinds import make_rank
 from dhp.engine.settings import StageSettings
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.step.stages import EngineProtocol, Stages, make_stages
+from dhp.supervise.attempt import restarts
 from dhp.trainer.dry_run import require_room
 from dhp.trainer.features import feature_settings, keep_settings
 from dhp.trainer.graph import find_localities
@@ -229,6 +230,10 @@ class Session:
         """The state of the data's order for a checkpoint after `step` steps."""
         return self.data.ask("state", step, timeout_s=self._timeout_s)
 
+    def devices_there(self) -> int:
+        """Devices that the run could have now."""
+        return self._cluster.devices_there()
+
     def info(self, ref: Any) -> StepInfo:
         """The counts of a step that is done."""
         return self.values([ref])[0]
@@ -236,6 +241,14 @@ class Session:
     def values(self, refs: Sequence[Any]) -> list[Any]:
         """The values behind refs of finished calls."""
         return self._cluster.values(refs)
+
+
+def elastic_s(config: Config) -> float | None:
+    """How long a run that has layouts for fewer devices waits for those of its own. At its first start it waits as
+    others do."""
+    if not config.training.elastic:
+        return None
+    return config.training.elastic_wait_s if restarts() else config.cluster.start_timeout_s
 
 
 def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> Layout:
@@ -254,4 +267,5 @@ def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> L
         check_collectives=config.cluster.check_collectives,
         needs=needed_paths(config, start.checkpoint),
         build_timeout_s=start_limit_s(config.cluster.start_timeout_s, to_read),
+        elastic_s=elastic_s(config),
     )

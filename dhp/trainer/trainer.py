@@ -12,7 +12,7 @@ from dhp.checkpoint.folder import Unfinished
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.command_line import to_yaml
 from dhp.config.schema import Config
-from dhp.core.errors import CheckpointError, DataError, Diverged, RecordError
+from dhp.core.errors import CheckpointError, DataError, Diverged, MoreDevices, RecordError
 from dhp.core.process import asked_to_stop, deferring, ending, ending_on_error, say_line
 from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
@@ -22,6 +22,7 @@ from dhp.supervise.attempt import (
     LOADING,
     SAVING,
     TRAINING,
+    larger_layouts,
     restarts,
     tell_saved,
     tell_state,
@@ -247,14 +248,27 @@ class Trainer:
                 self._saver.staged(pending.saving, self.plan, self._skipped)
             tell_state(TRAINING)
             self._last_end = time.perf_counter()  # copying is no part of the next step's time
-        self._note_checkpoint()
+        if self._note_checkpoint():
+            self._grow()
 
-    def _note_checkpoint(self) -> None:
-        """Say which checkpoint is the newest, where there is another one."""
+    def _note_checkpoint(self) -> bool:
+        """Say which checkpoint is the newest, where there is another one; whether there is."""
         newest = self._saver.newest
-        if newest is not None and newest != self.recorder.checkpoint:
-            self.recorder.checkpoint = newest
-            tell_saved(newest)
+        if newest is None or newest == self.recorder.checkpoint:
+            return False
+        self.recorder.checkpoint = newest
+        tell_saved(newest)
+        return True
+
+    def _grow(self) -> None:
+        """Behind a checkpoint, end an attempt with fewer devices than the run had, where more are there again. Raises
+        MoreDevices."""
+        larger = larger_layouts()
+        if not larger:
+            return
+        there = self.session.devices_there()
+        if there >= min(larger):
+            raise MoreDevices(f"{there} devices are there again: the run goes on in a larger layout", there)
 
     def _evaluate(self, step: int) -> None:
         """Measure the loss on other data; say which checkpoint is best, where it is to be said."""

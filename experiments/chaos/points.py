@@ -89,8 +89,7 @@ def _step() -> list[Point]:
     return [
         *_one("data", "data.batch", f"{reader}.batch", "after", 3),
         *_one("reader", "data.read", f"{reader}.read", "before", 3),
-        *_one("reader", "data.fill", f"{reader}.fill", "before", 5),
-        *_one("reader", "data.ack", f"{reader}.fill", "after", 5),
+        *_one("reader", "data.ack", "dhp.cluster.data_actor:_Reader._hand_on", "after", 3),
         *_driver("step.forwards", f"{step}:accumulate_gradients", "after", 3),
         *_driver("step.updates", f"{step}:update_weights", "after", 3),
         *_ranks("verb.begin", f"{worker}._run", "before", 17),

@@ -71,7 +71,7 @@ def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequenc
             f"{_missing(bundle, count, [node.total for node in nodes])}. {listed}. "
             f"Add nodes (`ray start --address=…`), or {fewer}"
         )
-    free = sum(_fitting(bundle, node.free) for node in nodes)
+    free = free_bundles(bundle, nodes)
     if free < count:
         return (
             f"{asked}, and there is room for {free} now, as other work holds the rest: "
@@ -79,6 +79,11 @@ def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequenc
             f"Wait longer (cluster.start_timeout_s), end other work (`ray job list`, `ray status`), or {fewer}"
         )
     return f"{asked}, and there is room for them by now. {listed}. Start again, with a larger cluster.start_timeout_s"
+
+
+def free_bundles(bundle: Resources, nodes: Sequence[ClusterNode]) -> int:
+    """Bundles for which there is room now."""
+    return sum(_fitting(bundle, node.free) for node in nodes)
 
 
 def _fitting(bundle: Resources, has: Resources) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from dhp.cluster.placement.nodes import ClusterNode, Resources, describe_shortage, read_nodes
-from dhp.core.errors import ConfigError
+from dhp.cluster.placement.nodes import ClusterNode, Resources, describe_shortage, free_bundles, read_nodes
+from dhp.core.errors import TooFewDevices
 from dhp.core.graph import part_of
 
 RAY_UNITS = 10_000  # Ray counts resources in ten-thousandths
@@ -35,15 +35,16 @@ class PlacementPlan:
     gpus_per_bundle: float
 
 
-def plan_placement(devices: Mapping[str, range], gpus: float) -> PlacementPlan:
+def plan_placement(devices: Mapping[str, range], gpus: float, shares: bool = True) -> PlacementPlan:
     """Lay out stages over `gpus` GPUs (0: CPU only). devices: of each stage, the logical devices of its ranks.
+    shares: several bundles may share a GPU where there are too few.
 
     Each logical device is a bundle, and each rank gets as much of it as if all had as many ranks as the fullest. With
     fewer GPUs than bundles, bundles share GPUs evenly.
     """
     used = [device for of_stage in devices.values() for device in of_stage]
     count, sharing = max(used) + 1, max(used.count(device) for device in set(used))
-    cpu, gpu = _fraction(1, sharing), _gpu_fraction(count, gpus, sharing)
+    cpu, gpu = _fraction(1, sharing), _gpu_fraction(count, gpus if shares or not gpus else max(gpus, count), sharing)
     bundle: Resources = {"CPU": cpu * sharing} | ({"GPU": gpu * sharing} if gpu else {})
     slots = {stage: tuple(Slot(device, cpu, gpu) for device in of_stage) for stage, of_stage in devices.items()}
     return PlacementPlan((bundle,) * count, slots, gpu * sharing)
@@ -65,7 +66,7 @@ def _fraction(whole: int, among: int) -> float:
 def reserve(plan: PlacementPlan, timeout_s: float) -> PlacementGroup:
     """Reserve the plan's bundles, on as few nodes as Ray can; says on stderr what it waits for when that takes a while.
 
-    Raises ConfigError, naming what is missing and what each node has, after `timeout_s`.
+    Raises TooFewDevices, naming what is missing and what each node has, after `timeout_s`.
     """
     group = placement_group(list(plan.bundles), strategy="PACK")
     created = group.ready()
@@ -78,8 +79,8 @@ def reserve(plan: PlacementPlan, timeout_s: float) -> PlacementGroup:
         return group
     why = _shortage(plan)
     remove_placement_group(group)
-    limit = f"cluster.start_timeout_s={timeout_s:g} s"
-    raise ConfigError(f"the cluster did not give the run its devices within {limit}. {why}")
+    there = free_bundles(plan.bundles[0], read_nodes())
+    raise TooFewDevices(f"the cluster did not give the run its devices within {timeout_s:g} s. {why}", there)
 
 
 def bundle_nodes(group: PlacementGroup) -> list[str]:

@@ -11,7 +11,7 @@ from dhp.checkpoint.folder import find_checkpoint, newest_checkpoint
 from dhp.checkpoint.resume import AUTO, NEVER
 from dhp.config.command_line import job_overrides
 from dhp.config.devices import GIB
-from dhp.config.layout import DEGREES, GIVEN
+from dhp.config.layout import DEGREES, FREED, GIVEN
 from dhp.config.parts import encoders, parts
 from dhp.config.recorded import read_recorded
 from dhp.config.run_dir import check_run_dir, config_of
@@ -56,6 +56,17 @@ def plan_layout(
         held, new_run = replace(held, keys=tuple(dict.fromkeys([*held.keys, ROWS]))), False
     best = _plan(config, held, say, new_run)
     return replace(put(config, with_settings(config, held, best.settings)), layout=GIVEN)
+
+
+def plan_for(config: Config, devices: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Settings of the best layout of a run for so many devices, with the rows that it has. Raises ConfigError where
+    none fits, or it would take fewer."""
+    free = replace(config, layout=FREED, cluster=replace(config.cluster, devices=devices))
+    held = find_held(free, fix=(ROWS,))
+    best = _plan(free, held, say, new_run=False)
+    if best.plan.graph.device_count() < devices:
+        raise ConfigError("the best one takes fewer")
+    return with_settings(free, held, best.settings)
 
 
 def _recorded(config: Config) -> Path | None:

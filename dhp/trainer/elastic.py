@@ -1,0 +1,116 @@
+"""Layouts for fewer devices (`training.elastic`): found and checked before a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dhp.config.command_line import to_config
+from dhp.config.errors import translated_errors, unknown_key
+from dhp.config.keys import find_key
+from dhp.config.layout import AUTO, GIVEN
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError, DhpError, raise_all
+from dhp.core.process import say_nothing
+from dhp.supervise.elastic import Layout, Layouts
+from dhp.trainer.preflight import prepare
+from dhp.trainer.resume import recipe
+from dhp.trainer.settings import kept_settings
+
+_KEY = "training.elastic"
+_MOST = 8  # planned ones: each takes seconds
+
+
+def find_layouts(config: Config, prepared: Config, say: Callable[[str], None] = say_nothing) -> Layouts:
+    """All layouts of a run, as training.elastic asks for them. config: composed, with its layout; prepared: what
+    `dhp.trainer.preflight.prepare` made of it. say: receives a line about each. Raises ConfigError for one that cannot
+    be, or in which the run would train otherwise."""
+    own, smaller, errors = Layout(_devices(prepared)), dict[int, Layout](), []
+    for number, text in enumerate(prepared.training.elastic):
+        try:
+            found = _planned(config, own.devices, say) if text == AUTO else [tuple(text.split())]
+            for words in found:
+                layout = Layout(_checked(config, prepared, words, own.devices), words)
+                smaller.setdefault(layout.devices, layout)
+        except DhpError as error:
+            errors.append(ConfigError(f"{_KEY}[{number}]={text}: {error}"))
+    raise_all(errors)
+    ordered = tuple(smaller[devices] for devices in sorted(smaller, reverse=True))
+    for layout in ordered:
+        say(f"{_KEY}: with {layout.devices} of {own.devices} devices, {' '.join(layout.words)}")
+    return Layouts(own, ordered)
+
+
+def with_words(config: Config, words: tuple[str, ...]) -> Config:
+    """A composed configuration with settings as on a command line. Raises ConfigError."""
+    for word in words:
+        key, sign, _ = word.partition("=")
+        if not sign:
+            raise ConfigError(f"{word} is no setting; write key=value, apart by spaces")
+        if find_key(key) is None:
+            raise unknown_key(key)
+    with translated_errors():
+        merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(list(words)))
+    assert isinstance(merged, DictConfig)
+    return to_config(merged)
+
+
+def _checked(config: Config, prepared: Config, words: tuple[str, ...], own_devices: int) -> int:
+    """Devices of the layout that these settings make. Raises ConfigError."""
+    other = prepare(with_words(config, words), new_run=False)
+    before, after = kept_settings(prepared) | recipe(prepared), kept_settings(other) | recipe(other)
+    changed = [f"{key} would be {after[key]}, not {before[key]}" for key in before if after.get(key) != before[key]]
+    if changed:
+        raise ConfigError(f"a layout may change neither data nor training: {'; '.join(changed)}")
+    devices = _devices(other)
+    if devices >= own_devices:
+        raise ConfigError(f"it takes {devices} devices, and the run itself {own_devices}: it is of no use with fewer")
+    return devices
+
+
+def _devices(prepared: Config) -> int:
+    """Devices that a run takes; where this machine has GPUs, they must hold what it keeps. Raises ConfigError."""
+    from dhp.cluster.gpus import least_memory, read_gpus
+    from dhp.trainer.dry_run import require_room
+    from dhp.trainer.plan import plan_run
+
+    plan = plan_run(prepared)
+    gpus = [] if prepared.cluster.device == "cpu" else read_gpus()
+    if gpus:
+        require_room(plan, least_memory(gpus))
+    return plan.graph.device_count()
+
+
+def _planned(config: Config, own_devices: int, say: Callable[[str], None]) -> Iterator[tuple[str, ...]]:
+    """Settings of the best layout for each smaller number of devices, or for some of them where there are many. A
+    number for which none fits is left out, and named."""
+    from dhp.trainer.forecast.auto import plan_for  # it imports torch
+
+    for devices in _fewer(own_devices):
+        try:
+            yield _words(plan_for(config, devices, say))
+        except ConfigError as error:
+            say(f"{_KEY}: none for {devices} devices: {str(error).partition(chr(10))[0]}")
+
+
+def _fewer(devices: int) -> list[int]:
+    """Numbers below `devices`: each, or of many the nearest ones and halves."""
+    if devices <= _MOST:
+        return list(range(devices - 1, 0, -1))
+    step = max(1, devices // _MOST)
+    return [number for number in range(devices - step, 0, -step)][:_MOST]
+
+
+def _words(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return (f"layout={GIVEN}", *(f"{key}={_literal(value)}" for key, value in settings.items()))
+
+
+def _literal(value: Any) -> str:
+    """A value as command lines and YAML have it, without spaces."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_literal, value))}]"
+    return str(value)
