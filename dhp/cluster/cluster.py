@@ -55,8 +55,8 @@ class Layout:
 
     check_collectives: see `dhp.cluster.worker.GroupSettings`.
 
-    elastic_s: how long to wait for devices, for a run that has a layout for fewer; it shares no GPU that it would have
-    alone. None: it has none, and waits for start_timeout_s.
+    elastic: the run has layouts for fewer devices, and shares no GPU that it would have alone. reserve_s: how long it
+    waits for its devices then; None: start_timeout_s.
     """
 
     graph: StageGraph
@@ -72,7 +72,8 @@ class Layout:
     needs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     build_timeout_s: float | None = None
     check_collectives: bool = False
-    elastic_s: float | None = None
+    elastic: bool = False
+    reserve_s: float | None = None
 
 
 class Cluster:
@@ -101,10 +102,12 @@ class Cluster:
             gpus = cluster_gpus()
             self.device = choose_device(layout.device, gpus)
             devices = {stage.name: stage.devices for stage in layout.graph.stages}
-            elastic = layout.elastic_s is not None
-            plan = plan_placement(devices, gpus if self.device == "cuda" else 0.0, shares=not elastic)
+            plan = plan_placement(devices, gpus if self.device == "cuda" else 0.0, shares=not layout.elastic)
             self._say(f"reserving {bundles} device{'s' if bundles > 1 else ''}")
-            reserved = reserve(plan, layout.elastic_s if layout.elastic_s is not None else layout.start_timeout_s)
+            if layout.reserve_s is None:
+                reserved = reserve(plan, layout.start_timeout_s)
+            else:
+                reserved = reserve(plan, layout.reserve_s, "training.elastic_wait_s")
             self._bundle = plan.bundles[0]
             stack.callback(remove_placement_group, reserved)
             self._topology = topology = find_topology(bundle_nodes(reserved), read_nodes())

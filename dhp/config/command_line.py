@@ -48,6 +48,20 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
+def with_words(config: Config, words: Sequence[str]) -> Config:
+    """A composed configuration with settings as on a command line. Raises ConfigError."""
+    for word in words:
+        key, sign, _ = word.partition("=")
+        if not sign:
+            raise ConfigError(f"{word} is no setting; write key=value, apart by spaces")
+        if find_key(key) is None:
+            raise unknown_key(key)
+    with translated_errors():
+        merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(list(words)))
+    assert isinstance(merged, DictConfig)
+    return to_config(merged)
+
+
 def job_overrides() -> list[str]:
     """The settings of the command line of this process's run; none in a program of one's own."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []

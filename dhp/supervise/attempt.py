@@ -101,7 +101,8 @@ class Attempt:
 def this_attempt() -> Attempt | None:
     """The attempt that this process is the driver of; None: nothing supervises it."""
     try:
-        return Attempt(**json.loads(os.environ[VARIABLE]))
+        said = json.loads(os.environ[VARIABLE])
+        return Attempt(**said | {"larger": tuple(said["larger"])})
     except (KeyError, ValueError, TypeError):
         return None
 

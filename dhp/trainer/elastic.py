@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from dhp.config.command_line import to_config
-from dhp.config.errors import translated_errors, unknown_key
-from dhp.config.keys import find_key
+from dhp.config.command_line import with_words
 from dhp.config.layout import AUTO, GIVEN
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, DhpError, raise_all
@@ -41,20 +37,6 @@ def find_layouts(config: Config, prepared: Config, say: Callable[[str], None] = 
     for layout in ordered:
         say(f"{_KEY}: with {layout.devices} of {own.devices} devices, {' '.join(layout.words)}")
     return Layouts(own, ordered)
-
-
-def with_words(config: Config, words: tuple[str, ...]) -> Config:
-    """A composed configuration with settings as on a command line. Raises ConfigError."""
-    for word in words:
-        key, sign, _ = word.partition("=")
-        if not sign:
-            raise ConfigError(f"{word} is no setting; write key=value, apart by spaces")
-        if find_key(key) is None:
-            raise unknown_key(key)
-    with translated_errors():
-        merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(list(words)))
-    assert isinstance(merged, DictConfig)
-    return to_config(merged)
 
 
 def _checked(config: Config, prepared: Config, words: tuple[str, ...], own_devices: int) -> int:

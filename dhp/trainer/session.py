@@ -243,14 +243,6 @@ class Session:
         return self._cluster.values(refs)
 
 
-def elastic_s(config: Config) -> float | None:
-    """How long a run that has layouts for fewer devices waits for those of its own. At its first start it waits as
-    others do."""
-    if not config.training.elastic:
-        return None
-    return config.training.elastic_wait_s if restarts() else config.cluster.start_timeout_s
-
-
 def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> Layout:
     to_read = weight_bytes(model_name(config), start.checkpoint)
     return Layout(
@@ -267,5 +259,6 @@ def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> L
         check_collectives=config.cluster.check_collectives,
         needs=needed_paths(config, start.checkpoint),
         build_timeout_s=start_limit_s(config.cluster.start_timeout_s, to_read),
-        elastic_s=elastic_s(config),
+        elastic=bool(config.training.elastic),
+        reserve_s=config.training.elastic_wait_s if config.training.elastic and restarts() else None,
     )

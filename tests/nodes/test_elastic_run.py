@@ -16,9 +16,7 @@ from tests.helpers.runs import FIRST, Outcome, tiny, train, wait_for_steps
 
 STEPS = 60
 SETTINGS = (f"training.max_steps={STEPS}", "training.save_steps=10", *FIRST[1:])
-ONE_ACTOR = (
-    "vision.num_actors=1 vision.parallelism=none vision.zero_stage=0 text.num_actors=1 text.parallelism=none"  # fmt: skip
-)
+ONE_ACTOR = "vision.num_actors=1 vision.parallelism=none vision.zero_stage=0 text.num_actors=1 text.parallelism=none"
 ELASTIC = (
     *("training.max_restarts=3", "training.restart_wait_s=0.1", "training.elastic_wait_s=3"),
     f"training.elastic=['{ONE_ACTOR}']",

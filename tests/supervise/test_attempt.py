@@ -10,13 +10,16 @@ from dhp.core.errors import PartFailed
 from dhp.supervise.attempt import (
     VARIABLE,
     Attempt,
+    larger_layouts,
     restarts,
+    tell_layouts,
     tell_opened,
     tell_saved,
     tell_state,
     telling_end,
     this_attempt,
 )
+from dhp.supervise.elastic import Layout, Layouts
 
 
 def test_nothing_is_said_without_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +46,21 @@ def test_what_is_said_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     attempt.ended(PartFailed("what followed from it"))
     verdict = attempt.verdict
     assert verdict is not None and (verdict.message, verdict.state, verdict.attempt) == ("first", "saving", 3)
+
+
+def test_layouts_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    layouts = Layouts(Layout(2), (Layout(1, ("a=1", "b=[1,2]")),))
+    tell_layouts(lambda: pytest.fail("nothing supervises it"))
+    assert larger_layouts() == ()
+    first, second = Attempt(str(tmp_path), 1, 0), Attempt(str(tmp_path), 2, 1, (2,))
+    assert first.layouts is None
+    monkeypatch.setenv(VARIABLE, first.environment()[VARIABLE])
+    tell_layouts(lambda: layouts)
+    assert first.layouts == layouts
+    monkeypatch.setenv(VARIABLE, second.environment()[VARIABLE])
+    tell_layouts(lambda: pytest.fail("they are known"))
+    assert list(larger_layouts()) == [2]
 
 
 def test_a_stage_that_has_completed_is_no_end_of_a_curriculum(tmp_path: Path) -> None:

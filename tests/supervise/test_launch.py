@@ -58,6 +58,9 @@ def test_the_command_line_names_the_same_configuration(tmp_path: Path, monkeypat
     file.write_text("name: mine\n")
     words = same_command([str(file), "seed=3"], {"run_dir": "runs/one"})
     assert words == [f"--config-path={tmp_path}", "--config-name=my", "run_dir='runs/one'"]
+    monkeypatch.setattr("dhp.config.command_line.job_overrides", lambda: ["text.num_actors=4", "seed=3"])
+    words = same_command([str(file)], {"run_dir": "x"}, ("text.num_actors=2", "text.cuts=[1]"))
+    assert words[2:] == ["seed=3", "run_dir='x'", "text.num_actors=2", "text.cuts=[1]"]
 
 
 @pytest.mark.parametrize("odd", ["plain", "it's, {odd} = 1\\2", "ends\\", "a\\'b"])

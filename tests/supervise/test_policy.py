@@ -6,7 +6,7 @@ import pytest
 
 from dhp.core.errors import DIED, DRAINED, HUNG, LOST, RAISED
 from dhp.supervise.policy import LONGEST_WAIT_S, Ended, Restart, Rules, Stop, decide
-from dhp.supervise.verdict import CLUSTER, COMPLETED, INTERRUPTED, KILLED, REFUSED, Verdict
+from dhp.supervise.verdict import CLUSTER, COMPLETED, FEWER, INTERRUPTED, KILLED, MORE, REFUSED, Verdict
 
 RULES = Rules(max_restarts=3, wait_s=5.0)
 
@@ -47,7 +47,7 @@ def test_the_wait_is_bounded() -> None:
 
 def test_nodes_that_go_with_notice_are_not_counted() -> None:
     history = ended(DRAINED, DRAINED, DRAINED, DRAINED, DRAINED)
-    assert decide(history, RULES) == Restart(5.0, 0)
+    assert decide(history, RULES) == Restart(5.0, 0, "its node was drained")
     assert decide(ended(DRAINED, DIED, DRAINED, DIED), RULES) == Restart(10.0, 2)
 
 
@@ -72,3 +72,25 @@ def test_before_the_first_step_it_is_one_place_too() -> None:
     assert decide(ended(RAISED, RAISED, step=None), RULES) == Stop(
         1, "attempt 1 ended in the same way before its first step: another would too"
     )
+
+
+def left(kind: str, number: int = 2, moves: bool = False) -> Ended:
+    """An attempt that found too few devices, or more than it has."""
+    return Ended(Verdict(number, kind, devices=1, restartable=True, state="loading"), moves=moves)
+
+
+def test_a_run_that_never_had_its_devices_is_not_started_again() -> None:
+    assert decide([left(FEWER, 1)], RULES) == Stop(1)
+
+
+def test_a_run_that_lost_its_devices_waits_for_them_and_that_is_counted() -> None:
+    lost = Ended(Verdict(1, LOST, restartable=True, state="training"))
+    assert decide([lost, left(FEWER)], RULES) == Restart(10.0, 2)
+
+
+@pytest.mark.parametrize("kind", [FEWER, MORE])
+def test_another_layout_is_taken_at_once_and_not_counted(kind: str) -> None:
+    lost = Ended(Verdict(1, LOST, restartable=True, state="saving"))
+    moving = left(kind, moves=True)
+    assert decide([lost, moving], RULES) == Restart(0.0, 0, "it goes on in another layout")
+    assert decide([lost, moving, lost], RULES) == Restart(10.0, 2)

@@ -24,13 +24,15 @@ LIMIT_S = 300
 DRIVER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from dhp.core.errors import HUNG, RAISED, Fault, PartFailed
+from dhp.core.errors import HUNG, RAISED, Fault, MoreDevices, PartFailed, TooFewDevices
 from dhp.supervise.attempt import this_attempt
+from dhp.supervise.elastic import Layout, Layouts
 
 attempt = this_attempt()
 attempt.opened()
 attempt.in_state("training")
 print("attempt", attempt.number, "restarts", attempt.restarts, flush=True)
+print("layout", os.environ.get("LAYOUT") or "own", "larger", *attempt.larger, flush=True)
 for word in sys.argv[attempt.number].split("+"):
     if word == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -45,6 +47,14 @@ for word in sys.argv[attempt.number].split("+"):
         attempt.ended(PartFailed("nothing moved", Fault(HUNG)))
     elif word == "done":
         attempt.ended(None)
+    elif word == "layouts":
+        attempt.has_layouts(Layouts(Layout(4), (Layout(2, ("text.num_actors=2",)),)))
+    elif word == "few":
+        attempt.ended(TooFewDevices("2 are there", 2))
+        sys.exit(75)
+    elif word == "more":
+        attempt.ended(MoreDevices("4 are there", 4))
+        sys.exit(75)
     elif word == "saved":
         attempt.saved(Path(f"step_{attempt.number}"))
     elif word == "orphan":  # in a session of its own, and no child of anybody's
@@ -62,7 +72,7 @@ for word in sys.argv[attempt.number].split("+"):
 """
 
 SUPERVISOR = """
-import sys
+import os, sys
 from pathlib import Path
 from dhp.supervise import driver
 from dhp.supervise.policy import Rules
@@ -71,7 +81,9 @@ from dhp.supervise.supervisor import Supervisor
 driver.GRACE_S = 0.2
 folder, *words = sys.argv[1:]
 print("begins", flush=True)
-commands = lambda begun: [sys.executable, "-c", Path(folder, "driver.py").read_text(), *words]
+def commands(begun):
+    os.environ["LAYOUT"] = " ".join(begun.layout)
+    return [sys.executable, "-c", Path(folder, "driver.py").read_text(), *words]
 sys.exit(Supervisor(commands, Path(folder) / "run", Rules(2, 0.01), stopping_s=1.0).run())
 """
 
@@ -154,6 +166,19 @@ def test_what_the_driver_leaves_is_ended(tmp_path: Path) -> None:
     assert "ended what the driver left: sleep" in outcome.lines
 
 
+def test_the_layout_follows_the_devices(tmp_path: Path) -> None:
+    outcome = supervised(tmp_path, "layouts+saved+killed", "few", "saved+more", "done")
+    assert outcome.status == 0
+    assert [line for line in outcome.lines if line.startswith("layout")] == [
+        *("layout own larger", "layout own larger", "layout text.num_actors=2 larger 4", "layout own larger")
+    ]
+    moved = "restart, not counted, for it goes on in another layout, after 0 s, from step_"
+    assert f"{moved}1, in the layout text.num_actors=2" in outcome.lines and f"{moved}3" in outcome.lines
+    assert [(one["kind"], one["devices"]) for one in outcome.kept] == [
+        *(("killed", None), ("fewer devices", 2), ("more devices", 4), ("completed", None))
+    ]
+
+
 def say_after(word: str, number: signal.Signals) -> Callable[[subprocess.Popen[str]], None]:
     def send(process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -189,6 +214,7 @@ def test_an_exit_status_is_judged_by_what_was_said(tmp_path: Path) -> None:
         **{0: COMPLETED, 1: REFUSED, 75: REFUSED, 130: INTERRUPTED, -9: KILLED}
     }
     assert [code for code, verdict in silent.items() if verdict.restartable] == [75, -9]
+    assert judge(attempt, -9, killed=False, interrupted=False, at=12.5).at == 12.5
     assert judge(attempt, -9, killed=True, interrupted=True).kind == INTERRUPTED
     attempt.ended(None)
     assert judge(attempt, -9, killed=True, interrupted=False) == Verdict(1, COMPLETED, state="starting", exit_code=-9)

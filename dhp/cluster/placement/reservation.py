@@ -63,10 +63,10 @@ def _fraction(whole: int, among: int) -> float:
     return (whole * RAY_UNITS // among) / RAY_UNITS
 
 
-def reserve(plan: PlacementPlan, timeout_s: float) -> PlacementGroup:
+def reserve(plan: PlacementPlan, timeout_s: float, key: str = "cluster.start_timeout_s") -> PlacementGroup:
     """Reserve the plan's bundles, on as few nodes as Ray can; says on stderr what it waits for when that takes a while.
 
-    Raises TooFewDevices, naming what is missing and what each node has, after `timeout_s`.
+    Raises TooFewDevices, naming what is missing and what each node has, after `timeout_s`, which `key` says.
     """
     group = placement_group(list(plan.bundles), strategy="PACK")
     created = group.ready()
@@ -80,7 +80,7 @@ def reserve(plan: PlacementPlan, timeout_s: float) -> PlacementGroup:
     why = _shortage(plan)
     remove_placement_group(group)
     there = free_bundles(plan.bundles[0], read_nodes())
-    raise TooFewDevices(f"the cluster did not give the run its devices within {timeout_s:g} s. {why}", there)
+    raise TooFewDevices(f"the cluster did not give the run its devices within {key}={timeout_s:g} s. {why}", there)
 
 
 def bundle_nodes(group: PlacementGroup) -> list[str]:

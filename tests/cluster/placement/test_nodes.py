@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dhp.cluster.placement.nodes import ClusterNode, describe_shortage, natural
+from dhp.cluster.placement.nodes import ClusterNode, describe_shortage, free_bundles, natural
 from dhp.cluster.placement.reservation import find_topology, plan_placement
 
 DEVICE = {"CPU": 1.0, "GPU": 1.0}
@@ -32,6 +32,13 @@ def test_a_cluster_that_is_busy() -> None:
     assert "there is room for 1 now, as other work holds the rest: 3 GPU missing" in told
     assert "10.0.0.5 has 8 CPU (8 free) and 2 GPU (0 free); 10.0.0.6 has 8 CPU (7 free) and 2 GPU (1 free)" in told
     assert "Wait longer (cluster.start_timeout_s), end other work" in told
+
+
+def test_room_is_counted_by_whole_bundles_of_a_node() -> None:
+    nodes = [node(5, (8, 2), (8, 1.5)), node(6, (8, 2), (1, 2)), node(7, (8, 2), (0, 2))]
+    assert free_bundles(DEVICE, nodes) == 2
+    assert free_bundles({"CPU": 1.0, "GPU": 0.5}, nodes) == 4
+    assert free_bundles({"CPU": 4.0}, nodes) == 2
 
 
 def test_nodes_of_which_none_holds_a_single_device() -> None:

@@ -53,6 +53,12 @@ def test_without_gpus_bundles_ask_for_none() -> None:
     assert all(slot.gpus == 0.0 for slots in plan.slots.values() for slot in slots)
 
 
+def test_a_run_with_layouts_for_fewer_devices_shares_no_gpu() -> None:
+    assert plan_placement(BOTH, gpus=1, shares=False) == plan_placement(BOTH, gpus=2)
+    assert plan_placement(BOTH, gpus=1).bundles[0]["GPU"] == 0.5
+    assert plan_placement(BOTH, gpus=0, shares=False) == plan_placement(BOTH, gpus=0)
+
+
 def test_more_gpus_than_bundles_leave_the_rest_free() -> None:
     assert plan_placement(BOTH, gpus=8) == plan_placement(BOTH, gpus=2)
 
