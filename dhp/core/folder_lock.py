@@ -55,9 +55,7 @@ def locked(folder: Path, key: str, say: Callable[[str], None] = say_nothing) -> 
         finally:
             ended.set()
             beat.join()
-            with suppress(OSError):  # the error to report is the run's own
-                if os.stat(path).st_ino == os.fstat(handle).st_ino:  # or it is another process's by now
-                    path.unlink()
+            _remove_own(handle, path)
             os.close(handle)
     finally:
         for one in made:
@@ -65,6 +63,12 @@ def locked(folder: Path, key: str, say: Callable[[str], None] = say_nothing) -> 
                 one.rmdir()
             except OSError:  # it is not empty
                 break
+
+
+def _remove_own(handle: int, path: Path) -> None:
+    with suppress(OSError):  # the error to report is the run's own
+        if os.stat(path).st_ino == os.fstat(handle).st_ino:  # or it is another process's by now
+            path.unlink()
 
 
 def _make(folder: Path, key: str) -> list[Path]:
@@ -87,6 +91,11 @@ def _take(path: Path, key: str, folder: Path, say: Callable[[str], None]) -> int
         try:
             if _lock(handle, path, key, folder, say):
                 return handle
+        except OSError as error:  # a full disk
+            _remove_own(handle, path)
+            os.close(handle)
+            reason = error.strerror or error
+            raise ConfigError(f"{key}={folder} cannot be written ({reason}). Make room there, or choose another") from error
         except BaseException:
             os.close(handle)
             raise

@@ -191,7 +191,8 @@ class Saver:
         errors = dict.fromkeys(one.error for of in shares.values() for one in of if one.error is not None)
         try:
             if errors:
-                raise CheckpointError("; ".join(errors))
+                first, *more = errors
+                raise CheckpointError(first + (f". {len(more)} more ranks could not write either" if more else ""))
             require_own(self._parent)  # before anything is added to a folder that may be another attempt's by now
             files = (file for name, of in shares.items() for file in self._named(name, of))
             auxiliary = auxiliary_files(model_name(self._config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -129,6 +130,17 @@ def test_a_holder_touches_its_file(tmp_path: Path) -> None:
         os.utime(tmp_path / NAME, (1, 1))
         while (tmp_path / NAME).stat().st_mtime == 1:  # ends with the first touch
             pass
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ConfigError, match=r"run_dir=.*new cannot be written \(No space left on device\). Make room"):
+        with locked(tmp_path / "new", "run_dir"):
+            pytest.fail("it is not held")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_made_or_written_is_told(tmp_path: Path) -> None:
