@@ -28,7 +28,7 @@ from dhp.cluster.forks.start_server import environment
 from dhp.cluster.own_ray import TOKEN, changed_environment, on_loopback, own_ray
 from dhp.cluster.processes import descendants, end_descendants, has_ended, is_named
 from dhp.cluster.servers import own_servers
-from dhp.core.errors import ClusterError, ConfigError, DhpError
+from dhp.core.errors import ClusterError, ConfigError, DhpError, NoCluster
 from dhp.core.process import end, go_on, say_nothing, was_interrupted
 
 _SERVER_WAIT = "RAY_gcs_server_port_wait_time_s"
@@ -246,8 +246,8 @@ def _probe(address: str) -> None:
         raise _no_cluster(address, f"{found}: {error.strerror or error}") from error
 
 
-def _no_cluster(address: str, reason: object) -> ConfigError:
-    return ConfigError(
+def _no_cluster(address: str, reason: object) -> NoCluster:
+    return NoCluster(
         f"cluster.address={address}: no Ray cluster answers there ({reason}). "
         "Start one with `ray start --head`, or set cluster.address=local"
     )

@@ -75,6 +75,10 @@ class TooFewDevices(ConfigError):
         self.there = there
 
 
+class NoCluster(ConfigError):
+    """No Ray answers at the address that a run is to join."""
+
+
 class MoreDevices(DhpError):
     """The cluster has the devices of a larger layout of the run. there: how many the run could have."""
 

@@ -95,7 +95,9 @@ def _take(path: Path, key: str, folder: Path, say: Callable[[str], None]) -> int
             _remove_own(handle, path)
             os.close(handle)
             reason = error.strerror or error
-            raise ConfigError(f"{key}={folder} cannot be written ({reason}). Make room there, or choose another") from error
+            raise ConfigError(
+                f"{key}={folder} cannot be written ({reason}). Make room there, or choose another"
+            ) from error
         except BaseException:
             os.close(handle)
             raise

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dhp.core.errors import DRAINED, RAISED
 from dhp.core.process import INTERRUPTED as INTERRUPTED_STATUS
 from dhp.supervise.attempt import SAVING, TRAINING
-from dhp.supervise.verdict import COMPLETED, FEWER, INTERRUPTED, Verdict
+from dhp.supervise.verdict import COMPLETED, INTERRUPTED, ONCE_TRAINED, Verdict
 
 LONGEST_WAIT_S = 300.0
 
@@ -55,7 +55,7 @@ def decide(history: Sequence[Ended], rules: Rules) -> Restart | Stop:
         return Stop(0)
     if last.kind == INTERRUPTED:
         return Stop(INTERRUPTED_STATUS)
-    if not last.restartable or last.kind == FEWER and not any(_trained(one) for one in history):
+    if not last.restartable or last.kind in ONCE_TRAINED and not any(_trained(one) for one in history):
         return Stop(1)
     if history[-1].moves:
         return Restart(0.0, 0, "it goes on in another layout")

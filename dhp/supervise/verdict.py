@@ -19,6 +19,7 @@ from dhp.core.errors import (
     Fault,
     ModelError,
     MoreDevices,
+    NoCluster,
     PartFailed,
     RecordError,
     TooFewDevices,
@@ -26,7 +27,8 @@ from dhp.core.errors import (
 from dhp.core.files import write_whole
 
 COMPLETED, INTERRUPTED, REFUSED, CLUSTER, KILLED = "completed", "interrupted", "refused", "cluster", "killed"
-FEWER, MORE = "fewer devices", "more devices"
+FEWER, MORE, GONE = "fewer devices", "more devices", "no cluster"
+ONCE_TRAINED = (FEWER, GONE)  # that another attempt may do better is known where one has trained
 FOLDER = "faults"  # in run_dir
 RETRY = 75  # exit status of an attempt after which another one may do better
 
@@ -42,11 +44,11 @@ class Verdict:
     attempt: from 1. kind: completed | interrupted | refused (nothing that another attempt would change) | raised (an
     exception of the run's own) | died, lost, drained, hung (see `dhp.core.errors.Fault`) | cluster (Ray itself) |
     killed (the driver ended without a word) | fewer devices (are there than its layout takes) | more devices (are
-    there, for a larger layout: it ended behind a checkpoint).
+    there, for a larger layout: it ended behind a checkpoint) | no cluster (answers at its address).
 
     error, message: type and text of the exception. part, rank, node, step, action: where, as far as it is known.
 
-    devices: of the last two kinds, how many the run could have.
+    devices: where there are fewer or more, how many the run could have.
 
     state: what the driver was doing. restartable: whether another attempt may do better. exit_code: of the driver,
     minus a signal's number where one ended it. followed_by: what was done about it. at: when it was known, seconds
@@ -85,6 +87,8 @@ def verdict_of(error: BaseException | None, attempt: int, state: str = "") -> Ve
     if isinstance(error, TooFewDevices | MoreDevices):
         kind = FEWER if isinstance(error, TooFewDevices) else MORE
         return replace(verdict, kind=kind, devices=error.there, restartable=True)
+    if isinstance(error, NoCluster):
+        return replace(verdict, kind=GONE, restartable=True)
     if isinstance(error, _NEVER):
         return replace(verdict, kind=REFUSED)
     if isinstance(error, ClusterError):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ ELASTIC = (
 )
 
 
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    """A head with one CPU, and a node with another, which may be taken away."""
+@contextmanager
+def heads(cpus: int = 2) -> Iterator[Any]:
+    """A cluster of a head."""
     from ray.cluster_utils import Cluster
 
     from dhp.cluster.own_ray import own_token
@@ -33,12 +34,19 @@ def cluster() -> Iterator[Any]:
     with own_token(), forks.of_rays_here():
         made = Cluster(
             initialize_head=True,
-            head_node_args={"node_ip_address": "127.0.0.4", "num_cpus": 1, "include_dashboard": False},
+            head_node_args={"node_ip_address": "127.0.0.4", "num_cpus": cpus, "include_dashboard": False},
         )
         try:
             yield made
         finally:
             made.shutdown()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A head with one CPU."""
+    with heads(1) as made:
+        yield made
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -50,6 +58,31 @@ def wait_for_verdict(run_dir: Path, number: int, process: subprocess.Popen[str])
     while not (run_dir / "faults" / f"{number:03}.json").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.mark.grid  # a driver whose control store is gone ends after a minute
+def test_the_head_goes_and_the_command_is_run_again(tiny_assets: Path, tmp_path: Path) -> None:
+    plain, run_dir = tmp_path / "plain", tmp_path / "run"
+    assert train(*tiny(tiny_assets, plain, *SETTINGS)).status == 0
+    again = ("training.max_restarts=1", "training.restart_wait_s=0.1")
+    with heads() as first:
+
+        def kill(process: subprocess.Popen[str]) -> None:
+            wait_for_steps(run_dir, 12, process)
+            first.head_node.kill_gcs_server(check_alive=False)
+            first.head_node.kill_raylet(check_alive=False)
+
+        arguments = tiny(tiny_assets, run_dir, *SETTINGS, *again)
+        lost = train(*arguments, f"cluster.address={first.address}", meanwhile=kill)
+    assert lost.status == 1 and lost.left == ()
+    assert json.loads((run_dir / "faults" / "002.json").read_text())["kind"] == "no cluster"
+    with heads() as second:
+        found = train(*arguments, f"cluster.address={second.address}", "training.resume=auto")
+    assert found.status == 0, found.stderr
+    keys = ("loss", "grad_norm", "sample_digest")
+    assert [[line[key] for key in keys] for line in lines(run_dir)] == [
+        [line[key] for key in keys] for line in lines(plain)
+    ]
 
 
 @pytest.mark.slow

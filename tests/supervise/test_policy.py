@@ -6,7 +6,7 @@ import pytest
 
 from dhp.core.errors import DIED, DRAINED, HUNG, LOST, RAISED
 from dhp.supervise.policy import LONGEST_WAIT_S, Ended, Restart, Rules, Stop, decide
-from dhp.supervise.verdict import CLUSTER, COMPLETED, FEWER, INTERRUPTED, KILLED, MORE, REFUSED, Verdict
+from dhp.supervise.verdict import CLUSTER, COMPLETED, FEWER, GONE, INTERRUPTED, KILLED, MORE, REFUSED, Verdict
 
 RULES = Rules(max_restarts=3, wait_s=5.0)
 
@@ -79,13 +79,15 @@ def left(kind: str, number: int = 2, moves: bool = False) -> Ended:
     return Ended(Verdict(number, kind, devices=1, restartable=True, state="loading"), moves=moves)
 
 
-def test_a_run_that_never_had_its_devices_is_not_started_again() -> None:
-    assert decide([left(FEWER, 1)], RULES) == Stop(1)
+@pytest.mark.parametrize("kind", [FEWER, GONE])
+def test_a_run_that_never_had_its_devices_is_not_started_again(kind: str) -> None:
+    assert decide([left(kind, 1)], RULES) == Stop(1)
 
 
-def test_a_run_that_lost_its_devices_waits_for_them_and_that_is_counted() -> None:
+@pytest.mark.parametrize("kind", [FEWER, GONE])
+def test_a_run_that_lost_its_devices_waits_for_them_and_that_is_counted(kind: str) -> None:
     lost = Ended(Verdict(1, LOST, restartable=True, state="training"))
-    assert decide([lost, left(FEWER)], RULES) == Restart(10.0, 2)
+    assert decide([lost, left(kind)], RULES) == Restart(10.0, 2)
 
 
 @pytest.mark.parametrize("kind", [FEWER, MORE])

@@ -15,13 +15,19 @@ from dhp.core.errors import (
     DataError,
     Fault,
     ModelError,
+    MoreDevices,
+    NoCluster,
     PartFailed,
     RecordError,
+    TooFewDevices,
 )
 from dhp.supervise.verdict import (
     CLUSTER,
     COMPLETED,
+    FEWER,
+    GONE,
     INTERRUPTED,
+    MORE,
     REFUSED,
     Verdict,
     read_verdict,
@@ -60,6 +66,13 @@ def test_other_ends() -> None:
     assert verdict_of(ClusterError("gone"), 1) == Verdict(1, CLUSTER, "ClusterError", "gone", restartable=True)
     assert verdict_of(ValueError("odd"), 1) == Verdict(1, RAISED, "ValueError", "odd", restartable=True)
     assert not verdict_of(SystemExit(1), 1).restartable
+
+
+def test_devices_that_are_not_there_may_come() -> None:
+    fewer, more, gone = (verdict_of(one, 1) for one in (TooFewDevices("no", 3), MoreDevices("yes", 4), NoCluster("no")))
+    assert (fewer.kind, fewer.devices, fewer.restartable) == (FEWER, 3, True)
+    assert (more.kind, more.devices, more.restartable) == (MORE, 4, True)
+    assert (gone.kind, gone.devices, gone.restartable) == (GONE, None, True)
 
 
 def test_a_step_is_named_once() -> None:
