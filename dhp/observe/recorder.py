@@ -47,11 +47,12 @@ class Recorder:
         say: Callable[[str], None] = say_line,
         loggers: Loggers | None = None,
         restarts: int = 0,
+        goes_on: Callable[[BaseException], bool] = lambda error: False,
     ):
         """config: what config.yaml will be. resumed_from: the checkpoint that the run continues; done: the steps before
         it. resume: how to go on after the newest checkpoint, for a run that did not complete. say: prints a line before
         there is progress. loggers: get every step too. restarts: of the run, before this
-        attempt of it."""
+        attempt of it. goes_on: whether another attempt may follow an error; the closing table is its matter then."""
         self.run_dir, self._config = run_dir, config
         self.checkpoint = self._resumed_from = resumed_from
         self.best: str | None = None  # which checkpoint is, by training.best_metric
@@ -62,7 +63,7 @@ class Recorder:
         self._progress: Progress | None = None
         self._trace: TraceWriter | None = None
         self._metrics: MetricsWriter | None = None
-        self._concluded = False
+        self._concluded, self._goes_on = False, goes_on
         self._evaluated: Sequence[EvalMetrics] = ()
         self.beside = Beside(Planned())
 
@@ -205,9 +206,8 @@ class Recorder:
         except RecordError as again:
             lost = lost or again
         self._end_loggers(summary)
-        if self._steps.last is not None or not isinstance(
-            error, ConfigError
-        ):  # a refused run leaves no directory to name
+        refused = self._steps.last is None and isinstance(error, ConfigError)  # it leaves no directory to name
+        if not refused and not (error is not None and self._goes_on(error)):
             print("\n" + self._table(summary), flush=True)
         if lost is not None and error is None:
             raise lost

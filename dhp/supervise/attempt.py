@@ -113,6 +113,12 @@ def restarts() -> int:
     return 0 if attempt is None else attempt.restarts
 
 
+def goes_on(error: BaseException) -> bool:
+    """Whether something supervises this driver that may start it again after an error."""
+    attempt = this_attempt()
+    return attempt is not None and verdict_of(error, attempt.number).restartable
+
+
 def tell_state(state: str) -> None:
     """Say what this driver is doing, if something supervises it."""
     if attempt := this_attempt():

@@ -165,7 +165,9 @@ class Supervisor:
             verdict = replace(verdict, followed_by=follows)
         else:
             if decision.reason:
-                self._say(f"attempt {verdict.attempt} failed, and there is no other one: {decision.reason}")
+                newest = f"the newest checkpoint is {self._newest}, from which training.resume=auto goes on"
+                left = "there is no checkpoint" if self._newest is None else newest
+                self._say(f"attempt {verdict.attempt} failed, and there is no other one: {decision.reason}; {left}")
             verdict = replace(verdict, followed_by=decision.reason or f"exit status {decision.status}")
         self._history[-1] = replace(self._history[-1], verdict=verdict)
         self._keep()

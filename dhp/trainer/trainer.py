@@ -22,6 +22,7 @@ from dhp.supervise.attempt import (
     LOADING,
     SAVING,
     TRAINING,
+    goes_on,
     larger_layouts,
     restarts,
     tell_saved,
@@ -34,13 +35,7 @@ from dhp.trainer.opening import open_run
 from dhp.trainer.pending import Pending, Spans, naming_step
 from dhp.trainer.plan import plan_run
 from dhp.trainer.ready import start_stages
-from dhp.trainer.reports import (
-    Timing,
-    left_out,
-    make_loggers,
-    notes,
-    step_metrics,
-)
+from dhp.trainer.reports import Timing, left_out, make_loggers, notes, step_metrics
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import DataPlan, Session
 from dhp.trainer.settings import FULLEST_FIRST, resume_line, world
@@ -55,7 +50,7 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
         interval, degrees, text = config.training.log_interval, world(config), to_yaml(config)
         loggers = make_loggers(config, run_dir, start.checkpoint is not None)
-        recorder = Recorder(run_dir, interval, degrees, text, *begun, resume, say, loggers, restarts())
+        recorder = Recorder(run_dir, interval, degrees, text, *begun, resume, say, loggers, restarts(), goes_on)
         with recorder, ending_on_error():
             plan = plan_run(config)
             if plan.family.note:

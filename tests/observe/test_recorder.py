@@ -55,6 +55,21 @@ def test_a_run_refused_before_its_first_step_has_no_table(tmp_path: Path, capsys
     assert "error          crashed" in out and "resume" not in out
 
 
+def test_a_run_that_another_attempt_goes_on_with_has_no_table_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    goes_on = lambda error: isinstance(error, ValueError)
+    with pytest.raises(ValueError), Recorder(tmp_path / "a", 1, {}, "seed: 0\n", goes_on=goes_on):
+        raise ValueError("died")
+    assert capsys.readouterr().out == ""
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["error"] == "died"
+    with pytest.raises(OSError), Recorder(tmp_path / "b", 1, {}, "seed: 0\n", goes_on=goes_on):
+        raise OSError("refused")
+    with Recorder(tmp_path / "c", 1, {}, "seed: 0\n", goes_on=goes_on):
+        pass
+    assert capsys.readouterr().out.count("status ") == 2
+
+
 def test_the_record_stands_before_the_teardown_that_may_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,6 +138,7 @@ def test_restarts_are_used_up(tmp_path: Path) -> None:
     outcome = supervised(tmp_path, "killed", "killed", "killed")
     assert outcome.status == 1 and outcome.left == []
     assert "attempt 3 failed, and there is no other one: training.max_restarts=2 are used up" in outcome.lines[-1]
+    assert outcome.lines[-1].endswith("since the newest checkpoint; there is no checkpoint")
     assert outcome.kept[-1]["followed_by"] == "training.max_restarts=2 are used up since the newest checkpoint"
 
 
