@@ -150,7 +150,7 @@ def _digests(run_dir: Path) -> list[str]:
 def _unnamed(verdict: Mapping[str, Any], process: str) -> Sequence[str]:
     """What a verdict does not say about the death of an actor."""
     part, _, rank = process.partition("-")
-    wanted = {"part": part, "rank": int(rank)} if part in ("vision", "text") and rank else {}
+    wanted = {"part": part, "rank": int(rank)} if part.partition(".")[0] in ("vision", "text") and rank else {}
     wrong = [f"verdict: {key}={verdict.get(key)!r}, not {value!r}" for key, value in wanted.items()]
     wrong = [text for text, (key, value) in zip(wrong, wanted.items()) if verdict.get(key) != value]
     if not verdict:

@@ -104,7 +104,8 @@ def _step() -> list[Point]:
         *_ranks("norm.known", f"{engine}.optimizer_step", "before", 3),
         *_ranks("optimizer.half", "torch.optim.adam:Adam.step", "after", 3),
         *_ranks("optimizer.one_part", f"{engine}.optimizer_step", "after", 3),
-        *_ranks("forward", f"{worker}._hand_over", "before", 12, PIPELINE),
+        Point("forward", f"{worker}._hand_over", "before", "text", ("text.0-0",), 12, PIPELINE),
+        Point("forward", f"{worker}._hand_over", "before", "text's last stage", ("text.1-0",), 12, PIPELINE),
     ]
 
 

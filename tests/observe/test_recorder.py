@@ -59,6 +59,8 @@ def test_a_run_that_another_attempt_goes_on_with_has_no_table_yet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     goes_on = lambda error: isinstance(error, ValueError)
+    for name in "abc":
+        (tmp_path / name).mkdir()
     with pytest.raises(ValueError), Recorder(tmp_path / "a", 1, {}, "seed: 0\n", goes_on=goes_on):
         raise ValueError("died")
     assert capsys.readouterr().out == ""
