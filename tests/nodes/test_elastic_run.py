@@ -17,10 +17,15 @@ from tests.helpers.runs import FIRST, Outcome, tiny, train, wait_for_steps
 
 STEPS = 60
 SETTINGS = (f"training.max_steps={STEPS}", "training.save_steps=10", *FIRST[1:])
-ONE_ACTOR = "vision.num_actors=1 vision.parallelism=none vision.zero_stage=0 text.num_actors=1 text.parallelism=none"
+# Each step has two rows, so of three replicas one has none. All on three nodes of one CPU each.
+THREE = (
+    *("vision.num_actors=1", "vision.parallelism=none", "vision.zero_stage=0", "training.empty_rows=true"),
+    *("text.num_actors=3", "text.parallelism=data"),
+)
+TWO, ONE = "text.num_actors=2 text.parallelism=tensor", "text.num_actors=1 text.parallelism=none"
 ELASTIC = (
     *("training.max_restarts=3", "training.restart_wait_s=0.1", "training.elastic_wait_s=3"),
-    f"training.elastic=['{ONE_ACTOR}']",
+    f"training.elastic=['{ONE}','{TWO}']",
 )
 
 
@@ -88,9 +93,10 @@ def test_the_head_goes_and_the_command_is_run_again(tiny_assets: Path, tmp_path:
 @pytest.mark.slow
 def test_a_node_goes_and_another_comes(cluster: Any, tiny_assets: Path, tmp_path: Path) -> None:
     plain, run_dir = tmp_path / "plain", tmp_path / "run"
-    undisturbed = train(*tiny(tiny_assets, plain, *SETTINGS))
+    undisturbed = train(*tiny(tiny_assets, plain, *SETTINGS, *THREE))
     assert undisturbed.status == 0, undisturbed.stderr
     node = cluster.add_node(node_ip_address="127.0.0.5", num_cpus=1)
+    cluster.add_node(node_ip_address="127.0.0.7", num_cpus=1)
 
     def disturb(process: subprocess.Popen[str]) -> None:
         wait_for_steps(run_dir, 12, process)
@@ -98,17 +104,18 @@ def test_a_node_goes_and_another_comes(cluster: Any, tiny_assets: Path, tmp_path
         wait_for_verdict(run_dir, 2, process)
         cluster.add_node(node_ip_address="127.0.0.6", num_cpus=1)
 
-    arguments = tiny(tiny_assets, run_dir, *SETTINGS, *ELASTIC, f"cluster.address={cluster.address}")
+    arguments = tiny(tiny_assets, run_dir, *SETTINGS, *THREE, *ELASTIC, f"cluster.address={cluster.address}")
     found: Outcome = train(*arguments, meanwhile=disturb)
     assert found.status == 0, found.stderr
     verdicts = [json.loads(file.read_text()) for file in sorted((run_dir / "faults").iterdir())]
     kinds = [verdict["kind"] for verdict in verdicts]
     assert kinds[1:] == ["fewer devices", "more devices", "completed"] and kinds[0] in ("lost", "died", "raised")
-    assert (verdicts[1]["devices"], verdicts[2]["devices"]) == (1, 2)
-    assert "training.elastic: with 1 of 2 devices, vision.num_actors=1" in found.stdout
+    assert (verdicts[1]["devices"], verdicts[2]["devices"]) == (2, 3)
+    assert f"training.elastic: with 2 of 3 devices, {TWO}" in found.stdout
+    assert verdicts[1]["followed_by"].endswith(f", in the layout {TWO}")
     assert "restart, not counted, for it goes on in another layout" in found.stdout
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["status"] == "completed" and summary["world"]["text"]["num_actors"] == 2
+    assert summary["status"] == "completed" and summary["world"]["text"]["data"] == 3
     ours, theirs = lines(run_dir), lines(plain)
     assert [line["sample_digest"] for line in ours] == [line["sample_digest"] for line in theirs]
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
