@@ -8,9 +8,7 @@ what has not ended by then is killed, with all that it started. `waiting` is bet
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from dhp.core.own_folder import own_folder
 from dhp.core.process import INTERRUPTED as INTERRUPTED_STATUS
 from dhp.core.process import say_line
 from dhp.supervise.attempt import SAVING, TRAINING, Attempt
@@ -91,27 +90,32 @@ class Supervisor:
         adopt_orphans()
         with self._taking_signals():
             while True:
-                attempt, verdict = self._attempt(len(self._history) + 1)
-                self._newest = attempt.checkpoint or self._newest
-                moves = self._choose_layout(attempt.layouts, verdict)
-                words = () if self._layout is None else self._layout.words
-                self._begun = Begun(self._begun.opened or attempt.has_opened, self._newest is not None, words)
-                self._history.append(Ended(verdict, attempt.checkpoint is not None, moves))
-                decision = decide(self._history, self._rules)
-                if self._signals and isinstance(decision, Restart):
-                    decision = Stop(INTERRUPTED_STATUS)
-                self._conclude(verdict, decision)
-                shutil.rmtree(attempt.folder, ignore_errors=True)
+                with own_folder("dhp-attempt-") as folder:
+                    decision = self._attempt(str(folder))
                 if isinstance(decision, Stop):
                     return decision.status
                 if not self._wait(decision.after_s):
                     return INTERRUPTED_STATUS
                 self._restarts += 1
 
-    def _attempt(self, number: int) -> tuple[Attempt, Verdict]:
-        """Run the driver once, and leave nothing of it."""
+    def _attempt(self, folder: str) -> Restart | Stop:
+        """Run the driver once, and decide what follows."""
         larger = () if self._layouts is None or self._layout is None else self._layouts.larger_than(self._layout)
-        attempt = Attempt(tempfile.mkdtemp(prefix="dhp-attempt-"), number, self._restarts, larger)
+        attempt = Attempt(folder, len(self._history) + 1, self._restarts, larger)
+        verdict = self._drive(attempt)
+        self._newest = attempt.checkpoint or self._newest
+        moves = self._choose_layout(attempt.layouts, verdict)
+        words = () if self._layout is None else self._layout.words
+        self._begun = Begun(self._begun.opened or attempt.has_opened, self._newest is not None, words)
+        self._history.append(Ended(verdict, attempt.checkpoint is not None, moves))
+        decision = decide(self._history, self._rules)
+        if self._signals and isinstance(decision, Restart):
+            decision = Stop(INTERRUPTED_STATUS)
+        self._conclude(verdict, decision)
+        return decision
+
+    def _drive(self, attempt: Attempt) -> Verdict:
+        """Run the driver, and leave nothing of it; how it ended."""
         driver = Driver(self._commands(self._begun), attempt.environment())
         sent = 0  # of the signals that came
         deadline = inf
@@ -137,7 +141,7 @@ class Supervisor:
         left = driver.end_others(KILLED_GRACE_S if code < 0 else GRACE_S)
         if left:
             self._say(f"ended what the driver left: {', '.join(sorted(left))}")
-        return attempt, judge(attempt, code, killed, interrupted=sent > 0, at=ended_at)
+        return judge(attempt, code, killed, interrupted=sent > 0, at=ended_at)
 
     def _choose_layout(self, layouts: Layouts | None, verdict: Verdict) -> bool:
         """Choose the layout of the next attempt by the devices that there are; whether it is another one."""

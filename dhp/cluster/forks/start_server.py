@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from dhp.cluster.forks.start.sitecustomize import SERVER
+from dhp.core.own_folder import own_folder
 
 # GPUs' devices, by how Linux names them: NVIDIA's, those of a Jetson, AMD's, and any under Windows' own Linux.
 DEVICES = ("nvidia[0-9]*", "nvmap", "kfd", "dxg")
@@ -31,8 +31,8 @@ def fork_server(modules: Sequence[str]) -> Iterator[None]:
     if SERVER in os.environ or not sys.platform.startswith("linux") or has_gpus():
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="dhp-forks-") as folder:  # this user's alone
-        address = Path(folder) / "server"
+    with own_folder("dhp-forks-") as folder:
+        address = folder / "server"
         command = [sys.executable, "-m", "dhp.cluster.forks.server", str(address), *modules]
         server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         os.environ[SERVER] = str(address)

@@ -1,0 +1,66 @@
+"""A temporary folder of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dhp.core.own_folder import own_folder
+
+HOLDING = """
+import sys
+from dhp.core.own_folder import own_folder
+with own_folder("dhp-test-") as folder:
+    (folder / "file").touch()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    yield tmp_path
+
+
+def test_it_is_removed_at_the_end(temporary: Path) -> None:
+    with pytest.raises(ValueError), own_folder("dhp-test-") as folder:
+        assert folder.parent == temporary and folder.name.startswith("dhp-test-")
+        assert folder.stat().st_mode & 0o077 == 0
+        (folder / "file").touch()
+        raise ValueError
+    assert list(temporary.iterdir()) == []
+
+
+def test_of_a_living_process_it_stays_and_of_a_killed_one_it_goes(temporary: Path) -> None:
+    holding = [sys.executable, "-c", HOLDING]
+    process = subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    other = Path(process.stdout.readline().strip())
+    with own_folder("dhp-test-") as mine, own_folder("dhp-test-") as again:
+        assert other.is_dir() and mine.is_dir() and again.is_dir()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert (other / "file").exists()
+    with own_folder("dhp-other-"):
+        assert other.is_dir()
+    with own_folder("dhp-test-") as folder:
+        assert list(temporary.iterdir()) == [folder]
+
+
+def test_a_link_of_that_name_is_not_followed(temporary: Path) -> None:
+    target = temporary / "target"
+    target.mkdir()
+    (target / "file").touch()
+    os.symlink(target, temporary / "dhp-test-link")
+    with own_folder("dhp-test-"):
+        pass
+    assert (target / "file").exists() and (temporary / "dhp-test-link").is_symlink()
