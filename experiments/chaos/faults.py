@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from dhp.checkpoint.folder import newest_checkpoint
+from dhp.checkpoint.folder import checkpoints, newest_checkpoint
 from experiments.chaos.run import Strike, Watch
 from experiments.chaos.scenarios import flip_bit
 
@@ -114,8 +114,8 @@ def _signal(fault: Fault, watch: Watch) -> Mapping[str, Any] | None:
 
 
 def _end_all(fault: Fault, watch: Watch) -> Mapping[str, Any] | None:
-    """As where a machine loses its power."""
-    if not watch.newest_checkpoint():
+    """As where a machine loses its power; not before there is a checkpoint besides the one that is harmed then."""
+    if len(checkpoints(watch.run_dir / "checkpoints")) < 2:
         return None
     assert watch.process is not None
     command = psutil.Process(watch.process.pid)
