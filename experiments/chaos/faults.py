@@ -23,8 +23,8 @@ ACTORS = (*RANKS, "data", "data-0")
 # Ray's own test switches; a name that it does not know is ignored without a word.
 LATE = {"RAY_testing_asio_delay_us": "CoreWorkerService.grpc_server.PushTask=20000:60000"}
 LOST = {
-    "RAY_testing_rpc_failure": '{"CoreWorkerService.grpc_client.PushTask":{"num_failures":2,"req_failure_prob":0,'
-    '"resp_failure_prob":5}}'
+    "RAY_testing_rpc_failure": '{"CoreWorkerService.grpc_client.PushTask":{"num_failures":1,"req_failure_prob":0,'
+    '"resp_failure_prob":1}}'
 }
 KILL, STOP, DAMAGE, FULL, MESSAGES = "kill", "stop", "damage", "full disk", "messages"
 

@@ -15,7 +15,7 @@ from experiments.chaos.run import LIMIT_S, Observed, train
 from experiments.chaos.scenarios import Lengths, lengths_of, prepare, reference_of, settings
 
 BATCH = 8  # samples of a step
-SUPERVISED = ("training.max_restarts=3", "training.restart_wait_s=0")
+SUPERVISED = ("training.max_restarts=8", "training.restart_wait_s=0")
 
 
 class Laboratory:
