@@ -16,9 +16,11 @@ from ray.util.placement_group import remove_placement_group
 
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.address import LOCAL
+from dhp.cluster.control_store import asking
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.gpus import HERE, check_gpus, read_gpus
 from dhp.cluster.host import beacon, require_own_gpu
+from dhp.cluster.lookout import Lookout
 from dhp.cluster.placement.nodes import own_node, read_nodes
 from dhp.cluster.placement.rank_mapping import TENSOR, describe_straddle, find_straddles, map_ranks, refuse_straddle
 from dhp.cluster.placement.readers import reader_nodes
@@ -53,7 +55,9 @@ class Layout:
 
     needs: of each part, and of "data", the paths that must exist on its actors' nodes, by configuration key.
 
-    check_collectives: see `dhp.cluster.worker.GroupSettings`.
+    check_collectives, steps_done: see `dhp.cluster.worker.GroupSettings`.
+
+    collective_timeout_s: the longest that a collective may hold a rank, once the stages are loaded.
     """
 
     graph: StageGraph
@@ -69,6 +73,11 @@ class Layout:
     needs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     build_timeout_s: float | None = None
     check_collectives: bool = False
+    collective_timeout_s: float = 600.0
+    steps_done: int = 0
+
+
+GROUP_LATER_S = 30.0  # a group's own limit is so much longer: what it raises names who waits, not who is waited for
 
 
 class Cluster:
@@ -94,6 +103,8 @@ class Cluster:
             local = layout.address == LOCAL
             self._say("starting Ray on this machine" if local else f"joining the Ray cluster at {layout.address}")
             stack.enter_context(ray_session(layout.address, cpus, timeout_s=layout.start_timeout_s, say=self._say))
+            if not local:
+                stack.enter_context(asking())
             gpus = cluster_gpus()
             self.device = choose_device(layout.device, gpus)
             devices = {stage.name: stage.devices for stage in layout.graph.stages}
@@ -118,12 +129,15 @@ class Cluster:
             )
             if not topology.only(own_node()):
                 common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))
+            names = {} if local else {node.id: node.name for node in topology.nodes}
+            self._lookout = Lookout(layout.collective_timeout_s, layout.log_dir, own_node(), names)
+            stack.callback(self._lookout.stop)
             self.groups = {}
             for stage in layout.graph.stages:
                 of_stage, needs = slots[stage.name], layout.needs.get(stage.part, {})
                 nodes = () if local else topology.names(of_stage)
                 settings = GroupSettings(stage.name, len(of_stage), needs=needs, **common)
-                group = ActorGroup(settings, of_stage, reserved, nodes)
+                group = ActorGroup(settings, of_stage, reserved, nodes, self._lookout)
                 stack.callback(group.stop)
                 self.groups[stage.name] = group
             self._stack = stack.pop_all()
@@ -146,6 +160,7 @@ class Cluster:
         """The actors that read the data, ended with the cluster; arguments as `DatasetActor` has them."""
         layout = self._layout
         own: dict[str, Any] = {"log_dir": layout.log_dir, "needs": layout.needs.get("data", {}), "trace": layout.trace}
+        own["lookout"] = self._lookout
         graph = layout.graph
         step: dict[str, Any] = {"micro_batches": micro_batches, "shards": graph.works()}
         nodes = self._reader_nodes() if workers else ()
@@ -199,6 +214,8 @@ class Cluster:
             "pinned": self.device == "cuda",
             "cuda": self.device == "cuda",
             "check_collectives": layout.check_collectives,
+            "collective_s": layout.collective_timeout_s + GROUP_LATER_S,
+            "steps_done": layout.steps_done,
         }
 
 
