@@ -38,6 +38,7 @@ from dhp.trainer.reports import (
     left_out,
     make_loggers,
     notes,
+    rank_shares,
     step_metrics,
 )
 from dhp.trainer.saving import Saver
@@ -218,7 +219,8 @@ class Trainer:
             wait_all(pending.watched, self._timeout_s)
         end = time.perf_counter()
         begun, self._last_end = self._last_end, end
-        timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self.ready.peak)
+        planned = self.recorder.beside.planned
+        timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self.ready.peak, planned)
         info = self.session.info(pending.refs.info)
         for line in left_out(info):
             self.recorder.say(line)
@@ -228,6 +230,7 @@ class Trainer:
         metrics = step_metrics(info, reports, timing, self.session.stages, *left)
         self._tell_once(notes(reports, metrics, timing))
         self.recorder.record(metrics)
+        self.recorder.compare_ranks(rank_shares(info, reports, self.session.stages))
         self._nonfinite.tell(metrics)
         if self.ready.tracing is not None:
             with self.recorder.writing():
