@@ -71,12 +71,6 @@ class CallRecord:
         self._timeout = timedelta(0)
         self._layer = ""
 
-    def __str__(self) -> str:
-        if self.last is None:
-            return "no collective so far"
-        groups = ", ".join(f"{count} in group {name}" for name, count in sorted(self._numbers.items()))
-        return f"collectives so far: {groups or 'none'}; the last call: {self.last}"
-
     @property
     def numbers(self) -> dict[str, int]:
         """Collectives that this process began, by group. May be read from another thread."""

@@ -21,6 +21,9 @@ from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
 from dhp.core.dispatch import per_rank
 from dhp.core.errors import HUNG, Fault, PartFailed
+from dhp.core.reports import StageReport
+from dhp.core.tracing import take_waited
+from dhp.observe.stragglers import STEPS, RankShare, Stragglers
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 WAIT_S = 600.0
@@ -45,6 +48,9 @@ class Trainer:
 
         time.sleep(after_s)
         dist.all_reduce(torch.ones(2))
+
+    def optimizer_step(self, rank: int) -> StageReport:
+        return StageReport(rank, None, 1.0, {}, None, {}, comm_s=take_waited())
 
     def split(self) -> None:
         import torch.distributed as dist
@@ -145,3 +151,17 @@ def test_where_no_call_ends_the_rank_that_others_wait_for_is_blamed(started: Sta
     assert "no call finished for 3 s. Unfinished: text rank 0 in forward_step; text rank 1 in forward_step;" in said
     assert "Held up by text rank 1. A slow step needs a larger cluster.step_timeout_s" in said
     assert error.fault == Fault(HUNG, "text rank 1", "forward_step")
+
+
+def test_a_rank_that_computes_for_longer_is_slow_and_those_that_wait_for_it_are_not(started: Started) -> None:
+    """In each step all are as long in the step's methods; what is not spent in a collective is a rank's own."""
+    group, stragglers, found = started.group, Stragglers(), []
+    group.execute_all("optimizer_step", per_rank([0, 1, 2]), timeout_s=WAIT_S)
+    for step in range(STEPS):
+        group.execute_all_async("forward_step", 0, per_rank([0.02, 0.06, 0.02]), returns=0)
+        reports = group.execute_all("optimizer_step", per_rank([0, 1, 2]), timeout_s=WAIT_S)
+        own = [report.busy_s - report.comm_s for report in reports]
+        assert all(report.busy_s > 0.05 for report in reports) and own[1] > 0.05
+        found += stragglers.add({"text": [RankShare(f"text rank {rank}", s, 1.0) for rank, s in enumerate(own)]})
+        assert not found or step == STEPS - 1
+    assert list(stragglers.named) == ["text rank 1"]
