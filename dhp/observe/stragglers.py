@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
 SLOW = 1.2  # times the median of the peers
 STEPS = 50  # in a row, that count
+TOGETHER = 5  # steps, in the mean: one in which something else took a core, or the others, begins no count anew
 
 Pace = dict[str, float | str]
 
@@ -43,29 +45,37 @@ def pace(shares: Sequence[RankShare], predicted_s: float | None) -> Pace | None:
 
 
 class Stragglers:
-    """One run's. A rank is slow in a step where both its seconds and its seconds over work are beyond `SLOW` times the
-    median of its stage's other ranks. A rank with more work has more of the one, one with less work, whose fixed costs
-    weigh more, has more of the other: uneven work alone gives no rank both."""
+    """One run's. A rank is slow after a step where both its seconds and its seconds over work, of the last `TOGETHER`
+    steps, are beyond `SLOW` times the median of its stage's other ranks. A rank with more work has more of the one, one
+    with less work, whose fixed costs weigh more, has more of the other: uneven work alone gives no rank both."""
 
     def __init__(self) -> None:
         self.named: dict[str, str] = {}  # the message about each
+        self._recent: dict[str, deque[tuple[float, float]]] = {}
         self._in_a_row: dict[str, int] = {}
 
     def add(self, stages: Mapping[str, Sequence[RankShare]]) -> list[str]:
-        """A step has ended. Messages about ranks that were slow for `STEPS` steps in a row, each once. A step in which
-        a rank or all of its peers had no work does not count."""
+        """A step has ended. Messages about ranks that were slow after `STEPS` steps in a row, each once. A step in
+        which a rank or all of its peers had no work does not count."""
         messages = []
         for shares in stages.values():
-            for share in shares:
-                others = [other for other in shares if other is not share and other.work > 0]
-                if not others or share.work <= 0:
+            working = [self._together(share) for share in shares if share.work > 0]
+            for own in working:
+                others = [other for other in working if other is not own]
+                if not others:
                     continue
-                in_a_row = self._in_a_row.get(share.who, 0) + 1 if _is_slow(share, others) else 0
-                self._in_a_row[share.who] = in_a_row
-                if in_a_row >= STEPS and share.who not in self.named:
-                    self.named[share.who] = _message(share, others)
-                    messages.append(self.named[share.who])
+                in_a_row = self._in_a_row.get(own.who, 0) + 1 if _is_slow(own, others) else 0
+                self._in_a_row[own.who] = in_a_row
+                if in_a_row >= STEPS and own.who not in self.named:
+                    self.named[own.who] = _message(own, others)
+                    messages.append(self.named[own.who])
         return messages
+
+    def _together(self, share: RankShare) -> RankShare:
+        """Of the last steps in which it had work, in the mean."""
+        recent = self._recent.setdefault(share.who, deque(maxlen=TOGETHER))
+        recent.append((share.seconds, share.work))
+        return RankShare(share.who, *(sum(of) / len(recent) for of in zip(*recent, strict=True)))
 
 
 def _is_slow(share: RankShare, others: Sequence[RankShare]) -> bool:
