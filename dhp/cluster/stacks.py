@@ -25,6 +25,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _FOLDERS = re.compile(r"^.*/(?:site-packages|python\d+\.\d+)/")
 _OURS = "dhp/"
+_STARTS = "dhp/cluster/forks/"  # below all that a process does
 _IN_FRONT = ("dhp/parallel/traffic.py",)  # of every collective: says nothing
 
 
@@ -130,7 +131,7 @@ def describe(stacks: Mapping[str, tuple[Frame, ...]]) -> str:
 
 
 def _place(frames: tuple[Frame, ...]) -> str:
-    ours = next((frame for frame in frames if frame.file.startswith(_OURS)), None)
+    ours = next((f for f in frames if f.file.startswith(_OURS) and not f.file.startswith(_STARTS)), None)
     inner = f"in {frames[0]}"
     return inner if ours is None or ours == frames[0] else f"{inner}, from {ours}"
 

@@ -170,7 +170,11 @@ def _held(stall: Stall, seen: Mapping[str, Seen], limit_s: float) -> PartFailed:
     waiting, causes = stall.waiting, stall.causes or suspects(seen, list(seen))
     assert waiting.beat is not None
     call, held_s = waiting.beat.call, waiting.held_s or limit_s
-    if stall.missing:
+    if stall.missing and all(one.stands for one in stall.missing):
+        text = (
+            f"{named(stall.missing)} is stopped or gone: {waiting} has waited for it for {held_s:.0f} s in a collective"
+        )
+    elif stall.missing:
         text = f"{named(stall.missing)} did not enter a collective in which {waiting} has waited for {held_s:.0f} s"
     else:
         text = f"{waiting} has waited for {held_s:.0f} s in a collective, and so have all of its group, in unlike ones"

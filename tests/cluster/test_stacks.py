@@ -94,15 +94,16 @@ Current thread 0x00007f02 (most recent call first):
   File "/a/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 81 in all_reduce
   File "/work/dhp/parallel/traffic.py", line 90 in timed
   File "/work/dhp/parallel/comm.py", line 40 in sum_in_place
-  File "<frozen runpy>", line 88 in _run_code
+  File "/work/dhp/cluster/forks/server.py", line 192 in _run
 """
     frames = working(text)
     assert [str(frame) for frame in frames] == [
         "all_reduce (torch/distributed/distributed_c10d.py:81)",
         "sum_in_place (dhp/parallel/comm.py:40)",
-        "_run_code (<frozen runpy>:88)",
+        "_run (dhp/cluster/forks/server.py:192)",
     ]
     assert describe({"text-0": frames}) == f"\n  text-0: in {frames[0]}, from {frames[1]}"
+    assert describe({"data": frames[2:]}) == f"\n  data: in {frames[2]}"  # that says nothing of what it does
     assert working("") == ()
 
 

@@ -110,7 +110,7 @@ def test_a_frozen_rank_ends_the_run_and_nothing_ever_listened_beyond_this_host(
     outcome = train(*arguments, meanwhile=lambda process: stop_a_rank(run_dir, process, listening), real=True)
     assert outcome.status == 1
     assert re.search(
-        r"PartFailed: (step \d+: )?text rank 1 did not enter a collective in which text rank 0", outcome.stderr
+        r"PartFailed: (step \d+: )?text rank 1 is stopped or gone: text rank 0 has waited for it", outcome.stderr
     )
     assert "text rank 1: is stopped (SIGSTOP or a debugger; `kill -CONT " in outcome.stderr
     assert summary(run_dir)["status"] == "failed"
