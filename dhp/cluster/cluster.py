@@ -129,8 +129,7 @@ class Cluster:
             )
             if not topology.only(own_node()):
                 common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))
-            names = {} if local else {node.id: node.name for node in topology.nodes}
-            self._lookout = Lookout(layout.collective_timeout_s, layout.log_dir, own_node(), names)
+            self._lookout = _make_lookout(layout, topology)
             stack.callback(self._lookout.stop)
             self.groups = {}
             for stage in layout.graph.stages:
@@ -217,6 +216,11 @@ class Cluster:
             "collective_s": layout.collective_timeout_s + GROUP_LATER_S,
             "steps_done": layout.steps_done,
         }
+
+
+def _make_lookout(layout: Layout, topology: Topology) -> Lookout:
+    names = {} if layout.address == LOCAL else {node.id: node.name for node in topology.nodes}
+    return Lookout(layout.collective_timeout_s, layout.log_dir, own_node(), names)
 
 
 def warn_cross_node_groups(
