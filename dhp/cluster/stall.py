@@ -37,12 +37,13 @@ class Seen:
 
     def describe(self) -> str:
         """What it does, and how to wake it where it is stopped."""
-        doing = "it has not begun" if self.beat is None else str(self.beat)
+        doing = "runs" if self.beat is None else str(self.beat)
+        before = "" if self.beat is None else f"; before that {doing}"
         if self.sight.state == GONE:
-            return f"{self}: its process is gone; before that {doing}"
+            return f"{self}: its process is gone{before}"
         if self.sight.state == STOPPED:
             pid = self.sight.post.pid
-            return f"{self}: is stopped (SIGSTOP or a debugger; `kill -CONT {pid}` lets it go on); before that {doing}"
+            return f"{self}: is stopped (SIGSTOP or a debugger; `kill -CONT {pid}` lets it go on){before}"
         return f"{self}: {doing}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -196,7 +197,11 @@ def _stuck(waiting: Sequence[Watched], timeout_s: float) -> PartFailed:
     seen = {who: one for lookout in lookouts for who, one in lookout.look(stacks=True).items()}
     causes = suspects(seen, list(first))
     blamed = f"Held up by {named(causes)}. " if causes else ""
-    fault = _blamed(causes) if causes else Fault(HUNG, ", ".join(sorted(first)), _actions(first.values()), _node(first))
+    fault = (
+        _blamed(causes, first)
+        if causes
+        else Fault(HUNG, ", ".join(sorted(first)), _actions(first.values()), _node(first))
+    )
     return PartFailed(
         f"no call finished for {timeout_s:g} s. Unfinished: {shown}. {blamed}A slow step needs a larger "
         "cluster.step_timeout_s (a slow start a larger cluster.start_timeout_s). Ranks that share a group and began "
@@ -216,8 +221,12 @@ def _quoted(seen: Mapping[str, Seen], first: Sequence[Seen]) -> str:
     return lines
 
 
-def _blamed(causes: Sequence[Seen]) -> Fault:
-    actions = dict.fromkeys(one.beat.verb or one.beat.action if one.beat else "" for one in causes)
+def _blamed(causes: Sequence[Seen], calls: Mapping[str, Watched] = MappingProxyType({})) -> Fault:
+    """calls: by who, the open ones, which say what processes without a heartbeat do."""
+    open_calls = {who: entry.what for who, entry in calls.items()}
+    actions = dict.fromkeys(
+        one.beat.verb or one.beat.action if one.beat else open_calls.get(one.who, "") for one in causes
+    )
     nodes = dict.fromkeys(one.node for one in causes if one.node)
     return Fault(HUNG, ", ".join(one.who for one in causes), ", ".join(actions), ", ".join(nodes))
 

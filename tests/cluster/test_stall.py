@@ -124,6 +124,5 @@ def test_what_a_rank_does_is_said_with_its_node_and_how_to_wake_it() -> None:
     assert seen("text rank 1", COMPUTES, node="10.0.0.6").describe() == f"text rank 1 on node 10.0.0.6: {doing}"
     stopped = seen("text rank 1", COMPUTES, STOPPED).describe()
     assert stopped.startswith("text rank 1: is stopped (SIGSTOP or a debugger; `kill -CONT 77` lets it go on); before")
-    assert (
-        seen("text rank 1", None, GONE).describe() == "text rank 1: its process is gone; before that it has not begun"
-    )
+    assert seen("text rank 1", None, GONE).describe() == "text rank 1: its process is gone"
+    assert seen("the dataset actor", None).describe() == "the dataset actor: runs"

@@ -20,9 +20,12 @@ from ray.exceptions import (
 )
 
 from dhp.cluster import watch
+from dhp.cluster.lookout import Lookout
+from dhp.cluster.node_watch import STOPPED
 from dhp.cluster.processes import named_errors
 from dhp.cluster.watch import Watched, fetch, wait_all
 from dhp.core.errors import DIED, HUNG, LOST, RAISED, DataError, Fault, PartFailed, RankRaised
+from tests.helpers.posts import seen
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -226,3 +229,17 @@ def test_a_lost_node_is_no_death_of_a_rank_alone(error: RayActorError, kind: str
     assert str(found).startswith(said) and found.fault == Fault(kind, "vision rank 1", "pid", "10.0.0.6")
     here = str(watch._death(replace(entry, node=""), error, {}))
     assert here.startswith("vision rank 1 died" if kind == DIED else "vision rank 1 was lost, or cannot be reached,")
+
+
+def test_a_stopped_process_without_a_heartbeat_is_blamed_for_its_open_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the dataset actor, while a worker waits for it."""
+    stopped = seen("the dataset actor", None, STOPPED)
+    lookout = Lookout(60.0, None, "here", {})
+    monkeypatch.setattr(lookout, "look", lambda stacks: {stopped.who: stopped})
+    who = ("data worker 0", "the dataset actor")
+    stuck = watch._stuck([Watched(one, "reading step 6", object(), lookout=lookout) for one in who], 10.0)
+    assert (
+        "Unfinished: data worker 0 in reading step 6; the dataset actor in reading step 6. Held up by the dat"
+        in str(stuck)
+    )
+    assert stuck.fault == Fault(HUNG, "the dataset actor", "reading step 6")
