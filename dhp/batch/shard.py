@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dhp.batch.collate import BY_PICTURE, Collator, Row, find_blocks
 from dhp.batch.encoder_shards import VISION, Encoder, EncoderShards, Split
+from dhp.batch.rank_work import encoder_work, text_work
 from dhp.batch.row_shards import SharedRow, choose_groups, count_divided, divide_all, grouped_plan, share_row
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData, StepInfo, TextInput, VisionInput
@@ -92,13 +93,29 @@ class BatchSharder:
             shards = (one for d, row in enumerate(rows) for one in self._text(row, d, of_micro_batch, total))
             calls = max(_count_runs(row.lengths) for row in rows) if self._even_calls else 0
             text.append(tuple(replace(one, segment_calls=calls) for one in shards))
-        info = _count(samples, total, work, text, self._flops(samples, sharded))
+        info = replace(
+            _count(samples, total, work, text, self._flops(samples, sharded)), work=self._work(samples, work, text)
+        )
         if self._degrees.sequence > 1:
             divided = sum(one.divided for rows in made for one in rows)
             info = replace(info, sp_ratio=divided / max(info.tokens, 1))
         staged = [name for name, encoder in self._encoders.items() if encoder.split.stages > 1]
         behind = {later(name): tuple(tuple(map(_without_pixels, row)) for row in work[name]) for name in staged}
         return StepData(info, {**work, **behind, TEXT: tuple(text)}, routes)
+
+    def _work(
+        self,
+        samples: StepSamples,
+        work: Mapping[str, Sequence[Sequence[VisionInput]]],
+        text: Sequence[Sequence[TextInput]],
+    ) -> dict[str, tuple[float, ...]]:
+        """Of each shard, by part."""
+        found = {}
+        for name, inputs in work.items():
+            encoder = self._encoders[name]
+            found[name] = encoder_work(inputs, encoder.split.ranks, encoder.tower.attention_crossover_patches)
+        decoder = self._family.decoder.work
+        return {**found, TEXT: text_work(text, samples.samples, self._degrees.sequence, decoder)}
 
     def _flops(self, samples: StepSamples, sharded: Mapping[str, Sequence[EncoderShards]]) -> dict[str, int]:
         lengths = [len(sample.input_ids) for sample in samples.flat]

@@ -10,8 +10,8 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dhp.cluster.call_file import call_file
 from dhp.cluster.clock import ClockReading, offset_ns
+from dhp.cluster.lookout import Lookout
 from dhp.cluster.placement.reservation import Slot
 from dhp.cluster.watch import Watched, wait_all
 from dhp.cluster.worker import GIVEN, GroupSettings, Worker
@@ -22,13 +22,23 @@ class ActorGroup:
     """`size` ranks of one stage. Calls go to all ranks, each rank runs its calls in the order of submission."""
 
     def __init__(
-        self, settings: GroupSettings, slots: Sequence[Slot], reserved: PlacementGroup, nodes: Sequence[str] = ()
+        self,
+        settings: GroupSettings,
+        slots: Sequence[Slot],
+        reserved: PlacementGroup,
+        nodes: Sequence[str] = (),
+        lookout: Lookout | None = None,
     ):
-        """nodes: the name of each rank's node, for messages; none on the machine of the run itself."""
+        """nodes: the name of each rank's node, for messages; none on the machine of the run itself. lookout: of the
+        run, who looks at its ranks; None: nobody does."""
         self.settings, self.size = settings, settings.size
         self._nodes = list(nodes) or [""] * settings.size
         self._watched: list[Watched] = []
         self._actors = [self._create(slot, rank, reserved) for rank, slot in enumerate(slots)]
+        self._lookout = lookout
+        if lookout is not None:
+            for rank, actor in enumerate(self._actors):
+                lookout.add(f"{settings.stage} rank {rank}", actor.post.remote())
 
     def start(self, factory: Callable[..., Any], *arguments: Any) -> None:
         """Submit rendezvous and the making of each rank's engine; `take_watched` has the calls to wait for."""
@@ -103,9 +113,8 @@ class ActorGroup:
     def _submit(self, what: str, refs: Sequence[Any]) -> None:
         stage = self.settings.stage
         for rank, (actor, ref) in enumerate(zip(self._actors, refs, strict=True)):
-            node = self._nodes[rank]
-            calls = call_file(self.settings.log_dir, stage, rank)
-            self._watched.append(Watched(f"{stage} rank {rank}", what, ref, actor._actor_id.hex(), calls, node))
+            who, node = f"{stage} rank {rank}", self._nodes[rank]
+            self._watched.append(Watched(who, what, ref, actor._actor_id.hex(), node, self._lookout))
 
 
 def _plain(value: Any) -> Any:

@@ -11,14 +11,15 @@ from types import TracebackType
 from typing import Any
 
 import ray
-import torch
 from ray.util.placement_group import remove_placement_group
 
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.address import LOCAL
+from dhp.cluster.choose import check_devices_here, choose_backend, choose_device, choose_transport
+from dhp.cluster.control_store import asking
 from dhp.cluster.data_actor import DatasetActor
-from dhp.cluster.gpus import HERE, check_gpus, read_gpus
-from dhp.cluster.host import beacon, require_own_gpu
+from dhp.cluster.host import beacon
+from dhp.cluster.lookout import Lookout
 from dhp.cluster.placement.nodes import free_bundles, own_node, read_nodes
 from dhp.cluster.placement.rank_mapping import TENSOR, describe_straddle, find_straddles, map_ranks, refuse_straddle
 from dhp.cluster.placement.readers import reader_nodes
@@ -26,7 +27,6 @@ from dhp.cluster.placement.reservation import Slot, Topology, bundle_nodes, find
 from dhp.cluster.rank_device import RankDevice
 from dhp.cluster.ray_session import cluster_gpus, ray_session
 from dhp.cluster.servers import limited_teardown
-from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
 from dhp.cluster.worker import GroupSettings
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph
@@ -53,7 +53,9 @@ class Layout:
 
     needs: of each part, and of "data", the paths that must exist on its actors' nodes, by configuration key.
 
-    check_collectives: see `dhp.cluster.worker.GroupSettings`.
+    check_collectives, steps_done: see `dhp.cluster.worker.GroupSettings`.
+
+    collective_timeout_s: the longest that a collective may hold a rank, once the stages are loaded.
 
     elastic: the run has layouts for fewer devices, and shares no GPU that it would have alone. reserve_s: how long it
     waits for its devices then; None: start_timeout_s.
@@ -72,8 +74,13 @@ class Layout:
     needs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     build_timeout_s: float | None = None
     check_collectives: bool = False
+    collective_timeout_s: float = 600.0
+    steps_done: int = 0
     elastic: bool = False
     reserve_s: float | None = None
+
+
+GROUP_LATER_S = 30.0  # a group's own limit is so much longer: what it raises names who waits, not who is waited for
 
 
 class Cluster:
@@ -99,6 +106,8 @@ class Cluster:
             local = layout.address == LOCAL
             self._say("starting Ray on this machine" if local else f"joining the Ray cluster at {layout.address}")
             stack.enter_context(ray_session(layout.address, cpus, timeout_s=layout.start_timeout_s, say=self._say))
+            if not local:
+                stack.enter_context(asking())
             gpus = cluster_gpus()
             self.device = choose_device(layout.device, gpus)
             devices = {stage.name: stage.devices for stage in layout.graph.stages}
@@ -127,12 +136,14 @@ class Cluster:
             )
             if not topology.only(own_node()):
                 common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))
+            self._lookout = _make_lookout(layout, topology)
+            stack.callback(self._lookout.stop)
             self.groups = {}
             for stage in layout.graph.stages:
                 of_stage, needs = slots[stage.name], layout.needs.get(stage.part, {})
                 nodes = () if local else topology.names(of_stage)
                 settings = GroupSettings(stage.name, len(of_stage), needs=needs, **common)
-                group = ActorGroup(settings, of_stage, reserved, nodes)
+                group = ActorGroup(settings, of_stage, reserved, nodes, self._lookout)
                 stack.callback(group.stop)
                 self.groups[stage.name] = group
             self._stack = stack.pop_all()
@@ -155,6 +166,7 @@ class Cluster:
         """The actors that read the data, ended with the cluster; arguments as `DatasetActor` has them."""
         layout = self._layout
         own: dict[str, Any] = {"log_dir": layout.log_dir, "needs": layout.needs.get("data", {}), "trace": layout.trace}
+        own["lookout"] = self._lookout
         graph = layout.graph
         step: dict[str, Any] = {"micro_batches": micro_batches, "shards": graph.works()}
         nodes = self._reader_nodes() if workers else ()
@@ -212,7 +224,14 @@ class Cluster:
             "pinned": self.device == "cuda",
             "cuda": self.device == "cuda",
             "check_collectives": layout.check_collectives,
+            "collective_s": layout.collective_timeout_s + GROUP_LATER_S,
+            "steps_done": layout.steps_done,
         }
+
+
+def _make_lookout(layout: Layout, topology: Topology) -> Lookout:
+    names = {} if layout.address == LOCAL else {node.id: node.name for node in topology.nodes}
+    return Lookout(layout.collective_timeout_s, layout.log_dir, own_node(), names)
 
 
 def warn_cross_node_groups(
@@ -230,62 +249,3 @@ def warn_cross_node_groups(
     if straddles:
         lines = [describe_straddle(straddle, topology.names(slots[straddle.stage])) for straddle in straddles]
         warnings.warn("\n".join(lines), stacklevel=2)
-
-
-def check_devices_here(asked: str, bundles: int, collocate: bool) -> None:
-    """Checks for a Ray of our own on this machine, without starting it: may `bundles` devices be GPUs?
-
-    Raises ConfigError. On the nodes of a running cluster, each rank looks for itself when it joins.
-    """
-    if asked == "cpu":
-        return
-    gpus = read_gpus()
-    if asked == "cuda":
-        choose_device(asked, len(gpus) or torch.cuda.device_count())
-    if gpus:
-        require_own_gpu(HERE)
-        check_gpus(gpus, collocate or len(gpus) < bundles, HERE)
-
-
-def choose_device(asked: str, gpus: float) -> str:
-    """cpu or cuda. Raises ConfigError when cuda is asked for and there is no GPU."""
-    if asked == "auto":
-        return "cuda" if gpus else "cpu"
-    if asked == "cuda" and not gpus:
-        raise ConfigError("cluster.device=cuda, but there is no GPU; set cluster.device=cpu or auto")
-    return asked
-
-
-def choose_transport(asked: str, nodes: str, count: int, gpus: float) -> str:
-    """The transport of tensors between actors on `count` nodes, described by `nodes`, that use `gpus`.
-
-    Raises ConfigError when shared memory is asked for and the actors are on several nodes, or CUDA IPC and they do not
-    share one GPU.
-    """
-    if asked == CUDA_IPC and (count > 1 or gpus != 1):
-        raise ConfigError(
-            f"cluster.transport=cuda_ipc, but the actors use {gpus:g} GPUs on {count} nodes, and it goes between "
-            "actors that share one GPU; set cluster.transport=auto"
-        )
-    if asked == "auto":
-        return SHARED_MEMORY if count == 1 and available() else OBJECT_STORE
-    if asked == SHARED_MEMORY and count > 1:
-        raise ConfigError(
-            f"cluster.transport={SHARED_MEMORY}, but the actors lie on {count} nodes, {nodes}; set "
-            "cluster.transport=auto"
-        )
-    return asked
-
-
-def choose_backend(device: str, gpus_per_bundle: float) -> str:
-    """nccl where every rank of a group has a GPU of its own; gloo otherwise, with a warning on GPUs."""
-    if device == "cpu":
-        return "gloo"
-    if gpus_per_bundle >= 1.0:
-        return "nccl"
-    warnings.warn(
-        f"ranks of one group share a GPU ({gpus_per_bundle:g} GPU each), which NCCL refuses: collectives go through "
-        "gloo and host memory. Correct, but slow; use as many GPUs as ranks for real runs",
-        stacklevel=2,
-    )
-    return "gloo"

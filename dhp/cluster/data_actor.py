@@ -14,10 +14,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp.cluster.clock import ClockReading, offset_ns, read_clock
 from dhp.cluster.host import require_paths
+from dhp.cluster.lookout import Lookout
 from dhp.cluster.placement.nodes import own_node
+from dhp.cluster.post import Post, own_post
 from dhp.cluster.processes import named_errors, redirect_output
 from dhp.cluster.remote_values import RemoteValue
-from dhp.cluster.stacks import keep_stacks
+from dhp.cluster.stacks import open_stacks
 from dhp.cluster.watch import Watched, fetch, wait_all
 from dhp.core.batch import Batch
 from dhp.core.errors import UnreadableVideo
@@ -35,11 +37,16 @@ class _Reader:
 
         self._who = who
         redirect_output(log_dir, log_name)
-        keep_stacks(log_dir, log_name)
+        self._files = log_name, open_stacks(log_dir, log_name)
         torch.set_num_threads(threads)
         self._feed: Any = None
         if trace:
             keep_spans()
+
+    def post(self) -> Post:
+        """Where this process is looked at from outside."""
+        name, stacks = self._files
+        return own_post(name, ray.get_runtime_context().get_node_id(), stacks)
 
     def open(
         self, factory: Callable[..., Any], arguments: tuple[Any, ...], needs: Mapping[str, str], readers: Sequence[Any]
@@ -146,6 +153,7 @@ class DatasetActor:
         needs: Mapping[str, str] | None = None,
         trace: bool = False,
         nodes: Sequence[str] = (),
+        lookout: Lookout | None = None,
     ):
         """shards: how many each part has.
 
@@ -158,6 +166,8 @@ class DatasetActor:
         needs: paths that must exist on its node, by configuration key.
 
         trace: keep spans.
+
+        lookout: of the run, who looks at its processes; None: nobody does.
         """
         self._micro_batches, self._shards = micro_batches, dict(shards)
         self._prefetch = prefetch
@@ -175,7 +185,11 @@ class DatasetActor:
             for own, who, log in zip(pinned, names, logs, strict=True)
         ]
         self._names = {actor._actor_id: name for actor, name in zip(self._actors, names, strict=True)}
-        self._readers = self._actors[1:] or self._actors
+        self._readers, self._lookout = self._actors[1:] or self._actors, lookout
+        if lookout is not None:
+            for actor, name in zip(self._actors, names, strict=True):
+                lookout.add(name, actor.post.remote())
+        self._places = dict(zip(names, places, strict=True))
         args = (factory, arguments, dict(needs or {}), self._readers)
         self._watched = [self._watch(actor, "opening the datasets", actor.open.remote(*args)) for actor in self._actors]
 
@@ -271,7 +285,9 @@ class DatasetActor:
         return _Step(refs, [self._watch(keeper, _reading(step), batch), self._watch(reader, _reading(step), refs[0])])
 
     def _watch(self, actor: Any, what: str, ref: Any) -> Watched:
-        return Watched(self._names[actor._actor_id], what, ref, actor._actor_id.hex())
+        name, lookout = self._names[actor._actor_id], self._lookout
+        node = "" if lookout is None else lookout.node_name(self._places[name])
+        return Watched(name, what, ref, actor._actor_id.hex(), node, lookout)
 
 
 def _reading(step: int) -> str:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from dhp.core.errors import DhpError, RankRaised
+from dhp.core.errors import RAISED, DhpError, Fault, RankRaised
 
 GRACE_S = 5.0  # for a process to end after SIGTERM: the raylet ends its own helpers meanwhile
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # states T and t: by a signal, by a debugger
 _POLL_S = 0.1
 _KILLED_S = 5.0  # the kernel takes a moment, on a busy machine more of one
 
@@ -41,15 +42,11 @@ def is_named(process: psutil.Process, name: str) -> bool:
     return False
 
 
-def stopped_descendants() -> dict[str, int]:
-    """Those below this one that a signal has stopped: process id by name, that of a rank's log where it has one."""
-    found = {}
-    for process in descendants():
-        with suppress(psutil.Error, OSError):
-            if process.status() == psutil.STATUS_STOPPED:
-                output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-                found[output.stem if output.suffix == ".log" else process.name()] = process.pid
-    return found
+def is_stopped(process: psutil.Process) -> bool:
+    """Whether a signal or a debugger has stopped it; a process that is gone is not."""
+    with suppress(psutil.Error):
+        return process.status() in STOPPED
+    return False
 
 
 def end_descendants(but: Collection[int] = ()) -> None:
@@ -127,4 +124,4 @@ def named_errors(who: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         text = f"{who} failed in {what}: {type(error).__name__}: {error}"
-        raise RankRaised(f"{text}\n{traceback.format_exc()}") from None
+        raise RankRaised(f"{text}\n{traceback.format_exc()}", Fault(RAISED, who, what)) from None

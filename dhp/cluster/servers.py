@@ -1,6 +1,7 @@
 """The servers of a Ray of our own as processes: whether they live, and their end with all that they started.
 
-Ray's core notices the death of its control store after a minute, and then aborts the driver without a word.
+Ray's core notices the death of its control store after a minute, and then aborts the driver without a word. One that a
+signal has stopped it does not notice at all.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from dhp.cluster.processes import has_ended, is_named, send
+from dhp.cluster.processes import has_ended, is_named, is_stopped, send
 from dhp.core.errors import ClusterError
 from dhp.core.process import INTERRUPTED, is_command
 
 NAMES = {"gcs_server": "its control store", "raylet": "its server of this node"}
 CHECK_S = 1.0
+STOPPED_S = 30.0  # a server may be stopped for so long
 LEFT_S = 2.0  # for Ray's agents to end after Ray
 TEARDOWN_S = 20.0  # then what hangs in it is ended by force
 FORCED_S = 8.0  # after that the process ends itself
@@ -35,6 +37,7 @@ class _Own:
     family: frozenset[psutil.Process] = frozenset()
     folder = Path()  # of their logs
     checked = 0.0
+    stopped: Mapping[str, float] = {}  # since when, by program
 
 
 @contextmanager
@@ -44,7 +47,7 @@ def own_servers(others: Collection[int], folder: Path) -> Iterator[None]:
     before = (_Own.servers, _Own.family, _Own.folder)  # of another Ray, which is none of this one's
     children = [child for child in psutil.Process().children() if child.pid not in others]
     _Own.servers = {name: child for child in children for name in NAMES if is_named(child, name)}
-    _Own.family, _Own.folder = frozenset(), folder
+    _Own.family, _Own.folder, _Own.stopped = frozenset(), folder, {}
     _remember()
     try:
         yield
@@ -57,7 +60,8 @@ def own_servers(others: Collection[int], folder: Path) -> Iterator[None]:
 
 
 def require_servers(at_once: bool = False) -> None:
-    """Raise ClusterError where a server of our own Ray has ended. Looks once a `CHECK_S`, or at once."""
+    """Raise ClusterError where a server of our own Ray has ended, or is stopped for `STOPPED_S`. Looks once a
+    `CHECK_S`, or at once."""
     now = time.monotonic()
     if not _Own.servers or not at_once and now - _Own.checked < CHECK_S:
         return
@@ -68,6 +72,20 @@ def require_servers(at_once: bool = False) -> None:
             f"Ray's {' and '.join(ended)} ended, and the run with it. Frequent causes: the machine ran out of memory "
             "and killed it (see `dmesg`), or somebody did. Where it ended by itself, its own log says more"
         )
+    _Own.stopped = {name: _Own.stopped.get(name, now) for name, one in _Own.servers.items() if is_stopped(one)}
+    late = [name for name, since in _Own.stopped.items() if now - since >= STOPPED_S]
+    if late:
+        raise ClusterError(_stopped(late))
+
+
+def _stopped(names: Sequence[str]) -> str:
+    shown = " and ".join(f"{name} ({NAMES[name]}, process {_Own.servers[name].pid})" for name in names)
+    pids = " ".join(str(_Own.servers[name].pid) for name in names)
+    return (
+        f"Ray's {shown} has been stopped for {STOPPED_S:g} s (SIGSTOP or a debugger), and the run ends: without it no "
+        f"actor can be started or ended, and no death of one is known. `kill -CONT {pids}` in time lets it go on; "
+        "training.resume=auto continues from the newest checkpoint"
+    )
 
 
 @contextmanager
@@ -77,7 +95,7 @@ def limited_teardown(error: BaseException | None) -> Iterator[None]:
     completed."""
     _remember()
     ended = threading.Event()
-    broken = any(map(has_ended, _Own.servers.values()))
+    broken = any(has_ended(server) or is_stopped(server) for server in _Own.servers.values())
     if broken:
         _kill()
     limits = (0.0, BROKEN_S) if broken else (TEARDOWN_S, FORCED_S)

@@ -1,10 +1,9 @@
-"""Where the actors of a run stand: on SIGUSR1 each writes the stacks of its threads beside its log, also while it waits
-in a collective and answers no call. Where several stand alike and one does not, that one is who they wait for."""
+"""Where the actors of a run stand: on SIGUSR1 each writes the stacks of its threads to a file, also while it waits in a
+collective and answers no call. Where several stand alike and one does not, that one is who they wait for."""
 
 from __future__ import annotations
 
 import faulthandler
-import os
 import re
 import signal
 import time
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from dhp.cluster.processes import descendants
+from dhp.cluster.post import Post, open_kept
+from dhp.cluster.processes import is_stopped
 
 SUFFIX = ".stacks"
 WAIT_S = 2.0  # for an actor to write them; one that is frozen never does
@@ -25,6 +25,8 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _FOLDERS = re.compile(r"^.*/(?:site-packages|python\d+\.\d+)/")
 _OURS = "dhp/"
+_STARTS = "dhp/cluster/forks/"  # below all that a process does
+_IN_FRONT = ("dhp/parallel/traffic.py",)  # of every collective: says nothing
 
 
 @dataclass(frozen=True)
@@ -39,36 +41,53 @@ class Frame:
         return f"{self.name} ({self.file}:{self.line})"
 
 
-def keep_stacks(log_dir: str | None, name: str) -> None:
-    """From here on SIGUSR1 adds the stacks of this process's threads to a file beside its log. log_dir: None: it has no
-    log of its own, and keeps none."""
-    if log_dir is None:
-        return
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # not to what a link leads to
-    with suppress(OSError):  # the log says what is wrong with the folder
-        faulthandler.register(
-            signal.SIGUSR1, os.open(Path(log_dir) / f"{name}{SUFFIX}", flags, 0o644), all_threads=True
-        )
+def open_stacks(log_dir: str | None, name: str) -> str:
+    """From here on SIGUSR1 adds the stacks of this process's threads to a file, whose path is returned: see
+    `dhp.cluster.post.open_kept`."""
+    file, path = open_kept(log_dir, f"{name}{SUFFIX}", append=True)
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+    return path
 
 
-def take_stacks(names: Collection[str], wait_s: float = WAIT_S) -> dict[str, tuple[Frame, ...]]:
-    """Ask the actors of these names (`text-1`, as of their logs) on this machine where they are: frames of the thread
-    that works, innermost first. One that does not answer is left out."""
-    files = {name: (process, file) for process, file in _actors() if (name := file.stem) in names}
-    begins = {name: file.stat().st_size for name, (_, file) in files.items()}
-    for process, _ in files.values():
-        with suppress(psutil.Error):
-            process.send_signal(signal.SIGUSR1)
-    found: dict[str, tuple[Frame, ...]] = {}
+def take_stacks(posts: Collection[Post], wait_s: float = WAIT_S) -> dict[Post, str]:
+    """Ask these processes, which are on this machine, where they are: what each added to its file. One that does
+    not answer is left out."""
+    begins = {post: size for post in posts if (size := _size(post)) is not None and _asks(post)}
+    found: dict[Post, str] = {}
     deadline, before = time.monotonic() + wait_s, dict(begins)
-    while len(found) < len(files) and time.monotonic() < deadline:
+    while len(found) < len(begins) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        for name in files.keys() - found.keys():
-            size = files[name][1].stat().st_size
-            if size > begins[name] and size == before[name]:  # nothing was added since the last look
-                found[name] = working(files[name][1].read_bytes()[begins[name] :].decode(errors="replace"))
-            before[name] = size
-    return {name: frames for name, frames in found.items() if frames}
+        for post in [post for post in begins if post not in found]:
+            size = _size(post) or 0
+            if size > begins[post] and size == before[post]:  # nothing was added since the last look
+                found[post] = _read(post, begins[post])
+            before[post] = size
+    return found
+
+
+def _size(post: Post) -> int | None:
+    try:
+        return Path(post.stacks).stat().st_size
+    except OSError:
+        return None
+
+
+def _asks(post: Post) -> bool:
+    """Send the signal, unless the process is gone or stopped: it would answer when it goes on, to nobody."""
+    process = post.process()
+    if process is None or is_stopped(process):
+        return False
+    with suppress(psutil.Error):
+        process.send_signal(signal.SIGUSR1)
+        return True
+    return False
+
+
+def _read(post: Post, begin: int) -> str:
+    with suppress(OSError), open(post.stacks, "rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace")
+    return ""
 
 
 def working(text: str) -> tuple[Frame, ...]:
@@ -78,7 +97,9 @@ def working(text: str) -> tuple[Frame, ...]:
         if _THREAD.match(line):
             frames = threads.setdefault(line, [])
         elif threads and (frame := _FRAME.match(line)):
-            frames.append(Frame(_short(frame["file"]), int(frame["line"]), frame["name"]))
+            found = Frame(_short(frame["file"]), int(frame["line"]), frame["name"])
+            if found.file not in _IN_FRONT:
+                frames.append(found)
     chosen = next((of for line, of in threads.items() if line.startswith("Current")), None)
     return tuple(chosen if chosen is not None else next(reversed(threads.values()), ()))
 
@@ -110,7 +131,7 @@ def describe(stacks: Mapping[str, tuple[Frame, ...]]) -> str:
 
 
 def _place(frames: tuple[Frame, ...]) -> str:
-    ours = next((frame for frame in frames if frame.file.startswith(_OURS)), None)
+    ours = next((f for f in frames if f.file.startswith(_OURS) and not f.file.startswith(_STARTS)), None)
     inner = f"in {frames[0]}"
     return inner if ours is None or ours == frames[0] else f"{inner}, from {ours}"
 
@@ -118,15 +139,3 @@ def _place(frames: tuple[Frame, ...]) -> str:
 def _short(file: str) -> str:
     inside = file.rpartition(f"/{_OURS}")
     return f"{_OURS}{inside[2]}" if inside[1] and "site-packages" not in file else _FOLDERS.sub("", file)
-
-
-def _actors() -> list[tuple[psutil.Process, Path]]:
-    """Processes below this one that keep stacks, and the files of these."""
-    found = []
-    for process in descendants():
-        with suppress(psutil.Error, OSError):
-            log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-            file = log.with_name(f"{log.stem}{SUFFIX}")
-            if log.suffix == ".log" and file.is_file() and process.status() != psutil.STATUS_STOPPED:
-                found.append((process, file))
-    return found

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from dhp.cluster.call_file import read_calls
-from dhp.cluster.processes import stopped_descendants
+from dhp.cluster.control_store import require_answers
+from dhp.cluster.lookout import Lookout
 from dhp.cluster.servers import CHECK_S, require_servers
-from dhp.cluster.stacks import SUFFIX, describe, odd_ones, take_stacks
+from dhp.cluster.stacks import SUFFIX, describe
+from dhp.cluster.stall import Seen, Stall, find_stall, frames, named, suspects
 from dhp.core.errors import DIED, DRAINED, HUNG, LOST, RAISED, DhpError, Fault, PartFailed, RankRaised
 
 DEATH_TIMEOUT_S = 5.0  # how long a neighbour's death may take to be known after its connections broke
@@ -22,15 +24,18 @@ _NODE_DIED = "its node has died"  # in Ray's message of an actor's death
 
 @dataclass(frozen=True)
 class Watched:
-    """A submitted call: the actor's name, what it is, the ref of its status, Ray's id of the actor, the file
-    of its collectives (`dhp.cluster.call_file`), the name of its node; empty on the machine of the run itself."""
+    """A submitted call: the actor's name, what it is, the ref of its status, Ray's id of the actor, the name of its
+    node, empty on the machine of the run itself; and who looks at the run's processes from outside."""
 
     who: str
     what: str
     ref: Any
     actor: str = ""
-    calls: str | None = None
     node: str = ""
+    lookout: Lookout | None = None
+
+    def __str__(self) -> str:
+        return f"{self.who} on node {self.node}" if self.node else self.who
 
     def fault(self, kind: str) -> Fault:
         """A fault of this call."""
@@ -41,8 +46,9 @@ def wait_all(watched: Sequence[Watched], timeout_s: float, until: Any = None) ->
     """Return when all calls have worked: True. Or when the ref `until` is ready before that: False.
 
     Raises as soon as one fails, without waiting for ranks that hang in a collective because of it: DhpErrors of a
-    worker as they are, anything else as PartFailed. Raises PartFailed when nothing finishes for `timeout_s`, and
-    ClusterError when a server of the run's own Ray ends.
+    worker as they are, anything else as PartFailed. Raises PartFailed when nothing finishes for `timeout_s`, or when a
+    collective holds a rank for longer than cluster.collective_timeout_s, and ClusterError when a server of the run's
+    own Ray ends or stops, or Ray's control store does not answer.
     """
     names = {entry.actor: entry for entry in watched}
     waiting = {entry.ref: entry for entry in watched}
@@ -50,9 +56,11 @@ def wait_all(watched: Sequence[Watched], timeout_s: float, until: Any = None) ->
     deadline = time.monotonic() + timeout_s
     while waiting:
         require_servers()
+        require_answers()
         left = max(0.0, deadline - time.monotonic())
         ready, _ = ray.wait([*others, *waiting], num_returns=1, timeout=min(CHECK_S, left))
         if not ready and left > CHECK_S:
+            _require_progress(watched)
             continue
         if not ready:
             raise _stuck(list(waiting.values()), timeout_s)
@@ -75,13 +83,13 @@ def _check(entry: Watched, others: Sequence[Watched], names: Mapping[str, Watche
     try:
         ray.get(entry.ref, timeout=0)
     except GetTimeoutError:
-        raise PartFailed(f"{entry.who} finished {entry.what}, but its result is lost", entry.fault(LOST)) from None
+        raise PartFailed(f"{entry} finished {entry.what}, but its result is lost", entry.fault(LOST)) from None
     except RayTaskError as error:
         raise _readable(entry, error.cause, others, names) from None
     except RayActorError as error:
         raise _death(entry, error, names) from None
     except RayError as error:
-        text = f"{entry.who} in {entry.what}: {type(error).__name__}: {error}"
+        text = f"{entry} in {entry.what}: {type(error).__name__}: {error}"
         raise PartFailed(text, entry.fault(LOST)) from error  # what Ray itself fails of
 
 
@@ -95,9 +103,17 @@ def _readable(entry: Watched, cause: Exception, others: Sequence[Watched], names
     if dead is not None:
         return dead
     if isinstance(cause, RankRaised):
-        return PartFailed(str(cause), entry.fault(RAISED))
-    text = f"{entry.who} failed in {entry.what}: {type(cause).__name__}: {cause}"
+        return _raised(cause, names)
+    text = f"{entry} failed in {entry.what}: {type(cause).__name__}: {cause}"
     return PartFailed(text, entry.fault(RAISED))
+
+
+def _raised(error: RankRaised, names: Mapping[str, Watched]) -> PartFailed:
+    """What an actor raised, which another one may have received that depends on it: with the node of the first."""
+    fault = error.fault
+    node = next((entry.node for entry in names.values() if entry.who == fault.who), "")
+    where = f"{fault.who} on node {node}" if node else fault.who
+    return PartFailed(str(error).replace(fault.who, where, 1), replace(fault, node=node))
 
 
 def _find_death(others: Sequence[Watched], names: Mapping[str, Watched]) -> DhpError | None:
@@ -123,48 +139,101 @@ def _find_death(others: Sequence[Watched], names: Mapping[str, Watched]) -> DhpE
 def _death(entry: Watched, error: RayActorError, names: Mapping[str, Watched]) -> DhpError:
     require_servers(at_once=True)  # or a rank would be blamed for the end of Ray
     dead = names.get(error.actor_id or "", entry)
-    who = dead.who
-    when = f"during {entry.what}" if who == entry.who else f"while {entry.who} waited for it in {entry.what}"
+    when = f"during {entry.what}" if dead.who == entry.who else f"while {entry.who} waited for it in {entry.what}"
     reason = str(error).split(" Some common causes", 1)[0].strip()
-    kind = LOST if isinstance(error, ActorUnavailableError) or _NODE_DIED in reason else DIED
-    where = f" on node {dead.node}" if dead.node else ""
+    lost = isinstance(error, ActorUnavailableError) or _NODE_DIED in reason
+    kind = DRAINED if error.preempted else LOST if lost else DIED
     return PartFailed(
-        f"{who}{where} died {when}: {reason}\n"
+        f"{_end_of(dead, kind)} {when}: {reason}\n"
         "Potential causes: the process ran out of memory and was killed, a native library crashed, or its node was "
         "lost. The actor's own log is in the run directory's logs/, or in Ray's log where its node cannot write there",
-        dead.fault(DRAINED if error.preempted else kind),
+        dead.fault(kind),
+    )
+
+
+def _end_of(dead: Watched, kind: str) -> str:
+    """`text rank 1 on node 10.0.0.6 died`; of a node that is gone, that one first: it took the rank along."""
+    if kind == LOST and dead.node:
+        return f"node {dead.node} was lost, or cannot be reached, and {dead.who} with it,"
+    return f"{dead} was lost, or cannot be reached," if kind == LOST else f"{dead} died"
+
+
+def _require_progress(watched: Sequence[Watched]) -> None:
+    """Raise PartFailed where a collective has held a rank of the run for too long."""
+    for lookout in {entry.lookout for entry in watched if entry.lookout is not None}:
+        stall = lookout.watch()
+        if stall is not None:
+            seen = lookout.look(stacks=True)
+            raise _held(find_stall(seen, lookout.collective_s) or stall, seen, lookout.collective_s)
+
+
+def _held(stall: Stall, seen: Mapping[str, Seen], limit_s: float) -> PartFailed:
+    waiting, causes = stall.waiting, stall.causes or suspects(seen, list(seen))
+    assert waiting.beat is not None
+    call, held_s = waiting.beat.call, waiting.held_s or limit_s
+    if stall.missing and all(one.stands for one in stall.missing):
+        text = (
+            f"{named(stall.missing)} is stopped or gone: {waiting} has waited for it for {held_s:.0f} s in a collective"
+        )
+    elif stall.missing:
+        text = f"{named(stall.missing)} did not enter a collective in which {waiting} has waited for {held_s:.0f} s"
+    else:
+        text = f"{waiting} has waited for {held_s:.0f} s in a collective, and so have all of its group, in unlike ones"
+    others = [one for one in causes if one not in stall.missing]
+    text += f": {call}. " + (f"Held up by {named(others)}. " if others else "")
+    return PartFailed(
+        f"{text}The limit is cluster.collective_timeout_s={limit_s:g}: a rank that is only slow, as one that compiles "
+        "alone, needs a larger one. Ranks that begin unequally many collectives are a defect, which "
+        f"cluster.check_collectives=true finds where it begins{_quoted(seen, causes)}",
+        _blamed(causes or list(stall.missing) or [waiting]),
     )
 
 
 def _stuck(waiting: Sequence[Watched], timeout_s: float) -> PartFailed:
     # Each actor works in order: what it hangs in is the first of its open calls.
     first = {entry.who: entry for entry in reversed(waiting)}
-    shown = "; ".join(f"{who} in {first[who].what}" for who in sorted(first))
-    calls = {who: read_calls(first[who].calls) for who in sorted(first)}
-    quoted = "".join(f"\n  {who}: {said}" for who, said in calls.items() if said)
-    frozen, stacks = stopped_descendants(), take_stacks([_log_name(who) for who in first])
-    stopped = "".join(
-        f"{name} is stopped (SIGSTOP; `kill -CONT {pid}` lets it go on). " for name, pid in frozen.items()
+    shown = "; ".join(f"{first[who]} in {first[who].what}" for who in sorted(first))
+    lookouts = {entry.lookout for entry in waiting if entry.lookout is not None}
+    seen = {who: one for lookout in lookouts for who, one in lookout.look(stacks=True).items()}
+    causes = suspects(seen, list(first))
+    blamed = f"Held up by {named(causes)}. " if causes else ""
+    fault = (
+        _blamed(causes, first)
+        if causes
+        else Fault(HUNG, ", ".join(sorted(first)), _actions(first.values()), _node(first))
     )
-    odd = odd_ones(stacks)
-    if odd and not frozen:
-        stopped = f"{', '.join(odd)} is not where the others of its part are, who may wait for it. "
-    if stacks:
-        quoted += f"\nWhere they stand (whole stacks in logs/*{SUFFIX}):{describe(stacks)}"
     return PartFailed(
-        f"no call finished for {timeout_s:g} s. Unfinished: {shown}. {stopped}A slow step needs a larger "
+        f"no call finished for {timeout_s:g} s. Unfinished: {shown}. {blamed}A slow step needs a larger "
         "cluster.step_timeout_s (a slow start a larger cluster.start_timeout_s). Ranks that share a group and began "
         "unequally many collectives in it wait for one another: that is a defect, which cluster.check_collectives=true "
-        f"finds where it begins; see logs/{quoted}",
-        Fault(HUNG, _culprits(first, [*frozen] or odd), ", ".join(dict.fromkeys(e.what for e in first.values()))),
+        f"finds where it begins; see logs/{_quoted(seen, causes)}",
+        fault,
     )
 
 
-def _culprits(first: Mapping[str, Watched], known: Sequence[str]) -> str:
-    """Those of the open calls that are known to hold up the others, by the names of their logs; else all."""
-    return ", ".join(sorted(who for who in first if _log_name(who) in known) or sorted(first))
+def _quoted(seen: Mapping[str, Seen], first: Sequence[Seen]) -> str:
+    """Lines of what each rank does, those who are to blame first, and of where they stand."""
+    order = [*first, *(one for _, one in sorted(seen.items()) if one not in first)]
+    lines = "".join(f"\n  {one.describe()}" for one in order if one.beat is not None or one.stands)
+    standing = frames(seen)
+    if standing:
+        lines += f"\nWhere they stand (whole stacks in logs/*{SUFFIX}):{describe(standing)}"
+    return lines
 
 
-def _log_name(who: str) -> str:
-    """`text-1` of `text rank 1`, as an actor's log is called."""
-    return who.replace(" rank ", "-")
+def _blamed(causes: Sequence[Seen], calls: Mapping[str, Watched] = MappingProxyType({})) -> Fault:
+    """calls: by who, the open ones, which say what processes without a heartbeat do."""
+    open_calls = {who: entry.what for who, entry in calls.items()}
+    actions = dict.fromkeys(
+        one.beat.verb or one.beat.action if one.beat else open_calls.get(one.who, "") for one in causes
+    )
+    nodes = dict.fromkeys(one.node for one in causes if one.node)
+    return Fault(HUNG, ", ".join(one.who for one in causes), ", ".join(actions), ", ".join(nodes))
+
+
+def _actions(entries: Iterable[Watched]) -> str:
+    return ", ".join(dict.fromkeys(entry.what for entry in entries))
+
+
+def _node(first: Mapping[str, Watched]) -> str:
+    return ", ".join(dict.fromkeys(entry.node for entry in first.values() if entry.node))

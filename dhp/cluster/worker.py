@@ -13,10 +13,11 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from dhp.cluster.call_file import call_file, keep_calls
 from dhp.cluster.clock import BusyTime, ClockReading, read_clock
 from dhp.cluster.gpus import check_gpus, read_gpus
+from dhp.cluster.heartbeat import IN_STEP, SUFFIX, Heart, keep_heartbeat
 from dhp.cluster.host import (
     LOOPBACK,
     choose_interface,
@@ -31,9 +32,10 @@ from dhp.cluster.host import (
     require_paths,
     whereabouts,
 )
+from dhp.cluster.post import Post, open_kept, own_post
 from dhp.cluster.processes import named_errors, redirect_output
 from dhp.cluster.remote_values import Lookahead, RemoteValue
-from dhp.cluster.stacks import keep_stacks
+from dhp.cluster.stacks import open_stacks
 from dhp.cluster.transport.shared_memory import CUDA_IPC, SHARED_MEMORY, Inbox, Outbox, take_refusals
 from dhp.core.batch import Bundle
 from dhp.core.collectives import RECORD
@@ -55,8 +57,6 @@ from dhp.core.tracing import (  # fmt: skip
     take_spans,
 )
 
-# Methods of a step: others, as saving, are no part of its time.
-_STEP = {"forward_step", "backward_step", "tied_gradient", "grad_norm_sq", "optimizer_step"}
 # What a trace calls an engine's methods.
 _KINDS = {
     "forward_step": FORWARD,
@@ -95,6 +95,11 @@ class GroupSettings:
     cuda: ranks use GPUs. shares_gpu: other processes of the run use a rank's GPU too.
 
     check_collectives: ranks agree on each collective before it begins (`dhp.core.collectives`).
+
+    timeout_s: of the rendezvous, and of collectives until the engine is made. collective_s: of collectives from then
+    on; None: the same.
+
+    steps_done: before this run, of which it is the continuation.
     """
 
     stage: str
@@ -113,6 +118,8 @@ class GroupSettings:
     cuda: bool = False
     shares_gpu: bool = False
     check_collectives: bool = False
+    collective_s: float | None = None
+    steps_done: int = 0
 
 
 GIVEN = ...  # in the place of an argument that is sent on its own
@@ -124,8 +131,12 @@ class Worker:
     def __init__(self, settings: GroupSettings, rank: int):
         self.settings, self.rank = settings, rank
         self._who = f"{settings.stage} rank {rank}"
-        redirect_output(settings.log_dir, f"{settings.stage}-{rank}")
-        keep_stacks(settings.log_dir, f"{settings.stage}-{rank}")
+        name = f"{settings.stage}-{rank}"
+        redirect_output(settings.log_dir, name)
+        self._heart = Heart(settings.steps_done, NCCL in settings.backend)
+        file, path = open_kept(settings.log_dir, f"{name}{SUFFIX}")
+        keep_heartbeat(file, self._heart.beat)
+        self._files = open_stacks(settings.log_dir, name), path
         own_local_rank()
         if settings.cuda:
             expand_segments(settings.transport)
@@ -135,6 +146,7 @@ class Worker:
         if settings.keep_memory:
             keep_freed_memory()
         self._listener: socket.socket | None = None
+        self._limited = 0  # process groups whose limit is that of training
         self._trainer: Any = None
         self._inbox: Inbox = Inbox(settings.pinned)
         self._outbox: Outbox | None = None
@@ -145,6 +157,11 @@ class Worker:
         self._busy = BusyTime(settings.cuda)
         if settings.trace:
             keep_spans()
+
+    def post(self) -> Post:
+        """Where this process is looked at from outside."""
+        settings = self.settings
+        return own_post(f"{settings.stage}-{self.rank}", ray.get_runtime_context().get_node_id(), *self._files)
 
     def listen(self) -> tuple[str, int]:
         """Open the rendezvous of the group on this rank: its address, bound to nothing wider than it must be."""
@@ -170,6 +187,7 @@ class Worker:
         """Make the engine; the process group is ready by then."""
         with named_errors(self._who, "loading the stage"):
             self._trainer = factory(*arguments)
+            self._limit_collectives()
 
     def call(self, verbs: tuple[tuple[str, tuple[Any, ...]], ...], *values: Any) -> Any:
         """Run methods of the engine one after another, each with its arguments; the next of `values` stands wherever
@@ -182,12 +200,14 @@ class Worker:
 
     def _run(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The results of one method."""
-        name = f"{method} {arguments[0]}" if arguments and isinstance(arguments[0], int) else method
+        micro_batch = arguments[0] if arguments and isinstance(arguments[0], int) else None
+        name = method if micro_batch is None else f"{method} {micro_batch}"
+        self._heart.begin(method, micro_batch)
         add_span(f"for {name}", WAIT, self._idle_since, time.perf_counter_ns())
         with named_errors(self._who, method):
             with span("receive", TRANSFER):
                 given = [self._open(argument) for argument in arguments]
-            in_step = self._busy.measured() if method in _STEP else nullcontext()
+            in_step = self._busy.measured() if method in IN_STEP else nullcontext()
             with span(name, _KINDS.get(method, OPTIMIZER)), in_step:
                 result = getattr(self._trainer, method)(*given)
             if isinstance(result, StageReport):
@@ -199,6 +219,8 @@ class Worker:
                     self._outbox.flush()
         if method in _END_STEP and self._outbox is not None:
             self._outbox.end_step()
+        self._heart.end(method == "optimizer_step")
+        self._limit_collectives()
         self._idle_since = time.perf_counter_ns()
         return results
 
@@ -253,6 +275,15 @@ class Worker:
             timeout=timeout,
             device_id=device,
         )
-        keep_calls(call_file(self.settings.log_dir, self.settings.stage, self.rank), RECORD.__str__)
         if self.settings.check_collectives:
             RECORD.check(dist.PrefixStore("checks", store), self.settings.timeout_s)
+
+    def _limit_collectives(self) -> None:
+        """Give all process groups the limit of a collective in training, those too that the engine has made since,
+        which have the backend's own. While the stage was loaded theirs was longer: ranks read their weights at speeds
+        of their own, and wait for one another."""
+        groups = list(_world.pg_map)
+        if len(groups) != self._limited and self.settings.collective_s is not None:
+            for group in groups:
+                _set_pg_timeout(timedelta(seconds=self.settings.collective_s), group)
+            self._limited = len(groups)

@@ -178,7 +178,15 @@ def check_cluster(cluster: ClusterConfig) -> None:
     """Raises ConfigError for the first field out of its range."""
     require_choice("cluster.transport", cluster.transport, TRANSPORTS)
     require_choice("cluster.device", cluster.device, ("auto", "cpu", "cuda"))
-    _require_positive("cluster", cluster, "start_timeout_s", "step_timeout_s", "threads_per_actor", "devices")
+    limits = ("start_timeout_s", "step_timeout_s", "collective_timeout_s")
+    _require_positive("cluster", cluster, *limits, "threads_per_actor", "devices")
+    collective_s = cluster.collective_timeout_s
+    if collective_s is not None and collective_s > cluster.step_timeout_s:
+        raise ConfigError(
+            f"cluster.collective_timeout_s={collective_s:g} > cluster.step_timeout_s={cluster.step_timeout_s:g}: a "
+            "step without progress would end the run first, without the names of the ranks that others wait for. Set "
+            "cluster.collective_timeout_s to null or to less, or raise cluster.step_timeout_s"
+        )
     if not re.fullmatch(r"local|auto|(ray://)?[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+", cluster.address):
         raise ConfigError(
             f"cluster.address={cluster.address} is not an address; set it to local (a Ray of this run's own), "

@@ -14,10 +14,12 @@ from dhp.config.layout import LAYOUTS, resolve_part
 from dhp.config.parts import OPTIONAL, decoder, encoders, parts, resolved, sections, split_share
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training, require_choice
 from dhp.config.rules import FSDP, check_balance, check_run
-from dhp.config.schema import Config
+from dhp.config.schema import ClusterConfig, Config
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.addresses import without_file_scheme
 from dhp.core.errors import ConfigError, raise_all
+
+COLLECTIVE_TIMEOUT_S = 600.0  # torch's own for NCCL
 
 
 def resolve(config: Config, reads: bool = True) -> Config:
@@ -58,6 +60,12 @@ def check_together(config: Config) -> None:
     check_evaluation(config)
     check_balance(config)
     micro_batches(config)
+
+
+def collective_timeout_s(cluster: ClusterConfig) -> float:
+    """cluster.collective_timeout_s, or its default."""
+    given = cluster.collective_timeout_s
+    return min(COLLECTIVE_TIMEOUT_S, cluster.step_timeout_s) if given is None else given
 
 
 def micro_batches(config: Config) -> int:

@@ -19,7 +19,7 @@ from dhp.core.process import say_nothing
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that something was here
 _RECORD = (*_MARKS, "trace.json", "tb", "faults")
 _LOGGERS = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlog"}  # where each leaves a run, by its name
-_RANK_LOG = re.compile(rf"({'|'.join(PARTS)}|data)(\.\d+)?(-\w+)*\.(log|calls|stacks)")
+_RANK_LOG = re.compile(rf"({'|'.join(PARTS)}|data)(\.\d+)?(-\w+)*\.(log|stacks|heartbeat)")
 _CHECKPOINT = re.compile(r"step_\d+(\.(partial|removed))?|best(\.json)?(\.\d+\.tmp)?")
 # config.yaml of a run has all of them, that of an earlier release too.
 _SECTIONS = {"run_dir", *(name for name in PARTS if name not in OPTIONAL), "training", "data", "cluster"}

@@ -72,6 +72,12 @@ class ClusterConfig:
     step_timeout_s: float = 1800.0
     """A step without any progress for this long has failed, seconds."""
 
+    collective_timeout_s: Optional[float] = None
+    """The longest that a rank may wait inside one collective for others to enter it, seconds: then the run fails, and
+    the message names those that did not. What a rank computes between collectives is not limited by it, but its peers
+    wait for that: raise it where one may compile, or read, for longer than the others. Not beyond step_timeout_s. While
+    the parts are loaded their own limit holds (start_timeout_s). Null: 600, or step_timeout_s where that is shorter."""
+
     check_collectives: bool = False
     """Ranks agree on each collective (operation, shapes, type, the layer that it is about) before it begins, so that
     one that differs between ranks ends the run with its name. Slow: a round over the network for each. For layouts that

@@ -132,6 +132,8 @@ class StepInfo:
     no longer than a rank's even share of their row; None where none do.
 
     sample_digest: of which samples it has (`dhp.data.sampling.step_ids.digest`); "": not known.
+
+    work: what each shard of a part has to compute, relative to the part's others, by part.
     """
 
     step: int
@@ -153,6 +155,7 @@ class StepInfo:
     cached_images: int = 0
     sp_ratio: float | None = None
     sample_digest: str = ""
+    work: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

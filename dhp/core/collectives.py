@@ -10,6 +10,7 @@ compares operations and shapes alone; here the calling function and its layer ar
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store, get_process_group_ranks
 
 from dhp.core.errors import PartFailed
+from dhp.core.tracing import add_waited
 
 CALLERS = 3  # functions on the stack that name a call's origin, the innermost first
 _KEPT = 64  # calls of a group that stay in the store: no rank is further behind
@@ -38,13 +40,15 @@ _UNEVEN = {"alltoall_base_", "alltoall_"}  # whose ranks may send and receive di
 @dataclass(frozen=True)
 class Call:
     """A collective, or a message between two ranks of a group, as this rank begins it. number: of the group's
-    collectives so far. tensors: type and shape of each."""
+    collectives so far. tensors: type and shape of each. members: which of the stage's ranks are in the group; none: not
+    known."""
 
     group: str
     ranks: int
     number: int
     operation: str
     tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    members: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         shapes = [tuple("*" if own < 0 else own for own in shape) for _, shape in self.tensors]
@@ -58,16 +62,35 @@ class CallRecord:
 
     def __init__(self) -> None:
         self.last: Call | None = None
+        self.held_since: float | None = None  # by the clock `time.monotonic`: since when a collective holds the process
+        self.last_begun = 0.0  # when the last call began, by the same clock
+        self._depth = 0
+        self._members: dict[str, tuple[int, ...]] = {}  # by group
         self._numbers: Counter[str] = Counter()  # by group, without messages, which no two ranks need make alike
         self._store: Store | None = None
         self._timeout = timedelta(0)
         self._layer = ""
 
-    def __str__(self) -> str:
-        if self.last is None:
-            return "no collective so far"
-        groups = ", ".join(f"{count} in group {name}" for name, count in sorted(self._numbers.items()))
-        return f"collectives so far: {groups or 'none'}; the last call: {self.last}"
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Collectives that this process began, by group. May be read from another thread."""
+        return dict(self._numbers)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around what returns when other ranks have done their share: the seconds are added to `dhp.core.tracing`.
+        Blocks may lie within one another."""
+        self._depth += 1
+        begun = time.monotonic()
+        if self._depth == 1:
+            self.held_since = begun
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.held_since = None
+                add_waited(time.monotonic() - begun)
 
     @property
     def checks(self) -> bool:
@@ -85,7 +108,10 @@ class CallRecord:
         self._numbers[name] += together
         rows = (-1,) if operation in _UNEVEN else ()
         tensors = tuple((one.dtype, (*rows, *one.shape[len(rows) :])) for one in _tensors(arguments[:2]))
-        self.last = Call(name, group.size(), self._numbers[name], operation, tensors)
+        if name not in self._members:
+            self._members[name] = _members_of(group)
+        self.last = Call(name, group.size(), self._numbers[name], operation, tensors, self._members[name])
+        self.last_begun = time.monotonic()
         if self._store is not None and together:
             self._agree(group.rank(), self.last, f"{self.last} by {' < '.join(_find_origin()) or 'torch'}{self._layer}")
 
@@ -134,6 +160,13 @@ class CallRecord:
 
 
 RECORD = CallRecord()
+
+
+def _members_of(group: ProcessGroup) -> tuple[int, ...]:
+    try:
+        return tuple(get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):  # a group that torch made for itself
+        return ()
 
 
 def watch_layers(layers: Mapping[str, nn.Module], record: CallRecord = RECORD) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -118,10 +119,12 @@ class PartFailed(DhpError):
         self.fault = fault
 
     def at_step(self, step: int) -> Self:
-        """The same error, named by the step (from 1) that was being done; its text as it is where it names the step."""
+        """The same error, named by the step (from 1) that was being done; its text as it is where its first line names
+        the step."""
         if self.fault.step is not None:
             return self
-        text = str(self) if f"step {step}" in str(self) else f"step {step}: {self}"
+        first = str(self).partition("\n")[0]
+        text = str(self) if re.search(rf"step {step}\b", first) else f"step {step}: {self}"
         return type(self)(text, replace(self.fault, step=step))
 
 

@@ -66,6 +66,11 @@ class StepMetrics:
     comm_s: Mapping[str, float] | None = None
     """Of busy_s, the time in collectives, waiting for other ranks among it, mean of a stage's ranks, by stage. Unit:
     seconds. Null: on GPUs, which the host does not wait for."""
+    rank_pace: Mapping[str, Mapping[str, float | str]] | None = None
+    """By stage, the seconds in which a rank computes (of busy_s, without those in collectives) / what they were
+    predicted to be: the `min`, `median` and `max` of its ranks, and the `rank` with the most. Predicted is the planned
+    time, else the mean of the stage's ranks, times the rank's share of the work (tokens, pairs, targets; patches).
+    Stages without work in the step are left out. Unit: a factor, and a rank's name. Null: on GPUs, as comm_s."""
     tokens_per_s: float | None = None
     """tokens / step_s. Unit: tokens a second."""
     flops: Mapping[str, int] | None = None

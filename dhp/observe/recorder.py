@@ -24,6 +24,7 @@ from dhp.observe.metrics import (
     read_record,
 )
 from dhp.observe.planned import Beside, Planned
+from dhp.observe.stragglers import RankShare, Stragglers
 from dhp.observe.summary import StepTotals, Summary, write_summary
 from dhp.observe.terminal import Progress, answer_line, closing_table, eval_line
 from dhp.observe.trace import TraceWriter
@@ -66,6 +67,7 @@ class Recorder:
         self._concluded, self._goes_on = False, goes_on
         self._evaluated: Sequence[EvalMetrics] = ()
         self.beside = Beside(Planned())
+        self._stragglers = Stragglers()
 
     def __enter__(self) -> Recorder:
         if self._resumed_from is None or not (self.run_dir / "metrics.jsonl").exists():
@@ -107,6 +109,11 @@ class Recorder:
         self.log(metrics.step, numbers)
         if self._progress is not None:
             self._progress.update(metrics)
+
+    def compare_ranks(self, stages: Mapping[str, Sequence[RankShare]]) -> None:
+        """How long the ranks of a step computed, by stage: those that are slow are named."""
+        for message in self._stragglers.add(stages):
+            self.say(f"warning: {message}")
 
     def record_evaluation(self, found: Sequence[EvalMetrics]) -> None:
         """An evaluation has ended: lines about its datasets."""
@@ -198,6 +205,7 @@ class Recorder:
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),
             eval_loss={one.dataset or "all": one.loss for one in self._evaluated} or None,
             eval_accuracy={one.dataset or "all": one.accuracy for one in self._evaluated} or None,
+            stragglers=tuple(self._stragglers.named),
             **self.beside.summary(),
         )
         try:

@@ -171,6 +171,9 @@ class Summary:
     differs: str | None = None
     """Where that is above 1.2 or below 0.8, the kind of cost that differs most. Unit: words. Null: it is not, or
     nothing was planned."""
+    stragglers: Sequence[str] = ()
+    """Ranks that computed for more than 1.2 times as long as the median of their peers, for as much work, in 50 steps
+    in a row; empty on GPUs, where that is not measured. Unit: names of ranks."""
     versions: Mapping[str, str | None] = field(default_factory=versions)
     """Of Python, of dhp and of the packages that decide a run's numbers; null for one that is not installed. Unit:
     text."""

@@ -20,13 +20,13 @@ What a rank puts on the wire, N ranks in the group, by the standard (bandwidth-o
 A backend may do something else: gloo reduces in other ways, NCCL's trees send as much in other shares.
 
 **Time** is spent elsewhere, where a result is waited for. So spans are those of the functions of torch.distributed,
-which are wrapped. A collective that overlaps with computation shows as the time spent waiting for it; on GPUs, where
-calls return before the work is done, seconds are those of the host alone.
+which are wrapped; and of what they, FSDP and DeepSpeed begin without waiting, seconds are those of `Work.wait`. A
+collective that overlaps with computation shows as the time spent waiting for it; on GPUs, where calls return before the
+work is done, seconds are those of the host alone.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
@@ -52,7 +52,6 @@ from dhp.core.tracing import (
     RING,
     SCATTER,
     add_sent,
-    add_waited,
     span,
 )
 
@@ -75,6 +74,7 @@ def time_collectives() -> None:
     nothing."""
     for name in _BLOCKING:
         setattr(dist, name, _timed(name, getattr(dist, name)))
+    dist.Work.wait = _held(dist.Work.wait)
     # What DTensor begins is waited for here, when its result is first used.
     functional.wait_tensor = _timed("wait_tensor", functional.wait_tensor)
 
@@ -85,15 +85,25 @@ def _timed(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(collective)
     def timed(*arguments: Any, **named: Any) -> Any:
-        begun = time.perf_counter()
-        try:
-            with span(name, COLLECTIVE):
-                return collective(*arguments, **named)
-        finally:
-            add_waited(time.perf_counter() - begun)
+        with span(name, COLLECTIVE), RECORD.held():
+            return collective(*arguments, **named)
 
     setattr(timed, _MARK, True)
     return timed
+
+
+def _held(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """`Work.wait` with its seconds counted. No span: those that matter have a name where they are waited for."""
+    if hasattr(wait, _MARK):
+        return wait
+
+    @wraps(wait)
+    def held(*arguments: Any, **named: Any) -> Any:
+        with RECORD.held():
+            return wait(*arguments, **named)
+
+    setattr(held, _MARK, True)
+    return held
 
 
 def count_collectives() -> None:

@@ -23,7 +23,7 @@ from dhp.cluster.gpus import least_memory, read_gpus
 from dhp.cluster.remote_values import RemoteValue
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.parts import DECODER, model_name
-from dhp.config.resolve import micro_batches
+from dhp.config.resolve import collective_timeout_s, micro_batches
 from dhp.config.schema import Config
 from dhp.core.batch import Batch, StepInfo
 from dhp.core.graph import StageGraph
@@ -257,6 +257,8 @@ def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> L
         transport=config.cluster.transport,
         trace=config.training.trace,
         check_collectives=config.cluster.check_collectives,
+        collective_timeout_s=collective_timeout_s(config.cluster),
+        steps_done=start.step,
         needs=needed_paths(config, start.checkpoint),
         build_timeout_s=start_limit_s(config.cluster.start_timeout_s, to_read),
         elastic=bool(config.training.elastic),

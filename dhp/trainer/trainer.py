@@ -35,7 +35,7 @@ from dhp.trainer.opening import open_run
 from dhp.trainer.pending import Pending, Spans, naming_step
 from dhp.trainer.plan import plan_run
 from dhp.trainer.ready import start_stages
-from dhp.trainer.reports import Timing, left_out, make_loggers, notes, step_metrics
+from dhp.trainer.reports import Timing, left_out, make_loggers, notes, rank_shares, step_metrics
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import DataPlan, Session
 from dhp.trainer.settings import FULLEST_FIRST, resume_line, world
@@ -214,7 +214,8 @@ class Trainer:
             wait_all(pending.watched, self._timeout_s)
         end = time.perf_counter()
         begun, self._last_end = self._last_end, end
-        timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self.ready.peak)
+        planned = self.recorder.beside.planned
+        timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self.ready.peak, planned)
         info = self.session.info(pending.refs.info)
         for line in left_out(info):
             self.recorder.say(line)
@@ -224,6 +225,7 @@ class Trainer:
         metrics = step_metrics(info, reports, timing, self.session.stages, *left)
         self._tell_once(notes(reports, metrics, timing))
         self.recorder.record(metrics)
+        self.recorder.compare_ranks(rank_shares(info, reports, self.session.stages))
         self._nonfinite.tell(metrics)
         if self.ready.tracing is not None:
             with self.recorder.writing():

@@ -10,7 +10,8 @@ import torch
 
 from dhp.cluster import gpus
 from dhp.cluster.address import LOCAL
-from dhp.cluster.cluster import Cluster, Layout, check_devices_here
+from dhp.cluster.choose import check_devices_here
+from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.gpus import (
     Build,
     Gpu,

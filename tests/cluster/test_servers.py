@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +55,35 @@ def test_a_server_that_ends_is_named(raylet: subprocess.Popen[str], tmp_path: Pa
     require_servers(at_once=True)
 
 
+def stop(raylet: subprocess.Popen[str]) -> None:
+    raylet.send_signal(signal.SIGSTOP)
+    os.waitpid(raylet.pid, os.WUNTRACED)
+
+
+def test_a_server_that_is_stopped_for_too_long_is_named(
+    raylet: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_servers(others(raylet), tmp_path):
+        monkeypatch.setattr(servers, "STOPPED_S", 60.0)
+        stop(raylet)
+        require_servers()
+        assert set(servers._Own.stopped) == {"raylet"}
+        raylet.send_signal(signal.SIGCONT)
+        os.waitpid(raylet.pid, os.WCONTINUED)
+        require_servers()
+        assert not servers._Own.stopped  # it goes on: the time before does not count
+        stop(raylet)
+        monkeypatch.setattr(servers, "STOPPED_S", 0.3)
+        require_servers()
+        time.sleep(0.4)
+        with pytest.raises(ClusterError) as caught:
+            require_servers()
+        said = f"Ray's raylet (its server of this node, process {raylet.pid}) has been stopped for 0.3 s"
+        assert str(caught.value).startswith(said) and f"`kill -CONT {raylet.pid}`" in str(caught.value)
+        with limited_teardown(None):  # it would not answer
+            raylet.wait(60)
+
+
 def test_what_servers_leave_is_ended(raylet: subprocess.Popen[str], tmp_path: Path) -> None:
     (left,) = psutil.Process(raylet.pid).children(recursive=True)
     with own_servers(others(raylet), tmp_path):
@@ -66,7 +97,6 @@ def test_a_teardown_that_waits_for_ray_goes_on_once_its_processes_are_killed(
     raylet: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(servers, "TEARDOWN_S", 0.1)
-    raylet.send_signal(signal.SIGSTOP)
     with own_servers(others(raylet), tmp_path), limited_teardown(None):
         raylet.wait(60)
     assert "Ray has not ended in 0.1 s: killing its processes" in capsys.readouterr().err

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+)
 
 from dhp.cluster import watch
-from dhp.cluster.processes import named_errors, stopped_descendants
+from dhp.cluster.lookout import Lookout
+from dhp.cluster.node_watch import STOPPED
+from dhp.cluster.processes import named_errors
 from dhp.cluster.watch import Watched, fetch, wait_all
 from dhp.core.errors import DIED, HUNG, LOST, RAISED, DataError, Fault, PartFailed, RankRaised
+from tests.helpers.posts import seen
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -178,22 +187,59 @@ def fault(entries: list[Watched], timeout_s: float = 60.0) -> Fault:
 
 
 def test_an_error_says_in_fields_what_failed_and_where(ranks: list[Any]) -> None:
-    assert fault([watched(ranks, 1, "stumble")]) == Fault(RAISED, "vision rank 1", "stumble")
+    assert fault([watched(ranks, 1, "stumble")]) == Fault(RAISED, "vision rank 1", "forward_step")  # as it says itself
     found = fault([watched(ranks, 0, "sleep")], 0.5)
     assert found == Fault(HUNG, "vision rank 0", "sleep")
     found = fault([watched(ranks, 1, "die")])
     assert found.kind in (DIED, LOST) and (found.who, found.action, found.step) == ("vision rank 1", "die", None)
 
 
-def test_a_process_that_a_signal_stopped_is_named(tmp_path: Path) -> None:
-    with (tmp_path / "text-1.log").open("w") as log:
-        process = subprocess.Popen(["sleep", "600"], stdout=log)
-    try:
-        process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)
-        assert stopped_descendants()["text-1"] == process.pid
-        stuck = watch._stuck([Watched("text rank 1", "forward_step", None)], 2.0)
-        assert f"text-1 is stopped (SIGSTOP; `kill -CONT {process.pid}` lets it go on). A slow step" in str(stuck)
-    finally:
-        process.kill()
-        process.wait()
+def test_an_error_names_the_node_of_the_rank_that_it_is_about(ranks: list[Any]) -> None:
+    """Where a run is on several nodes; whatever part waits for it."""
+    broken = replace(watched(ranks, 1, "stumble"), node="10.0.0.6")
+    dependent = replace(watched(ranks, 0, "hand_on", broken.ref), node="10.0.0.5")
+    error = failure([dependent, broken])
+    assert str(error).startswith("vision rank 1 on node 10.0.0.6 failed in forward_step: ZeroDivisionError")
+    assert error.fault == Fault(RAISED, "vision rank 1", "forward_step", "10.0.0.6")
+    dead = replace(watched(ranks, 1, "die"), node="10.0.0.6")
+    error = failure([dead])
+    assert error.fault == Fault(error.fault.kind, "vision rank 1", "die", "10.0.0.6")
+    assert "vision rank 1" in str(error).split(" during die: ")[0] and "node 10.0.0.6" in str(error)
+    error = failure([replace(watched(ranks, 0, "sleep"), node="10.0.0.5")], 0.5)
+    assert error.fault == Fault(HUNG, "vision rank 0", "sleep", "10.0.0.5")
+    assert "Unfinished: vision rank 0 on node 10.0.0.5 in sleep. " in str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (RayActorError("a1", "Worker exit"), DIED, "vision rank 1 on node 10.0.0.6 died during pid: "),
+        (
+            RayActorError("a1", "The actor died because its node has died."),
+            LOST,
+            "node 10.0.0.6 was lost, or cannot be reached, and vision rank 1 with it, during pid: ",
+        ),
+        (ActorUnavailableError("no answer", b"1" * 16), LOST, "node 10.0.0.6 was lost, or cannot be reached, and "),
+    ],
+)
+def test_a_lost_node_is_no_death_of_a_rank_alone(error: RayActorError, kind: str, said: str) -> None:
+    entry = Watched("vision rank 1", "pid", None, "a1", "10.0.0.6")
+    found = watch._death(entry, error, {"a1": entry})
+    assert isinstance(found, PartFailed)
+    assert str(found).startswith(said) and found.fault == Fault(kind, "vision rank 1", "pid", "10.0.0.6")
+    here = str(watch._death(replace(entry, node=""), error, {}))
+    assert here.startswith("vision rank 1 died" if kind == DIED else "vision rank 1 was lost, or cannot be reached,")
+
+
+def test_a_stopped_process_without_a_heartbeat_is_blamed_for_its_open_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the dataset actor, while a worker waits for it."""
+    stopped = seen("the dataset actor", None, STOPPED)
+    lookout = Lookout(60.0, None, "here", {})
+    monkeypatch.setattr(lookout, "look", lambda stacks: {stopped.who: stopped})
+    who = ("data worker 0", "the dataset actor")
+    stuck = watch._stuck([Watched(one, "reading step 6", object(), lookout=lookout) for one in who], 10.0)
+    assert (
+        "Unfinished: data worker 0 in reading step 6; the dataset actor in reading step 6. Held up by the dat"
+        in str(stuck)
+    )
+    assert stuck.fault == Fault(HUNG, "the dataset actor", "reading step 6")

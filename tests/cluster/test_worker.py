@@ -103,6 +103,23 @@ def test_the_report_of_a_step_tells_how_long_its_verbs_took(worker: Worker, monk
     assert replace(first, busy_s=None) == report
 
 
+def test_the_heartbeat_says_which_method_of_which_step_it_is_in(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def doing() -> tuple[int, str, int | None]:
+        beat = worker._heart.beat()
+        return beat.step, beat.verb, beat.micro_batch
+
+    seen = []
+    monkeypatch.setattr(Trainer, "backward_step", lambda trainer, micro_batch: seen.append(doing()))
+    assert doing() == (1, "", None)
+    call(worker, "optimizer_step")
+    call(worker, "backward_step", 3)
+    assert seen == [(2, "backward_step", 3)] and doing() == (2, "", None)
+    (resumed,) = made(steps_done=40)
+    assert resumed._heart.beat().step == 41
+
+
 def test_parcels_are_opened_before_a_verb_sees_them(worker: Worker) -> None:
     _, first, second = call(worker, "forward_step", 3, 2)
     assert isinstance(first, Parcel)

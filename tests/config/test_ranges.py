@@ -128,6 +128,11 @@ def test_addresses(address):
         ({"transport": "nccl"}, "cluster.transport=nccl does not exist; choose from auto, shared_memory"),
         ({"device": "gpu"}, "cluster.device=gpu does not exist; choose from auto, cpu, cuda"),
         ({"start_timeout_s": 0.0}, "cluster.start_timeout_s > 0"),
+        ({"collective_timeout_s": 0.0}, "cluster.collective_timeout_s > 0"),
+        (
+            {"collective_timeout_s": 61.0, "step_timeout_s": 60.0},
+            r"cluster.collective_timeout_s=61 > cluster.step_timeout_s=60: a step without progress would end",
+        ),
         ({"threads_per_actor": 0}, "cluster.threads_per_actor >= 1"),
     ],
 )

@@ -9,8 +9,8 @@ from dhp.config.data import DataConfig, DatasetEntry
 from dhp.config.keys import find_key
 from dhp.config.part import LoraConfig, PartConfig
 from dhp.config.parts import parts
-from dhp.config.resolve import check_model_dir, micro_batches, resolve, warmup_steps
-from dhp.config.schema import Config
+from dhp.config.resolve import check_model_dir, collective_timeout_s, micro_batches, resolve, warmup_steps
+from dhp.config.schema import ClusterConfig, Config
 from dhp.config.training import GroupConfig
 from dhp.core.errors import ConfigError
 
@@ -500,3 +500,8 @@ def test_alpha_of_adapters_is_twice_their_rank() -> None:
     found = resolve(config(text__lora=LoraConfig(rank=4)))
     assert found.text.lora.alpha == 8.0 and resolve(found).text.lora == found.text.lora
     assert found.vision.lora == LoraConfig()
+
+
+def test_the_limit_of_a_collective_is_ten_minutes_or_a_step_s():
+    limits = [ClusterConfig(), ClusterConfig(step_timeout_s=60.0), ClusterConfig(collective_timeout_s=20.0)]
+    assert [collective_timeout_s(cluster) for cluster in limits] == [600.0, 60.0, 20.0]

@@ -48,7 +48,16 @@ def test_overwriting_removes_what_a_run_left_and_nothing_else(tmp_path):
     ):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").write_text("")
-    for name in ("vision-0.log", "text-12.log", "text.1-0.log", "data.log", "data-1.log", "slurm-1.log"):
+    ranks = (
+        "vision-0.log",
+        "text-12.log",
+        "text.1-0.log",
+        "data.log",
+        "data-1.log",
+        "text-0.stacks",
+        "text.1-0.heartbeat",
+    )
+    for name in (*ranks, "slurm-1.log"):
         (tmp_path / "logs" / name).write_text("")
     for name in ("loggers", "wandb", "swanlog"):
         (tmp_path / name).mkdir()

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dhp.core.collectives import RECORD, watch_layers
+from dhp.core import collectives
+from dhp.core.collectives import RECORD, CallRecord, watch_layers
+from dhp.core.tracing import take_waited
 from dhp.parallel.comm import build_mesh
 from tests.helpers import ranks
 from tests.helpers.ranks import LocalGroup, _Caller
@@ -20,20 +22,53 @@ def run_checked(function: Any, size: int = 2, *arguments: Any) -> list[Any]:
         return group.execute_all("call", function, *arguments)
 
 
-def _alike() -> str:
+Known = tuple[str, tuple[int, ...], dict[str, int]]
+
+
+def _known() -> Known:
+    return str(RECORD.last), () if RECORD.last is None else RECORD.last.members, RECORD.numbers
+
+
+def _alike() -> Known:
     dist.all_reduce(torch.ones(3))
     dist.all_gather_into_tensor(torch.empty(4, 2), torch.ones(2, 2))
-    return str(RECORD)
+    return _known()
 
 
 def test_the_last_call_and_the_number_of_all_are_known() -> None:
-    for told in run_checked(_alike):
-        last = "_allgather_base_(float32[4, 2], float32[2, 2]), call 2 in group 0 of 2 ranks"
-        assert told == f"collectives so far: 2 in group 0; the last call: {last}"
+    last = "_allgather_base_(float32[4, 2], float32[2, 2]), call 2 in group 0 of 2 ranks"
+    assert run_checked(_alike) == [(last, (0, 1), {"0": 2})] * 2
 
 
 def test_before_the_first_call_there_is_none() -> None:
-    assert run_checked(RECORD.__class__.__str__, 1, RECORD) == ["no collective so far"]
+    assert run_checked(_known, 1) == [("None", (), {})]
+
+
+def _apart() -> Known:
+    """Ranks 0 and 2 in a group of their own."""
+    pair = dist.new_group([0, 2])
+    if dist.get_rank() != 1:
+        dist.all_reduce(torch.ones(1), group=pair)
+    return _known()
+
+
+def test_members_are_ranks_of_the_stage() -> None:
+    (last, members, _), (none, *_), _ = run_checked(_apart, 3)
+    assert last.endswith("of 2 ranks") and members == (0, 2) and none == "None"
+
+
+def test_what_holds_a_process_is_one_wait_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(collectives.time, "monotonic", lambda: now[0])
+    record = CallRecord()
+    take_waited()
+    with pytest.raises(ZeroDivisionError), record.held():
+        now[0] = 11.0
+        with record.held():
+            now[0] = 13.0
+        assert record.held_since == 10.0
+        raise ZeroDivisionError
+    assert record.held_since is None and take_waited() == 3.0
 
 
 class Layer(nn.Module):

@@ -23,8 +23,8 @@ from dhp.observe.metrics import (
 
 FIELDS = (
     "kind, step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, cached_images, "
-    "clips, step_s, data_s, busy_s, comm_s, tokens_per_s, flops, mfu, memory_bytes, activation_bytes, comm_bytes, "
-    "dist_ratio, pad_ratio, sp_ratio, skipped_samples, skipped_steps, sample_digest"
+    "clips, step_s, data_s, busy_s, comm_s, rank_pace, tokens_per_s, flops, mfu, memory_bytes, activation_bytes, "
+    "comm_bytes, dist_ratio, pad_ratio, sp_ratio, skipped_samples, skipped_steps, sample_digest"
 ).split(", ")
 
 

@@ -13,6 +13,7 @@ import pytest
 from dhp.core.errors import ConfigError, RecordError
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
+from dhp.observe.stragglers import STEPS, RankShare
 
 
 def summary(run_dir: Path) -> dict:
@@ -221,3 +222,12 @@ def test_what_is_said_before_there_is_progress(tmp_path: Path) -> None:
         recorder.begin(1)
         recorder.say("a note")
     assert said == ["loading weights"]
+
+
+def test_a_slow_rank_is_named_on_the_terminal_and_in_the_summary(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Recorder(tmp_path, 1, {}, "seed: 0\n", say=said.append) as recorder:
+        for _ in range(2 * STEPS):
+            recorder.compare_ranks({"text": [RankShare("text rank 0", 1.0, 4.0), RankShare("text rank 1", 1.5, 4.0)]})
+    assert len(said) == 1 and said[0].startswith("warning: text rank 1 is slow: for 50 steps in a row ")
+    assert summary(tmp_path)["stragglers"] == ["text rank 1"]

@@ -11,7 +11,7 @@ from dhp.observe.summary import StepTotals, Summary, versions, write_summary
 
 FIELDS = (
     "status error steps resumed_from restarts skipped_steps first_loss last_loss eval_loss eval_accuracy median_step_s "
-    "tokens_per_s idle_share world planned measured planned_ratio differs versions"
+    "tokens_per_s idle_share world planned measured planned_ratio differs stragglers versions"
 ).split()
 STEPS = [StepMetrics(step=n, loss=4.0 / n, step_s=seconds, tokens=100) for n, seconds in ((1, 3.0), (2, 0.5), (3, 0.5))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from dhp.core.tracing import COLLECTIVE, keep_spans, take_sent, take_spans
+from dhp.core.tracing import COLLECTIVE, keep_spans, take_sent, take_spans, take_waited
 from dhp.parallel.comm import AllToAll, Shift, begin_sum, exchange_rows, sum_in_place
 from dhp.parallel.traffic import _COUNTS, count_collectives, time_collectives
 from tests.helpers.ranks import run_on_ranks
@@ -47,6 +48,39 @@ def test_each_collective_is_a_span_whoever_began_it() -> None:
         assert exchange == ["exchange"]
         assert shift == ["shift"]
         assert "wait_tensor" in of_dtensor  # canary: DTensor waits through the function that is wrapped
+
+
+LATE_S = 0.3
+
+
+def _waited() -> dict[str, float]:
+    """The second rank is late each time."""
+    time_collectives()
+    group, mesh = dist.group.WORLD, init_device_mesh("cpu", (2,))
+    begun: list[Any] = []
+    ways: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: sum_in_place(torch.ones(3), group),
+        "begun earlier": lambda: begun.pop().wait(),
+        "exchange": lambda: exchange_rows(torch.ones(2, 1), [1, 1], [1, 1], group),
+        "shift": lambda: Shift(torch.ones(2), (2,), group).wait(),
+        "DTensor": lambda: DTensor.from_local(torch.ones(4), mesh, [Partial()]).full_tensor().sum().item(),
+    }
+    found = {}
+    for name, way in ways.items():
+        dist.barrier()
+        take_waited()
+        if dist.get_rank() == 1:
+            time.sleep(LATE_S)
+        begun.append(begin_sum(torch.ones(3), group) if name == "begun earlier" else None)
+        way()
+        found[name] = take_waited()
+    return found
+
+
+def test_the_seconds_for_which_others_are_late_are_counted_whatever_waits() -> None:
+    punctual, late = run_on_ranks(_waited, 2)
+    assert all(seconds > LATE_S / 2 for seconds in punctual.values()), punctual
+    assert all(seconds < LATE_S / 2 for seconds in late.values()), late
 
 
 Sent = dict[str, int]

@@ -79,6 +79,9 @@ def test_a_step_is_named_once() -> None:
     error = PartFailed("it died").at_step(3)
     assert str(error.at_step(4)) == "step 3: it died" and error.fault.step == 3
     assert str(PartFailed("a worker died in reading step 5").at_step(5)) == "a worker died in reading step 5"
+    assert str(PartFailed("a worker died in reading step 50").at_step(5)).startswith("step 5: ")
+    hung = "text rank 1 hangs\n  text rank 1: step 3, forward_step"
+    assert str(PartFailed(hung).at_step(3)) == f"step 3: {hung}"  # lines of all ranks name steps too
 
 
 def test_a_verdict_is_read_back(tmp_path: Path) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import StepInfo
 from dhp.core.reports import StageReport
 from dhp.observe.metrics import StepMetrics
-from dhp.trainer.reports import NO_MFU, SKIPPED_SHOWN, Timing, left_out, notes, step_metrics
+from dhp.observe.planned import Planned
+from dhp.observe.stragglers import RankShare
+from dhp.trainer.reports import NO_MFU, SKIPPED_SHOWN, Timing, left_out, notes, rank_shares, step_metrics
 
 COUNTS: dict[str, Any] = {
     **{
@@ -26,11 +29,16 @@ COUNTS: dict[str, Any] = {
     **{"dist_ratio": {"text": 0.0}, "flops": {"text": 50}, "skipped": (), "data_s": 0.1, "measure_s": 0.0},
 }
 INFO = StepInfo(step=3, epoch=0, done=0.5, **COUNTS)
-STAGES: Any = {name: SimpleNamespace(leaders=lambda of: list(of)) for name in ("vision", "text")}
+STAGES: Any = {
+    name: SimpleNamespace(
+        leaders=lambda of: list(of), spec=SimpleNamespace(part=name, degrees=Degrees(data=2 // tensor, tensor=tensor))
+    )
+    for name, tensor in (("vision", 1), ("text", 2))
+}
 
 
-def report(rank: int, busy_s: float | None, loss: float | None = None) -> StageReport:
-    return StageReport(rank, loss, 2.5, {"vision": 1e-3}, None, {"handoff": 8}, busy_s=busy_s)
+def report(rank: int, busy_s: float | None, loss: float | None = None, comm_s: float | None = None) -> StageReport:
+    return StageReport(rank, loss, 2.5, {"vision": 1e-3}, None, {"handoff": 8}, busy_s=busy_s, comm_s=comm_s)
 
 
 def told(vision: list[StageReport], text: list[StageReport]) -> StepMetrics:
@@ -45,6 +53,26 @@ def test_a_stage_is_as_busy_as_its_ranks_in_the_mean() -> None:
     assert metrics.comm_bytes == {"vision": {"handoff": 16}, "text": {"handoff": 16}}
     assert (metrics.pad_ratio, metrics.skipped_samples, metrics.skipped_steps) == (pytest.approx(0.1), 4, 1)
     assert metrics.sample_digest is None
+
+
+def test_the_seconds_of_ranks_are_held_against_their_work() -> None:
+    """Of what they compute themselves, by the planned time of a mean rank, or else by what the mean rank took."""
+    info = replace(INFO, work={"vision": (3.0, 1.0), "text": (8.0,)})
+    reports = {
+        "vision": [report(0, 1.0, comm_s=0.4), report(1, 1.0, comm_s=0.6)],
+        "text": [report(0, 1.0, 1.0, 0.5), report(1, 1.0, 1.0, 0.25)],
+    }
+    shares = rank_shares(info, reports, STAGES)
+    assert shares == {
+        "vision": [RankShare("vision rank 0", 0.6, 3.0), RankShare("vision rank 1", 0.4, 1.0)],
+        "text": [RankShare("text rank 0", 0.5, 8.0), RankShare("text rank 1", 0.75, 8.0)],
+    }
+    planned = Planned(busy_s={"text": 0.6}, comm_s={"text": 0.1})
+    paces = step_metrics(info, reports, Timing(2.0, 0.5, None, planned), STAGES, 0, 0).rank_pace
+    assert paces is not None and paces["text"] == {"min": 1.0, "median": 1.25, "max": 1.5, "rank": "text rank 1"}
+    assert paces["vision"] == pytest.approx({"min": 0.8, "median": 1.2, "max": 1.6, "rank": "vision rank 1"})
+    on_gpu = {"vision": reports["vision"], "text": [report(0, 1.0, 1.0), report(1, 1.0, 1.0)]}
+    assert set(rank_shares(info, on_gpu, STAGES)) == {"vision"} and not rank_shares(INFO, reports, STAGES)
 
 
 def test_bad_samples_are_listed_up_to_a_number() -> None:

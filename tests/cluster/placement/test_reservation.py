@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.cluster.cluster import choose_backend, choose_device
+from dhp.cluster.choose import choose_backend, choose_device
 from dhp.cluster.placement.reservation import PlacementPlan, Slot, plan_placement, reserve
 from dhp.core.errors import ConfigError
 

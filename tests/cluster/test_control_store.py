@@ -1,0 +1,56 @@
+"""Ray's control store is asked again and again; that it does not answer is an error after a while."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RpcError
+
+from dhp.cluster import control_store
+from dhp.cluster.control_store import asking, require_answers
+from dhp.core.errors import ClusterError
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether it answers, to be changed."""
+    state = [True]
+
+    def exists(*_: Any, timeout: float) -> bool:
+        if not state[0]:
+            raise RpcError("Deadline Exceeded")
+        return False
+
+    monkeypatch.setattr(
+        control_store, "global_worker", SimpleNamespace(gcs_client=SimpleNamespace(internal_kv_exists=exists))
+    )
+    monkeypatch.setattr(control_store, "_EVERY_S", 0.02)
+    monkeypatch.setattr(control_store, "SILENT_S", 0.5)
+    return state
+
+
+def test_silence_is_an_error_and_an_answer_in_time_is_none(answers: list[bool]) -> None:
+    require_answers()  # nobody asks
+    with asking():
+        time.sleep(0.7)
+        require_answers()
+        answers[0] = False
+        require_answers()
+        time.sleep(0.7)
+        with pytest.raises(ClusterError, match=r"control store \(gcs_server, .*\) has not answered for 0.5 s"):
+            require_answers()
+        answers[0] = True
+        time.sleep(0.2)
+        require_answers()
+    require_answers()
+
+
+def test_through_the_client_there_is_no_way_to_it(answers: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_store, "client", SimpleNamespace(is_connected=lambda: True))
+    answers[0] = False
+    with asking():
+        time.sleep(0.6)
+        require_answers()
