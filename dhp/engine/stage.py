@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ from dhp.checkpoint.random_state import load_random_state
 from dhp.checkpoint.source import load_shards, open_source
 from dhp.core.batch import Bundle, StepInfo
 from dhp.core.collectives import RECORD, watch_layers
+from dhp.core.draws import DrawRun, TokenKeys, keys_of
 from dhp.core.graph import Edge, Node
 from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, SavedShare, StageReport
 from dhp.core.tracing import forget, take_sent, take_waited
@@ -39,8 +40,10 @@ from dhp.engine.evaluate import EvaluatingEngine
 from dhp.engine.measure import Measuring, Output
 from dhp.engine.saving import ShareSaver
 from dhp.engine.settings import StageSettings
+from dhp.engine.transfer import to_device
 from dhp.models.export import persistent_buffers
 from dhp.models.registry import load_family
+from dhp.models.token_dropout import TokenDropout
 from dhp.models.types import LayerParts
 from dhp.parallel.attention.choose import FLASH_ATTENTION_2, require
 from dhp.parallel.comm import build_mesh
@@ -83,7 +86,7 @@ class StageEngine(EvaluatingEngine):
         if settings.mlp_chunks > 1:
             tile_mlps(self._present_layers(), self.layer_parts().mlp, settings.mlp_chunks)
         if settings.compiled:
-            compile_layers(self._present_layers(), self.eager_classes())
+            compile_layers(self._present_layers(), {*self.eager_classes(), TokenDropout.__name__})
         self._watch_layers()
         self.optimizer: StageOptimizer = make_optimizer(self.model, self._present_layers(), settings, self.mesh)
         tie_weight(self.optimizer, self.model, settings)
@@ -206,6 +209,11 @@ class StageEngine(EvaluatingEngine):
     def saved(self, wait: bool) -> SavedShare:
         """What `save` has written. wait: until all of it is on the disk."""
         return self._saver.saved(wait)
+
+    def token_keys(self, runs: Sequence[DrawRun], unit: int = 1, tile: int = 0) -> TokenKeys | None:
+        """Keys of a micro-batch's tokens, on the device, where adapters draw. unit, tile: see `TokenKeys`."""
+        ranks = self.spec.degrees.tensor if self.settings.sequence_sharded_norms else 1
+        return TokenKeys(to_device(keys_of(runs), self.device), unit, tile, ranks) if runs else None
 
     @property
     def sends(self) -> bool:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from dhp.config.recompute import CHOICES, OFFLOAD
+from dhp.core.draws import TokenKeys, current_keys, drawing
 from dhp.core.errors import ModelError
 from dhp.core.reports import RecomputePolicies
 from dhp.parallel.recompute.offload import Host
@@ -49,17 +50,23 @@ def _tile(mlp: nn.Module, chunks: int) -> None:
 
     @wraps(whole)
     def forward(states: Tensor, *others: Any, **named: Any) -> Tensor:
-        def run(chunk: Tensor, again: list[bool]) -> Tensor:
+        def run(chunk: Tensor, keys: TokenKeys | None, again: list[bool]) -> Tensor:
             begun = bool(again)
             again.append(True)
-            with keeping_nothing(), part_of_tokens(), noting() if begun else nullcontext():
+            with keeping_nothing(), part_of_tokens(), drawing(keys), noting() if begun else nullcontext():
                 return whole(chunk, *others, **named)
 
         # As many on every rank, though some be empty: sharded weights are gathered for each.
         # In one piece each, also of padded rows: some MLPs take their tokens by a view.
         parts = [part.contiguous() for part in states.tensor_split(chunks, dim=-2)]
         if torch.is_grad_enabled():
-            return torch.cat([checkpoint(run, part, [], use_reentrant=False) for part in parts], dim=-2)
+            every = current_keys()
+            keys = [every and every.part(states.shape[:-1], number, chunks) for number in range(chunks)]
+            ran = (
+                checkpoint(run, part, own, [], use_reentrant=False, preserve_rng_state=False)
+                for part, own in zip(parts, keys, strict=True)
+            )
+            return torch.cat(list(ran), dim=-2)
         with part_of_tokens():
             return torch.cat([whole(part, *others, **named) for part in parts], dim=-2)
 
@@ -167,6 +174,7 @@ class _Layer:
         positions = [position for position, value in enumerate(flat) if isinstance(value, Tensor)]
         rest = [None if isinstance(value, Tensor) else value for value in flat]
         calls = _Calls(frozenset(_KEPT_BY_CHOICE[self.choice]), self._draws_on)
+        keys = current_keys()
 
         def layer(*tensors: Tensor) -> Any:
             # Tensors as arguments, so that the checkpoint saves them where they are seen and counted.
@@ -177,7 +185,7 @@ class _Layer:
             if not calls.begun:
                 with calls.first():
                     return self._forward(*given, **named)
-            with self._replay(), calls.again():
+            with self._replay(), calls.again(), drawing(keys):
                 return self._forward(*given, **named)
 
         given = [flat[position] for position in positions]
