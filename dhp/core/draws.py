@@ -25,7 +25,7 @@ from torch import Tensor
 DrawRun = tuple[int, int, int]  # (key, first, tokens): tokens of one sample or picture, from its `first`-th on
 
 # Shifts and factors of mixers: of 64 bits that of SplitMix64, of 32 bits one by Wellons' hash-prospector with factors
-# below 2³¹. Shifts are arithmetic ones here, which forget the sign: one bit of those that are mixed.
+# below 2³¹.
 _ROUNDS_64 = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 _ROUNDS_32 = ((16, 0x21F0AAAD), (15, 0x735A2D97))
 _CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}  # whose bits are in memory at a time: a CPU's cache holds them
@@ -118,8 +118,12 @@ def drawing(keys: TokenKeys | None) -> Iterator[None]:
 def mix(keys: Tensor) -> Tensor:
     """int64 whose bits each depend on all bits of one of `keys`."""
     for shift, factor in _ROUNDS_64:
-        keys = (keys ^ (keys >> shift)) * factor
-    return keys ^ (keys >> 31)
+        keys = _folded(keys, shift) * factor
+    return _folded(keys, 31)
+
+
+def _folded(keys: Tensor, shift: int) -> Tensor:
+    return keys ^ ((keys >> shift) & ((1 << 64 - shift) - 1))
 
 
 def keys_of(runs: Sequence[DrawRun]) -> Tensor:
@@ -144,7 +148,7 @@ def draw_dropped(keys: Tensor, module: int, columns: Tensor, share: float) -> Te
     each = max(1, _CHUNK_ELEMENTS[keys.device.type] // max(1, len(columns)))
     for begin in range(0, len(keys), each):
         bits = tokens[begin : begin + each] + columns
-        for shift, factor in _ROUNDS_32:
+        for shift, factor in _ROUNDS_32:  # arithmetic shifts forget a bit of 32, and save a pass over all of them
             bits.bitwise_xor_(bits >> shift).mul_(factor)
         torch.lt(bits, threshold, out=dropped[begin : begin + each])
     return dropped

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from dhp.checkpoint.manifest import OPTIMIZER, RANDOM
-from dhp.checkpoint.random_state import load_random_state
+from dhp.checkpoint.manifest import OPTIMIZER
 from dhp.checkpoint.source import load_shards, open_source
 from dhp.core.batch import Bundle, StepInfo
 from dhp.core.collectives import RECORD, watch_layers
@@ -199,9 +198,9 @@ class StageEngine(EvaluatingEngine):
         return list(self._kernels)
 
     def save(self, folder: str, background: bool) -> None:
-        """Write this rank's share of the part below `folder`: weights, optimizer state, random state. What several
-        ranks hold alike, the first of them writes. background: it is copied, and written while the rank goes on;
-        `saved` says when it is done. Raises PartFailed where tensor ranks hold alike no more what none of them cuts."""
+        """Write this rank's share of the part below `folder`: weights and optimizer state. What several ranks hold
+        alike, the first of them writes. background: it is copied, and written while the rank goes on; `saved` says
+        when it is done. Raises PartFailed where tensor ranks hold alike no more what none of them cuts."""
         require_alike(self.model, self.mesh.get_group("tensor"))
         self._saver.save(self.optimizer, Path(folder), background)
         forget()  # saving belongs to no step
@@ -257,11 +256,7 @@ class StageEngine(EvaluatingEngine):
 
     def _resume_optimizer(self) -> None:
         if self.settings.resume_from is not None and self.settings.resume_states:
-            folder = Path(self.settings.resume_from)
-            self.optimizer.load_state(open_source(folder / OPTIMIZER))
-            # Ranks that cut a matrix draw alike, also where the checkpoint's layout had others in their place.
-            first = self.rank - self.mesh.get_local_rank("tensor")
-            load_random_state(folder / RANDOM, self.settings.graph.rank_in_part(self.spec.name, first))
+            self.optimizer.load_state(open_source(Path(self.settings.resume_from) / OPTIMIZER))
 
     def _watch_layers(self) -> None:
         """Let layers recompute what they should, and measure what they take."""
@@ -272,9 +267,7 @@ class StageEngine(EvaluatingEngine):
         if RECORD.checks:
             watch_layers(dict(zip((f"layer {n}" for n in self.spec.layers), self._present_layers())))
         if self.meter is not None or set(self.settings.recompute) != {"none"}:
-            self.layers = RecomputedLayers(
-                self._present_layers(), parts, self.settings.recompute, self.meter, self.device
-            )
+            self.layers = RecomputedLayers(self._present_layers(), parts, self.settings.recompute, self.meter)
         self.measuring = None
         if self.layers is not None and self.meter is not None:
             self.measuring = Measuring(self.layers, self.meter, self.device)

@@ -120,7 +120,7 @@ class Case:
         packed += f", trains {' '.join(self.trainable)}" if self.trainable else ""
         packed += f", {' '.join(self.frozen)} frozen" if self.frozen else ""
         packed += f", groups {' '.join(rule.name for rule in self.groups)}" if self.groups else ""
-        packed += "".join(f", lora {own.rank} of {part}{' with dropout' * bool(own.dropout)}" for part, own in self.lora)
+        packed += "".join(f", lora {own.rank} of {part}{_dropping(own)}" for part, own in self.lora)
         packed += f", {self.mlp_chunks} chunks" if self.mlp_chunks > 1 else ""
         packed += ", in groups" if self.sequence_groups != "one" else ""
         packed += f", {self.objective}" if self.objective != "sft" else ""
@@ -130,6 +130,10 @@ class Case:
         packed += f" of {self.audio_stages} stages" if self.audio_stages > 1 else ""
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
+
+
+def _dropping(adapters: AdapterSettings) -> str:
+    return f" dropping {adapters.dropout}" if adapters.dropout else ""
 
 
 @dataclass(frozen=True)

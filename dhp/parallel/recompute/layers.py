@@ -25,7 +25,7 @@ from dhp.core.draws import TokenKeys, current_keys, drawing
 from dhp.core.errors import ModelError
 from dhp.core.reports import RecomputePolicies
 from dhp.parallel.recompute.offload import Host
-from dhp.parallel.recompute.saved_calls import _Calls, device_of_draws, keeping_nothing, part_of_tokens, save_output
+from dhp.parallel.recompute.saved_calls import _Calls, keeping_nothing, part_of_tokens, save_output
 from dhp.parallel.recompute.saved_tensors import noting
 
 
@@ -113,11 +113,9 @@ class RecomputedLayers:
         parts: LayerMap,
         choices: RecomputePolicies,
         watcher: Watcher | None = None,
-        device: torch.device | None = None,
     ):
-        """device: where layers will compute, if they are elsewhere now."""
         host = Host()
-        self._layers = [_Layer(layer, parts, index, watcher, host, device) for index, layer in enumerate(layers)]
+        self._layers = [_Layer(layer, parts, index, watcher, host) for index, layer in enumerate(layers)]
         self.choose(choices)
 
     @property
@@ -144,11 +142,9 @@ class _Layer:
         index: int,
         watcher: Watcher | None,
         host: Host,
-        device: torch.device | None,
     ):
         self.choice = "none"
         self._index, self._watcher, self._host = index, watcher, host
-        self._draws_on = device_of_draws(module, device)
         for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):
             for inner in _found(module, names):
                 inner.forward = save_output(what, inner.forward)
@@ -173,7 +169,7 @@ class _Layer:
         flat, spec = tree_flatten((args, dict(kwargs)))
         positions = [position for position, value in enumerate(flat) if isinstance(value, Tensor)]
         rest = [None if isinstance(value, Tensor) else value for value in flat]
-        calls = _Calls(frozenset(_KEPT_BY_CHOICE[self.choice]), self._draws_on)
+        calls = _Calls(frozenset(_KEPT_BY_CHOICE[self.choice]))
         keys = current_keys()
 
         def layer(*tensors: Tensor) -> Any:
@@ -190,9 +186,7 @@ class _Layer:
 
         given = [flat[position] for position in positions]
         with self._host.keeping(given[0], self._index) if self.choice == OFFLOAD else nullcontext():
-            # Generators are read and set anew around each layer, on GPUs too, where anything may draw from them.
-            draws = self._draws_on is not None
-            return checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=draws)
+            return checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
 
     @contextmanager
     def _replay(self) -> Iterator[None]:
