@@ -1,4 +1,4 @@
-"""Draws of adapters: a function of token, module and column, with the chance that is asked for and nothing in common."""
+"""Draws of adapters: a function of token, module and column, as many as asked for, and with nothing in common."""
 
 from __future__ import annotations
 
