@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dhp.core.errors import ModelError
+
 DrawRun = tuple[int, int, int]  # (key, first, tokens): tokens of one sample or picture, from its `first`-th on
 
 # Shifts and factors of mixers: of 64 bits that of SplitMix64, of 32 bits one by Wellons' hash-prospector with factors
@@ -56,7 +58,7 @@ class TokenKeys:
     ranks: int = 1
 
     def of_rows(self, rows: int) -> Tensor:
-        """Keys of the rows of states, int64 [rows]. Raises ValueError where they are no tokens that are known."""
+        """Keys of the rows of states, int64 [rows]. Raises ModelError where they are no tokens that are known."""
         tokens = len(self.keys)
         if self.tile and tokens and rows % (tokens // self.tile) == 0:
             each = rows * self.tile // tokens
@@ -66,7 +68,7 @@ class TokenKeys:
             return self.keys
         if rows * self.unit == tokens:
             return self.keys[:: self.unit]
-        raise ValueError(
+        raise ModelError(
             f"states of {rows} rows where the part has {tokens} tokens ({self.unit} become one): which token a row is "
             "of is not known, and another layout would draw other numbers. Leave the module out of lora.targets, or "
             "set lora.dropout=0"

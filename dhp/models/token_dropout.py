@@ -29,7 +29,7 @@ class TokenDropout(nn.Module):
         """[…, columns] → as many. Raises RuntimeError where nobody has said which tokens these are."""
         if not self.training:
             return states
-        return states.masked_fill(self._dropped(states), 0.0) * (1 / (1 - self.share))
+        return states.masked_fill(self._dropped(states), 0.0).mul_(1 / (1 - self.share))
 
     def _dropped(self, states: Tensor) -> Tensor:
         if states.is_meta:  # what it keeps is counted, and has no values

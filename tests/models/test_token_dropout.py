@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dhp.core.draws import TokenKeys, drawing, keys_of
+from dhp.core.errors import ModelError
 from dhp.models.token_dropout import TokenDropout
 
 KEYS = TokenKeys(keys_of([(5, 0, 200), (6, 0, 200)]))
@@ -53,7 +54,7 @@ def test_neither_evaluation_nor_its_memory_draws() -> None:
 def test_tokens_that_are_not_known_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"of which nothing is known.*dhp\.core\.draws\.drawing"):
         TokenDropout(0.5, "a")(torch.ones(3, 8))
-    with drawing(KEYS), pytest.raises(ValueError, match="states of 3 rows where the part has 400 tokens"):
+    with drawing(KEYS), pytest.raises(ModelError, match="states of 3 rows where the part has 400 tokens"):
         TokenDropout(0.5, "a")(torch.ones(3, 8))
 
 
