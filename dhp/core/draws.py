@@ -22,8 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dhp.core.errors import ModelError
-
 DrawRun = tuple[int, int, int]  # (key, first, tokens): tokens of one sample or picture, from its `first`-th on
 
 # Shifts and factors of mixers: of 64 bits that of SplitMix64, of 32 bits one by Wellons' hash-prospector with factors
@@ -57,8 +55,8 @@ class TokenKeys:
     tile: int = 0
     ranks: int = 1
 
-    def of_rows(self, rows: int) -> Tensor:
-        """Keys of the rows of states, int64 [rows]. Raises ModelError where they are no tokens that are known."""
+    def of_rows(self, rows: int) -> Tensor | None:
+        """Keys of the rows of states, int64 [rows]; None where which tokens they are does not follow from how many."""
         tokens = len(self.keys)
         if self.tile and tokens and rows % (tokens // self.tile) == 0:
             each = rows * self.tile // tokens
@@ -68,11 +66,7 @@ class TokenKeys:
             return self.keys
         if rows * self.unit == tokens:
             return self.keys[:: self.unit]
-        raise ModelError(
-            f"states of {rows} rows where the part has {tokens} tokens ({self.unit} become one): which token a row is "
-            "of is not known, and another layout would draw other numbers. Leave the module out of lora.targets, or "
-            "set lora.dropout=0"
-        )
+        return None
 
     def chosen(self, order: Tensor | None) -> TokenKeys:
         """Keys of these tokens, by number, as all there are; None: of all, in order."""
@@ -95,8 +89,9 @@ class TokenKeys:
         if self.ranks > 1:
             filled = F.pad(self.keys, (0, rows * self.ranks - len(self.keys)))
             return replace(self, keys=filled.view(self.ranks, rows).tensor_split(parts, dim=-1)[number].flatten())
-        keys = self.of_rows(rows).view(*shape).tensor_split(parts, dim=-1)[number].flatten()
-        return replace(self, keys=keys, unit=1, tile=0)
+        keys = self.of_rows(rows)
+        cut = torch.empty(0) if keys is None else keys.view(*shape).tensor_split(parts, dim=-1)[number].flatten()
+        return replace(self, keys=cut, unit=1, tile=0)
 
 
 _here = threading.local()  # on GPUs, backward runs layers again in threads of autograd's own

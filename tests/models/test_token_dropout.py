@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dhp.core.draws import TokenKeys, drawing, keys_of
-from dhp.core.errors import ModelError
+from dhp.core.errors import ConfigError
 from dhp.models.token_dropout import TokenDropout
 
 KEYS = TokenKeys(keys_of([(5, 0, 200), (6, 0, 200)]))
@@ -48,13 +48,21 @@ def test_a_slice_of_columns_drops_what_the_whole_does() -> None:
 def test_neither_evaluation_nor_its_memory_draws() -> None:
     states, module = torch.ones(3, 8), TokenDropout(0.5, "a")
     assert module(states.to("meta")).shape == states.shape
+    with drawing(KEYS), pytest.raises(ConfigError, match="is given 3 rows"):  # which shapes alone show
+        module(states.to("meta"))
     assert module.eval()(states) is states
 
 
 def test_tokens_that_are_not_known_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"of which nothing is known.*dhp\.core\.draws\.drawing"):
         TokenDropout(0.5, "a")(torch.ones(3, 8))
-    with drawing(KEYS), pytest.raises(ModelError, match="states of 3 rows where the part has 400 tokens"):
+    with (
+        drawing(KEYS),
+        pytest.raises(
+            ConfigError,
+            match=r"lora\.dropout=0\.5 of a: it is given 3 rows where the part has 400 tokens.*lora\.dropout=0$",
+        ),
+    ):
         TokenDropout(0.5, "a")(torch.ones(3, 8))
 
 
