@@ -86,10 +86,8 @@ class WholeTower(Tower):
         for numbers in inputs.calls:
             own, of_own = [pictures[n] for n in numbers], [forms[n] for n in numbers]
             if not numbers:
-                own, of_own = (
-                    [unpack(self.dummy_form, self.dummy_pixels(inputs.pixels), model.dtype)],
-                    [self.dummy_form],
-                )
+                own = [unpack(self.dummy_form, self.dummy_pixels(inputs.pixels), model.dtype)]
+                of_own = [self.dummy_form]
             with drawing(keys and keys.of_call(numbers)):
                 encoded = self._encode_together(model, own, of_own)
             if not numbers:
