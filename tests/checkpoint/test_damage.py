@@ -108,6 +108,15 @@ def test_damage_has_the_name_of_the_file_and_auto_goes_back(
     assert skipped == newest and str(newest / name) in reason
 
 
+def test_what_no_reader_asks_for_is_passed_over(tmp_path: Path) -> None:
+    """As the generators' states that runs used to write."""
+    checkpoint = write(tmp_path, 1)
+    (checkpoint / "text" / "random").mkdir()
+    (checkpoint / "text" / "random" / "rank_00000.safetensors").write_bytes(b"no header")
+    check_checkpoint(checkpoint)
+    assert find_start("auto", tmp_path).checkpoint == checkpoint
+
+
 @pytest.mark.parametrize("pattern", ["text/rank_00001.*", "text/optimizer/rank_00001.*", "vision/rank_*"])
 def test_lost_files_are_noticed(tmp_path: Path, pattern: str) -> None:
     checkpoint = write(tmp_path, 1)
