@@ -64,8 +64,8 @@ LIBRARIES: dict[str, set[str]] = {
         "parallel.tensor.styles",
     },
     "torch": {
-        "core.batch", "core.collectives", "core.generation", "core.state", "models", "parallel", "data", "checkpoint",
-        "cluster",
+        "core.batch", "core.collectives", "core.draws", "core.generation", "core.state", "models", "parallel", "data",
+        "checkpoint", "cluster",
         "objectives", "engine", "batch", "cli", "doctor", "planner.profile", "tiny",
     },
 }  # fmt: skip

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dhp.batch.draws import Draws
 from dhp.batch.encoder_shards import AUDIO, Split
 from dhp.batch.reader import BatchReader
 from dhp.batch.shard import ONE, ONE_GROUP
@@ -57,6 +58,8 @@ class BatchReaderSettings:
     they are.
 
     objective: the name of what a step minimizes (`dhp.objectives.objective.find_objective`).
+
+    drawing: parts whose adapters have dropout, which draw by `seed`.
     """
 
     model_name: str
@@ -72,6 +75,7 @@ class BatchReaderSettings:
     even_calls: bool = False
     exchange: str = ""
     objective: str = "sft"
+    drawing: tuple[str, ...] = ()
 
 
 def make_reader(settings: BatchReaderSettings) -> BatchReader:
@@ -101,6 +105,7 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
         find_objective(settings.objective),
         open_lengths,
         None if settings.exchange else dataset,
+        Draws(settings.seed, settings.drawing),
     )
 
 

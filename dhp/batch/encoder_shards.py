@@ -12,9 +12,11 @@ from torch import Tensor
 
 from dhp.batch.assign_images import ImageWork, Locality, Pieces, shard_images
 from dhp.batch.collate import Row
+from dhp.batch.draws import with_keys
 from dhp.batch.patches import count_patches, lay_out
 from dhp.core import kinds
 from dhp.core.batch import Features, Grid, PictureRows, ProcessorOutput, RowRun, UnreadPatches, VisionInput
+from dhp.core.draws import DrawRun
 from dhp.core.graph import Route
 from dhp.data.media.frames import LongVideo
 from dhp.data.sample.sample import Sample
@@ -22,6 +24,7 @@ from dhp.models.tower import Tower
 from dhp.models.types import ImageLayout
 
 VISION, AUDIO = kinds.VISION.part, kinds.AUDIO.part  # the encoders that samples have inputs for
+RowKeys = Sequence[Sequence[int]]  # of each sample of each row
 Shown = Iterable[tuple[np.ndarray | LongVideo, Grid | ProcessorOutput, Features | None]]
 _SHOWN: Mapping[str, Callable[[Sample], Shown]] = {
     VISION: lambda sample: zip(
@@ -57,7 +60,7 @@ class Picture:
     """An image or video, or a clip: the text replica that needs it, its patches in processor order, its layout.
 
     place: of its first token among those of all the replica's pictures. features: the key that its features are to be
-    cached under; None: they are not.
+    cached under; None: they are not. key: of what adapters draw for it.
     """
 
     replica: int
@@ -65,6 +68,7 @@ class Picture:
     layout: ImageLayout
     place: int = 0
     features: Features | None = None
+    key: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,16 +161,19 @@ class Sent:
 class Encoder:
     """Shards inputs over one encoder's ranks, for one model."""
 
-    def __init__(self, name: str, tower: Tower, split: Split):
+    def __init__(self, name: str, tower: Tower, split: Split, draws: bool = False):
         """name: the part's. Patches travel in the split's dtype: the tower gets the same bits if it rounds them to this
-        format first thing."""
-        self.tower, self.split, self._shown = tower, split, _SHOWN[name]
+        format first thing. draws: its adapters do."""
+        self.tower, self.split, self._shown, self._draws = tower, split, _SHOWN[name], draws
         self._dtype: torch.dtype = getattr(torch, split.dtype)
         self._known_layout = lru_cache(maxsize=256)(tower.image_layout)
 
-    def shard(self, rows: Sequence[Row], owners: Sequence[Tensor] = (), sharing: int = 1) -> EncoderShards:
-        """Shard one micro-batch. owners and sharing: see `EncoderShards`."""
-        pictures, cached = self._pictures(rows)
+    def shard(
+        self, rows: Sequence[Row], owners: Sequence[Tensor] = (), sharing: int = 1, keys: RowKeys = ()
+    ) -> EncoderShards:
+        """Shard one micro-batch. owners and sharing: see `EncoderShards`. keys: of the rows' samples, where its
+        adapters draw."""
+        pictures, cached = self._pictures(rows, keys)
         work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
         crossover, own = self.tower.attention_crossover_patches, self.split
         sharded = shard_images(work, own.replicas, own.ranks, crossover, own.locality)
@@ -176,24 +183,28 @@ class Encoder:
         """Each rank's input."""
         cuts = [self._cuts(sharded, pieces) for pieces in sharded.shards]
         forms, even = [[cut.form for cut in own if cut.form is not None] for own in cuts], self.split.even_calls
-        calls = [self.tower.calls(own, even) for own in forms]
+        calls = [self.tower.calls(own, even, self._draws) for own in forms]
         most = max(map(len, calls)) if even else 0
         filled = [own + ((),) * (most - len(own)) for own in calls]
         return tuple(self._input(sharded, rank, cuts[rank], filled[rank]) for rank in range(len(cuts)))
 
-    def _pictures(self, rows: Sequence[Row]) -> tuple[list[Picture], list[CachedPicture]]:
+    def _pictures(self, rows: Sequence[Row], keys: RowKeys) -> tuple[list[Picture], list[CachedPicture]]:
         """Pictures to encode, and those with cached features: work is balanced over the former alone."""
         found, cached = [], []
         for replica, row in enumerate(rows):
             place = 0
-            for pixels, grid, features in (one for sample in row for one in self._shown(sample)):
+            of_row = keys[replica] if self._draws else (None,) * len(row)
+            shown = (
+                one for key, sample in zip(of_row, row, strict=True) for one in with_keys(key, self._shown(sample))
+            )
+            for key, (pixels, grid, features) in shown:
                 if features is not None and features.tensors is not None:
                     cached.append(CachedPicture(replica, place, features.tensors))
                     place += cached[-1].tokens
                 else:
                     layout = self._layout(grid)
                     here = pixels if isinstance(pixels, LongVideo) else torch.from_numpy(pixels)
-                    found.append(Picture(replica, here, layout, place, features))
+                    found.append(Picture(replica, here, layout, place, features, key))
                     place += len(layout.order)
         return found, cached
 
@@ -208,7 +219,8 @@ class Encoder:
             return [_cut(sharded.pictures[piece.image], piece.first, piece.last) for piece in pieces]
         tower, dummy = self.tower, self.tower.dummy_patches
         positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
-        return [_Cut(tower.dummy_pixels(torch.empty(0)), positions, (dummy,), tower.dummy_form)]
+        run = (0, 0, dummy if tower.dummy_form is None else 1)
+        return [_Cut(tower.dummy_pixels(torch.empty(0)), positions, (dummy,), tower.dummy_form, run)]
 
     def _input(
         self, sharded: EncoderShards, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]
@@ -230,6 +242,7 @@ class Encoder:
             calls=calls,
             to_keep=tuple(_to_keep(sharded.pictures, group)),
             unread=unread,
+            draws=tuple(cut.draws for cut in cuts) if self._draws else (),
         )
 
     def _join(self, pieces: Sequence[Tensor | UnreadPatches]) -> tuple[Tensor, tuple[Tensor | UnreadPatches, ...]]:
@@ -247,6 +260,7 @@ class _Cut:
     positions: Tensor
     window_lengths: tuple[int, ...]
     form: ProcessorOutput | None
+    draws: DrawRun
 
 
 def _cut(picture: Picture, first: int, last: int) -> _Cut:
@@ -255,7 +269,8 @@ def _cut(picture: Picture, first: int, last: int) -> _Cut:
     begin, end = sum(lengths[:first]), sum(lengths[:last])
     rows, held = layout.patch_order()[begin:end], picture.pixels
     pixels = UnreadPatches(held, rows) if isinstance(held, LongVideo) else held[rows]
-    return _Cut(pixels, layout.positions[begin:end], lengths[first:last], layout.form)
+    run = (picture.key, begin, end - begin) if layout.form is None else (picture.key, 0, 1)
+    return _Cut(pixels, layout.positions[begin:end], lengths[first:last], layout.form, run)
 
 
 def _units(layout: ImageLayout, first: int, last: int) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from dhp.batch.collate import Collator, pixels_by_argument, sounds_by_argument
+from dhp.batch.draws import NO_DRAWS, Draws
 from dhp.batch.encoder_shards import Split
 from dhp.batch.patches import ReadPatches, fill, nothing_unread
 from dhp.batch.shard import ONE, ONE_GROUP, ONE_RANK, BatchSharder
@@ -52,6 +53,7 @@ class BatchReader:
         objective: Objective | None = None,
         open_lengths: Callable[[], MeasuredDataset] | None = None,
         dataset: Dataset | None = None,
+        draws: Draws = NO_DRAWS,
     ):
         """encoders: how the inputs of each encoder of the run are divided, by part.
 
@@ -72,12 +74,14 @@ class BatchReader:
         open_lengths: makes `measured` where rows are not balanced, for what a run is expected to take.
 
         dataset: whose samples the source has, so that those of a step can be named; None: they cannot.
+
+        draws: see `dhp.batch.shard.BatchSharder`.
         """
         self._dataset = dataset
         self._source, self._read_patches = source, read_patches
         self._family = family
         self._collator = Collator(family, pad_token_id, packing or text.sequence > 1, objective)
-        self._sharder = BatchSharder(family, self._collator, encoders, passes, text, sequence_groups, even_calls)
+        self._sharder = BatchSharder(family, self._collator, encoders, passes, text, sequence_groups, even_calls, draws)
         self.measured, self._open_lengths = measured, open_lengths
 
     @property

@@ -11,11 +11,13 @@ import numpy as np
 from torch import Tensor
 
 from dhp.batch.collate import BY_PICTURE, Collator, Row, find_blocks
+from dhp.batch.draws import NO_DRAWS, Draws, runs_of_rows, runs_of_shard, sample_keys
 from dhp.batch.encoder_shards import VISION, Encoder, EncoderShards, Split
 from dhp.batch.rank_work import encoder_work, text_work
 from dhp.batch.row_shards import SharedRow, choose_groups, count_divided, divide_all, grouped_plan, share_row
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData, StepInfo, TextInput, VisionInput
+from dhp.core.draws import DrawRun
 from dhp.core.errors import DataError
 from dhp.core.generation import PromptInput, Sampling
 from dhp.core.graph import later
@@ -44,6 +46,7 @@ class BatchSharder:
         text: Degrees = ONE,
         sequence_groups: str = ONE_GROUP,
         even_calls: bool = False,
+        draws: Draws = NO_DRAWS,
     ):
         """encoders: how the inputs of each encoder of the run are divided, by part.
 
@@ -55,15 +58,24 @@ class BatchSharder:
 
         even_calls: the decoder's layers that take each sample by itself are called equally often on all ranks, because
         each call gathers weights.
+
+        draws: which parts' adapters draw.
         """
-        self._encoders = {name: Encoder(name, family.encoders[name], split) for name, split in encoders.items()}
+        self._draws = draws
+        self._encoders = {
+            name: Encoder(name, family.encoders[name], split, name in draws.parts) for name, split in encoders.items()
+        }
         self._family, self._collator, self._passes, self._degrees = family, collator, passes, text
         self._auto_groups = sequence_groups != ONE_GROUP
         self._even_calls = even_calls and bool(family.decoder.mixers)
 
     def shard(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
-        return self._data(samples, [[self._make(row) for row in rows] for rows in samples.samples])
+        made = [[self._make(row) for row in rows] for rows in samples.samples]
+        if not self._draws.parts:
+            return self._data(samples, made)
+        keys = sample_keys(samples, self._draws.seed)
+        return self._data(samples, [list(map(_with_keys, *both)) for both in zip(made, keys, strict=True)])
 
     def shard_prompts(self, samples: StepSamples, sampling: Sampling) -> StepData:
         """Samples without labels, one a replica at most, as `dhp.core.generation.PromptInput`s in the place of text
@@ -157,7 +169,7 @@ class BatchSharder:
     def _shard_for(self, name: str, rows: Sequence[Row], made: Sequence[_Made]) -> EncoderShards:
         sharing = self._degrees.sequence
         owners = [one.shared.owners()[self._inside(name, one)] for one in made if one.shared is not None]
-        return self._encoders[name].shard(rows, owners, sharing)
+        return self._encoders[name].shard(rows, owners, sharing, [one.keys for one in made])
 
     def _inside(self, name: str, made: _Made) -> Tensor:
         """Which tokens of a row are an encoder's."""
@@ -180,12 +192,14 @@ class BatchSharder:
                 () if shared is None else shared.shards,
                 made.blocks if shared is None else shared.with_dummies(made.blocks),
                 weights=made.weights,
+                draws=made.runs(rank) if TEXT in self._draws.parts else (),
             )
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A text replica's rows. shared: how ranks share them; None: one rank has all. divided: see `count_divided`."""
+    """A text replica's rows. shared: how ranks share them; None: one rank has all. divided: see `count_divided`. keys:
+    of the samples, where adapters draw."""
 
     tensors: dict[str, Tensor]
     lengths: tuple[int, ...] | None
@@ -194,6 +208,18 @@ class _Made:
     shared: SharedRow | None
     divided: int = 0
     weights: tuple[float, ...] = ()
+    keys: tuple[int, ...] = ()
+
+    def runs(self, rank: int) -> tuple[DrawRun, ...]:
+        """Of the tokens that a rank has."""
+        if self.shared is not None:
+            return runs_of_shard(self.keys, self.shared.shards[rank])
+        width = self.tensors["input_ids"].shape[-1] if self.lengths is None else 0
+        return runs_of_rows(self.keys, self.samples, width)
+
+
+def _with_keys(made: _Made, keys: tuple[int, ...]) -> _Made:
+    return replace(made, keys=keys)
 
 
 def _without_pixels(work: VisionInput) -> VisionInput:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from zlib import crc32
 
-from dhp.checkpoint.files import CHECKSUM, check_part, damaged, read_header, read_json, reading, write_text
+from dhp.checkpoint.files import CHECKSUM, check_part, damaged, read_json, reading, write_text
 from dhp.config.parts import PARTS
 from dhp.core.errors import CheckpointError
 from dhp.core.process import say_nothing
@@ -18,7 +18,7 @@ from dhp.core.reports import WrittenFile
 
 ABOUT = "checkpoint.json"
 MODEL = "model"  # configuration, tokenizer and processors of the model, without weights
-OPTIMIZER, RANDOM = "optimizer", "random"  # in each part's folder
+OPTIMIZER = "optimizer"  # in each part's folder
 FILES = "files"  # in checkpoint.json: bytes and checksum of each of the others
 FORMAT = "format"
 NEWEST = 2  # format 1 has no number, and sizes alone
@@ -94,8 +94,6 @@ def check_checkpoint(checkpoint: Path, say: Callable[[str], None] = say_nothing,
         folder = checkpoint / str(part)
         check_part(folder)
         check_part(folder / OPTIMIZER)
-        for file in sorted((folder / RANDOM).glob("rank_*.safetensors")):
-            read_header(file)
     for file in sorted((checkpoint / MODEL).glob("*.json")):
         read_json(file)
 

@@ -16,7 +16,7 @@ class LoraConfig:
     """What an adapter adds is multiplied by alpha / rank. Null: twice the rank."""
 
     dropout: float = 0.0
-    """Share of what enters an adapter that is left out, another one each time."""
+    """Share of what enters an adapter that is left out: others in each step, the same ones in every layout."""
 
     targets: list[str] = field(default_factory=list)
     """Matrices that get one, by patterns as in training.trainable: q_proj or "layers.1?". Empty: all linear ones of the

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dhp.core.draws import DrawRun
 from dhp.core.graph import Route
 
 Grid = tuple[int, int, int]  # (t, h, w) of an image or a video, in patches
@@ -212,6 +213,9 @@ class VisionInput:
 
     unread: where some pixels are still to be read, all of them, piece by piece; `pixels` has no columns then. Ranks
     never see that.
+
+    draws: where adapters draw, the keys of its patches, in order (`dhp.core.draws`); of pictures that the tower takes
+    whole, a run each.
     """
 
     pixels: Tensor
@@ -225,6 +229,7 @@ class VisionInput:
     calls: tuple[tuple[int, ...], ...] = ()
     to_keep: tuple[PictureRows, ...] = ()
     unread: tuple[Tensor | UnreadPatches, ...] = ()
+    draws: tuple[DrawRun, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,8 @@ class TextInput:
     ranks share. None where the family has no blocks.
 
     segment_calls: how often layers that take each sample by itself are called at least, the same on all ranks.
+
+    draws: where adapters draw, the keys of its tokens, in order, those that fill rows up included (`dhp.core.draws`).
     """
 
     tensors: dict[str, Tensor]
@@ -264,6 +271,7 @@ class TextInput:
     blocks: Tensor | None = None
     segment_calls: int = 0
     weights: tuple[float, ...] = ()
+    draws: tuple[DrawRun, ...] = ()
 
 
 @dataclass(frozen=True)

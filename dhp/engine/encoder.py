@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.core.batch import Bundle, StepInfo, VisionInput
+from dhp.core.draws import drawing
 from dhp.core.errors import CheckpointError
 from dhp.core.graph import HIDDEN_STATES, Node
 from dhp.core.kinds import KINDS
@@ -114,9 +115,13 @@ class EncoderEngine(StageEngine):
         (positions, *moved), (windows, frames) = move_with_plans((work.positions, *order), plans, self.device)
         sent = _Sent(work.rows, moved[0] if moved else None)
         inputs = TowerInputs(pixels, positions, windows, frames, work.forms, work.calls, hidden)
-        output: dict[str, Tensor] = self.forward(
-            len(pixels), micro_batch, lambda: self.tower.run(self.model, self._chunk, inputs)
-        )
+        keys = self.token_keys(work.draws, self.tower.merge_unit, self.tower.tile)
+
+        def run() -> dict[str, Tensor]:
+            with drawing(keys):
+                return self.tower.run(self.model, self._chunk, inputs)
+
+        output = self.forward(len(pixels), micro_batch, run)
         if self.settings.graph.goes_back(Node(self.spec.name, chunk)):
             back = hidden if hidden is not None and hidden.requires_grad else None
             self._flights[micro_batch] = _Flight(output, sent, back)

@@ -33,13 +33,13 @@ class Measuring:
         """The result of `compute`, a micro-batch of `rows` patches or tokens.
 
         Where it runs out of memory under a plan that keeps anything, every layer is recomputed from here on, and the
-        pass is made again with the same random numbers. But only in a stage whose passes begin no collective: in
+        pass is made again. But only in a stage whose passes begin no collective: in
         others, ranks may wait inside one already, and would wait in backward for those of layers that are not run
         again. There the error goes on, as it does where everything was recomputed already.
         """
         if not torch.is_grad_enabled():
             return compute()
-        last_call, draws = RECORD.last, self._draws()
+        last_call = RECORD.last
         try:
             return self._measured(rows, micro_batch, compute)
         except torch.OutOfMemoryError:
@@ -47,7 +47,7 @@ class Measuring:
                 raise
         # Behind the handler: its traceback holds what the failed pass had computed.
         self.short = True
-        self._recompute_everything(draws)
+        self._recompute_everything()
         return self._measured(rows, micro_batch, compute)
 
     def _measured(self, rows: int, micro_batch: int, compute: Callable[[], Output]) -> Output:
@@ -66,13 +66,7 @@ class Measuring:
     def _keeps_any(self) -> bool:
         return bool(set(self._layers.choices) - {"all", "offload"})
 
-    def _recompute_everything(self, draws: list[torch.Tensor]) -> None:
+    def _recompute_everything(self) -> None:
         self._layers.choose(("all",) * len(self._layers.choices))
-        torch.set_rng_state(draws[0])
         if self._device.type == "cuda":
-            torch.cuda.set_rng_state(draws[1], self._device)
             torch.cuda.empty_cache()
-
-    def _draws(self) -> list[torch.Tensor]:
-        on_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_device]

@@ -9,8 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from dhp.checkpoint.background import BackgroundWriter, Write, run_write
-from dhp.checkpoint.manifest import OPTIMIZER, RANDOM
-from dhp.checkpoint.random_state import random_state, save_random_state
+from dhp.checkpoint.manifest import OPTIMIZER
 from dhp.checkpoint.shard_writer import ShardWriter
 from dhp.core.reports import SavedShare, WrittenFile
 from dhp.parallel.optim.base import StageOptimizer
@@ -56,7 +55,7 @@ class ShareSaver:
 
     def _staged(self, optimizer: StageOptimizer, folder: Path, keep: Callable[[str, Tensor], Tensor] | None) -> Write:
         """What writes the share. keep: copies its tensors now; None: they are written as they are met."""
-        random, writers = random_state(), []
+        writers = []
         if self._writes:
             state = ShardWriter(folder / OPTIMIZER, self._number, self._rank, keep=keep, once=self._once)
             optimizer.save_state(state)
@@ -67,8 +66,7 @@ class ShareSaver:
             writers = [(f"{OPTIMIZER}/", state), ("", weights)]
 
         def write() -> tuple[WrittenFile, ...]:
-            of_random = save_random_state(folder / RANDOM, self._number, random)
-            files = [replace(of_random, name=f"{RANDOM}/{of_random.name}")]
+            files: list[WrittenFile] = []
             for below, writer in writers:
                 files += [replace(file, name=f"{below}{file.name}") for file in writer.write()]
             return tuple(files)

@@ -62,7 +62,7 @@ class StageSettings:
     rules: what is trained, and how. adapters: of the part's matrices; None: none.
 
     resume_from: the part's directory in a checkpoint; None: begin with the model's weights. resume_states: with the
-    optimizer's and the random numbers' states, in the layout that they were saved in.
+    optimizer's states.
 
     features: where what the stage makes of pictures is kept; None: nowhere.
 

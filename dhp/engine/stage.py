@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from dhp.checkpoint.manifest import OPTIMIZER, RANDOM
-from dhp.checkpoint.random_state import load_random_state
+from dhp.checkpoint.manifest import OPTIMIZER
 from dhp.checkpoint.source import load_shards, open_source
 from dhp.core.batch import Bundle, StepInfo
 from dhp.core.collectives import RECORD, watch_layers
+from dhp.core.draws import DrawRun, TokenKeys, keys_of
 from dhp.core.graph import Edge, Node
 from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, SavedShare, StageReport
 from dhp.core.tracing import forget, take_sent, take_waited
@@ -39,8 +39,10 @@ from dhp.engine.evaluate import EvaluatingEngine
 from dhp.engine.measure import Measuring, Output
 from dhp.engine.saving import ShareSaver
 from dhp.engine.settings import StageSettings
+from dhp.engine.transfer import to_device
 from dhp.models.export import persistent_buffers
 from dhp.models.registry import load_family
+from dhp.models.token_dropout import TokenDropout
 from dhp.models.types import LayerParts
 from dhp.parallel.attention.choose import FLASH_ATTENTION_2, require
 from dhp.parallel.comm import build_mesh
@@ -83,7 +85,7 @@ class StageEngine(EvaluatingEngine):
         if settings.mlp_chunks > 1:
             tile_mlps(self._present_layers(), self.layer_parts().mlp, settings.mlp_chunks)
         if settings.compiled:
-            compile_layers(self._present_layers(), self.eager_classes())
+            compile_layers(self._present_layers(), {*self.eager_classes(), TokenDropout.__name__})
         self._watch_layers()
         self.optimizer: StageOptimizer = make_optimizer(self.model, self._present_layers(), settings, self.mesh)
         tie_weight(self.optimizer, self.model, settings)
@@ -196,9 +198,9 @@ class StageEngine(EvaluatingEngine):
         return list(self._kernels)
 
     def save(self, folder: str, background: bool) -> None:
-        """Write this rank's share of the part below `folder`: weights, optimizer state, random state. What several
-        ranks hold alike, the first of them writes. background: it is copied, and written while the rank goes on;
-        `saved` says when it is done. Raises PartFailed where tensor ranks hold alike no more what none of them cuts."""
+        """Write this rank's share of the part below `folder`: weights and optimizer state. What several ranks hold
+        alike, the first of them writes. background: it is copied, and written while the rank goes on; `saved` says
+        when it is done. Raises PartFailed where tensor ranks hold alike no more what none of them cuts."""
         require_alike(self.model, self.mesh.get_group("tensor"))
         self._saver.save(self.optimizer, Path(folder), background)
         forget()  # saving belongs to no step
@@ -206,6 +208,11 @@ class StageEngine(EvaluatingEngine):
     def saved(self, wait: bool) -> SavedShare:
         """What `save` has written. wait: until all of it is on the disk."""
         return self._saver.saved(wait)
+
+    def token_keys(self, runs: Sequence[DrawRun], unit: int = 1, tile: int = 0) -> TokenKeys | None:
+        """Keys of a micro-batch's tokens, on the device, where adapters draw. unit, tile: see `TokenKeys`."""
+        ranks = self.spec.degrees.tensor if self.settings.sequence_sharded_norms else 1
+        return TokenKeys(to_device(keys_of(runs), self.device), unit, tile, ranks) if runs else None
 
     @property
     def sends(self) -> bool:
@@ -249,11 +256,7 @@ class StageEngine(EvaluatingEngine):
 
     def _resume_optimizer(self) -> None:
         if self.settings.resume_from is not None and self.settings.resume_states:
-            folder = Path(self.settings.resume_from)
-            self.optimizer.load_state(open_source(folder / OPTIMIZER))
-            # Ranks that cut a matrix draw alike, also where the checkpoint's layout had others in their place.
-            first = self.rank - self.mesh.get_local_rank("tensor")
-            load_random_state(folder / RANDOM, self.settings.graph.rank_in_part(self.spec.name, first))
+            self.optimizer.load_state(open_source(Path(self.settings.resume_from) / OPTIMIZER))
 
     def _watch_layers(self) -> None:
         """Let layers recompute what they should, and measure what they take."""
@@ -264,9 +267,7 @@ class StageEngine(EvaluatingEngine):
         if RECORD.checks:
             watch_layers(dict(zip((f"layer {n}" for n in self.spec.layers), self._present_layers())))
         if self.meter is not None or set(self.settings.recompute) != {"none"}:
-            self.layers = RecomputedLayers(
-                self._present_layers(), parts, self.settings.recompute, self.meter, self.device
-            )
+            self.layers = RecomputedLayers(self._present_layers(), parts, self.settings.recompute, self.meter)
         self.measuring = None
         if self.layers is not None and self.meter is not None:
             self.measuring = Measuring(self.layers, self.meter, self.device)

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.core.axes import EXPERTS
 from dhp.core.batch import Bundle, StepInfo, TextInput
+from dhp.core.draws import drawing
 from dhp.core.generation import Answer, PromptInput
 from dhp.core.graph import HIDDEN_STATES
 from dhp.core.kinds import tokens_of
@@ -108,11 +109,12 @@ class TextEngine(StageEngine):
         hidden = next((bundle[HIDDEN_STATES] for bundle in leaves if HIDDEN_STATES in bundle), None)
         part, sent = self._chunks[chunk], [bundle for bundle in leaves if HIDDEN_STATES not in bundle]
         inputs, chosen, extra = self._inputs(chunk, work, hidden, sent, part.last)
+        keys = self.token_keys(work.draws)
 
         def compute() -> Tensor:
             routers = self._routers
             recorded: AbstractContextManager[list[Tensor]] = routers.recording() if routers else nullcontext([])
-            with recorded as logits:
+            with drawing(keys), recorded as logits:
                 states = self.family.decoder.run(self.model, part, inputs, **extra)
             if not part.last:
                 return states

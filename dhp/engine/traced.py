@@ -110,7 +110,7 @@ def _trace(
     if settings.mlp_chunks > 1:
         tile_mlps(layers, part.layers.mlp, settings.mlp_chunks)
     meter = ActivationMeter(model, _CPU, kinds)
-    RecomputedLayers(layers, part.layers, settings.recompute, meter, _CPU)
+    RecomputedLayers(layers, part.layers, settings.recompute, meter)
     moments = MomentsOfTrace(model, layers, meter) if records else None
     with moments or nullcontext():
         run = empty_run(model, family, name, rows, settings)

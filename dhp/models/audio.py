@@ -19,6 +19,7 @@ from torch import Tensor
 from dhp.config.part import PartConfig
 from dhp.config.parts import resolved
 from dhp.core.batch import Grid, ProcessorOutput
+from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ConfigError
 from dhp.core.graph import HIDDEN_STATES
 from dhp.models.clips import CHUNK, clip_forms, count_tokens
@@ -49,6 +50,7 @@ class AudioTower(Tower):
     divisible = True
     takes_attention = False
     dummy_patches = _DUMMY_FRAMES
+    tile = 1  # a clip has one key, and its layers see what convolutions make of it
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -96,13 +98,17 @@ class AudioTower(Tower):
         """See `Tower`. Clips whose samples have chunks of one length go through the tower together; the states between
         chunks are those of one call behind those of another."""
         forms = [[inputs.forms[n] for n in numbers] or [self.dummy_form] for numbers in inputs.calls]
+        keys = current_keys()
         if chunk.first:
             made = self._begin(model, chunk, inputs, forms)
         else:
             assert inputs.hidden is not None
             counts = [sum(form.tokens for form in of_call) for of_call in forms]
             states = zip(inputs.hidden.split(counts), forms, strict=True)
-            made = [self._go_on(model, chunk, own, of_call) for own, of_call in states]
+            made = []
+            for numbers, (own, of_call) in zip(inputs.calls, states, strict=True):
+                with drawing(keys and keys.of_call(numbers)):
+                    made.append(self._go_on(model, chunk, own, of_call))
         if not chunk.last:
             return {HIDDEN_STATES: torch.cat(made)}
         return {AUDIO_EMBEDDINGS: torch.cat(self._by_clip(inputs, made, forms))}
@@ -112,10 +118,11 @@ class AudioTower(Tower):
     ) -> list[Tensor]:
         """Each call's rows behind the first chunk, from frames."""
         clips = inputs.pixels.split([form.rows for form in inputs.forms])
-        made = []
+        made, keys = [], current_keys()
         for numbers, of_call in zip(inputs.calls, forms, strict=True):
             own = [clips[n] for n in numbers] or [self.dummy_pixels(inputs.pixels)]
-            made.append(self._encode_together(model, chunk, own, of_call))
+            with drawing(keys and keys.of_call(numbers)):
+                made.append(self._encode_together(model, chunk, own, of_call))
         return made
 
     def _go_on(self, model: PreTrainedModel, chunk: Chunk, states: Tensor, forms: Sequence[ProcessorOutput]) -> Tensor:
@@ -140,7 +147,11 @@ class AudioTower(Tower):
             found |= dict(zip(numbers, rows.split([form.tokens for form in of_call]), strict=True))
         return [*(found[n] for n in range(len(inputs.forms))), *dummies]
 
-    def calls(self, forms: Sequence[ProcessorOutput], even: bool = False) -> tuple[tuple[int, ...], ...]:
+    def calls(
+        self, forms: Sequence[ProcessorOutput], even: bool = False, alone: bool = False
+    ) -> tuple[tuple[int, ...], ...]:
+        if alone:
+            return tuple((number,) for number in range(len(forms)))
         groups: dict[int, list[int]] = defaultdict(list)
         for number, form in enumerate(forms):
             groups[_longest_chunk(form)].append(number)

@@ -22,6 +22,7 @@ from dhp.core.errors import ConfigError
 from dhp.core.parameters import ADAPTER, AdapterSettings, is_inside
 from dhp.models.part import Part
 from dhp.models.pretrained import name_accelerator
+from dhp.models.token_dropout import TokenDropout
 
 _ROUTERS = {"router", "gate", "shared_expert_gate"}  # names of modules that choose experts
 FIRST_OUT = 0.0  # initial values of B, relative to those of A: the first output is the model's own
@@ -88,7 +89,10 @@ def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSetting
     inject_adapter_in_model(config, _Nameless(model), ADAPTER)
     for parameter in model.parameters():
         parameter.requires_grad_(trained.get(id(parameter), True))
+    adapted = set(targets)
     for name, layer in adapted_modules(model):
+        if asked.dropout and name in adapted:
+            layer.lora_dropout[ADAPTER] = TokenDropout(asked.dropout, name)
         with torch.no_grad():
             for own in ("lora_A", "lora_B"):
                 weight = getattr(layer, own)[ADAPTER].weight
@@ -116,7 +120,7 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Disable dropout in the block: among modules that compute otherwise in training, adapters alone draw numbers
     here."""
-    drawing = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p]
+    drawing = [module for module in model.modules() if isinstance(module, TokenDropout)]
     for module in drawing:
         module.eval()
     try:

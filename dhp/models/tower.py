@@ -58,6 +58,7 @@ class Tower(Part):
     merge_unit: int = 1  # patches that become one token of the text part
     patch_dim: int  # values in one patch
     position_columns: int = 2  # of `ImageLayout.positions`
+    tile: int = 0  # patches of a picture of one size, to which layers may add tokens; 0: layers see patches alone
     dummy_patches: int  # of the smallest image that the tower takes: the input of a rank without work
     attention_crossover_patches: float = float("inf")  # of a segment whose full attention costs as much as all the rest
     divisible: bool = False  # `run` takes a chunk of its layers, so that stages of a pipeline may share it
@@ -116,9 +117,12 @@ class Tower(Part):
         black one is padding to some towers."""
         return like.new_full((self.dummy_patches, self.patch_dim), 0.5)
 
-    def calls(self, forms: Sequence[ProcessorOutput], even: bool = False) -> tuple[tuple[int, ...], ...]:
+    def calls(
+        self, forms: Sequence[ProcessorOutput], even: bool = False, alone: bool = False
+    ) -> tuple[tuple[int, ...], ...]:
         """Which pictures, by number, go through the tower together, where it takes pictures whole. Of a tower that
-        takes any run of patches all do: none are named. even: each call calls every module inside equally often."""
+        takes any run of patches all do: none are named. even: each call calls every module inside equally often. alone:
+        each takes one picture."""
         return ()
 
     @abstractmethod

@@ -215,11 +215,14 @@ def _check_rules(plan: RunPlan) -> None:
     from dhp.trainer.trainable import check_rules, part_names
 
     if plan.adapters:
+        from dhp.engine.traced_draws import check_draws
         from dhp.models.empty import check_adapters
         from dhp.models.quantized import check_quantized
 
         check_adapters(plan.source, plan.family, plan.adapters)
         check_quantized(plan.family, plan.adapters)
+        for name, asked in plan.adapters.items():
+            check_draws(plan.source, plan.family, name, asked)
     training = plan.config.training
     if training.trainable or training.frozen or training.groups:
         check_rules(plan.rules, plan.parameters, part_names(plan.family))

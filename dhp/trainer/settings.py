@@ -63,6 +63,7 @@ def feed_settings(
         text=degrees(decoder(config)),
         sequence_groups=decoder(config).sequence_groups,
         even_calls=decoder(config).zero_stage == 3,
+        drawing=tuple(name for name, adapters in adapters_of(config).items() if adapters.dropout),
     )
 
 

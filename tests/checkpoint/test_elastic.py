@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import permutations
 from pathlib import Path
@@ -64,6 +65,12 @@ LORA = {
         trainable=("projector",),
     ),
 }  # fmt: skip
+DROPOUT = tuple((part, replace(asked, dropout=0.1)) for part, asked in ADAPTERS)
+DROPPING = {name: replace(case, lora=DROPOUT) for name, case in LORA.items()} | {
+    "ring, replicas": Case(
+        Degrees(ring=2), Degrees(data=2, ring=2), 2, "float32", lora=DROPOUT, trainable=("projector",)
+    ),
+}
 FROZEN = {
     PLAIN: Case(Degrees(), Degrees(), 2, "float32", frozen=("vision", "projector")),
     "pipeline": Case(
@@ -155,6 +162,21 @@ def test_every_rounded_layout_goes_on_in_every_other(saved: Saved, tmp_path: Pat
 @pytest.mark.parametrize(("before", "after"), [(PLAIN, "ulysses, tensor"), ("ulysses, tensor", "fsdp")])
 def test_adapters_go_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, LORA[before], LORA[after], 1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [(PLAIN, "ulysses, tensor"), ("ulysses, tensor", "ring, replicas")])
+def test_dropout_goes_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    """The other layout drops what the undisturbed run does, which is not nothing."""
+    assert_goes_on(saved, tmp_path, DROPPING[before], DROPPING[after], 1e-5)
+    _, whole = saved.run(DROPPING[before])
+    _, without = saved.run(LORA[before])
+    assert whole.losses != pytest.approx(without.losses, rel=1e-4)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("before", "after"), [*permutations(DROPPING, 2)])
+def test_dropout_goes_on_in_every_other_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    assert_goes_on(saved, tmp_path, DROPPING[before], DROPPING[after], 1e-5)
 
 
 @pytest.mark.parametrize(("before", "after"), [*permutations(FROZEN)])

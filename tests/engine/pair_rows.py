@@ -13,8 +13,9 @@ from tests.engine.pairs import Row
 from tests.helpers.layouts import Case
 
 ONE = Degrees()
-OF_TEXT = (("text", AdapterSettings(4, 4.0)),)
-BOTH = (("vision", AdapterSettings(3, 6.0, rslora=True)), *OF_TEXT)
+# With dropout: what adapters do without any they do with it too.
+OF_TEXT = (("text", AdapterSettings(4, 4.0, dropout=0.1)),)
+BOTH = (("vision", AdapterSettings(3, 6.0, rslora=True, dropout=0.1)), *OF_TEXT)
 GROUPS = (
     GroupRule("late", (Selector("layers.[12]"),), 5e-3, None, 2),
     GroupRule(

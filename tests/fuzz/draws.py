@@ -36,6 +36,7 @@ RULES = (
     ("training.trainable=[projector]",),
     ("vision.lora.rank=2", "text.lora.rank=2"),
     ("text.lora.rank=2", "training.frozen=[]"),
+    ("text.lora.rank=2", "text.lora.dropout=0.3", "training.frozen=[embed_tokens]"),
 )
 SAMPLES = 4  # of a step
 

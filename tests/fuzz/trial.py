@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dhp.batch.collate import Collator
+from dhp.batch.draws import Draws
 from dhp.batch.shard import BatchSharder
 from dhp.config.command_line import compose_config
 from dhp.config.parts import decoder, parts
@@ -159,7 +160,7 @@ def _run(config: Config, graph: StageGraph, schedule: Any, steps: list[list[Samp
     settings = feed_settings(config, None, passes_of(plan_run(config)))
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     packing = settings.data.packing or settings.text.sequence > 1
-    dealer = BatchSharder(family, Collator(family, 0, packing), *division)
+    dealer = BatchSharder(family, Collator(family, 0, packing), *division, Draws(settings.seed, settings.drawing))
     layout = layout_of(config)
     rules = training_rules(config.training, family, adapters_of(config))
     losses, norms, evaluated = [], [], 0.0

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dhp.batch.collate import Collator
+from dhp.batch.draws import Draws
 from dhp.batch.encoder_shards import Split
 from dhp.batch.shard import BatchSharder
 from dhp.config.recompute import read_choices
@@ -119,7 +120,7 @@ class Case:
         packed += f", trains {' '.join(self.trainable)}" if self.trainable else ""
         packed += f", {' '.join(self.frozen)} frozen" if self.frozen else ""
         packed += f", groups {' '.join(rule.name for rule in self.groups)}" if self.groups else ""
-        packed += "".join(f", lora {own.rank} of {part}" for part, own in self.lora)
+        packed += "".join(f", lora {own.rank} of {part}{_dropping(own)}" for part, own in self.lora)
         packed += f", {self.mlp_chunks} chunks" if self.mlp_chunks > 1 else ""
         packed += ", in groups" if self.sequence_groups != "one" else ""
         packed += f", {self.objective}" if self.objective != "sft" else ""
@@ -129,6 +130,10 @@ class Case:
         packed += f" of {self.audio_stages} stages" if self.audio_stages > 1 else ""
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
+
+
+def _dropping(adapters: AdapterSettings) -> str:
+    return f" dropping {adapters.dropout}" if adapters.dropout else ""
 
 
 @dataclass(frozen=True)
@@ -321,7 +326,8 @@ def make_reader(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Ba
 
 def _division(case: Case) -> dict[str, Any]:
     even = case.text_zero_stage == 3
-    return {"text": case.text, "sequence_groups": case.sequence_groups, "even_calls": even}
+    draws = Draws(0, tuple(part for part, asked in case.lora if asked.dropout))
+    return {"text": case.text, "sequence_groups": case.sequence_groups, "even_calls": even, "draws": draws}
 
 
 def _encoders(case: Case) -> dict[str, Split]:

@@ -25,6 +25,7 @@ from dhp.models.family import Family
 from dhp.models.lora import first_values
 from dhp.models.patches import project_as_product
 from dhp.models.registry import load_family
+from tests.helpers.plain_draws import PlainDraws
 
 Weights = dict[str, Tensor]
 
@@ -62,7 +63,7 @@ class Oracle:
         add_by_peft(self.model, self._family, lora)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(rules.trains(name))
-        self.lora = lora
+        self.lora, self._draws, self._step = lora, PlainDraws(self.model, self._family, lora), 0
         self.prepare(model_name)
         self.update = update
         default = Group("all", update.learning_rate, update.weight_decay, update.warmup_steps)
@@ -107,8 +108,9 @@ class Oracle:
             named = self.model.named_parameters()
             return Step(0.0, 0.0, {n: torch.zeros_like(p) if p.requires_grad else None for n, p in named})
         loss = 0.0
-        for sample in samples:
-            share = self._loss_sum(sample) / total
+        for number, sample in enumerate(samples):
+            with self._draws.of(sample, self._step, samples[:number]):
+                share = self._loss_sum(sample) / total
             if share.requires_grad:  # a frozen decoder without an image has nothing to learn
                 share.backward()
             self._collect()
@@ -134,6 +136,7 @@ class Oracle:
         return EvaluatedShare(sum(loss for loss, _ in judged) / (total or 1), sum(r for _, r in judged), targets)
 
     def _advance(self) -> None:
+        self._step += 1
         for schedule in self.schedules:
             schedule.step()
 

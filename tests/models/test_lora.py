@@ -18,6 +18,7 @@ from dhp.models.load import drop_modules, model_class
 from dhp.models.lora import adapted_modules, add_adapters, check_targets, find_targets
 from dhp.models.part import Part
 from dhp.models.registry import load_family
+from dhp.models.token_dropout import TokenDropout
 from dhp.models.types import LayerParts
 from tests.helpers.tiny_families import make_config
 
@@ -173,8 +174,9 @@ def test_peft_keeps_the_module_with_its_attributes_and_adds_to_what_it_makes() -
 def test_adapters_of_a_second_part_are_no_second_adapter() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(3, 3)})
     with warnings.catch_warnings(action="error", category=UserWarning):  # peft would say so
-        add_adapters(model, ["a"], AdapterSettings(2, 6.0), seed=0)
-        add_adapters(model, ["b"], AdapterSettings(4, 6.0), seed=0)
+        add_adapters(model, ["a"], AdapterSettings(2, 6.0, dropout=0.2), seed=0)
+        add_adapters(model, ["b"], AdapterSettings(4, 6.0, dropout=0.4), seed=0)
+    assert [layer.lora_dropout[ADAPTER].share for _, layer in adapted_modules(model)] == [0.2, 0.4]
     assert [(name, layer.r[ADAPTER]) for name, layer in adapted_modules(model)] == [("a", 2), ("b", 4)]
 
 
@@ -182,7 +184,7 @@ def test_dropout_is_of_what_enters_and_its_scale_of_the_root_with_rslora() -> No
     model = nn.ModuleDict({"a": nn.Linear(4, 3)})
     add_adapters(model, ["a"], AdapterSettings(4, 6.0, dropout=0.5, rslora=True), seed=0)
     ((_, layer),) = adapted_modules(model)
-    assert isinstance(layer.lora_dropout[ADAPTER], nn.Dropout) and layer.lora_dropout[ADAPTER].p == 0.5
+    assert isinstance(layer.lora_dropout[ADAPTER], TokenDropout) and layer.lora_dropout[ADAPTER].share == 0.5
     assert layer.scaling[ADAPTER] == 3.0
 
 

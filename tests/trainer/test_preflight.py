@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2MLP
 
 from dhp.config.command_line import compose_config, to_yaml
 from dhp.core.batch import PositionRange
@@ -174,6 +176,16 @@ def test_a_package_that_ranks_here_would_miss_is_told_before_they_start(
     prepare(compose_config("tiny", overrides=[*overrides, "cluster.address=auto"]))  # whose nodes look for themselves
     monkeypatch.setattr(optional_packages, "_installed", lambda package, module: "2.8.3")
     prepare(compose_config("tiny", overrides=overrides))
+
+
+def test_dropout_that_could_not_be_drawn_by_token_is_refused(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [f"run_dir={tmp_path / 'new'}", "text.lora.rank=2", "text.lora.dropout=0.1"]
+    check(tiny_assets, *asked)
+    monkeypatch.setattr(Qwen2MLP, "forward", lambda self, states: self.down_proj(torch.cat([self.up_proj(states)] * 2)))
+    with pytest.raises(ConfigError, match=r"text\.lora\.dropout=0\.1 of .*down_proj: it is given 24 rows"):
+        check(tiny_assets, *asked)
 
 
 def test_four_bits_without_their_package_are_told_before_ranks_start(

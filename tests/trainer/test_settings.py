@@ -170,7 +170,13 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "even_calls": False,
         "exchange": "",
         "objective": "sft",
+        "drawing": (),
     }
+
+
+def test_parts_whose_adapters_drop_reach_the_dataset_actor() -> None:
+    own = ["text.lora.rank=2", "text.lora.dropout=0.1", "vision.lora.rank=2"]
+    assert feed_settings(resolve(compose_config("tiny", overrides=own))).drawing == ("text",)
 
 
 def test_what_is_computed_follows_from_what_is_trained(made_model: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dhp.config.part import PartConfig
 from dhp.config.parts import resolved
 from dhp.core.batch import Grid, ProcessorOutput
+from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ConfigError, ModelError
 from dhp.models.contract.contract import Contract
 from dhp.models.contract.pictures import joined, unpack
@@ -29,6 +30,7 @@ class WholeTower(Tower):
 
     position_columns = 0
     takes_attention = False
+    tile = 1  # a picture has one key, and its layers see what they make of it
 
     def __init__(self, config: Any, contract: Contract):
         super().__init__(config)
@@ -57,9 +59,11 @@ class WholeTower(Tower):
             )
         self.check_backend("vision", asked)
 
-    def calls(self, forms: Sequence[ProcessorOutput], even: bool = False) -> tuple[tuple[int, ...], ...]:
+    def calls(
+        self, forms: Sequence[ProcessorOutput], even: bool = False, alone: bool = False
+    ) -> tuple[tuple[int, ...], ...]:
         """Pictures of one shape together, or each by itself."""
-        if not self._contract.batches or (even and self._contract.loops):
+        if alone or not self._contract.batches or (even and self._contract.loops):
             return tuple((number,) for number in range(len(forms)))
         groups: dict[Any, list[int]] = defaultdict(list)
         for number, form in enumerate(forms):
@@ -78,12 +82,17 @@ class WholeTower(Tower):
         split_pixels = inputs.pixels.split([form.rows for form in forms])
         pictures = [unpack(form, rows, model.dtype) for form, rows in zip(forms, split_pixels, strict=True)]
         found: list[Mapping[str, Tensor]] = [{}] * len(forms)
+        keys = current_keys()
         for numbers in inputs.calls:
+            own, of_own = [pictures[n] for n in numbers], [forms[n] for n in numbers]
             if not numbers:
-                dummy = self.dummy_pixels(inputs.pixels)
-                found += self._encode_together(model, [unpack(self.dummy_form, dummy, model.dtype)], [self.dummy_form])
+                own = [unpack(self.dummy_form, self.dummy_pixels(inputs.pixels), model.dtype)]
+                of_own = [self.dummy_form]
+            with drawing(keys and keys.of_call(numbers)):
+                encoded = self._encode_together(model, own, of_own)
+            if not numbers:
+                found += encoded
                 continue
-            encoded = self._encode_together(model, [pictures[n] for n in numbers], [forms[n] for n in numbers])
             for n, rows in zip(numbers, encoded, strict=True):
                 found[n] = rows
         return {name: torch.cat([one[name] for one in found]) for name in self.tensors}

@@ -80,6 +80,7 @@ class LlavaTower(Tower):
         self.heads = vision.num_attention_heads
         self._shape = TileShape(vision)
         self.patch_dim, self.dummy_patches = self._shape.patch_dim, self._shape.side**2
+        self.tile = self.dummy_patches
         self.work = self._count_work()
         self.layers = LayerParts(
             "model.vision_tower.encoder.layers",

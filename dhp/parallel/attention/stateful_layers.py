@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ModelError
 from dhp.parallel.attention.segment_plan import SegmentPlan
 
@@ -45,11 +46,12 @@ def _by_segment(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(hidden_states: Tensor, *args: Any, segments: SegmentPlan | None = None, **named: Any) -> Any:
         _check(name, args, segments, named)
         assert segments is not None
-        alone = partial(forward, **named)
+        alone, keys = partial(forward, **named), current_keys()
         output = _run_each(alone, hidden_states, segments)
         for _ in range(segments.calls - len(segments.groups)):
             # Its backward runs too, so that other ranks' calls do not wait; it has no other effect.
-            output = output + alone(hidden_states[:1, :1]).sum() * 0.0
+            with drawing(keys and keys.split([1, len(keys.keys) - 1])[0]):
+                output = output + alone(hidden_states[:1, :1]).sum() * 0.0
         return output
 
     return run
@@ -61,11 +63,12 @@ def _run_each(forward: Callable[[Tensor], Tensor], hidden_states: Tensor, segmen
         return forward(hidden_states)
     flat = hidden_states.flatten(0, 1)
     flat = flat if segments.order is None else flat[segments.order]
-    parts = flat.split([length * count for length, count in segments.groups])
-    outputs = [
-        forward(part.unflatten(0, (count, length))).flatten(0, 1)
-        for (length, count), part in zip(segments.groups, parts, strict=True)
-    ]
+    sizes, keys = [length * count for length, count in segments.groups], current_keys()
+    of_parts = [None] * len(sizes) if keys is None else keys.chosen(segments.order).split(sizes)
+    outputs = []
+    for (length, count), part, own in zip(segments.groups, flat.split(sizes), of_parts, strict=True):
+        with drawing(own):
+            outputs.append(forward(part.unflatten(0, (count, length))).flatten(0, 1))
     output = torch.cat(outputs)
     output = output if segments.inverse is None else output[segments.inverse]
     return output.unflatten(0, (rows, tokens))

@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from dhp.config.recompute import CHOICES, OFFLOAD
+from dhp.core.draws import TokenKeys, current_keys, drawing
 from dhp.core.errors import ModelError
 from dhp.core.reports import RecomputePolicies
 from dhp.parallel.recompute.offload import Host
-from dhp.parallel.recompute.saved_calls import _Calls, device_of_draws, keeping_nothing, part_of_tokens, save_output
+from dhp.parallel.recompute.saved_calls import _Calls, keeping_nothing, part_of_tokens, save_output
 from dhp.parallel.recompute.saved_tensors import noting
 
 
@@ -49,17 +50,23 @@ def _tile(mlp: nn.Module, chunks: int) -> None:
 
     @wraps(whole)
     def forward(states: Tensor, *others: Any, **named: Any) -> Tensor:
-        def run(chunk: Tensor, again: list[bool]) -> Tensor:
+        def run(chunk: Tensor, keys: TokenKeys | None, again: list[bool]) -> Tensor:
             begun = bool(again)
             again.append(True)
-            with keeping_nothing(), part_of_tokens(), noting() if begun else nullcontext():
+            with keeping_nothing(), part_of_tokens(), drawing(keys), noting() if begun else nullcontext():
                 return whole(chunk, *others, **named)
 
         # As many on every rank, though some be empty: sharded weights are gathered for each.
         # In one piece each, also of padded rows: some MLPs take their tokens by a view.
         parts = [part.contiguous() for part in states.tensor_split(chunks, dim=-2)]
         if torch.is_grad_enabled():
-            return torch.cat([checkpoint(run, part, [], use_reentrant=False) for part in parts], dim=-2)
+            every = current_keys()
+            keys = [every and every.part(states.shape[:-1], number, chunks) for number in range(chunks)]
+            ran = (
+                checkpoint(run, part, own, [], use_reentrant=False, preserve_rng_state=False)
+                for part, own in zip(parts, keys, strict=True)
+            )
+            return torch.cat(list(ran), dim=-2)
         with part_of_tokens():
             return torch.cat([whole(part, *others, **named) for part in parts], dim=-2)
 
@@ -106,11 +113,9 @@ class RecomputedLayers:
         parts: LayerMap,
         choices: RecomputePolicies,
         watcher: Watcher | None = None,
-        device: torch.device | None = None,
     ):
-        """device: where layers will compute, if they are elsewhere now."""
         host = Host()
-        self._layers = [_Layer(layer, parts, index, watcher, host, device) for index, layer in enumerate(layers)]
+        self._layers = [_Layer(layer, parts, index, watcher, host) for index, layer in enumerate(layers)]
         self.choose(choices)
 
     @property
@@ -137,11 +142,9 @@ class _Layer:
         index: int,
         watcher: Watcher | None,
         host: Host,
-        device: torch.device | None,
     ):
         self.choice = "none"
         self._index, self._watcher, self._host = index, watcher, host
-        self._draws_on = device_of_draws(module, device)
         for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):
             for inner in _found(module, names):
                 inner.forward = save_output(what, inner.forward)
@@ -166,7 +169,8 @@ class _Layer:
         flat, spec = tree_flatten((args, dict(kwargs)))
         positions = [position for position, value in enumerate(flat) if isinstance(value, Tensor)]
         rest = [None if isinstance(value, Tensor) else value for value in flat]
-        calls = _Calls(frozenset(_KEPT_BY_CHOICE[self.choice]), self._draws_on)
+        calls = _Calls(frozenset(_KEPT_BY_CHOICE[self.choice]))
+        keys = current_keys()
 
         def layer(*tensors: Tensor) -> Any:
             # Tensors as arguments, so that the checkpoint saves them where they are seen and counted.
@@ -177,14 +181,12 @@ class _Layer:
             if not calls.begun:
                 with calls.first():
                     return self._forward(*given, **named)
-            with self._replay(), calls.again():
+            with self._replay(), calls.again(), drawing(keys):
                 return self._forward(*given, **named)
 
         given = [flat[position] for position in positions]
         with self._host.keeping(given[0], self._index) if self.choice == OFFLOAD else nullcontext():
-            # Generators are read and set anew around each layer, on GPUs too, where anything may draw from them.
-            draws = self._draws_on is not None
-            return checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=draws)
+            return checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
 
     @contextmanager
     def _replay(self) -> Iterator[None]:

@@ -1,10 +1,10 @@
-"""Calls in a recomputed layer whose outputs are saved, and the random numbers that the layer draws.
+"""Calls in a recomputed layer whose outputs are saved.
 
 What is not worth recomputing (matrix products, attention) is *kept*: its output is saved, and the layer's second run
 takes it from there. What a kept call saves for its own backward is either one of its inputs, which the second run
 recomputes, or stays saved. So collectives inside a kept call, such as those of Ulysses and ring attention, run once;
-all others run again in backward, on every rank in the same order. Dropout of adapters draws the same random numbers
-again: after a call that is skipped, the generator continues from the state in which that call left it.
+all others run again in backward, on every rank in the same order. No generator is set back for it: what adapters drop
+is a function of the tokens (`dhp.core.draws`), and models that draw otherwise are refused.
 
 torch's own selective checkpointing (`create_selective_checkpoint_contexts`) decides operator by operator. Here a whole
 call is kept or not: an attention that is an autograd function of many kernels and collectives, or a module.
@@ -26,40 +26,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dhp.parallel.recompute.saved_tensors import detached, note, top_hooks
 
-
-def device_of_draws(layer: nn.Module, device: torch.device | None = None) -> torch.device | None:
-    """The device whose generator the layer draws from in training; None where it draws nothing. device: where the layer
-    will be; where its parameters are, if None."""
-    if any(map(_may_draw, layer.modules())):
-        return device or next(layer.parameters()).device
-    return None
-
-
-def _may_draw(module: nn.Module) -> bool:
-    """Whether it is one for dropout, or has a share to drop, as those have that call the function: `attention_dropout`,
-    `drop_prob`."""
-    drops = "drop" in type(module).__name__.lower()
-    shares = (value for name, value in vars(module).items() if "drop" in name or (drops and name == "p"))
-    return any(isinstance(share, (int, float)) and share > 0 for share in shares)
-
-
-def state_of_draws(device: torch.device | None) -> Tensor | None:
-    """The state of the device's generator, on the host; None without a device."""
-    if device is None:
-        return None
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def go_on_from(state: Tensor | None, device: torch.device | None) -> None:
-    """Let the device's generator go on from that state, if there is one."""
-    if state is None or device is None:
-        return
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
 _here = threading.local()  # on GPUs, backward runs layers again in threads of autograd's own
 
 
@@ -79,12 +45,11 @@ class _Result(NamedTuple):
 
 @dataclass
 class _Call:
-    """A kept call: its results; which of its inputs it saved, in order; the state in which it left the generator."""
+    """A kept call: its results; which of its inputs it saved, in order."""
 
     results: list[Any]
     spec: Any
     deferred: list[_Deferred]
-    drawn: Tensor | None
 
 
 @dataclass
@@ -92,7 +57,6 @@ class _Calls:
     """Kept calls of one run of one layer, in order; the second run takes their results from here."""
 
     keeps: frozenset[str]
-    draws_on: torch.device | None  # see `device_of_draws`
     made: list[_Call] = field(default_factory=list)
     begun: bool = False
     next: int | None = None  # in a second run, the call that comes next
@@ -163,7 +127,6 @@ def save_output(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return _keep(calls, inputs, lambda: function(*args, **kwargs))
         made = calls.made[calls.next]
         calls.next += 1
-        go_on_from(made.drawn, calls.draws_on)
         return _repeat(made, inputs)
 
     return call
@@ -209,7 +172,7 @@ def _keep(calls: _Calls, inputs: Sequence[Tensor], run: Callable[[], Any]) -> An
         if isinstance(value, Tensor):
             note(value)
     remembered = [_Result(v.detach(), v.requires_grad) if isinstance(v, Tensor) else v for v in flat]
-    calls.made.append(_Call(remembered, spec, saving.deferred, state_of_draws(calls.draws_on)))
+    calls.made.append(_Call(remembered, spec, saving.deferred))
     return results
 
 

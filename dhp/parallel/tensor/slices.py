@@ -140,6 +140,8 @@ def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
             _enter(layer, base, into, group)
         else:
             _take_slice(into, mesh, Shard(1))
+            # Dropout draws by column of the whole matrix; what stands there without any reads nothing.
+            layer.lora_dropout[ADAPTER].first_column = mesh.get_local_rank() * into.weight.shape[1]
             _sum_output(into, base, group)
             if exit_of(base) is not None:
                 setattr(out, PARTIAL_OVER, group)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from dhp.config.recompute import CHOICES
 from dhp.parallel.recompute import meter as meter_module
-from dhp.parallel.recompute import saved_calls
 from dhp.parallel.recompute.layers import ATTENTION, RecomputedLayers
 from dhp.parallel.recompute.meter import ActivationMeter
-from dhp.parallel.recompute.saved_calls import device_of_draws, save_output
+from dhp.parallel.recompute.saved_calls import save_output
 from dhp.parallel.recompute.saved_tensors import SavedTensors
 
 ROWS, WIDTH, INNER = 24, 16, 40
@@ -67,38 +66,6 @@ def test_a_layer_without_any_of_the_named_modules_is_refused() -> None:
     RecomputedLayers([Layer()], Parts(mlp=("gate", "up", "experts")), ("light",))
     with pytest.raises(ValueError, match="a Layer has none of the modules experts, gates; correct the LayerParts"):
         RecomputedLayers([Layer()], Parts(mlp=("experts", "gates")), ("light",))
-
-
-class Dropping(Layer):
-    """Leaves some out at random: in a module that may be kept, and behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.last = nn.Sequential(nn.Dropout(0.3), self.gate), nn.Dropout(0.4)
-
-    def forward(self, states: Tensor, *, turn: Tensor) -> Tensor:
-        return self.last(super().forward(states, turn=turn))
-
-
-def dropped(choice: str) -> tuple[Tensor, ...]:
-    """Output and gradient of a layer, and what the generator gives next."""
-    torch.manual_seed(3)
-    layer, states = Dropping(), torch.randn(ROWS, WIDTH, requires_grad=True)
-    RecomputedLayers([layer], Parts(), (choice,))
-    output = layer(states, turn=torch.ones(1))
-    output.square().sum().backward()
-    return output.detach(), states.grad, torch.rand(3)
-
-
-@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice != "none"])
-def test_what_was_left_out_at_random_is_left_out_again(choice: str) -> None:
-    for found, wanted in zip(dropped(choice), dropped("none"), strict=True):
-        torch.testing.assert_close(found, wanted)
-
-
-def test_a_generator_that_does_not_go_on_behind_a_kept_call_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_calls, "go_on_from", lambda *_: None)
-    assert not torch.allclose(dropped("light")[1], dropped("none")[1])
 
 
 class Model(nn.Module):
@@ -254,26 +221,3 @@ def test_without_gradients_nothing_is_checkpointed() -> None:
     with torch.no_grad():
         states = model(torch.randn(ROWS, WIDTH))
     assert not states.requires_grad
-
-
-class _Functional(nn.Module):
-    """Drops by the function, as towers of sound do, not by a module."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.dropout, self.weight = share, nn.Parameter(torch.ones(64))
-
-    def forward(self, states: Tensor) -> Tensor:
-        return F.dropout(states * self.weight, self.dropout, self.training)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_what_a_function_drops_is_dropped_again(share: float) -> None:
-    layer = _Functional(share)
-    assert (device_of_draws(layer) is None) == (share == 0)
-    RecomputedLayers([layer], Parts(projections=(), mlp=()), ("all",))
-    torch.manual_seed(0)
-    output = layer(torch.ones(64, requires_grad=True))
-    torch.rand(3)  # others draw in between
-    output.sin().sum().backward()
-    assert torch.allclose(layer.weight.grad, output.detach().cos() * output.detach())  # output = weight × kept, of ones
