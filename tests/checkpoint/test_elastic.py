@@ -38,6 +38,8 @@ LAYOUTS = {
     "pipeline of four": Case(Degrees(), Degrees(), 2, "float32", schedule="1f1b", stages=4),
     "ring": Case(Degrees(ulysses=2), Degrees(ring=2), 2, "float32", text_zero_stage=1),
     "ring, ulysses, tensor": Case(Degrees(), Degrees(ring=2, ulysses=2, tensor=2), 2, "float32"),
+    "a chain of cut parts": Case(Degrees(), Degrees(), 2, "float32", schedule="1f1b", stages=2, tower_stages=2),
+    "interleaved": Case(Degrees(), Degrees(), 2, "float32", schedule="interleaved", stages=2, chunks=2),
 }
 FAST = [
     (PLAIN, "ulysses, zero 1, tensor"),
@@ -53,6 +55,13 @@ ROUNDED = {
     "fsdp": Case(Degrees(data=2, tensor=2), Degrees(data=2, tensor=2), 2, "bfloat16", 2, text_zero_stage=3, fsdp=True),
     "pipeline": Case(Degrees(), Degrees(data=2, tensor=2), 2, "bfloat16", schedule="1f1b", stages=2),
     "halves": Case(Degrees(), Degrees(), dtype="bfloat16", state_bytes=12),
+}
+EXPERTS = {
+    PLAIN: Case(Degrees(), Degrees(), 2, "float32"),
+    "shared out": Case(Degrees(data=2), Degrees(data=2, expert=2), 2, "float32", 1),
+    "cut": Case(Degrees(), Degrees(tensor=2), 2, "float32"),
+    "fsdp": Case(Degrees(data=2), Degrees(data=2), 2, "float32", 3, text_zero_stage=3, fsdp=True),
+    "pipeline": Case(Degrees(), Degrees(data=2, expert=2), 2, "float32", schedule="1f1b", stages=2),
 }
 ADAPTERS = (("vision", AdapterSettings(2, 4.0)), ("text", AdapterSettings(3, 3.0)))
 LORA = {
@@ -157,6 +166,30 @@ def test_rounded_weights_go_on_from_their_masters(saved: Saved, tmp_path: Path, 
 @pytest.mark.parametrize(("before", "after"), [*permutations(set(ROUNDED) - {"halves"}, 2)])
 def test_every_rounded_layout_goes_on_in_every_other(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, ROUNDED[before], ROUNDED[after], 1e-3)
+
+
+@pytest.fixture(scope="module")
+def saved_experts(qwen3_vl_moe_model: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(qwen3_vl_moe_model, tmp_path_factory.mktemp("experts"))
+
+
+@pytest.mark.parametrize(("before", "after"), [("shared out", "cut"), ("cut", "shared out")])
+def test_experts_go_on_elsewhere(saved_experts: Saved, tmp_path: Path, before: str, after: str) -> None:
+    assert_goes_on(saved_experts, tmp_path, EXPERTS[before], EXPERTS[after], 1e-5)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("before", "after"), [*permutations(EXPERTS, 2)])
+def test_experts_of_every_layout_go_on_in_every_other(
+    saved_experts: Saved, tmp_path: Path, before: str, after: str
+) -> None:
+    assert_goes_on(saved_experts, tmp_path, EXPERTS[before], EXPERTS[after], 1e-5)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("before", "after"), [*permutations(LORA, 2)])
+def test_adapters_of_every_layout_go_on_in_every_other(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    assert_goes_on(saved, tmp_path, LORA[before], LORA[after], 1e-5)
 
 
 @pytest.mark.parametrize(("before", "after"), [(PLAIN, "ulysses, tensor"), ("ulysses, tensor", "fsdp")])
