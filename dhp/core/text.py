@@ -32,10 +32,10 @@ def json_safe(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `json_safe`, for values that hold no other text."""
+    """The inverse of `json_safe`. Other text stays text."""
     if isinstance(value, dict):
         return {key: from_json(inner) for key, inner in value.items()}
-    return float(value) if isinstance(value, str) else value
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def shown(value: float | None, spec: str) -> str:

@@ -97,7 +97,7 @@ def test_each_fault_of_another_node_is_named(lost: Any, tmp_path: Path, monkeypa
     monkeypatch.setattr(control_store, "SILENT_S", 3.0)
     monkeypatch.setattr(control_store, "_EVERY_S", 0.2)
     monkeypatch.setattr(control_store, "_ANSWER_S", 1.0)
-    (gcs,) = [child for child in psutil.Process().children(recursive=True) if child.name() == "gcs_server"]
+    gcs = psutil.Process(cluster.head_node.all_processes["gcs_server"][0].process.pid)
     with asking():
         require_answers()
         gcs.send_signal(signal.SIGSTOP)

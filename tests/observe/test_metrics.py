@@ -75,6 +75,15 @@ def test_metrics_read_back_equal(tmp_path):
     assert read_metrics(tmp_path) == steps
 
 
+def test_text_among_numbers_reads_back_equal(tmp_path):
+    pace = {"text": {"min": 0.9, "median": 1.0, "max": math.nan, "rank": "text rank 1"}}
+    writer = MetricsWriter(tmp_path)
+    writer.write(StepMetrics(step=1, loss=1.0, grad_norm=1.0, rank_pace=pace))
+    writer.close()
+    (back,) = read_metrics(tmp_path)
+    assert back.rank_pace["text"]["rank"] == "text rank 1" and math.isnan(back.rank_pace["text"]["max"])
+
+
 def test_tensorboard_reads_the_scalars(tmp_path):
     with closing(MetricsWriter(tmp_path)) as writer:
         for step in (1, 2):

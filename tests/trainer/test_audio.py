@@ -86,7 +86,8 @@ def test_it_trains_in_three_parts(whole: tuple[Path, Outcome]) -> None:
     assert all(line["flops"]["audio"] > 0 for line in lines if line["clips"])
     assert lines[-1]["loss"] < lines[0]["loss"]
     for rank in range(2):
-        assert "collectives so far: " in (run_dir / "logs" / f"audio-{rank}.calls").read_text()
+        beat = json.loads((run_dir / "logs" / f"audio-{rank}.heartbeat").read_text())
+        assert beat["counts"] and beat["number"] == beat["counts"][beat["group"]]
 
 
 def test_its_first_loss_is_the_plain_models(whole: tuple[Path, Outcome], folder: Path, tmp_path: Path) -> None:
