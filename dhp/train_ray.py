@@ -61,7 +61,10 @@ def _run(config: Config) -> None:
                     from dhp.supervise.attempt import tell_layouts
                     from dhp.trainer.elastic import find_layouts
 
-                    tell_layouts(lambda: find_layouts(planned, prepared, say))
+                    find = partial(find_layouts, planned, prepared, say, planned=config.layout != planned.layout)
+                    if prepared.training.dry_run:
+                        find()
+                    tell_layouts(find)
                 _train(prepared, say)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

@@ -23,10 +23,19 @@ from dhp.cluster.lookout import Lookout
 from dhp.cluster.placement.nodes import free_bundles, own_node, read_nodes
 from dhp.cluster.placement.rank_mapping import TENSOR, describe_straddle, find_straddles, map_ranks, refuse_straddle
 from dhp.cluster.placement.readers import reader_nodes
-from dhp.cluster.placement.reservation import Slot, Topology, bundle_nodes, find_topology, plan_placement, reserve
+from dhp.cluster.placement.reservation import (
+    PATIENCE_S,
+    Slot,
+    Topology,
+    bundle_nodes,
+    find_topology,
+    plan_placement,
+    reserve,
+    wait_for_gpus,
+)
 from dhp.cluster.rank_device import RankDevice
 from dhp.cluster.ray_session import cluster_gpus, ray_session
-from dhp.cluster.servers import limited_teardown
+from dhp.cluster.servers import limited_teardown, require_servers
 from dhp.cluster.worker import GroupSettings
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph
@@ -58,7 +67,7 @@ class Layout:
     collective_timeout_s: the longest that a collective may hold a rank, once the stages are loaded.
 
     elastic: the run has layouts for fewer devices, and shares no GPU that it would have alone. reserve_s: how long it
-    waits for its devices then; None: start_timeout_s.
+    waits for its devices then, 5 s at least; None: start_timeout_s. restarted: it had its devices before.
     """
 
     graph: StageGraph
@@ -78,6 +87,7 @@ class Layout:
     steps_done: int = 0
     elastic: bool = False
     reserve_s: float | None = None
+    restarted: bool = False
 
 
 GROUP_LATER_S = 30.0  # a group's own limit is so much longer: what it raises names who waits, not who is waited for
@@ -108,15 +118,16 @@ class Cluster:
             stack.enter_context(ray_session(layout.address, cpus, timeout_s=layout.start_timeout_s, say=self._say))
             if not local:
                 stack.enter_context(asking())
+            waits_s = layout.start_timeout_s if layout.reserve_s is None else max(layout.reserve_s, PATIENCE_S)
+            key = "cluster.start_timeout_s" if layout.reserve_s is None else "training.elastic_wait_s"
             gpus = cluster_gpus()
+            if not (gpus or local) and layout.restarted and layout.device == "cuda":
+                gpus = wait_for_gpus(waits_s, key)
             self.device = choose_device(layout.device, gpus)
             devices = {stage.name: stage.devices for stage in layout.graph.stages}
             plan = plan_placement(devices, gpus if self.device == "cuda" else 0.0, shares=not layout.elastic)
             self._say(f"reserving {bundles} device{'s' if bundles > 1 else ''}")
-            if layout.reserve_s is None:
-                reserved = reserve(plan, layout.start_timeout_s)
-            else:
-                reserved = reserve(plan, layout.reserve_s, "training.elastic_wait_s")
+            reserved = reserve(plan, waits_s, key)
             self._bundle = plan.bundles[0]
             stack.callback(remove_placement_group, reserved)
             self._topology = topology = find_topology(bundle_nodes(reserved), read_nodes())
@@ -190,7 +201,9 @@ class Cluster:
         return ray.get(list(refs))
 
     def devices_there(self) -> int:
-        """Devices that this run could have: its own, and those that nothing uses."""
+        """Devices that this run could have: its own, and those that nothing uses. Raises ClusterError where Ray's
+        control store, which is asked, is gone."""
+        require_servers()
         return self._layout.graph.device_count() + free_bundles(self._bundle, read_nodes())
 
     @property

@@ -16,19 +16,22 @@ from dhp.supervise.verdict import Verdict, read_verdict, verdict_of, write_verdi
 VARIABLE = "DHP_ATTEMPT"  # in the environment of a supervised driver
 STARTING, LOADING, TRAINING, SAVING = "starting", "loading", "training", "saving"
 _OPENED, _STATE, _CHECKPOINT, _VERDICT = "opened", "state", "checkpoint", "verdict.json"
-_LAYOUTS = "layouts.json"
+_LAYOUTS, _DEVICE = "layouts.json", "device"
 
 
 @dataclass(frozen=True)
 class Attempt:
     """One attempt of a supervised run. folder: where driver and supervisor meet. number: from 1; restarts: before it
-    in this run. larger: devices of each layout of the run that is larger than this attempt's. Nothing that is said here
-    ever fails the run."""
+    in this run. larger: devices of each layout of the run that is larger than this attempt's. device: cpu or cuda, as
+    the attempts before had; "": not known. asks_layouts: the layouts that the run may have are to be said. Nothing that
+    is said here ever fails the run."""
 
     folder: str
     number: int
     restarts: int
     larger: Sequence[int] = ()
+    device: str = ""
+    asks_layouts: bool = False
 
     def environment(self) -> Mapping[str, str]:
         """What the driver finds it by."""
@@ -51,6 +54,10 @@ class Attempt:
     def has_layouts(self, layouts: Layouts) -> None:
         """The layouts that the run may have are known."""
         self._say(_LAYOUTS, json.dumps(written(layouts)))
+
+    def has_device(self, device: str) -> None:
+        """What the run computes on."""
+        self._say(_DEVICE, device)
 
     def ended(self, error: BaseException | None) -> Verdict:
         """The run has ended, of `error` or None; its teardown begins. The first one that is said stays."""
@@ -82,6 +89,11 @@ class Attempt:
         """The layouts that the run may have; None: this attempt did not say."""
         text = self._read(_LAYOUTS)
         return None if text is None else read_layouts(json.loads(text))
+
+    @property
+    def device_said(self) -> str | None:
+        """What the run computes on; None: this attempt did not say."""
+        return self._read(_DEVICE)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -138,10 +150,22 @@ def tell_saved(checkpoint: Path) -> None:
 
 
 def tell_layouts(find: Callable[[], Layouts]) -> None:
-    """Say which layouts the run may have, if something supervises it: once, in its first attempt."""
+    """Say which layouts the run may have, if something supervises it that does not know them yet."""
     attempt = this_attempt()
-    if attempt is not None and attempt.number == 1:
+    if attempt is not None and attempt.asks_layouts:
         attempt.has_layouts(find())
+
+
+def tell_device(device: str) -> None:
+    """Say what the run computes on."""
+    if attempt := this_attempt():
+        attempt.has_device(device)
+
+
+def known_device() -> str:
+    """What the attempts before this one computed on; "": not known."""
+    attempt = this_attempt()
+    return "" if attempt is None else attempt.device
 
 
 def larger_layouts() -> Sequence[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,38 @@ class Layouts:
     def larger_than(self, layout: Layout) -> tuple[int, ...]:
         """Devices of the layouts that are larger."""
         return tuple(one.devices for one in (self.own, *self.smaller) if one.devices > layout.devices)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which layout a run's attempts have, one after another.
+
+    layouts: that it may have. now: of the next attempt. before: the smaller one that it grew from, until it has trained
+    in the larger one. failed: numbers of devices of layouts that it could not train in, though their devices were said
+    to be there: it does not grow to these again.
+    """
+
+    layouts: Layouts
+    now: Layout
+    before: Layout | None = None
+    failed: frozenset[int] = frozenset()
+
+    @property
+    def larger(self) -> tuple[int, ...]:
+        """Devices at which a larger layout is to be taken."""
+        return tuple(devices for devices in self.layouts.larger_than(self.now) if devices not in self.failed)
+
+    def after(self, there: int | None, trained: bool, ended: bool) -> Choice:
+        """What follows an attempt. there: devices that the run could have, where the attempt ended for their number.
+        trained: it came as far as that. ended: no other attempt would do better in this layout."""
+        if self.before is not None and not trained and (ended or there is not None):
+            return replace(self, now=self.before, before=None, failed=self.failed | {self.now.devices})
+        kept = replace(self, before=None) if trained else self
+        if there is None:
+            return kept
+        chosen = self.layouts.for_devices(there) or self.now
+        grows = chosen.devices > self.now.devices
+        return replace(kept, now=chosen, before=self.now if grows else kept.before)
 
 
 def read_layouts(values: Sequence[tuple[int, Sequence[str]]]) -> Layouts:

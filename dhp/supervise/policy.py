@@ -55,10 +55,10 @@ def decide(history: Sequence[Ended], rules: Rules) -> Restart | Stop:
         return Stop(0)
     if last.kind == INTERRUPTED:
         return Stop(INTERRUPTED_STATUS)
-    if not last.restartable or last.kind in ONCE_TRAINED and not any(_trained(one) for one in history):
-        return Stop(1)
     if history[-1].moves:
         return Restart(0.0, 0, "it goes on in another layout")
+    if not last.restartable or last.kind in ONCE_TRAINED and not any(_trained(one) for one in history):
+        return Stop(1)
     before = _same_before(history)
     if before is not None:
         return Stop(1, f"attempt {before.attempt} ended in the same way {_place(last)}: another would too")

@@ -22,7 +22,7 @@ from dhp.core.process import INTERRUPTED as INTERRUPTED_STATUS
 from dhp.core.process import say_line
 from dhp.supervise.attempt import SAVING, TRAINING, Attempt
 from dhp.supervise.driver import GRACE_S, KILLED_GRACE_S, Driver, adopt_orphans
-from dhp.supervise.elastic import Layout, Layouts
+from dhp.supervise.elastic import Choice, Layouts
 from dhp.supervise.policy import Ended, Restart, Rules, Stop, decide
 from dhp.supervise.verdict import (
     COMPLETED,
@@ -82,8 +82,8 @@ class Supervisor:
         self._first: int | None = None  # number of this run's first verdict in run_dir
         self._signals: list[int] = []
         self._restarts = 0
-        self._layouts: Layouts | None = None  # that the run may have, once they are known
-        self._layout: Layout | None = None  # of the next attempt; None: the run's own
+        self._choice: Choice | None = None  # of its layouts, once they are known
+        self._device = ""
 
     def run(self) -> int:
         """Run until the run has completed or is not started again; the exit status."""
@@ -100,12 +100,14 @@ class Supervisor:
 
     def _attempt(self, folder: str) -> Restart | Stop:
         """Run the driver once, and decide what follows."""
-        larger = () if self._layouts is None or self._layout is None else self._layouts.larger_than(self._layout)
-        attempt = Attempt(folder, len(self._history) + 1, self._restarts, larger)
+        known = self._choice is not None
+        larger = self._choice.larger if self._choice is not None else ()
+        attempt = Attempt(folder, len(self._history) + 1, self._restarts, larger, self._device, not known)
         verdict = self._drive(attempt)
         self._newest = attempt.checkpoint or self._newest
-        moves = self._choose_layout(attempt.layouts, verdict)
-        words = () if self._layout is None else self._layout.words
+        self._device = attempt.device_said or self._device
+        moves = self._choose_layout(attempt.layouts, verdict, attempt.checkpoint is not None)
+        words = () if self._choice is None else self._choice.now.words
         self._begun = Begun(self._begun.opened or attempt.has_opened, self._newest is not None, words)
         self._history.append(Ended(verdict, attempt.checkpoint is not None, moves))
         decision = decide(self._history, self._rules)
@@ -143,15 +145,15 @@ class Supervisor:
             self._say(f"ended what the driver left: {', '.join(sorted(left))}")
         return judge(attempt, code, killed, interrupted=sent > 0, at=ended_at)
 
-    def _choose_layout(self, layouts: Layouts | None, verdict: Verdict) -> bool:
-        """Choose the layout of the next attempt by the devices that there are; whether it is another one."""
-        self._layouts = layouts or self._layouts
-        if self._layouts is None or verdict.devices is None:
+    def _choose_layout(self, layouts: Layouts | None, verdict: Verdict, saved: bool) -> bool:
+        """Choose the layout of the next attempt; whether it is another one."""
+        if self._choice is None and layouts is not None:
+            self._choice = Choice(layouts, layouts.own)
+        if self._choice is None:
             return False
-        before = self._layout or self._layouts.own
-        chosen = self._layouts.for_devices(verdict.devices) or before
-        self._layout = None if chosen == self._layouts.own else chosen
-        return chosen != before
+        before, trained = self._choice, saved or verdict.state in (TRAINING, SAVING)
+        self._choice = before.after(verdict.devices, trained, ended=verdict.kind == REFUSED)
+        return self._choice.now != before.now
 
     def _is_ending(self, attempt: Attempt) -> bool:
         verdict = attempt.verdict

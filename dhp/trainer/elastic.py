@@ -7,6 +7,7 @@ from typing import Any
 
 from dhp.config.command_line import with_words
 from dhp.config.layout import AUTO, GIVEN
+from dhp.config.parts import parts
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, DhpError, raise_all
 from dhp.core.process import say_nothing
@@ -19,14 +20,18 @@ _KEY = "training.elastic"
 _MOST = 8  # planned ones: each takes seconds
 
 
-def find_layouts(config: Config, prepared: Config, say: Callable[[str], None] = say_nothing) -> Layouts:
+def find_layouts(
+    config: Config, prepared: Config, say: Callable[[str], None] = say_nothing, planned: bool = False
+) -> Layouts:
     """All layouts of a run, as training.elastic asks for them. config: composed, with its layout; prepared: what
-    `dhp.trainer.preflight.prepare` made of it. say: receives a line about each. Raises ConfigError for one that cannot
-    be, or in which the run would train otherwise."""
-    own, smaller, errors = Layout(_devices(prepared)), dict[int, Layout](), []
+    `dhp.trainer.preflight.prepare` made of it. planned: the run's own layout was planned, and is not to be again. say:
+    receives a line about each. Raises ConfigError for one that cannot be, or in which the run would train otherwise."""
+    settings = _settings(config) if planned else {}
+    own, smaller, errors = Layout(_devices(prepared), _words(settings)), dict[int, Layout](), []
     for number, text in enumerate(prepared.training.elastic):
         try:
-            found = _planned(config, own.devices, say) if text == AUTO else [tuple(text.split())]
+            named = _over(config, settings, tuple(text.split()))
+            found = _planned(config, own.devices, say) if text == AUTO else [named]
             for words in found:
                 layout = Layout(_checked(config, prepared, words, own.devices), words)
                 smaller.setdefault(layout.devices, layout)
@@ -85,8 +90,27 @@ def _fewer(devices: int) -> list[int]:
     return [number for number in range(devices - step, 0, -step)][:_MOST]
 
 
+def _settings(config: Config) -> dict[str, Any]:
+    from dhp.trainer.forecast.auto import layout_settings  # it imports torch
+
+    return layout_settings(config)
+
+
+def _over(config: Config, settings: Mapping[str, Any], words: tuple[str, ...]) -> tuple[str, ...]:
+    """Settings as on a command line over those of a planned layout: of a part that they name nothing of it is left."""
+    if not settings:
+        return words
+    from dhp.trainer.forecast.auto import plain_settings  # it imports torch
+
+    named = {word.partition("=")[0] for word in words}
+    merged = dict(settings)
+    for part in parts(config).keys() & {key.partition(".")[0] for key in named}:
+        merged |= plain_settings(config, part)
+    return (*_words({key: value for key, value in merged.items() if key not in named}), *words)
+
+
 def _words(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    return (f"layout={GIVEN}", *(f"{key}={_literal(value)}" for key, value in settings.items()))
+    return (f"layout={GIVEN}", *(f"{key}={_literal(value)}" for key, value in settings.items())) if settings else ()
 
 
 def _literal(value: Any) -> str:

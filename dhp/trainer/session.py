@@ -32,7 +32,7 @@ from dhp.engine.kinds import make_rank
 from dhp.engine.settings import StageSettings
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.step.stages import EngineProtocol, Stages, make_stages
-from dhp.supervise.attempt import restarts
+from dhp.supervise.attempt import known_device, restarts, this_attempt
 from dhp.trainer.dry_run import require_room
 from dhp.trainer.features import feature_settings, keep_settings
 from dhp.trainer.graph import find_localities
@@ -245,9 +245,10 @@ class Session:
 
 def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> Layout:
     to_read = weight_bytes(model_name(config), start.checkpoint)
+    elastic = bool(config.training.elastic) and this_attempt() is not None  # a run that trains, and goes on by itself
     return Layout(
         graph=graph,
-        device=config.cluster.device,
+        device=known_device() or config.cluster.device,
         address=chosen_address(config.cluster.address),
         threads=config.cluster.threads_per_actor,
         start_timeout_s=config.cluster.start_timeout_s,
@@ -261,6 +262,7 @@ def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> L
         steps_done=start.step,
         needs=needed_paths(config, start.checkpoint),
         build_timeout_s=start_limit_s(config.cluster.start_timeout_s, to_read),
-        elastic=bool(config.training.elastic),
-        reserve_s=config.training.elastic_wait_s if config.training.elastic and restarts() else None,
+        elastic=elastic,
+        reserve_s=config.training.elastic_wait_s if elastic and restarts() else None,
+        restarted=restarts() > 0,
     )

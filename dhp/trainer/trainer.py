@@ -25,6 +25,7 @@ from dhp.supervise.attempt import (
     goes_on,
     larger_layouts,
     restarts,
+    tell_device,
     tell_saved,
     tell_state,
     telling_end,
@@ -75,6 +76,7 @@ class Trainer:
         self._skipped = self.start.skipped_samples
         self._nonfinite = NonfiniteSteps(session, recorder)
         self._noted: set[str] = set()
+        self._may_grow = False  # there is a checkpoint since it was last asked whether there are more devices
 
     def run(self) -> None:
         """Start, train every step that is not done yet, save on the way and at the end, as is asked for."""
@@ -109,6 +111,7 @@ class Trainer:
         plan, pending = self.plan, deque[Pending]()
         self._last_end, step, saved = time.perf_counter(), self.start.step, False
         while step < plan.steps and not asked_to_stop():
+            self._grow()
             reading = self.session.data.request(step)
             while pending and self._ends_before(pending[0], reading):
                 self._finish(pending.popleft())
@@ -156,6 +159,7 @@ class Trainer:
 
     def _open_data(self) -> DataPlan:
         session, start = self.session, self.start
+        tell_device(session.device)
         self.recorder.say(f"starting {session.describe()}")
         plan = session.open_data(self._tell_measuring)
         self.plan = plan
@@ -245,23 +249,21 @@ class Trainer:
                 self._saver.staged(pending.saving, self.plan, self._skipped)
             tell_state(TRAINING)
             self._last_end = time.perf_counter()  # copying is no part of the next step's time
-        if self._note_checkpoint():
-            self._grow()
+        self._note_checkpoint()
 
-    def _note_checkpoint(self) -> bool:
-        """Say which checkpoint is the newest, where there is another one; whether there is."""
+    def _note_checkpoint(self) -> None:
+        """Say which checkpoint is the newest, where there is another one."""
         newest = self._saver.newest
-        if newest is None or newest == self.recorder.checkpoint:
-            return False
-        self.recorder.checkpoint = newest
-        tell_saved(newest)
-        return True
+        if newest is not None and newest != self.recorder.checkpoint:
+            self.recorder.checkpoint, self._may_grow = newest, True
+            tell_saved(newest)
 
     def _grow(self) -> None:
-        """Behind a checkpoint, end an attempt with fewer devices than the run had, where more are there again. Raises
-        MoreDevices."""
+        """Behind a new checkpoint, end an attempt with fewer devices than the run had, where more are there again.
+        Raises MoreDevices."""
+        grows, self._may_grow = self._may_grow, False
         larger = larger_layouts()
-        if not larger:
+        if not (grows and larger):
             return
         there = self.session.devices_there()
         if there >= min(larger):

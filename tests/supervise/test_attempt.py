@@ -10,8 +10,10 @@ from dhp.core.errors import PartFailed
 from dhp.supervise.attempt import (
     VARIABLE,
     Attempt,
+    known_device,
     larger_layouts,
     restarts,
+    tell_device,
     tell_layouts,
     tell_opened,
     tell_saved,
@@ -53,14 +55,16 @@ def test_layouts_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     layouts = Layouts(Layout(2), (Layout(1, ("a=1", "b=[1,2]")),))
     tell_layouts(lambda: pytest.fail("nothing supervises it"))
     assert larger_layouts() == ()
-    first, second = Attempt(str(tmp_path), 1, 0), Attempt(str(tmp_path), 2, 1, (2,))
-    assert first.layouts is None
+    first, second = Attempt(str(tmp_path), 1, 0, asks_layouts=True), Attempt(str(tmp_path), 2, 1, (2,), "cuda")
+    assert first.layouts is None and first.device_said is None and known_device() == ""
     monkeypatch.setenv(VARIABLE, first.environment()[VARIABLE])
     tell_layouts(lambda: layouts)
     assert first.layouts == layouts
+    tell_device("cpu")
+    assert first.device_said == "cpu" and known_device() == ""
     monkeypatch.setenv(VARIABLE, second.environment()[VARIABLE])
     tell_layouts(lambda: pytest.fail("they are known"))
-    assert list(larger_layouts()) == [2]
+    assert list(larger_layouts()) == [2] and known_device() == "cuda"
 
 
 def test_a_stage_that_has_completed_is_no_end_of_a_curriculum(tmp_path: Path) -> None:

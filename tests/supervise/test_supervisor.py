@@ -24,7 +24,7 @@ LIMIT_S = 300
 DRIVER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from dhp.core.errors import HUNG, RAISED, Fault, MoreDevices, PartFailed, TooFewDevices
+from dhp.core.errors import HUNG, RAISED, ConfigError, Fault, MoreDevices, PartFailed, TooFewDevices
 from dhp.supervise.attempt import this_attempt
 from dhp.supervise.elastic import Layout, Layouts
 
@@ -49,6 +49,11 @@ for word in sys.argv[attempt.number].split("+"):
         attempt.ended(None)
     elif word == "layouts":
         attempt.has_layouts(Layouts(Layout(4), (Layout(2, ("text.num_actors=2",)),)))
+    elif word == "loading":
+        attempt.in_state("loading")
+    elif word == "barred":
+        attempt.ended(ConfigError("this node has no data"))
+        sys.exit(1)
     elif word == "few":
         attempt.ended(TooFewDevices("2 are there", 2))
         sys.exit(75)
@@ -177,6 +182,17 @@ def test_the_layout_follows_the_devices(tmp_path: Path) -> None:
     assert f"{moved}1, in the layout text.num_actors=2" in outcome.lines and f"{moved}3" in outcome.lines
     assert [(one["kind"], one["devices"]) for one in outcome.kept] == [
         *(("killed", None), ("fewer devices", 2), ("more devices", 4), ("completed", None))
+    ]
+
+
+def test_a_layout_that_cannot_be_is_left_again(tmp_path: Path) -> None:
+    outcome = supervised(tmp_path, "layouts+saved+killed", "few", "saved+more", "loading+barred", "saved+done")
+    assert outcome.status == 0
+    assert [line for line in outcome.lines if line.startswith("layout")][2:] == [
+        *("layout text.num_actors=2 larger 4", "layout own larger", "layout text.num_actors=2 larger")
+    ]
+    assert [one["kind"] for one in outcome.kept] == [
+        *("killed", "fewer devices", "more devices", "refused", "completed")
     ]
 
 

@@ -54,6 +54,17 @@ def test_planned_layouts_are_layouts_of_the_same_run(compose) -> None:  # type: 
     assert again.training.batch_size == prepared.training.batch_size
 
 
+def test_a_planned_layout_is_named_whole_as_are_those_beside_it(compose) -> None:  # type: ignore[no-untyped-def]
+    """With layout=auto a word alone would be lost: a resumed run has the layout of its record."""
+    config, prepared = compose([ONE], "text.num_actors=2", "text.tensor=2")
+    layouts = find_layouts(config, prepared, planned=True)
+    own, one = layouts.own.words, layouts.smaller[0].words
+    assert own[0] == one[0] == "layout=given" and "text.tensor=2" in own and "text.num_actors=2" in own
+    assert prepare(with_words(config, own), new_run=False).text == prepared.text
+    assert not any(word.startswith("text.tensor=2") for word in one) and one[-5:] == tuple(ONE.split())
+    assert len({word.partition("=")[0] for word in one}) == len(one)
+
+
 @pytest.mark.parametrize(
     ("elastic", "said"),
     [

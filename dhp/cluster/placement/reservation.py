@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,17 @@ def reserve(plan: PlacementPlan, timeout_s: float, key: str = "cluster.start_tim
     remove_placement_group(group)
     there = free_bundles(plan.bundles[0], read_nodes())
     raise TooFewDevices(f"the cluster did not give the run its devices within {key}={timeout_s:g} s. {why}", there)
+
+
+def wait_for_gpus(timeout_s: float, key: str) -> float:
+    """GPUs of a cluster that has none, once it has some. Raises TooFewDevices after `timeout_s`, which `key` says."""
+    print(f"waiting up to {timeout_s:g} s for GPUs, of which the cluster has none", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        time.sleep(min(1.0, timeout_s))
+        if gpus := sum(node.total.get("GPU", 0.0) for node in read_nodes()):
+            return gpus
+    raise TooFewDevices(f"the cluster has had no GPU for {key}={timeout_s:g} s: the nodes with GPUs are gone", 0)
 
 
 def bundle_nodes(group: PlacementGroup) -> list[str]:

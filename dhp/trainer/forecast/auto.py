@@ -12,6 +12,7 @@ from dhp.checkpoint.resume import AUTO, NEVER
 from dhp.config.command_line import job_overrides
 from dhp.config.devices import GIB
 from dhp.config.layout import DEGREES, FREED, GIVEN
+from dhp.config.part import PartConfig
 from dhp.config.parts import encoders, parts
 from dhp.config.recorded import read_recorded
 from dhp.config.run_dir import check_run_dir, config_of
@@ -67,6 +68,17 @@ def plan_for(config: Config, devices: int, say: Callable[[str], None]) -> dict[s
     if best.plan.graph.device_count() < devices:
         raise ConfigError("the best one takes fewer")
     return with_settings(free, held, best.settings)
+
+
+def layout_settings(config: Config) -> dict[str, Any]:
+    """All settings of a layout, as a composed configuration has them."""
+    return _settings_of(config, Held(()))
+
+
+def plain_settings(config: Config, part: str) -> dict[str, Any]:
+    """Those of a part of which nothing is set."""
+    keys = [key for key in layout_settings(config) if key.startswith(f"{part}.")]
+    return {key: getattr(PartConfig(), key.partition(".")[2]) for key in keys}
 
 
 def _recorded(config: Config) -> Path | None:

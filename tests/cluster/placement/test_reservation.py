@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dhp.cluster.choose import choose_backend, choose_device
-from dhp.cluster.placement.reservation import PlacementPlan, Slot, plan_placement, reserve
-from dhp.core.errors import ConfigError
+from dhp.cluster.placement.nodes import ClusterNode
+from dhp.cluster.placement.reservation import PlacementPlan, Slot, plan_placement, reserve, wait_for_gpus
+from dhp.core.errors import ConfigError, TooFewDevices
 
 BOTH = {"vision": range(2), "text": range(2)}
 APART = {"vision": range(2), "text": range(2, 4)}
@@ -129,6 +130,16 @@ def test_an_infeasible_reservation_says_what_there_is() -> None:
     assert "9 × 1 CPU asked for, and all nodes together have room for 4: 5 CPU missing" in told
     assert "Registered: 127.0.0.1 has 4 CPU (4 free)" in told
     assert "ask for fewer actors" in told and "collocate" not in told  # one part alone has nobody to share with
+
+
+def test_gpus_that_are_gone_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dhp.cluster.placement.reservation.read_nodes", list)
+    with pytest.raises(TooFewDevices, match="no GPU for training.elastic_wait_s=0.5 s") as caught:
+        wait_for_gpus(0.5, "training.elastic_wait_s")
+    assert caught.value.there == 0
+    node = ClusterNode("id", "10.0.0.5", "10.0.0.5", {"GPU": 4.0}, {})
+    monkeypatch.setattr("dhp.cluster.placement.reservation.read_nodes", lambda: [node])
+    assert wait_for_gpus(0.5, "training.elastic_wait_s") == 4.0
 
 
 @pytest.mark.usefixtures("local_ray")
