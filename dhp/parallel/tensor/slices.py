@@ -139,8 +139,8 @@ def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
             _take_slice(out, mesh, cut.placements[0])
             _enter(layer, base, into, group)
         else:
-            # Dropout draws by column of the whole matrix; what stands there without any reads nothing. Slices of a width
-            # that does not divide are not equal.
+            # Dropout draws by column of the whole matrix; what stands there without any reads nothing. The last slice
+            # of a width that does not divide is narrower.
             width, rank = into.weight.shape[1], mesh.get_local_rank()
             _, first = Shard.local_shard_size_and_offset(width, mesh.size(), rank)
             layer.lora_dropout[ADAPTER].first_column = first
