@@ -198,7 +198,7 @@ MIXTRAL = {"model_type": "mixtral", "router_jitter_noise": 0.1}
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"text_config": PHI}, r"resid_pdrop=0\.1 of Phi3Config: its layers would draw random numbers .* Set it to 0 in"),
+        ({"text_config": PHI}, r"resid_pdrop=0\.1 of Phi3Config: its layers would draw random numbers .* Set it to 0"),
         ({"text_config": MIXTRAL}, r"router_jitter_noise=0\.1 of MixtralConfig: its layers would draw"),
         ({"vision_config": {"model_type": "clip_vision_model", "drop_path_rate": 0.2}}, r"drop_path_rate=0\.2 of CLIP"),
     ],
