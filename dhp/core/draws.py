@@ -28,8 +28,9 @@ DrawRun = tuple[int, int, int]  # (key, first, tokens): tokens of one sample or 
 # below 2³¹.
 _ROUNDS_64 = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 _ROUNDS_32 = ((16, 0x21F0AAAD), (15, 0x735A2D97))
-# Whose bits are in memory at a time: so few that a CPU keeps them in its cache, and takes one thread to them.
-_CHUNK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 24}
+# Whose bits are in memory at a time: so few that a CPU keeps them in its cache, and takes one thread to them; of a GPU,
+# so few that the eight bytes an element that hashing takes are 16 MiB, which no forecast of its memory counts.
+_CHUNK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 21}
 
 
 def draw_key(*what: object) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,11 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3_vl_moe": ("qwen3_vl", "qwen3_vl_moe"),
 }
 
+# Names of rates in configurations: of dropout and drop path, of layers that are left out, of a router's noise; but for
+# those of heads that are not built.
+_CHANCE = re.compile("drop|jitter")
+_HEADS = re.compile("classif|summary")
+
 
 def load_family(model_name: str) -> Family:
     """The family of a Hugging Face directory or hub id.
@@ -43,6 +49,7 @@ def load_family(model_name: str) -> Family:
     try:
         if config.model_type in FAMILIES and not _is_unusual(config):
             _refuse_dropout(config)
+            _refuse_chance(config)
             module, name = FAMILIES[config.model_type]
             family: Family = getattr(import_module(f"dhp.models.families.{module}"), name)(config)
             return family
@@ -73,3 +80,18 @@ def _refuse_dropout(config: Any) -> None:
                 f"attention_dropout={dropout} of {type(part).__name__} is not supported. Set it to 0 in "
                 "the model's config.json"
             )
+
+
+def _refuse_chance(config: Any) -> None:
+    """Raises ModelError for a configuration whose layers draw random numbers in training: of a family with an adapter
+    of its own. Another's layers are run, and their generator looked at (`dhp.models.contract.twin_model`)."""
+    parts = [getattr(config, name, None) for name in ("vision_config", "text_config", "audio_config")]
+    for part in (one for one in parts if one is not None):
+        for name, rate in vars(part).items():
+            named = _CHANCE.search(name) and not _HEADS.search(name)
+            if named and isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0:
+                raise ModelError(
+                    f"{name}={rate} of {type(part).__name__}: its layers would draw random numbers in training, and "
+                    "what one rank drew no other can draw again, nor a layer that is recomputed. Set it to 0 in the "
+                    "model's config.json"
+                )

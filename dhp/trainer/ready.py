@@ -10,7 +10,7 @@ from dhp.step.schedule import Schedule, make_schedule
 from dhp.trainer.forecast.planned import Ahead, costs_ahead, expected, look_ahead
 from dhp.trainer.measured import SecondsOfParts
 from dhp.trainer.recompute import Recomputing, plans_any
-from dhp.trainer.reports import Tracing, device_memory, find_peak, name_kernels, overlap_warning
+from dhp.trainer.reports import Tracing, compile_notes, device_memory, find_peak, name_kernels, overlap_warning
 from dhp.trainer.session import Session
 from dhp.trainer.settings import measures
 from dhp.trainer.table import table_of_training
@@ -40,7 +40,7 @@ def start_stages(session: Session, recorder: Recorder, steps: int) -> Ready:
     session.start_stages(steps)
     started_s = config.cluster.start_timeout_s
     warning = overlap_warning(config, graph, session.device)
-    for line in ([warning] if warning else []) + name_kernels(session.groups, started_s):
+    for line in [*([warning] if warning else []), *compile_notes(config), *name_kernels(session.groups, started_s)]:
         recorder.say(line)
     peak, devices = find_peak(session.groups, started_s, recorder.say)
     ahead = look_ahead(session, devices, costs=plans_any(config, graph) and config.memory.budget_gib is not None)

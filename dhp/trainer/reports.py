@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from dhp.cluster.actor_group import ActorGroup
 from dhp.config.command_line import to_yaml
 from dhp.config.devices import DEVICES
+from dhp.config.parts import parts
 from dhp.config.schema import Config
 from dhp.core.batch import StepInfo
 from dhp.core.dispatch import PerRank, per_rank
@@ -185,6 +186,16 @@ def device_memory(groups: Mapping[str, ActorGroup], timeout_s: float) -> int | N
     ]
     sizes = [device.memory_bytes for device in found]
     return None if None in sizes else min(size for size in sizes if size is not None)
+
+
+def compile_notes(config: Config) -> list[str]:
+    """A line for each part that is compiled but for the matrices that have adapters with dropout."""
+    return [
+        f"{name}.compile=true does not compile matrices with adapters where {name}.lora.dropout={part.lora.dropout}: "
+        f"what is dropped is drawn by code that is not compiled. Set {name}.lora.dropout=0 to compile them"
+        for name, part in parts(config).items()
+        if part.compile and part.lora.rank and part.lora.dropout
+    ]
 
 
 def overlap_warning(config: Config, graph: StageGraph, device: str) -> str | None:

@@ -195,9 +195,10 @@ class Session:
         """Start the actors that read other data than the run's, as `config` says; once they have opened it. exchange:
         see `dhp.batch.build.BatchReaderSettings`."""
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
+        settings = replace(feed_settings(config, near), exchange=exchange, drawing=())  # without training nothing draws
         actor = self._cluster.dataset_actor(
             make_reader,
-            replace(feed_settings(config, near), exchange=exchange),
+            settings,
             micro_batches=micro_batches(config),
             workers=config.data.num_workers,
             prefetch=max(1, config.data.num_workers),

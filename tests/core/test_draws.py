@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dhp.core import draws
 from dhp.core.draws import TokenKeys, column_bits, current_keys, draw_dropped, draw_key, drawing, keys_of
 
 CPU = torch.device("cpu")
@@ -138,3 +141,25 @@ def test_tokens_are_known_in_the_block_and_in_its_thread_alone() -> None:
             assert current_keys() is None
         assert current_keys() is keys
     assert current_keys() is None and others == [None]
+
+
+class _Largest(TorchDispatchMode):
+    """bytes: of the largest tensor of numbers, not of truths, that was made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **kwargs or {})
+        if isinstance(made, Tensor) and made.dtype != torch.bool:
+            self.bytes = max(self.bytes, made.nbytes)
+        return made
+
+
+def test_a_gpu_has_little_more_than_the_draws_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors of bits at a time, whatever the states' size: forecasts of memory do not count them."""
+    wanted = drawn(columns=1 << 14)
+    monkeypatch.setitem(draws._CHUNK_ELEMENTS, "cpu", draws._CHUNK_ELEMENTS["cuda"])
+    with _Largest() as largest:
+        found = drawn(columns=1 << 14)
+    assert found.nbytes == 32 << 20 and largest.bytes == 8 << 20
+    assert torch.equal(found, wanted)

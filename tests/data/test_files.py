@@ -53,7 +53,7 @@ def test_lines_are_read_where_they_are_and_blank_ones_left_out(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf\n[0]\n\n\n[1]\r\n   \n[2]")
     rows = JsonlRows(path)
     assert [rows.read(i).value for i in range(len(rows))] == [[0], [1], [2]]
-    assert [rows.locate(i) for i in range(3)] == [(n, f"line {n} of {path}") for n in (2, 5, 7)]
+    assert [rows.locate(i) for i in range(3)] == [f"line {n} of {path}" for n in (2, 5, 7)]
 
 
 def test_blank_lines_cost_no_file_each(tmp_path, monkeypatch):
@@ -64,7 +64,7 @@ def test_blank_lines_cost_no_file_each(tmp_path, monkeypatch):
     whole = Path.open
     monkeypatch.setattr(Path, "open", lambda self, *rest: opened.append(self) or whole(self, *rest))
     rows = JsonlRows(path)
-    assert (len(rows), rows.locate(0)[0], len(opened)) == (1, 3001, 2)
+    assert (len(rows), rows.locate(0), len(opened)) == (1, f"line 3001 of {path}", 2)
 
 
 def shard(path: Path, members: dict[str, bytes]) -> Path:
@@ -86,6 +86,7 @@ def test_shards_of_a_folder_are_read_one_after_another(tmp_path):
     annotations = read_annotations("set", tmp_path, None)
     assert [shade(annotations.record(n).images[0]) for n in (3, 0, 2, 1)] == [12, 1, 11, 2]
     assert annotations.where(3) == f"dataset 'set', sample 2 of {tmp_path / '1.tar'}"
+    assert [annotations.record(n).position for n in range(4)] == [1, 2, 3, 4]  # of the dataset, not of a file
 
 
 def test_members_are_named_by_name_or_ending_and_long_names_work(tmp_path):
@@ -203,6 +204,7 @@ def test_parquet_files_with_pictures_inside(tmp_path):
     assert [shade(annotations.record(n).images[0]) for n in (6, 0, 3, 5, 4)] == [6, 0, 3, 5, 4]
     assert annotations.where(6) == f"dataset 'set', row 2 of {tmp_path / 'data' / '1.parquet'}"
     assert annotations.where(4) == f"dataset 'set', row 5 of {tmp_path / 'data' / '0.parquet'}"
+    assert [annotations.record(n).position for n in range(7)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_csv_and_tsv(tmp_path):

@@ -13,11 +13,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2_5_VLConfig, core_model_loading
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    LlavaConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    core_model_loading,
+)
 
 from dhp.core.errors import ModelError
+from dhp.models import registry
 from dhp.models.load import load_part
-from dhp.models.registry import load_family
+from dhp.models.registry import FAMILIES, load_family
 from dhp.models.types import Chunk
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import save_model
@@ -181,6 +189,45 @@ def test_attention_that_sees_less_is_refused(tmp_path: Path, changes: dict, told
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=told):
         load_family(str(tmp_path))
+
+
+PHI = {"model_type": "phi3", "resid_pdrop": 0.1, "pad_token_id": 0}
+MIXTRAL = {"model_type": "mixtral", "router_jitter_noise": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"text_config": PHI}, r"resid_pdrop=0\.1 of Phi3Config: its layers would draw random numbers .* Set it to 0"),
+        ({"text_config": MIXTRAL}, r"router_jitter_noise=0\.1 of MixtralConfig: its layers would draw"),
+        ({"vision_config": {"model_type": "clip_vision_model", "drop_path_rate": 0.2}}, r"drop_path_rate=0\.2 of CLIP"),
+    ],
+)
+def test_layers_that_draw_random_numbers_are_refused(tmp_path: Path, changes: dict, told: str) -> None:
+    """Of a family with an adapter of its own, whose layers nobody runs before."""
+    LlavaConfig(**changes).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=told):
+        load_family(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"text_config": {**PHI, "resid_pdrop": 0.0}},
+        {"text_config": {**MIXTRAL, "router_jitter_noise": 0.0}},
+        {"text_config": {"model_type": "llama", "classifier_dropout": 0.1, "drop_tokens": True}},  # of no layer
+    ],
+)
+def test_layers_that_draw_none_are_not_refused(tmp_path: Path, changes: dict) -> None:
+    LlavaConfig(**changes).save_pretrained(tmp_path)
+    assert load_family(str(tmp_path)).decoder is not None
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_no_family_is_refused_as_its_library_has_it(model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type]()
+    registry._refuse_dropout(config)
+    registry._refuse_chance(config)
 
 
 def test_a_directory_without_configuration_is_refused(tmp_path: Path) -> None:

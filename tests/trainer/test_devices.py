@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from dhp.config.command_line import compose_config
 from dhp.core.axes import Degrees
 from dhp.core.dispatch import spread
 from dhp.core.reports import DeviceInfo, KernelUse
 from dhp.engine.stage import StageEngine
-from dhp.trainer.reports import find_peak, name_kernels, overlap_warning
+from dhp.trainer.reports import compile_notes, find_peak, name_kernels, overlap_warning
 from tests.helpers.graphs import make_graph
 
 
@@ -89,3 +90,14 @@ def test_overlapping_collectives_on_shared_gpus_are_warned_of(
     config: Any = SimpleNamespace(training=SimpleNamespace(schedule=schedule))
     warning = overlap_warning(config, graph, device)
     assert (warning is not None) == warns and (not warns or "training.schedule=vision_ahead" in warning)
+
+
+def test_adapters_that_are_not_compiled_are_named() -> None:
+    asked = ["text.compile=true", "text.lora.rank=2", "text.lora.dropout=0.1"]
+    config = compose_config("tiny", overrides=[*asked, "vision.lora.rank=2", "vision.lora.dropout=0.2"])
+    assert compile_notes(config) == [
+        "text.compile=true does not compile matrices with adapters where text.lora.dropout=0.1: what is dropped is "
+        "drawn by code that is not compiled. Set text.lora.dropout=0 to compile them"
+    ]
+    for left in range(3):
+        assert not compile_notes(compose_config("tiny", overrides=asked[:left] + asked[left + 1 :]))

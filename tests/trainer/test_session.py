@@ -1,4 +1,4 @@
-"""Which refs of the next step's data which rank fetches beside the step that runs."""
+"""Which refs of the next step's data which rank fetches beside the step that runs; what reads other data."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from dhp.cluster.remote_values import RemoteValue
+from dhp.config.command_line import compose_config
+from dhp.config.resolve import resolve
 from dhp.core.axes import Degrees
-from dhp.trainer.session import look_ahead, named_elsewhere
+from dhp.trainer.graph import devices_as_planned
+from dhp.trainer.session import Session, look_ahead, named_elsewhere
+from dhp.trainer.settings import feed_settings
 from tests.helpers.graphs import make_graph
 
 WORK = {"vision": [["v00", "v01"], ["v10", "v11"]], "text": [["t0"], ["t1"]]}
@@ -28,3 +32,19 @@ def test_each_rank_of_an_encoder_fetches_its_shard_of_all_micro_batches() -> Non
         "vision": [[RemoteValue("v00"), RemoteValue("v01")], [RemoteValue("v10"), "v11"]],
         "text": WORK["text"],
     }
+
+
+def test_what_reads_for_evaluation_draws_nothing() -> None:
+    """Adapters drop in training alone: without draws, towers that take pictures whole take several at a time."""
+    config = resolve(compose_config("tiny", overrides=["text.lora.rank=2", "text.lora.dropout=0.1"]))
+    opened: list[Any] = []
+    actor = SimpleNamespace(take_watched=list)
+    session = Session.__new__(Session)
+    session.graph = make_graph(Degrees(data=2), Degrees(data=2))
+    session._cluster = SimpleNamespace(
+        devices=devices_as_planned(session.graph),
+        dataset_actor=lambda make, settings, **more: opened.append(settings) or actor,
+    )
+    assert feed_settings(config).drawing == ("text",)
+    assert session.open_reader(config, "others") is actor
+    assert [(one.drawing, one.exchange) for one in opened] == [((), "others")]

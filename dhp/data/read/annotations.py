@@ -134,18 +134,17 @@ class Annotations:
 
     def where(self, index: int) -> str:
         """The place of one sample in words, as errors name it. index: 0-based."""
-        return f"dataset {self.dataset!r}, {self.rows.locate(index)[1]}"
+        return f"dataset {self.dataset!r}, {self.rows.locate(index)}"
 
     def record(self, index: int) -> Record:
         """Parse one sample. index: 0-based. DataError (with its place) if this sample is defective."""
-        position, _ = self.rows.locate(index)
         where = self.where(index)
         with located(where):
             entry = _read(self.rows, index)
             media = MediaResolver(self.data_path, self.allow_http, entry.members)
             raw = renamed(entry.value, self.columns)
             try:
-                return parse_record(raw, self.dataset, position, where, self.form, media)
+                return parse_record(raw, self.dataset, index + 1, where, self.form, media)
             except RecursionError as error:
                 raise DataError("it is nested too deep") from error
 
@@ -205,7 +204,7 @@ def _first_samples(rows: RawSamples) -> Iterator[Any]:
         try:
             value = _read(rows, index).value
         except DataError as error:
-            failed = failed or DataError(f"{rows.locate(index)[1]}: {error}")
+            failed = failed or DataError(f"{rows.locate(index)}: {error}")
             continue
         found = True
         yield value

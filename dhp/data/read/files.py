@@ -29,8 +29,8 @@ class RawSamples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def locate(self, index: int) -> tuple[int, str]:
-        """The 1-based position in the file, and the place in words ("line 5 of FILE")."""
+    def locate(self, index: int) -> str:
+        """The place in words ("line 5 of FILE")."""
 
     def read(self, index: int) -> RawSample:
         """One raw sample. Raises DataError, with the reason alone, if it cannot be read."""
@@ -79,8 +79,8 @@ class JsonRows:
     def __len__(self) -> int:
         return len(self._values)
 
-    def locate(self, index: int) -> tuple[int, str]:
-        return index + 1, f"element {index + 1} of {self._path}"
+    def locate(self, index: int) -> str:
+        return f"element {index + 1} of {self._path}"
 
     def read(self, index: int) -> RawSample:
         return RawSample(self._values[index])
@@ -121,9 +121,8 @@ class JsonlRows:
     def __len__(self) -> int:
         return len(self._bounds) - 1 - len(self._blank)
 
-    def locate(self, index: int) -> tuple[int, str]:
-        line = self._line(index) + 1
-        return line, f"line {line} of {self._path}"
+    def locate(self, index: int) -> str:
+        return f"line {self._line(index) + 1} of {self._path}"
 
     def read(self, index: int) -> RawSample:
         line = self._line(index)
@@ -191,9 +190,8 @@ class CsvRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def locate(self, index: int) -> tuple[int, str]:
-        line = self._rows[index][0]
-        return line, f"the row that ends at line {line} of {self._path}"
+    def locate(self, index: int) -> str:
+        return f"the row that ends at line {self._rows[index][0]} of {self._path}"
 
     def read(self, index: int) -> RawSample:
         _, cells = self._rows[index]

@@ -41,8 +41,8 @@ class ArrowRows:
     def __len__(self) -> int:
         return len(self._table)
 
-    def locate(self, index: int) -> tuple[int, str]:
-        return index + 1, f"row {index + 1} of {self._folder}"
+    def locate(self, index: int) -> str:
+        return f"row {index + 1} of {self._folder}"
 
     def read(self, index: int) -> RawSample:
         with self._lock:
@@ -69,10 +69,9 @@ class ParquetRows:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def locate(self, index: int) -> tuple[int, str]:
+    def locate(self, index: int) -> str:
         file, _ = self._groups[self._group(index)]
-        row = index - int(self._file_starts[file]) + 1
-        return row, f"row {row} of {self._paths[file]}"
+        return f"row {index - int(self._file_starts[file]) + 1} of {self._paths[file]}"
 
     def read(self, index: int) -> RawSample:
         group = self._group(index)

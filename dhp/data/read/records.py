@@ -30,8 +30,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation. position: its 1-based line, element or row. where: the same in words, for errors. unread: keys
-    that the raw sample has and its reader did not take."""
+    """One conversation. position: its 1-based number among the samples of its dataset, in all files. where: its line,
+    element or row and the file, in words, for errors. unread: keys that the raw sample has and its reader did not take.
+    """
 
     dataset: str
     position: int

@@ -35,9 +35,9 @@ class TarRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def locate(self, index: int) -> tuple[int, str]:
+    def locate(self, index: int) -> str:
         shard, number = self._find(index)
-        return number + 1, f"sample {number + 1} of {self._shards[shard]}"
+        return f"sample {number + 1} of {self._shards[shard]}"
 
     def read(self, index: int) -> RawSample:
         shard, number = self._find(index)

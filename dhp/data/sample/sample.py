@@ -15,7 +15,7 @@ from dhp.data.media.frames import LongVideo
 class Sample:
     """The model's inputs of one conversation. L: its tokens, each placeholder repeated to the length of its picture.
 
-    position: 1-based line, element or row in the annotations of `dataset`. "Picture": an image or a video.
+    position: 1-based number among the samples of `dataset`, in all its files. "Picture": an image or a video.
     """
 
     dataset: str

@@ -139,9 +139,12 @@ def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
             _take_slice(out, mesh, cut.placements[0])
             _enter(layer, base, into, group)
         else:
+            # Dropout draws by column of the whole matrix; what stands there without any reads nothing. The last slice
+            # of a width that does not divide is narrower.
+            width, rank = into.weight.shape[1], mesh.get_local_rank()
+            _, first = Shard.local_shard_size_and_offset(width, mesh.size(), rank)
+            layer.lora_dropout[ADAPTER].first_column = first
             _take_slice(into, mesh, Shard(1))
-            # Dropout draws by column of the whole matrix; what stands there without any reads nothing.
-            layer.lora_dropout[ADAPTER].first_column = mesh.get_local_rank() * into.weight.shape[1]
             _sum_output(into, base, group)
             if exit_of(base) is not None:
                 setattr(out, PARTIAL_OVER, group)

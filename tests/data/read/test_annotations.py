@@ -25,7 +25,7 @@ def test_jsonl_counts_lines_and_ignores_blank_ones(tmp_path):
     line = '{"conversations": [{"from": "human", "value": "Hi\u2028?"}, {"from": "gpt", "value": "Yes."}]}'
     path.write_text(f"\n{line}\r\n\n  \n{{}}\n{line}", encoding="utf-8")
     file = read_annotations("set", path, None)
-    assert [file.rows.locate(index)[0] for index in range(len(file))] == [2, 5, 6]
+    assert [file.rows.locate(index) for index in range(len(file))] == [f"line {n} of {path}" for n in (2, 5, 6)]
     assert file.record(0).turns[0].parts == ("Hi\u2028?",)
     with pytest.raises(DataError, match=r"^dataset 'set', line 5 of .*a\.jsonl: key 'conversations' is missing"):
         file.record(1)
@@ -74,7 +74,7 @@ def test_a_spoiled_line_is_named_and_the_others_are_read(tmp_path, line, reason)
     good = json.dumps(GOOD).encode()
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([good, b"", line, good]))
     file = read_annotations("set", tmp_path / "a.jsonl", None)
-    assert [file.record(index).position for index in (0, 2)] == [1, 4]
+    assert [file.record(index).position for index in (0, 2)] == [1, 3]
     with pytest.raises(DataError, match=rf"^dataset 'set', line 3 of .*a\.jsonl: {reason}"):
         file.record(1)
 
