@@ -7,13 +7,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from dhp.core.collectives import RECORD, CallRecord
 
 SUFFIX = ".heartbeat"
 PERIOD_S = 0.5
+AGAIN_S = 0.01  # until a beat that was being written is read again
 IN_STEP = frozenset({"forward_step", "backward_step", "tied_gradient", "grad_norm_sq", "optimizer_step"})
 
 
@@ -96,14 +99,24 @@ def keep_heartbeat(file: int, beat: Callable[[], Beat], period_s: float = PERIOD
 
 
 def read_beat(path: str) -> Beat | None:
-    """The last one that a rank wrote, by its node's clock; None: there is none, or it is being written."""
-    try:
-        values = json.loads(Path(path).read_text())
-    except (OSError, ValueError):
+    """The last one that a rank wrote, by its node's clock; None: there is none. One that is being written is read once
+    more: without a beat the rank would count as one that is behind its peers."""
+    values = _values(path)
+    if values is None:
+        time.sleep(AGAIN_S)
+        values = _values(path)
+    if values is None:
         return None
     now, held = time.monotonic(), values["held_s"]
     values |= {"verb_s": now - values["verb_s"], "held_s": None if held is None else now - held}
     return Beat(**{**values, "members": tuple(values["members"])})
+
+
+def _values(path: str) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(Path(path).read_text()))
+    except (OSError, ValueError):
+        return None
 
 
 def _write_changes(file: int, beat: Callable[[], Beat], period_s: float) -> None:
@@ -111,6 +124,9 @@ def _write_changes(file: int, beat: Callable[[], Beat], period_s: float) -> None
     while not stop.wait(period_s):
         line = f"{json.dumps(asdict(beat()))}\n".encode()
         if line != written:
-            os.pwrite(file, line, 0)
-            os.ftruncate(file, len(line))
-            written = line
+            # A disk that is full or away for a while (ENOSPC, ESTALE, EIO) must not end the thread: others would take
+            # the last beat for what the rank does from then on. It is written again after the next period.
+            with suppress(OSError):
+                os.pwrite(file, line, 0)
+                os.ftruncate(file, len(line))
+                written = line
