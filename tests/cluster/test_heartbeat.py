@@ -45,7 +45,7 @@ def test_it_says_what_the_rank_does_and_in_which_collective(monkeypatch: pytest.
     with record.held():
         begin_call(record, 7)
         assert heart.beat() == Beat(
-            *(4, "forward_step", 1, 101.0, 102.0, False, {"0": 7}, "0", 7, (0, 1)),
+            *(4, "forward_step", 1, 101.0, 102.0, False, None, {"0": 7}, "0", 7, (0, 1)),
             "allreduce_(float32[2, 3]), call 7 in group 0 of 2 ranks",
         )
         now[0] = 103.0
@@ -55,6 +55,25 @@ def test_it_says_what_the_rank_does_and_in_which_collective(monkeypatch: pytest.
     assert heart.beat().held_s is None and heart.beat().counts == {"0": 7}
     heart.end(steps=1)
     assert (heart.beat().step, heart.beat().verb, heart.beat().verb_s) == (5, "", 103.0)
+
+
+def test_it_says_since_when_the_rank_is_done_with_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    heart = Heart(3, device=False, record=CallRecord())
+    heart.begin("save")
+    assert heart.beat().saved_s is None
+    now[0] = 900.0
+    heart.end()
+    heart.begin("forward_step", 0)
+    now[0] = 910.0
+    heart.end()
+    assert heart.beat().saved_s == 900.0
+    path = tmp_path / "text-1.heartbeat"
+    path.write_text(json.dumps(asdict(heart.beat())))
+    now[0] = 930.0
+    read = read_beat(str(path))
+    assert read is not None and (read.saved_s, read.verb_s, read.held_s) == (30.0, 20.0, None)
 
 
 def test_on_a_gpu_a_verb_is_held_by_the_last_collective_that_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
