@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import ray
+from ray.util.client import ray as client
 from ray.util.placement_group import remove_placement_group
 
 from dhp.cluster.actor_group import ActorGroup
@@ -64,7 +65,8 @@ class Layout:
 
     check_collectives, steps_done: see `dhp.cluster.worker.GroupSettings`.
 
-    collective_timeout_s: the longest that a collective may hold a rank, once the stages are loaded.
+    collective_timeout_s: the longest that a collective may hold a rank, once the stages are loaded. saving_s: the
+    longest that ranks may write a checkpoint while others wait in the next step; 0: they write beside the steps.
 
     elastic: the run has layouts for fewer devices, and shares no GPU that it would have alone. reserve_s: how long it
     waits for its devices then, 5 s at least; None: start_timeout_s. restarted: it had its devices before.
@@ -84,6 +86,7 @@ class Layout:
     build_timeout_s: float | None = None
     check_collectives: bool = False
     collective_timeout_s: float = 600.0
+    saving_s: float = 0.0
     steps_done: int = 0
     elastic: bool = False
     reserve_s: float | None = None
@@ -237,14 +240,16 @@ class Cluster:
             "pinned": self.device == "cuda",
             "cuda": self.device == "cuda",
             "check_collectives": layout.check_collectives,
-            "collective_s": layout.collective_timeout_s + GROUP_LATER_S,
+            "collective_s": layout.collective_timeout_s + layout.saving_s + GROUP_LATER_S,
             "steps_done": layout.steps_done,
         }
 
 
 def _make_lookout(layout: Layout, topology: Topology) -> Lookout:
     names = {} if layout.address == LOCAL else {node.id: node.name for node in topology.nodes}
-    return Lookout(layout.collective_timeout_s, layout.log_dir, own_node(), names)
+    # A Ray client's node is the head's by Ray's word, but its processes are none of this machine.
+    here = "" if client.is_connected() else own_node()
+    return Lookout(layout.collective_timeout_s, layout.log_dir, here, names)
 
 
 def warn_cross_node_groups(

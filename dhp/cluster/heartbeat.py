@@ -7,13 +7,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from dhp.core.collectives import RECORD, CallRecord
 
 SUFFIX = ".heartbeat"
 PERIOD_S = 0.5
+AGAIN_S = 0.01  # until a beat that was being written is read again
+SAVING = frozenset({"save", "saved"})  # methods in which a rank may write for as long as training.save_timeout_s
 IN_STEP = frozenset({"forward_step", "backward_step", "tied_gradient", "grad_norm_sq", "optimizer_step"})
 
 
@@ -28,6 +32,8 @@ class Beat:
     held_s: how long one collective has held it; None: none does. device: the rank's kernels run on a GPU, so that
     collectives do not hold its process; then those count as held that have begun one, and no other since, in this verb.
 
+    saved_s: since when it has been done with the last method of `SAVING`; None: it has run none.
+
     counts: collectives begun, by group. group, number, members, call: of the last one its group, its number there, the
     ranks of the group, and what it is, in words.
     """
@@ -38,6 +44,7 @@ class Beat:
     verb_s: float = 0.0
     held_s: float | None = None
     device: bool = False
+    saved_s: float | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
     group: str = ""
     number: int = 0
@@ -67,6 +74,7 @@ class Heart:
         """done: steps before the run."""
         self._done, self._device, self._record = done, device, record
         self._doing: tuple[str, int | None, float] = ("", None, time.monotonic())
+        self._saved: float | None = None
 
     def begin(self, verb: str, micro_batch: int | None = None) -> None:
         """The rank begins a method."""
@@ -75,6 +83,8 @@ class Heart:
     def end(self, steps: int = 0) -> None:
         """It has answered. steps: that it completed with this method."""
         self._done += steps
+        if self._doing[0] in SAVING:
+            self._saved = time.monotonic()
         self._doing = ("", None, time.monotonic())
 
     def beat(self) -> Beat:
@@ -83,7 +93,7 @@ class Heart:
         last, held, begun = self._record.last, self._record.held_since, self._record.last_begun
         if self._device:
             held = begun if verb and begun > since else None
-        found = Beat(self._done + 1, verb, micro_batch, since, held, self._device, self._record.numbers)
+        found = Beat(self._done + 1, verb, micro_batch, since, held, self._device, self._saved, self._record.numbers)
         if last is None:
             return found
         return replace(found, group=last.group, number=last.number, members=last.members, call=str(last))
@@ -96,14 +106,24 @@ def keep_heartbeat(file: int, beat: Callable[[], Beat], period_s: float = PERIOD
 
 
 def read_beat(path: str) -> Beat | None:
-    """The last one that a rank wrote, by its node's clock; None: there is none, or it is being written."""
+    """The last one that a rank wrote, by its node's clock; None: there is none. One that is being written is read once
+    more: without a beat the rank would count as one that is behind its peers."""
+    values = _values(path)
+    if values is None:
+        time.sleep(AGAIN_S)
+        values = _values(path)
+    if values is None:
+        return None
+    now = time.monotonic()
+    values |= {key: None if values[key] is None else now - values[key] for key in ("verb_s", "held_s", "saved_s")}
+    return Beat(**{**values, "members": tuple(values["members"])})
+
+
+def _values(path: str) -> dict[str, Any] | None:
     try:
-        values = json.loads(Path(path).read_text())
+        return dict(json.loads(Path(path).read_text()))
     except (OSError, ValueError):
         return None
-    now, held = time.monotonic(), values["held_s"]
-    values |= {"verb_s": now - values["verb_s"], "held_s": None if held is None else now - held}
-    return Beat(**{**values, "members": tuple(values["members"])})
 
 
 def _write_changes(file: int, beat: Callable[[], Beat], period_s: float) -> None:
@@ -111,6 +131,9 @@ def _write_changes(file: int, beat: Callable[[], Beat], period_s: float) -> None
     while not stop.wait(period_s):
         line = f"{json.dumps(asdict(beat()))}\n".encode()
         if line != written:
-            os.pwrite(file, line, 0)
-            os.ftruncate(file, len(line))
-            written = line
+            # A disk that is full or away for a while (ENOSPC, ESTALE, EIO) must not end the thread: others would take
+            # the last beat for what the rank does from then on. It is written again after the next period.
+            with suppress(OSError):
+                os.pwrite(file, line, 0)
+                os.ftruncate(file, len(line))
+                written = line

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dhp.cluster.node_watch import NodeWatch, Sight, look
+from dhp.cluster.heartbeat import Beat
+from dhp.cluster.node_watch import SILENT, NodeWatch, Sight, look
 from dhp.cluster.post import Post
 from dhp.cluster.stacks import SUFFIX
 from dhp.cluster.stall import Seen, Stall, find_stall
@@ -32,6 +34,7 @@ class Lookout:
         self._asked: list[tuple[str, Any]] = []  # who, and the ref of its Post
         self._posts: list[tuple[str, Post]] = []
         self._watches: dict[str, Any] = {}  # by node
+        self._beats: dict[Post, tuple[float, Beat]] = {}  # when they were read last, and what they said
         self._looked = 0.0
 
     def add(self, who: str, post: Any) -> None:
@@ -52,8 +55,8 @@ class Lookout:
         return found
 
     def look(self, stacks: bool = False) -> dict[str, Seen]:
-        """All processes that have begun, by `who`; those of a node that does not answer are left out. stacks: with
-        where they stand, which logs/ then has too."""
+        """All processes that have begun, by `who`; those of a node that does not answer are SILENT. stacks: with where
+        they stand, which logs/ then has too."""
         self._find_posts()
         by_node: dict[str, list[Post]] = {}
         for _, post in self._posts:
@@ -63,7 +66,9 @@ class Lookout:
         sights = look(own, stacks)
         deadline = time.monotonic() + ANSWER_S
         for node, ref in asked.items():
-            sights += self._answer(node, ref, deadline)
+            sights += self._answer(node, ref, deadline) or [self._silent(post) for post in by_node[node]]
+        now = time.monotonic()
+        self._beats |= {one.post: (now, one.beat) for one in sights if one.beat is not None and one.state != SILENT}
         if stacks:
             self._keep(sights)
         return self._name(sights)
@@ -110,6 +115,16 @@ class Lookout:
         except RayError:  # it died: the next look makes another one
             self._watches.pop(node, None)
             return []
+
+    def _silent(self, post: Post) -> Sight:
+        """With its last beat, as if it had done the same since."""
+        if post not in self._beats:
+            return Sight(post, SILENT)
+        read, beat = self._beats[post]
+        since = time.monotonic() - read
+        times = {key: getattr(beat, key) for key in ("verb_s", "held_s", "saved_s")}
+        later = {key: value + since for key, value in times.items() if value is not None}
+        return Sight(post, SILENT, replace(beat, **later))
 
     def _keep(self, sights: Sequence[Sight]) -> None:
         """Stacks of processes that do not see the run's logs go there from here."""

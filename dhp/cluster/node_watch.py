@@ -10,14 +10,15 @@ from dhp.cluster.post import Post
 from dhp.cluster.processes import has_ended, is_stopped
 from dhp.cluster.stacks import take_stacks
 
-RUNS, STOPPED, GONE = "runs", "stopped", "gone"
+RUNS, STOPPED, GONE, SILENT = "runs", "stopped", "gone", "does not answer"
 MOST_BYTES = 1 << 16  # of a process's stacks
 
 
 @dataclass(frozen=True)
 class Sight:
-    """A process as it was seen. state: RUNS, STOPPED (by a signal or a debugger) or GONE. beat: of a rank that has
-    begun to keep one. stacks: of its threads, as text; "": it was not asked, or did not answer."""
+    """A process as it was seen. state: RUNS, STOPPED (by a signal or a debugger) or GONE; SILENT: its node gave no
+    answer, and the rest is of the last one. beat: of a rank that has begun to keep one. stacks: of its threads, as
+    text; "": it was not asked, or did not answer."""
 
     post: Post
     state: str

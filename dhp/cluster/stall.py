@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dhp.cluster.heartbeat import Beat
-from dhp.cluster.node_watch import GONE, STOPPED, Sight
+from dhp.cluster.heartbeat import SAVING, Beat
+from dhp.cluster.node_watch import GONE, SILENT, STOPPED, Sight
 from dhp.cluster.stacks import Frame, odd_ones, working
 
 
@@ -27,8 +27,13 @@ class Seen:
 
     @property
     def stands(self) -> bool:
-        """Whether it is stopped, or gone: it does nothing."""
-        return self.sight.state in (STOPPED, GONE)
+        """Whether it is stopped or gone, or its node does not answer: nothing says that it does anything."""
+        return self.sight.state in (STOPPED, GONE, SILENT)
+
+    @property
+    def silent(self) -> bool:
+        """Whether its node does not answer."""
+        return self.sight.state == SILENT
 
     @property
     def held_s(self) -> float | None:
@@ -44,43 +49,74 @@ class Seen:
         if self.sight.state == STOPPED:
             pid = self.sight.post.pid
             return f"{self}: is stopped (SIGSTOP or a debugger; `kill -CONT {pid}` lets it go on){before}"
+        if self.silent:
+            return f"{self}: its node does not answer (is it down, or cut off?){before}"
         return f"{self}: {doing}"
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A collective that not all ranks of its group have entered. waiting: a rank inside of it, the one that waits
-    longest. missing: those that are not; none: every rank of the group is in a collective of it, not in the same one.
-    causes: those that hold these up."""
+    """A collective that not all ranks of its group have entered, or on GPUs one that does not end. waiting: a rank
+    inside of it, the one that waits longest. missing: those that are not; none: every rank of the group is in a
+    collective of it, on CPUs not in the same one. causes: those that hold these up."""
 
     waiting: Seen
     missing: Sequence[Seen]
     causes: Sequence[Seen]
 
+    @property
+    def silent(self) -> bool:
+        """Whether a rank of a node that does not answer is missing."""
+        return any(one.silent for one in self.missing)
+
 
 def find_stall(seen: Mapping[str, Seen], limit_s: float) -> Stall | None:
     """The collective that has held a rank longest, where it has for more than `limit_s`; None: there is none. Only in
-    methods of the engine: while a stage is loaded, its own limit holds. seen: by `who`."""
-    held = [one for one in seen.values() if one.held_s is not None and one.beat and one.beat.verb]
+    methods of the engine: while a stage is loaded, its own limit holds; and so it does while a rank that is waited for
+    writes a checkpoint, whose end the limit counts from. seen: by `who`."""
+    stalls = _stalls(seen, limit_s)
+    return next((one for one in stalls if not any(_has_saved(o, limit_s) for o in (*one.missing, *one.causes))), None)
+
+
+def _has_saved(one: Seen, limit_s: float) -> bool:
+    """Whether it writes a checkpoint, or has until less than `limit_s` ago. Not one that is stopped or gone."""
+    if one.beat is None or (one.stands and not one.silent):
+        return False
+    return one.beat.verb in SAVING or (one.beat.saved_s is not None and one.beat.saved_s <= limit_s)
+
+
+def _stalls(seen: Mapping[str, Seen], limit_s: float) -> Iterator[Stall]:
+    """Those in which a rank has been for more than `limit_s`, the longest first; then, on GPUs, those that nobody is
+    missing in."""
+    held = [one for one in seen.values() if one.beat and one.beat.verb and (one.held_s or 0.0) > limit_s]
+    complete, inside = [], {one.who for one in held}
     for one in sorted(held, key=lambda one: -(one.held_s or 0.0)):
-        assert one.beat is not None and one.held_s is not None
-        if one.held_s <= limit_s:
-            break
+        assert one.beat is not None
         missing = _missing(one, seen)
-        if missing or not one.beat.device:  # on a GPU nothing says that it waits but that others have not begun
-            return Stall(one, missing, _causes(missing, seen))
-    return None
+        if missing or not one.beat.device:
+            yield Stall(one, missing, _causes(missing, seen))
+        elif (peers := _peers(one, seen)) and inside.issuperset(peer.who for peer in peers):
+            complete.append(Stall(one, (), ()))
+    yield from complete
+
+
+def _peers(waiting: Seen, seen: Mapping[str, Seen]) -> list[Seen]:
+    """The other ranks of the group that a rank waits in."""
+    stage, members = waiting.who.rpartition(" rank ")[0], () if waiting.beat is None else waiting.beat.members
+    return [seen[who] for rank in members if (who := f"{stage} rank {rank}") in seen and who != waiting.who]
 
 
 def _missing(waiting: Seen, seen: Mapping[str, Seen]) -> list[Seen]:
-    """Of the group that a rank waits in, those that have begun fewer collectives; where all have begun as many, as in
-    an exchange by messages, those that no collective holds."""
+    """Of the group that a rank waits in, those of nodes that do not answer, and those that have begun fewer
+    collectives; where all have begun as many, as in an exchange by messages, those that no collective holds."""
     beat = waiting.beat
     assert beat is not None
-    stage = waiting.who.rpartition(" rank ")[0]
-    others = [seen[who] for rank in beat.members if (who := f"{stage} rank {rank}") in seen and who != waiting.who]
+    others = _peers(waiting, seen)
     own = beat.counts.get(beat.group, 0)
     behind = [one for one in others if one.beat is None or one.beat.counts.get(beat.group, 0) < own]
+    silent = [one for one in others if one.silent]
+    if silent:
+        return [*silent, *(one for one in behind if not one.silent)]
     if behind or beat.device:
         return behind
     return [one for one in others if one.held_s is None]
@@ -115,7 +151,7 @@ def suspects(seen: Mapping[str, Seen], waiting: Collection[str]) -> list[Seen]:
     standing = [one for one in seen.values() if one.stands]
     if standing:
         return standing
-    stall = find_stall(seen, 0.0)
+    stall = next(_stalls(seen, 0.0), None)
     if stall is not None and stall.causes:
         return list(stall.causes)
     by_name = {one.sight.post.name: one for one in seen.values() if one.who in waiting}

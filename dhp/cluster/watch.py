@@ -164,29 +164,47 @@ def _require_progress(watched: Sequence[Watched]) -> None:
         stall = lookout.watch()
         if stall is not None:
             seen = lookout.look(stacks=True)
-            raise _held(find_stall(seen, lookout.collective_s) or stall, seen, lookout.collective_s)
+            again = find_stall(seen, lookout.collective_s)
+            # Stacks take a node longer: that it has no time for them does not make it the one that is waited for.
+            known = stall if again is None or again.silent and not stall.silent else again
+            raise _held(known, seen, lookout.collective_s)
 
 
 def _held(stall: Stall, seen: Mapping[str, Seen], limit_s: float) -> PartFailed:
     waiting, causes = stall.waiting, stall.causes or suspects(seen, list(seen))
     assert waiting.beat is not None
-    call, held_s = waiting.beat.call, waiting.held_s or limit_s
-    if stall.missing and all(one.stands for one in stall.missing):
-        text = (
-            f"{named(stall.missing)} is stopped or gone: {waiting} has waited for it for {held_s:.0f} s in a collective"
+    missing = {one.who for one in stall.missing}
+    others = [one for one in causes if one.who not in missing]
+    text = f"{_waiting(stall, limit_s)}: {waiting.beat.call}. "
+    text += f"Held up by {named(others)}. " if others else ""
+    if waiting.beat.device and not stall.missing:
+        text += (
+            "A device or a link between devices may be stuck: see `nvidia-smi` and Xid lines of the kernel's log on "
+            "the nodes of these ranks. "
         )
-    elif stall.missing:
-        text = f"{named(stall.missing)} did not enter a collective in which {waiting} has waited for {held_s:.0f} s"
-    else:
-        text = f"{waiting} has waited for {held_s:.0f} s in a collective, and so have all of its group, in unlike ones"
-    others = [one for one in causes if one not in stall.missing]
-    text += f": {call}. " + (f"Held up by {named(others)}. " if others else "")
     return PartFailed(
         f"{text}The limit is cluster.collective_timeout_s={limit_s:g}: a rank that is only slow, as one that compiles "
         "alone, needs a larger one. Ranks that begin unequally many collectives are a defect, which "
         f"cluster.check_collectives=true finds where it begins{_quoted(seen, causes)}",
         _blamed(causes or list(stall.missing) or [waiting]),
     )
+
+
+def _waiting(stall: Stall, limit_s: float) -> str:
+    """Who waits for whom, how long, in a collective."""
+    waiting, missing = stall.waiting, stall.missing
+    held_s = f"{waiting.held_s or limit_s:.0f} s"
+    if missing and all(one.silent for one in missing):
+        nodes = ", ".join(dict.fromkeys(one.node for one in missing))
+        return f"node {nodes} does not answer: {waiting} has waited for {named(missing)} for {held_s} in a collective"
+    if missing and all(one.stands for one in missing):
+        return f"{named(missing)} is stopped or gone: {waiting} has waited for it for {held_s} in a collective"
+    if missing:
+        return f"{named(missing)} did not enter a collective in which {waiting} has waited for {held_s}"
+    if waiting.beat is not None and waiting.beat.device:
+        ranks = ", ".join(map(str, waiting.beat.members))
+        return f"{waiting} has waited for {held_s} in a collective that all of its group (ranks {ranks}) have begun"
+    return f"{waiting} has waited for {held_s} in a collective, and so have all of its group, in unlike ones"
 
 
 def _stuck(waiting: Sequence[Watched], timeout_s: float) -> PartFailed:
@@ -213,7 +231,8 @@ def _stuck(waiting: Sequence[Watched], timeout_s: float) -> PartFailed:
 
 def _quoted(seen: Mapping[str, Seen], first: Sequence[Seen]) -> str:
     """Lines of what each rank does, those who are to blame first, and of where they stand."""
-    order = [*first, *(one for _, one in sorted(seen.items()) if one not in first)]
+    named_first = {one.who for one in first}
+    order = [*first, *(one for _, one in sorted(seen.items()) if one.who not in named_first)]
     lines = "".join(f"\n  {one.describe()}" for one in order if one.beat is not None or one.stands)
     standing = frames(seen)
     if standing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,14 +61,17 @@ class Stragglers:
         messages = []
         for shares in stages.values():
             working = [self._together(share) for share in shares if share.work > 0]
+            if len(working) < 2:
+                continue
+            seconds = _Peers([share.seconds for share in working])
+            each = _Peers([share.seconds / share.work for share in working])
             for own in working:
-                others = [other for other in working if other is not own]
-                if not others:
-                    continue
-                in_a_row = self._in_a_row.get(own.who, 0) + 1 if _is_slow(own, others) else 0
+                peers_s, peers_each = seconds.median(own.seconds), each.median(own.seconds / own.work)
+                slow = own.seconds > SLOW * peers_s and own.seconds / own.work > SLOW * peers_each
+                in_a_row = self._in_a_row.get(own.who, 0) + 1 if slow else 0
                 self._in_a_row[own.who] = in_a_row
                 if in_a_row >= STEPS and own.who not in self.named:
-                    self.named[own.who] = _message(own, others)
+                    self.named[own.who] = _message(own, peers_s)
                     messages.append(self.named[own.who])
         return messages
 
@@ -78,17 +82,30 @@ class Stragglers:
         return RankShare(share.who, *(sum(of) / len(recent) for of in zip(*recent, strict=True)))
 
 
-def _is_slow(share: RankShare, others: Sequence[RankShare]) -> bool:
-    seconds = median(other.seconds for other in others)
-    each = median(other.seconds / other.work for other in others)
-    return share.seconds > SLOW * seconds and share.seconds / share.work > SLOW * each
+class _Peers:
+    """A stage's values, sorted once: for a median per rank, each sorting the others' would take longer than a step of
+    a thousand ranks may."""
+
+    def __init__(self, values: Sequence[float]):
+        """values: of two ranks or more."""
+        self._sorted = sorted(values)
+
+    def median(self, own: float) -> float:
+        """Of all values but one that equals `own`, which is among them."""
+        at, middle = bisect_left(self._sorted, own), len(self._sorted) // 2
+        if len(self._sorted) % 2 == 0:  # an odd number of others
+            return self._without(at, middle - 1)
+        return (self._without(at, middle - 1) + self._without(at, middle)) / 2
+
+    def _without(self, at: int, index: int) -> float:
+        """The value at `index` where the one at `at` is left out."""
+        return self._sorted[index if index < at else index + 1]
 
 
-def _message(share: RankShare, others: Sequence[RankShare]) -> str:
-    seconds = median(other.seconds for other in others)
+def _message(share: RankShare, peers_s: float) -> str:
     return (
         f"{share.who} is slow: for {STEPS} steps in a row it has computed for more than {SLOW:g} times as long as the "
-        f"median of its peers, for as much work (now {share.seconds:.3g} s, they {seconds:.3g} s). Each step waits for "
+        f"median of its peers, for as much work (now {share.seconds:.3g} s, they {peers_s:.3g} s). Each step waits for "
         "it. Its log's first line names its node: see what else runs there, its clocks and its temperature, or run "
         "without that device"
     )

@@ -260,6 +260,7 @@ def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> L
         trace=config.training.trace,
         check_collectives=config.cluster.check_collectives,
         collective_timeout_s=collective_timeout_s(config.cluster),
+        saving_s=0.0 if config.training.save_in_background else config.training.save_timeout_s,
         steps_done=start.step,
         needs=needed_paths(config, start.checkpoint),
         build_timeout_s=start_limit_s(config.cluster.start_timeout_s, to_read),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +45,7 @@ def test_it_says_what_the_rank_does_and_in_which_collective(monkeypatch: pytest.
     with record.held():
         begin_call(record, 7)
         assert heart.beat() == Beat(
-            *(4, "forward_step", 1, 101.0, 102.0, False, {"0": 7}, "0", 7, (0, 1)),
+            *(4, "forward_step", 1, 101.0, 102.0, False, None, {"0": 7}, "0", 7, (0, 1)),
             "allreduce_(float32[2, 3]), call 7 in group 0 of 2 ranks",
         )
         now[0] = 103.0
@@ -51,6 +55,25 @@ def test_it_says_what_the_rank_does_and_in_which_collective(monkeypatch: pytest.
     assert heart.beat().held_s is None and heart.beat().counts == {"0": 7}
     heart.end(steps=1)
     assert (heart.beat().step, heart.beat().verb, heart.beat().verb_s) == (5, "", 103.0)
+
+
+def test_it_says_since_when_the_rank_is_done_with_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    heart = Heart(3, device=False, record=CallRecord())
+    heart.begin("save")
+    assert heart.beat().saved_s is None
+    now[0] = 900.0
+    heart.end()
+    heart.begin("forward_step", 0)
+    now[0] = 910.0
+    heart.end()
+    assert heart.beat().saved_s == 900.0
+    path = tmp_path / "text-1.heartbeat"
+    path.write_text(json.dumps(asdict(heart.beat())))
+    now[0] = 930.0
+    read = read_beat(str(path))
+    assert read is not None and (read.saved_s, read.verb_s, read.held_s) == (30.0, 20.0, None)
 
 
 def test_on_a_gpu_a_verb_is_held_by_the_last_collective_that_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +105,38 @@ def test_another_process_reads_the_seconds_until_now(tmp_path: Path) -> None:
     read = read_beat(str(path))
     assert read is not None and read.held_s is not None and 20 <= read.held_s < 45
     assert (read.verb, read.counts, read.members) == ("backward_step", {"0": 2}, (0, 1))
+
+
+def test_a_disk_that_fails_for_a_while_ends_no_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, calls, write, cut = tmp_path / "text-1.heartbeat", [0, 0], os.pwrite, os.ftruncate
+
+    def failing(which: int, error: int, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls[which] += 1
+            if calls[which] <= 2:
+                raise OSError(error, os.strerror(error))
+            return real(*arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "pwrite", failing(0, errno.ENOSPC, write))
+    monkeypatch.setattr(os, "ftruncate", failing(1, errno.ESTALE, cut))
+    beat = Beat(3, "forward_step", 0, time.monotonic(), None)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.write(file, b"x" * 5000)  # what is left of an older one
+    keep_heartbeat(file, lambda: beat, period_s=0.01)
+    wait_until(lambda: read_beat(str(path)) is not None)
+    assert calls == [5, 3]  # what was not written whole was written again, then no more
+    time.sleep(0.1)
+    assert calls == [5, 3]
+
+
+def test_a_heartbeat_that_is_being_written_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, whole = tmp_path / "text-1.heartbeat", json.dumps(asdict(Beat(3, "save", None, time.monotonic())))
+    path.write_text(f"{whole}\n-of-a-longer-one}}\n")  # written, not cut off yet
+    monkeypatch.setattr(time, "sleep", lambda _: path.write_text(whole))
+    read = read_beat(str(path))
+    assert read is not None and (read.step, read.verb) == (3, "save")
 
 
 def test_what_is_no_heartbeat_is_none(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,13 @@ import pytest
 
 from dhp.cluster import lookout as lookout_module
 from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.heartbeat import Beat
 from dhp.cluster.lookout import Lookout
+from dhp.cluster.node_watch import RUNS, SILENT, Sight
 from dhp.cluster.placement.nodes import own_node
 from dhp.cluster.placement.reservation import plan_placement, reserve
+from dhp.cluster.post import Post
+from dhp.cluster.stall import Seen
 from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
 from dhp.core.dispatch import per_rank
@@ -154,6 +158,28 @@ def test_where_no_call_ends_the_rank_that_others_wait_for_is_blamed(started: Sta
     assert "no call finished for 3 s. Unfinished: text rank 0 in forward_step; text rank 1 in forward_step;" in said
     assert "Held up by text rank 1. A slow step needs a larger cluster.step_timeout_s" in said
     assert error.fault == Fault(HUNG, "text rank 1", "forward_step")
+
+
+def test_processes_of_a_node_that_does_not_answer_stay_with_what_they_did_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, beat = [100.0], Beat(3, "forward_step", 0, 4.0, 2.0, saved_s=50.0, counts={"0": 5})
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    lookout = Lookout(60.0, None, "here", {"far": "10.0.0.6"})
+    known, new = (Post(name, "far", 1, 0.0, "/missing") for name in ("text-1", "text-2"))
+    lookout._posts = [("text rank 1", known)]
+    answers = [[Sight(known, RUNS, beat)], [], [], [Sight(known, RUNS, beat)]]
+    monkeypatch.setattr(lookout, "_ask", lambda *_: None)
+    monkeypatch.setattr(lookout, "_answer", lambda *_: answers.pop(0))
+    assert lookout.look()["text rank 1"].sight == Sight(known, RUNS, beat)
+    lookout._posts.append(("text rank 2", new))
+    for later in (130.0, 400.0):  # seconds go on
+        now[0] = later
+        far = lookout.look()
+        since = later - 100.0
+        last = replace(beat, verb_s=4.0 + since, held_s=2.0 + since, saved_s=50.0 + since)
+        assert far["text rank 1"] == Seen("text rank 1", "10.0.0.6", Sight(known, SILENT, last))
+        assert far["text rank 2"].sight == Sight(new, SILENT)
+    lookout._posts.pop()
+    assert lookout.look()["text rank 1"].sight == Sight(known, RUNS, beat)
 
 
 def test_a_rank_that_computes_for_longer_is_slow_and_those_that_wait_for_it_are_not(started: Started) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dhp.cluster.heartbeat import Beat
-from dhp.cluster.node_watch import GONE, STOPPED
+from dhp.cluster.node_watch import GONE, SILENT, STOPPED
 from dhp.cluster.stall import Seen, Stall, find_stall, frames, suspects
 from tests.helpers.posts import seen
 
@@ -94,9 +94,52 @@ def test_an_exchange_by_messages_waits_for_whom_nothing_holds() -> None:
 
 def test_on_a_gpu_only_a_rank_that_has_begun_fewer_counts() -> None:
     waiting = seen("text rank 0", inside(65.0, 5, device=True))
-    assert found(waiting, seen("text rank 1", inside(61.0, 5, device=True))) is None  # both compute
+    assert found(waiting, seen("text rank 1", inside(59.0, 5, device=True))) is None  # it computes
+    assert found(waiting, seen("text rank 1", replace(COMPUTES, counts={"0": 5}, device=True))) is None
+    assert found(seen("text rank 0", inside(65.0, 5, (0,), device=True))) is None  # it waits for nobody
     stall = found(waiting, seen("text rank 1", inside(61.0, 4, device=True)))
     assert stall is not None and names(stall.missing) == ["text rank 1"]
+
+
+def test_on_gpus_a_collective_that_all_have_begun_and_none_ends_is_one_that_nobody_is_missing_in() -> None:
+    ranks = [seen(f"text rank {rank}", inside(61.0 + rank, 5, device=True)) for rank in range(3)]
+    stall = found(*ranks, seen("vision rank 0", IDLE))
+    assert stall == Stall(ranks[2], (), ())
+    held_up = seen("vision rank 0", inside(61.0, 5, (0, 1), device=True))  # for less long, but by somebody
+    stall = found(*ranks, held_up, seen("vision rank 1", COMPUTES))
+    assert stall is not None and (stall.waiting, names(stall.missing)) == (held_up, ["vision rank 1"])
+
+
+def test_a_rank_that_writes_a_checkpoint_is_waited_for_as_long_as_the_limit_from_its_end() -> None:
+    waiting, inner = seen("text rank 1", inside(800.0, 5)), seen("text rank 2", inside(700.0, 9, (0, 2), group="7"))
+    for verb in ("save", "saved"):
+        saving = seen("text rank 0", replace(COMPUTES, verb=verb, verb_s=800.0))
+        assert found(waiting, saving) is None and names(suspects({o.who: o for o in (waiting, saving)}, [])) == [
+            "text rank 0"
+        ]
+        assert found(waiting, saving, inner) is None  # whoever waits for the one that waits for it
+        assert found(waiting, seen(saving.who, saving.beat, SILENT)) is None
+        stopped = found(waiting, seen(saving.who, saving.beat, STOPPED))
+        assert stopped is not None and names(stopped.missing) == ["text rank 0"]
+        other = found(waiting, saving, seen("vision rank 0", inside(61.0, 5)), seen("vision rank 1", COMPUTES))
+        assert other is not None and names(other.missing) == ["vision rank 1"]
+    assert found(waiting, seen("text rank 0", replace(COMPUTES, saved_s=59.0))) is None
+    stall = found(waiting, seen("text rank 0", replace(COMPUTES, saved_s=61.0)))
+    assert stall is not None and names(stall.missing) == ["text rank 0"]
+
+
+def test_whose_node_does_not_answer_is_preferred_to_peers_that_only_seem_not_to_wait() -> None:
+    waiting, between = seen("text rank 0", inside(65.0, 5)), seen("text rank 1", replace(COMPUTES, counts={"0": 5}))
+    for last in (None, inside(3.0, 5)):  # what it did before does not say that it still does
+        silent = seen("text rank 2", last, SILENT, node="10.0.0.6")
+        stall = found(waiting, between, silent)
+        assert stall is not None and list(stall.missing) == list(stall.causes) == [silent] and stall.silent
+        assert suspects({one.who: one for one in (waiting, between, silent)}, []) == [silent]
+        stall = found(waiting, seen("text rank 1", COMPUTES), silent)  # that one is known to be behind
+        assert stall is not None and names(stall.missing) == ["text rank 2", "text rank 1"]
+    assert seen("text rank 2", None, SILENT, node="10.0.0.6").describe() == (
+        "text rank 2 on node 10.0.0.6: its node does not answer (is it down, or cut off?)"
+    )
 
 
 DUMP = 'Current thread 0x01 (most recent call first):\n  File "/work/dhp/engine/text.py", line {} in {}\n'

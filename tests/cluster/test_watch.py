@@ -20,9 +20,11 @@ from ray.exceptions import (
 )
 
 from dhp.cluster import watch
+from dhp.cluster.heartbeat import Beat
 from dhp.cluster.lookout import Lookout
-from dhp.cluster.node_watch import STOPPED
+from dhp.cluster.node_watch import SILENT, STOPPED
 from dhp.cluster.processes import named_errors
+from dhp.cluster.stall import Seen, find_stall
 from dhp.cluster.watch import Watched, fetch, wait_all
 from dhp.core.errors import DIED, HUNG, LOST, RAISED, DataError, Fault, PartFailed, RankRaised
 from tests.helpers.posts import seen
@@ -243,3 +245,51 @@ def test_a_stopped_process_without_a_heartbeat_is_blamed_for_its_open_call(monke
         in str(stuck)
     )
     assert stuck.fault == Fault(HUNG, "the dataset actor", "reading step 6")
+
+
+CALL = "allreduce_(float32[4]), call 5 in group 0 of 2 ranks"
+
+
+def inside(rank: int, device: bool = False) -> Seen:
+    beat = Beat(3, "forward_step", 0, 66.0, 65.0, device, counts={"0": 5}, group="0", members=(0, 1), call=CALL)
+    return seen(f"text rank {rank}", beat, node="10.0.0.5")
+
+
+def held(*looks: list[Seen], monkeypatch: pytest.MonkeyPatch) -> PartFailed:
+    """looks: what is seen, without stacks and with them."""
+    lookout, left = Lookout(60.0, None, "here", {}), iter([{one.who: one for one in look} for look in looks])
+    monkeypatch.setattr(lookout, "look", lambda stacks=False: next(left))
+    with pytest.raises(PartFailed) as caught:
+        watch._require_progress([Watched("text rank 0", "forward_step", object(), lookout=lookout)])
+    return caught.value
+
+
+def test_a_collective_on_gpus_that_does_not_end_is_said_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [inside(0, device=True), inside(1, device=True)]
+    error = held(ranks, ranks, monkeypatch=monkeypatch)
+    assert str(error).startswith(
+        "text rank 0 on node 10.0.0.5 has waited for 65 s in a collective that all of its group (ranks 0, 1) have "
+        f"begun: {CALL}. A device or a link between devices may be stuck: see `nvidia-smi` and Xid lines"
+    )
+    assert "in unlike ones" not in str(error) and "\n  text rank 1 on node 10.0.0.5: step 3, forward_step" in str(error)
+    assert error.fault == Fault(HUNG, "text rank 0", "forward_step", "10.0.0.5")
+
+
+def test_a_node_that_does_not_answer_is_named_and_not_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = seen("text rank 1", None, SILENT, node="10.0.0.6")
+    error = held([inside(0), silent], [inside(0), silent], monkeypatch=monkeypatch)
+    assert str(error).startswith(
+        "node 10.0.0.6 does not answer: text rank 0 on node 10.0.0.5 has waited for text rank 1 on node 10.0.0.6 for "
+        f"65 s in a collective: {CALL}. The limit"
+    )
+    assert error.fault == Fault(HUNG, "text rank 1", "", "10.0.0.6")
+
+
+def test_a_node_that_has_no_time_for_stacks_is_not_blamed_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = seen("text rank 1", None, SILENT, node="10.0.0.5")
+    computes = seen("text rank 1", Beat(3, "forward_step", 0, 66.0, counts={"0": 4}), node="10.0.0.5")
+    assert find_stall({one.who: one for one in (inside(0), silent)}, 60.0) is not None
+    error = held([inside(0), computes], [inside(0), silent], monkeypatch=monkeypatch)
+    assert str(error).startswith("text rank 1 on node 10.0.0.5 did not enter a collective in which text rank 0 on node")
+    assert str(error).count("\n  text rank 1 on node 10.0.0.5: ") == 1
+    assert error.fault == Fault(HUNG, "text rank 1", "forward_step", "10.0.0.5")

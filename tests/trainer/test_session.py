@@ -1,14 +1,19 @@
-"""Which refs of the next step's data which rank fetches beside the step that runs; what reads other data."""
+"""Which refs of the next step's data which rank fetches beside the step that runs; what reads other data; limits."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from dhp.checkpoint.resume import Start
 from dhp.cluster.remote_values import RemoteValue
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.axes import Degrees
+from dhp.trainer import session as module
 from dhp.trainer.graph import devices_as_planned
 from dhp.trainer.session import Session, look_ahead, named_elsewhere
 from dhp.trainer.settings import feed_settings
@@ -48,3 +53,13 @@ def test_what_reads_for_evaluation_draws_nothing() -> None:
     assert feed_settings(config).drawing == ("text",)
     assert session.open_reader(config, "others") is actor
     assert [(one.drawing, one.exchange) for one in opened] == [((), "others")]
+
+
+def test_steps_wait_for_a_checkpoint_only_where_it_is_not_written_beside_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "weight_bytes", lambda *_: 0)
+    for background, saving_s in (("true", 0.0), ("false", 900.0)):
+        overrides = [f"training.save_in_background={background}", "training.save_timeout_s=900"]
+        config = resolve(compose_config("tiny", overrides=overrides))
+        assert module._layout(config, make_graph(), tmp_path, Start()).saving_s == saving_s
