@@ -18,6 +18,7 @@ from dhp.supervise.driver import adopt_orphans
 from experiments.chaos.faults import FULL, KILL, draw, harm, strike
 from experiments.chaos.judge import Judged
 from experiments.chaos.laboratory import Laboratory
+from experiments.chaos.partition import cut_and_mend, two_nodes
 from experiments.chaos.points import points
 from experiments.chaos.rate import run_at_rate
 from experiments.chaos.run import Observed
@@ -52,6 +53,17 @@ def strike_at_random(laboratory: Laboratory, count: int, seed: int, only: str) -
         yield about | _row(*found)
 
 
+def cut_link(laboratory: Laboratory) -> Iterator[Row]:
+    """A row for a link between two nodes that is cut for a while, as root."""
+    after = lengths_of(LONG).steps // 3
+    with two_nodes() as nodes:
+        more = [f"cluster.address={nodes.address}", "cluster.collocate=false", "cluster.collective_timeout_s=10"]
+        found = laboratory.run(
+            LONG, lambda fired: nodes.environment, False, more=more, strike=cut_and_mend(nodes, after)
+        )
+    yield {"fault": "partition", "process": "the link", "after_steps": after} | _row(*found)
+
+
 def summary(rows: Sequence[Row], command: str) -> Row:
     """All faults of a command in one row; seconds as [median, largest], of those that were killed."""
     killed = [row for row in rows if row.get("fault", KILL) == KILL]
@@ -82,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--points", nargs="?", const="", metavar="NAME", help="every named point, or those of a name")
     parser.add_argument("--runs", type=int, metavar="N", help="so many faults from outside, drawn by --seed")
     parser.add_argument("--only", default="", metavar="KIND", help="of --runs, those of a kind or process")
+    parser.add_argument("--partition", action="store_true", help="the link between two nodes is cut for a while")
     parser.add_argument("--rate", type=float, metavar="S", help="a rank is killed S s after each first checkpoint")
     parser.add_argument("--faults", type=int, default=200, help="of --rate")
     parser.add_argument("--seed", type=int, default=31)
@@ -97,11 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(row | {"command": command}), flush=True)
         return int(bool(row["problems"]))
     faults = strike_points(laboratory, given.points or "")
-    if given.runs is not None:
+    if given.partition:
+        faults = cut_link(laboratory)
+    elif given.runs is not None:
         faults = strike_at_random(laboratory, given.runs, given.seed, given.only)
     for row in faults:
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+        rows.append(row | {"command": command})
+        print(json.dumps(rows[-1]), flush=True)
     print(json.dumps(summary(rows, command)), flush=True)
     if not given.folder and not given.keep:
         shutil.rmtree(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -46,16 +46,18 @@ class Laboratory:
         names_rank: bool = True,
         small_disk: bool = False,
         lengths: Lengths | None = None,
+        more: Sequence[str] = (),
         **watched: Any,
     ) -> tuple[Observed, Judged]:
         """A supervised run of a scenario that meets a fault, and what is to be said of it. environment: of the file in
-        which the fault says that it has come. small_disk: checkpoints have one of their own (as root)."""
+        which the fault says that it has come. more: arguments of the run. small_disk: checkpoints have one of their own
+        (as root)."""
         reference = self.reference(scenario, lengths).run_dir
         self._number += 1
         run_dir = self.folder / f"run-{self._number}"
         with own_disk(run_dir / "checkpoints") if small_disk else nullcontext():
             begins = prepare(scenario, reference, run_dir)
-            arguments = settings(scenario, self.folder / "assets", run_dir, [*SUPERVISED, *begins], lengths)
+            arguments = settings(scenario, self.folder / "assets", run_dir, [*SUPERVISED, *begins, *more], lengths)
             with self._scratch() as scratch:
                 observed = train(arguments, run_dir, scratch, environment(scratch / "fired"), **watched)
             judged = judge(observed, reference, BATCH, names_rank)

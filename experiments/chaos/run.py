@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +155,7 @@ def train(
     called again and again until it answers. between: acts on run_dir before the second command. The caller has adopted
     orphans (`dhp.supervise.driver`)."""
     watch = Watch(run_dir, scratch / "fired")
+    apart = {one.pid for one in psutil.Process().children(recursive=True)}  # of a cluster that the run joins
     temporary = scratch / "t"
     temporary.mkdir()
     shared = _shared_memory()
@@ -165,11 +166,11 @@ def train(
         code = _command(given, own, watch, strike, limit_s, lines)
         if code >= 0 or commands > 1:
             break
-        _wait_for_none()
+        _wait_for_none(apart)
         between(run_dir)
         given = [*(one for one in given if not one.startswith("training.resume=")), "training.resume=auto"]
     ended = time.time()
-    left = [*_wait_for_none(), *_temporary(temporary), *_unowned(_shared_memory() - shared)]
+    left = [*_wait_for_none(apart), *_temporary(temporary), *_unowned(_shared_memory() - shared)]
     faults = [json.loads(file.read_text()) for file in sorted((run_dir / "faults").glob("*.json"))]
     stopped = [line.at for line in lines if _FAILED.match(line.text)]
     said = "".join(line.text for line in lines)
@@ -222,16 +223,22 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
 
 
-def _wait_for_none() -> list[str]:
-    """What still runs below this process after `GONE_S`; it is ended."""
+def _wait_for_none(apart: Collection[int]) -> list[str]:
+    """What still runs below this process after `GONE_S`, but these and what they have started; it is ended."""
     deadline = time.time() + GONE_S
-    while (left := list(_living())) and time.time() < deadline:
+    while (left := [one for one in _living() if not _is_below(one, apart)]) and time.time() < deadline:
         time.sleep(0.1)
     names = [f"process {_label(one)}" for one in left]
     for one in left:
         with suppress(psutil.Error):
             one.kill()
     return names
+
+
+def _is_below(process: psutil.Process, apart: Collection[int]) -> bool:
+    with suppress(psutil.Error):
+        return not {process.pid, *(parent.pid for parent in process.parents())}.isdisjoint(apart)
+    return False
 
 
 def _living() -> Iterator[psutil.Process]:
