@@ -59,7 +59,12 @@ def cut_link(laboratory: Laboratory) -> Iterator[Row]:
     with two_nodes() as nodes:
         more = [f"cluster.address={nodes.address}", "cluster.collocate=false", "cluster.collective_timeout_s=10"]
         found = laboratory.run(
-            LONG, lambda fired: nodes.environment, False, more=more, strike=cut_and_mend(nodes, after)
+            LONG,
+            lambda fired: nodes.environment,
+            names_rank=False,
+            more=more,
+            strike=cut_and_mend(nodes, after),
+            apart=nodes.pids,
         )
     yield {"fault": "partition", "process": "the link", "after_steps": after} | _row(*found)
 

@@ -35,6 +35,10 @@ class Nodes:
         """Of the head."""
         return f"{NEAR}:{PORT}"
 
+    def pids(self) -> set[int]:
+        """Of what was started."""
+        return {process.pid for process in [*self.near, *self.far]}
+
     def start_near(self) -> None:
         """The head, with room for two actors."""
         self.near.append(self._start([], ["--head", f"--port={PORT}", f"--node-ip-address={NEAR}"]))

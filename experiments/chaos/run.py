@@ -149,13 +149,13 @@ def train(
     strike: Strike | None = None,
     between: Callable[[Path], None] = lambda run_dir: None,
     limit_s: float = LIMIT_S,
+    apart: Callable[[], Collection[int]] = set,
 ) -> Observed:
     """Run until it has completed; where the command itself was killed, again with training.resume=auto. scratch: an
     empty folder, for what is temporary. environment: besides this process's. strike: acts on the run while it runs;
-    called again and again until it answers. between: acts on run_dir before the second command. The caller has adopted
-    orphans (`dhp.supervise.driver`)."""
+    called again and again until it answers. between: acts on run_dir before the second command. apart: processes
+    below this one that are no part of the run. The caller has adopted orphans (`dhp.supervise.driver`)."""
     watch = Watch(run_dir, scratch / "fired")
-    apart = {one.pid for one in psutil.Process().children(recursive=True)}  # of a cluster that the run joins
     temporary = scratch / "t"
     temporary.mkdir()
     shared = _shared_memory()
@@ -166,11 +166,11 @@ def train(
         code = _command(given, own, watch, strike, limit_s, lines)
         if code >= 0 or commands > 1:
             break
-        _wait_for_none(apart)
+        _wait_for_none(apart())
         between(run_dir)
         given = [*(one for one in given if not one.startswith("training.resume=")), "training.resume=auto"]
     ended = time.time()
-    left = [*_wait_for_none(apart), *_temporary(temporary), *_unowned(_shared_memory() - shared)]
+    left = [*_wait_for_none(apart()), *_temporary(temporary), *_unowned(_shared_memory() - shared)]
     faults = [json.loads(file.read_text()) for file in sorted((run_dir / "faults").glob("*.json"))]
     stopped = [line.at for line in lines if _FAILED.match(line.text)]
     said = "".join(line.text for line in lines)
