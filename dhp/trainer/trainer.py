@@ -274,7 +274,8 @@ class Trainer:
         assert self._evaluation is not None
         self._saver.finish()  # which checkpoint is best is known of complete ones
         self._note_checkpoint()
-        found = self._evaluation.run(step)
+        with naming_step(step - 1):
+            found = self._evaluation.run(step)
         self.recorder.record_evaluation(found)
         self.recorder.record_answers(self._evaluation.answers(step))
         self._judge(found)

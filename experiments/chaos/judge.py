@@ -54,7 +54,8 @@ def judge(observed: Observed, reference: Path, batch: int, names_rank: bool) -> 
     ours, theirs = read_lines(observed.run_dir), read_lines(reference)
     different = list(_differences(ours, theirs))
     weights = list(_newest_differs(observed.run_dir, reference))
-    problems = [*different, *weights, *_damaged(observed.run_dir), *_leftovers(observed.run_dir), *observed.left]
+    problems = [*different, *weights, *_damaged(observed.run_dir), *observed.left]
+    problems += _leftovers(observed.run_dir, ends_killed=not observed.faults)
     problems += [f"{name} of the user's is gone" for name in USERS_FILES if not (observed.run_dir / name).is_file()]
     completed = observed.code == 0 and {step for kind, step in theirs if kind == "train"} <= {
         step for kind, step in ours if kind == "train"
@@ -126,8 +127,9 @@ def _damaged(run_dir: Path) -> Iterator[str]:
             yield f"{checkpoint.name} of step {step_of(checkpoint)}: {error}"
 
 
-def _leftovers(run_dir: Path) -> Iterator[str]:
-    for pattern in ("*.partial", "*.removed", "*.tmp", ".attempt.json", ".running*"):
+def _leftovers(run_dir: Path, ends_killed: bool) -> Iterator[str]:
+    """ends_killed: the last attempt itself was killed, behind its end: its lock's file stays, and is no obstacle."""
+    for pattern in ("*.partial", "*.removed", "*.tmp", *(() if ends_killed else (".attempt.json", ".running*"))):
         for path in (run_dir / "checkpoints").glob(pattern):
             yield f"checkpoints/{path.name} is left"
 
@@ -154,7 +156,7 @@ def _unnamed(verdict: Mapping[str, Any], process: str) -> Sequence[str]:
     wrong = [f"verdict: {key}={verdict.get(key)!r}, not {value!r}" for key, value in wanted.items()]
     wrong = [text for text, (key, value) in zip(wrong, wanted.items()) if verdict.get(key) != value]
     if not verdict:
-        return ["there is no verdict"]
+        return ["there is no verdict"] if wanted else []
     if verdict.get("state") in ("training", "saving") and verdict.get("step") is None and wanted:
         wrong.append("verdict: no step")
     if wanted and not verdict.get("action"):
