@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.helpers.figures import ROOT, Sentences, missing, one, rows, short, sp
 
 INDEX, PERFORMANCE, LONG = "experiments/EXPERIMENTS.md", "docs/performance.md", "docs/long-context.md"
 CHECKPOINTS = "docs/checkpoints.md"
+CHAOS, CHAOS_PAGE = "python -m experiments.chaos", "experiments/chaos/README.md"
 
 # Experiments whose figures have no rows, and what the index says of them.
 WITHOUT_ROWS = {
@@ -372,6 +374,28 @@ def soak() -> Sentences:
     yield page, f"from {rank['warm_mib']} to {rank['end_mib']} MiB, {rank['growth_bytes_a_step']:,} bytes a step"
 
 
+def chaos() -> Sentences:
+    points, outside = rows("chaos", command=f"{CHAOS} --points"), rows("chaos", command=f"{CHAOS} --runs 20")
+    every = [*points, *outside, one("chaos", command=f"{CHAOS} --partition")]
+    assert all(row["completed"] and row["identical"] and not row["problems"] for row in every)
+    assert not any(row["samples_lost"] or row["samples_repeated"] for row in every)
+    names = len({row["point"] for row in points})
+    counted = f"{len(points)} kills at {names} named points, {len(outside)} faults from outside and a cut link"
+    yield INDEX, counted
+    yield CHAOS_PAGE, counted
+    idle = [row for row in points if row["machine"] == "idle"]
+    for key, what in (("detect_s", "noticed"), ("first_step_s", "followed by a step of the next attempt")):
+        known = [row[key] for row in idle if row[key] is not None]
+        yield CHAOS_PAGE, f"{what} after {median(known):.1f} s in the median and {max(known):.1f} s at most"
+    first = [row["first_step_s"] for row in idle if row["first_step_s"] is not None]
+    yield INDEX, f"the next step ends {median(first):.1f} s after a kill in the median, {max(first):.1f} s at most"
+    lost = max(row["lost_steps"] or 0 for row in points)
+    yield CHAOS_PAGE, f"{lost} steps at most were made again"
+    for row in outside:
+        if row["fault"] == "stop":
+            yield CHAOS_PAGE, f"{row['process']} {row['detect_s']:.0f} s"
+
+
 def make_train() -> Sentences:
     """Of the quickstart's own run; no file of results/ has it."""
     shown = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -382,7 +406,7 @@ def make_train() -> Sentences:
 HELD: list[Callable[[], Sentences]] = [
     overhead, families, compile_, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts,
     long_context, longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline,
-    partition_search, partition, published, plan_accuracy, checkpoint, soak, make_train,
+    partition_search, partition, published, plan_accuracy, checkpoint, soak, chaos, make_train,
 ]  # fmt: skip
 
 

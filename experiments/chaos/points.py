@@ -142,7 +142,7 @@ def _record() -> list[Point]:
         *_driver("teardown.begin", "dhp.cluster.cluster:Cluster.__exit__", "before"),
         *_driver("summary", f"{recorder}:write_summary", "after"),
         *_one("supervisor", "attempt.begin", f"{run}._is_ending", "after", 5),
-        *_one("supervisor", "attempt.training", f"{run}._is_ending", "after", 75),
+        *_one("supervisor", "attempt.training", f"{run}._is_ending", "after", 45),
         *_one("supervisor", "attempt.ended", f"{run}._conclude", "before"),
     ]
 
