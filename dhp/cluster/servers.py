@@ -59,9 +59,9 @@ def own_servers(others: Collection[int], folder: Path) -> Iterator[None]:
         _Own.servers, _Own.family, _Own.folder = before
 
 
-def require_servers(at_once: bool = False) -> None:
-    """Raise ClusterError where a server of our own Ray has ended, or is stopped for `STOPPED_S`. Looks once a
-    `CHECK_S`, or at once."""
+def require_servers(at_once: bool = False, stopped_s: float | None = None) -> None:
+    """Raise ClusterError where a server of our own Ray has ended, or is stopped for `stopped_s`; None: `STOPPED_S`.
+    Looks once a `CHECK_S`, or at once."""
     now = time.monotonic()
     if not _Own.servers or not at_once and now - _Own.checked < CHECK_S:
         return
@@ -73,17 +73,18 @@ def require_servers(at_once: bool = False) -> None:
             "and killed it (see `dmesg`), or somebody did. Where it ended by itself, its own log says more"
         )
     _Own.stopped = {name: _Own.stopped.get(name, now) for name, one in _Own.servers.items() if is_stopped(one)}
-    late = [name for name, since in _Own.stopped.items() if now - since >= STOPPED_S]
+    limit_s = STOPPED_S if stopped_s is None else stopped_s
+    late = [name for name, since in _Own.stopped.items() if now - since >= limit_s]
     if late:
-        raise ClusterError(_stopped(late))
+        raise ClusterError(_stopped(late, now - min(_Own.stopped[name] for name in late)))
 
 
-def _stopped(names: Sequence[str]) -> str:
+def _stopped(names: Sequence[str], seconds: float) -> str:
     shown = " and ".join(f"{name} ({NAMES[name]}, process {_Own.servers[name].pid})" for name in names)
     pids = " ".join(str(_Own.servers[name].pid) for name in names)
     return (
-        f"Ray's {shown} has been stopped for {STOPPED_S:g} s (SIGSTOP or a debugger), and the run ends: without it no "
-        f"actor can be started or ended, and no death of one is known. `kill -CONT {pids}` in time lets it go on; "
+        f"Ray's {shown} has been stopped for {max(1.0, seconds):.0f} s (SIGSTOP or a debugger), and the run ends: "
+        f"without it no actor can be started or ended, and no death of one is known. `kill -CONT {pids}` in time lets it go on; "
         "training.resume=auto continues from the newest checkpoint"
     )
 

@@ -63,6 +63,7 @@ def wait_all(watched: Sequence[Watched], timeout_s: float, until: Any = None) ->
             _require_progress(watched)
             continue
         if not ready:
+            require_servers(at_once=True, stopped_s=0.0)  # or a rank would be blamed for a server that is stopped
             raise _stuck(list(waiting.values()), timeout_s)
         deadline = time.monotonic() + timeout_s
         if ready == others:

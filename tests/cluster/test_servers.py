@@ -75,10 +75,12 @@ def test_a_server_that_is_stopped_for_too_long_is_named(
         stop(raylet)
         monkeypatch.setattr(servers, "STOPPED_S", 0.3)
         require_servers()
+        with pytest.raises(ClusterError, match="stopped"):  # where a hang is looked into, at once
+            require_servers(at_once=True, stopped_s=0.0)
         time.sleep(0.4)
         with pytest.raises(ClusterError) as caught:
             require_servers()
-        said = f"Ray's raylet (its server of this node, process {raylet.pid}) has been stopped for 0.3 s"
+        said = f"Ray's raylet (its server of this node, process {raylet.pid}) has been stopped for 1 s"
         assert str(caught.value).startswith(said) and f"`kill -CONT {raylet.pid}`" in str(caught.value)
         with limited_teardown(None):  # it would not answer
             raylet.wait(60)
