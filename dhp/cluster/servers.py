@@ -84,8 +84,8 @@ def _stopped(names: Sequence[str], seconds: float) -> str:
     pids = " ".join(str(_Own.servers[name].pid) for name in names)
     return (
         f"Ray's {shown} has been stopped for {max(1.0, seconds):.0f} s (SIGSTOP or a debugger), and the run ends: "
-        f"without it no actor can be started or ended, and no death of one is known. `kill -CONT {pids}` in time lets it go on; "
-        "training.resume=auto continues from the newest checkpoint"
+        f"without it no actor can be started or ended, and no death of one is known. `kill -CONT {pids}` in time lets "
+        "it go on; training.resume=auto continues from the newest checkpoint"
     )
 
 
