@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,16 @@ class Nodes:
     def start_near(self) -> None:
         """The head, with room for two actors."""
         self.near.append(self._start([], ["--head", f"--port={PORT}", f"--node-ip-address={NEAR}"]))
+
+    def wait_for_near(self, limit_s: float = 120.0) -> None:
+        """Until the head listens: a node that finds none gives up. Raises TimeoutError."""
+        deadline = time.time() + limit_s
+        while time.time() < deadline:
+            with suppress(OSError), socket.create_connection((NEAR, PORT), timeout=1.0):
+                time.sleep(3)
+                return
+            time.sleep(0.5)
+        raise TimeoutError(f"no Ray at {self.address} after {limit_s:g} s")
 
     def start_far(self) -> None:
         """The other node, in its namespace: for the first time, or again, as its owner would."""
@@ -77,7 +88,7 @@ def two_nodes() -> Iterator[Nodes]:
         nodes = Nodes({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         try:
             nodes.start_near()
-            time.sleep(8)  # a node that finds no head gives up
+            nodes.wait_for_near()
             nodes.start_far()
             yield nodes
         finally:
