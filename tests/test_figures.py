@@ -376,13 +376,16 @@ def soak() -> Sentences:
 
 def chaos() -> Sentences:
     points, outside = rows("chaos", command=f"{CHAOS} --points"), rows("chaos", command=f"{CHAOS} --runs 20")
-    every = [*points, *outside, one("chaos", command=f"{CHAOS} --partition")]
+    (hopeless,) = [row for row in outside if row["process"] == "lost"]
+    every = [*points, *(row for row in outside if row is not hopeless), one("chaos", command=f"{CHAOS} --partition")]
     assert all(row["completed"] and row["identical"] and not row["problems"] for row in every)
     assert not any(row["samples_lost"] or row["samples_repeated"] for row in every)
     names = len({row["point"] for row in points})
     counted = f"{len(points)} kills at {names} named points, {len(outside)} faults from outside and a cut link"
     yield INDEX, counted
     yield CHAOS_PAGE, counted
+    assert not hopeless["completed"]
+    yield CHAOS_PAGE, f"goes on {hopeless['attempts'] - 1} times and then ends"
     idle = [row for row in points if row["machine"] == "idle"]
     for key, what in (("detect_s", "noticed"), ("first_step_s", "followed by a step of the next attempt")):
         known = [row[key] for row in idle if row[key] is not None]

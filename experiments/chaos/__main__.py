@@ -56,6 +56,7 @@ def strike_at_random(laboratory: Laboratory, count: int, seed: int, only: str) -
 def cut_link(laboratory: Laboratory) -> Iterator[Row]:
     """A row for a link between two nodes that is cut for a while, as root."""
     after = lengths_of(LONG).steps // 3
+    laboratory.reference(LONG)  # before there is a cluster that would be a leftover of it
     with two_nodes() as nodes:
         more = [f"cluster.address={nodes.address}", "cluster.collocate=false", "cluster.collective_timeout_s=10"]
         found = laboratory.run(
