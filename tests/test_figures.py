@@ -395,7 +395,7 @@ def chaos() -> Sentences:
     lost = max(row["lost_steps"] or 0 for row in points)
     yield CHAOS_PAGE, f"{lost} steps at most were made again"
     for row in outside:
-        if row["fault"] == "stop":
+        if row["fault"] == "stop" and row["detect_s"] is not None:
             yield CHAOS_PAGE, f"{row['process']} {row['detect_s']:.0f} s"
 
 
