@@ -30,9 +30,10 @@ def find_layouts(
     own, smaller, errors = Layout(_devices(prepared), _words(settings)), dict[int, Layout](), []
     for number, text in enumerate(prepared.training.elastic):
         try:
-            named = _over(config, settings, tuple(text.split()))
-            found = _planned(config, own.devices, say) if text == AUTO else [named]
-            for words in found:
+            named = text != AUTO
+            for words in (
+                [_over(config, settings, tuple(text.split()))] if named else _planned(config, own.devices, say)
+            ):
                 layout = Layout(_checked(config, prepared, words, own.devices), words)
                 smaller.setdefault(layout.devices, layout)
         except DhpError as error:
@@ -83,11 +84,11 @@ def _planned(config: Config, own_devices: int, say: Callable[[str], None]) -> It
 
 
 def _fewer(devices: int) -> list[int]:
-    """Numbers below `devices`: each, or of many the nearest ones and halves."""
+    """Numbers below `devices`: each, or of many those of every eighth."""
     if devices <= _MOST:
         return list(range(devices - 1, 0, -1))
     step = max(1, devices // _MOST)
-    return [number for number in range(devices - step, 0, -step)][:_MOST]
+    return list(range(devices - step, 0, -step))[:_MOST]
 
 
 def _settings(config: Config) -> dict[str, Any]:
