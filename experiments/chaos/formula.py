@@ -12,8 +12,8 @@ class Times:
     between: from the end of a restart to the next fault. step: one step takes. interval: steps between two checkpoints;
     stall: what each checkpoint holds up; written: until it is complete, behind the steps that follow.
 
-    detect: from the fault until it is known; stop: until nothing of the attempt is left; start: until the next attempt's
-    first step begins; warm: what its first steps take longer than later ones.
+    detect: from the fault until it is known; stop: until nothing of the attempt is left; start: until the first step of
+    the next one begins; warm: what its first steps take longer than later ones.
     """
 
     between: float
