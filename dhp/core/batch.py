@@ -134,6 +134,8 @@ class StepInfo:
 
     sample_digest: of which samples it has (`dhp.data.sampling.step_ids.digest`); "": not known.
 
+    rows: its samples' rows in their annotations (from 0, ascending), by dataset.
+
     work: what each shard of a part has to compute, relative to the part's others, by part.
     """
 
@@ -156,6 +158,7 @@ class StepInfo:
     cached_images: int = 0
     sp_ratio: float | None = None
     sample_digest: str = ""
+    rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     work: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
