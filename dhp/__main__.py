@@ -22,6 +22,7 @@ COMMANDS = {
     f"{'':11}sample --config-name=NAME index=K: its prompt, what of it is learned, lengths, pictures\n"
     f"{'':11}data --config-name=NAME: counts, lengths, defects, and the balancing methods side by side\n"
     f"{'':11}checkpoint RUN_OR_CHECKPOINT [--verify]: what it holds, and whether every byte is as it was written",
+    "report": "RUN [RUN …] [--out FILE.html] [--png DIR]: what bounds a run, where its time went, what it learned",
     "plan": "--config-name=NAME [devices=8x8 device=h100]: the fastest layouts that fit, and why others lose, offline",
 }
 

@@ -124,17 +124,14 @@ class StepInfo:
     data_s: seconds spent reading and decoding. measure_s: seconds spent on choosing its samples, which includes
     measuring their lengths.
 
-    clips: how many clips of sound.
-
-    cached_images: of the images and videos, those that no tower encoded, because their features were on disk.
-    vision_tokens has their patches too, flops does not.
+    clips: of sound. cached_images: of the images and videos, those that no tower encoded, because their features were
+    on disk. vision_tokens has their patches too, flops does not.
 
     sp_ratio: where ranks share rows, of all tokens the share that is divided over several ranks though its samples are
     no longer than a rank's even share of their row; None where none do.
 
-    sample_digest: of which samples it has (`dhp.data.sampling.step_ids.digest`); "": not known.
-
-    rows: its samples' rows in their annotations (from 0, ascending), by dataset.
+    sample_digest: of which samples it has (`dhp.data.sampling.step_ids.digest`); "": not known. rows: of its samples in
+    their annotations (from 0, ascending), by dataset.
 
     work: what each shard of a part has to compute, relative to the part's others, by part.
     """

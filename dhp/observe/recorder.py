@@ -51,11 +51,13 @@ class Recorder:
         loggers: Loggers | None = None,
         restarts: int = 0,
         goes_on: Callable[[BaseException], bool] = lambda error: False,
+        report: Callable[[Path], str | None] = lambda run_dir: None,
     ):
         """config: what config.yaml will be. resumed_from: the checkpoint that the run continues; done: the steps before
         it. resume: how to go on after the newest checkpoint, for a run that did not complete. say: prints a line before
         there is progress. loggers: get every step too. restarts: of the run, before this
-        attempt of it. goes_on: whether another attempt may follow an error; the closing table is its matter then."""
+        attempt of it. goes_on: whether another attempt may follow an error; the closing table is its matter then.
+        report: makes a page of the record when it is whole; what is to be said of it."""
         self.run_dir, self._config = run_dir, config
         self.checkpoint = self._resumed_from = resumed_from
         self.best: str | None = None  # which checkpoint is, by training.best_metric
@@ -68,7 +70,7 @@ class Recorder:
         self._metrics: MetricsWriter | None = None
         self._ranks: RankWriter | None = None
         self._events: EventWriter | None = None
-        self._concluded, self._goes_on = False, goes_on
+        self._concluded, self._goes_on, self._report = False, goes_on, report
         self._evaluated: Sequence[EvalMetrics] = ()
         self.beside = Beside(Planned())
         self._stragglers = Stragglers()
@@ -260,7 +262,8 @@ class Recorder:
         stopped = summary.status != "completed" and (summary.steps or self.checkpoint is not None)
         more = {"resume": self._resume(self.checkpoint)} if self._resume and stopped else {}
         line = self.beside.line()
-        more |= {} if line is None else {"planned": line}
+        page = self._report(self.run_dir) if self._steps.last is not None else None
+        more |= ({} if line is None else {"planned": line}) | ({} if page is None else {"report": page})
         return closing_table(summary, self.run_dir.absolute(), self.checkpoint, self.best, **more)
 
     def _close(self) -> RecordError | None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from dhp.core.batch import StepInfo
+from dhp.core.errors import DhpError
 from dhp.core.reports import StageReport
+from dhp.core.text import one_line
 from dhp.observe.events import SKIPPED
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.planned import Planned
 from dhp.observe.ranks import rank_line
 from dhp.observe.recorder import Recorder
 from dhp.observe.stragglers import Pace, RankShare, pace
+from dhp.report.page import FILE, write_report
 from dhp.step.stages import Stages
 
+MOST_STEPS = 100_000  # of which a page is made at the end of a run: of more, reading them would hold it up
 SKIPPED_SHOWN = 20  # messages of skipped samples in one step
 
 
@@ -32,6 +38,19 @@ def record_step(
     for message in info.skipped[:SKIPPED_SHOWN]:
         recorder.note(SKIPPED, metrics.step, text=message)
     recorder.compare_ranks(rank_shares(info, reports, stages))
+
+
+def write_page(run_dir: Path) -> str | None:
+    """Write the report on a run that ends: where it is, or why there is none; None for a run of very many steps. A run
+    never fails of it."""
+    lines = run_dir / "metrics.jsonl"
+    with suppress(OSError), lines.open("rb") as file:
+        if sum(1 for _ in file) > MOST_STEPS:
+            return None
+    try:
+        return str(write_report([run_dir], run_dir / FILE))
+    except (DhpError, OSError) as error:
+        return f"none ({one_line(str(error))})"
 
 
 def rank_shares(

@@ -36,7 +36,7 @@ from dhp.trainer.opening import open_run
 from dhp.trainer.pending import Pending, Spans, naming_step
 from dhp.trainer.plan import plan_run
 from dhp.trainer.ready import start_stages
-from dhp.trainer.record import record_step
+from dhp.trainer.record import record_step, write_page
 from dhp.trainer.reports import Timing, make_loggers, notes, step_metrics
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import DataPlan, Session
@@ -52,7 +52,8 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
         interval, degrees, text = config.training.log_interval, world(config), to_yaml(config)
         loggers = make_loggers(config, run_dir, start.checkpoint is not None)
-        recorder = Recorder(run_dir, interval, degrees, text, *begun, resume, say, loggers, restarts(), goes_on)
+        about = (run_dir, interval, degrees, text, *begun)
+        recorder = Recorder(*about, resume, say, loggers, restarts(), goes_on, write_page)
         with recorder, ending_on_error():
             plan = plan_run(config)
             if plan.family.note:
