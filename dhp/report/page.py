@@ -142,8 +142,13 @@ def _samples(record: Record, opened: dict[int, str]) -> str:
 
 
 def _section(title: str, drawn: Iterable[Drawing], more: str = "") -> str:
-    figures = "".join(f"<figure><figcaption>{safe(one.title)}</figcaption><div class="wide">{one.svg()}</div></figure>" for one in drawn)
-    return f"<section><h2>{title}</h2>{figures}{more}</section>" if figures else ""
+    charts = "".join(map(_figure, drawn))
+    return f"<section><h2>{title}</h2>{charts}{more}</section>" if charts else ""
+
+
+def _figure(drawing: Drawing) -> str:
+    caption = f"<figcaption>{safe(drawing.title)}</figcaption>"
+    return f'<figure>{caption}<div class="wide">{drawing.svg()}</div></figure>'
 
 
 def _page(title: str, parts: Sequence[str]) -> str:
@@ -177,7 +182,8 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 62em; pa
 h1 { font-size: 1.4em; overflow-wrap: anywhere } h2 { font-size: 1.15em; margin-top: 2em }
 .bound { background: var(--strong); padding: .5em 1em; border-radius: 8px }
 .sentence { font-size: 1.15em; font-weight: 600 }
-figure { margin: 1em 0 } figcaption { font-weight: 600 } svg { width: 100%; height: auto; min-width: 36em; max-width: 62em }
+figure { margin: 1em 0 } figcaption { font-weight: 600 }
+svg { width: 100%; height: auto; min-width: 36em; max-width: 62em }
 svg text { font: 12px system-ui, sans-serif; fill: var(--ink) }
 polyline { fill: none; stroke-width: 2 } .thin { stroke-width: 1 } .dashed { stroke-dasharray: 6 4 }
 .pixels { image-rendering: pixelated }
