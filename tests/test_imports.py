@@ -40,7 +40,7 @@ TABLE: dict[str, set[str]] = {
         "report", "step", "supervise", "tiny",
     },
     "supervise": set(),
-    "report": {"observe"},
+    "report": {"data.media", "data.read", "observe"},
     "train_ray": {"supervise", "trainer"},
     "doctor": {"batch", "data", "engine", "models", "parallel.optional_packages", "trainer"},
     "cli": {"batch", "checkpoint", "data", "doctor", "models", "observe", "report", "tiny", "trainer"},

@@ -159,6 +159,8 @@ class AnswerMetrics:
     """What the model does, greedily. Unit: text."""
     tokens: int
     """Of the model's answer, the one that ended it included. Unit: tokens."""
+    row: int | None = None
+    """Of the question in its dataset's annotations, from 0. Unit: rows."""
 
 
 Line = StepMetrics | EvalMetrics | AnswerMetrics

@@ -9,6 +9,7 @@ from dhp.core.files import write_whole
 from dhp.report.bound import HEALTHY, find_causes, sentence
 from dhp.report.charts import Line, line_chart
 from dhp.report.drawing import PALETTE, Drawing
+from dhp.report.pictures import Gallery
 from dhp.report.record import Record, read_run
 from dhp.report.split import Times, times_of
 from dhp.report.tables import (
@@ -52,7 +53,7 @@ def drawings(records: Sequence[Record]) -> list[Drawing]:
 
 def run_page(record: Record) -> str:
     """The page about one run."""
-    times, opened = times_of(record), opened_steps(record)
+    times, opened, gallery = times_of(record), opened_steps(record), Gallery(record.config)
     links = {step: f"#step-{step}" for step in opened}
     parts = [
         _bound(record, times),
@@ -60,12 +61,12 @@ def run_page(record: Record) -> str:
         _section("Where a step's time went", [] if times is None else time_views(times), _TIME),
         _section("Memory", memory_views(record), _MEMORY),
         _section("Learning", learning_views(record, links), _LEARNING),
-        _samples(record, opened),
+        _samples(record, opened, gallery),
         _section("Load and speed", load_views(record), links_table(record, times)),
         f"<section><h2>Events</h2>{events_table(record)}</section>",
     ]
     if record.answers:
-        parts.append(f"<section><h2>Answers to held-out pictures</h2>{answers_table(record)}</section>")
+        parts.append(f"<section><h2>Answers to held-out pictures</h2>{answers_table(record, gallery)}</section>")
     return _page(f"{record.name}: {record.status}", parts)
 
 
@@ -130,12 +131,12 @@ def _facts(record: Record, times: Times | None) -> str:
     return f'<section><table class="facts">{rows}</table>{broken}</section>'
 
 
-def _samples(record: Record, opened: dict[int, str]) -> str:
+def _samples(record: Record, opened: dict[int, str], gallery: Gallery) -> str:
     if not opened:
         return ""
     return (
         "<section><h2>Samples of steps</h2><details open><summary>Steps whose loss, gradient or time stands out "
-        f"from those around them, and others evenly</summary>{samples_table(record, opened)}</details>"
+        f"from those around them, and others evenly</summary>{samples_table(record, opened, gallery)}</details>"
         f"<p>See one as the model does: <code>python -m dhp inspect sample {safe(record.run_dir)}/config.yaml "
         "index=N</code></p></section>"
     )
@@ -186,6 +187,7 @@ figure { margin: 1em 0 } figcaption { font-weight: 600 }
 svg { width: 100%; height: auto; min-width: 36em; max-width: 62em }
 svg text { font: 12px system-ui, sans-serif; fill: var(--ink) }
 polyline { fill: none; stroke-width: 2 } .thin { stroke-width: 1 } .dashed { stroke-dasharray: 6 4 }
+.sample { display: flex; gap: 8px; margin: 6px 0 } .sample img { border-radius: 4px }
 .pixels { image-rendering: pixelated }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: .92em }
 td, th { padding: 2px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid var(--faint) }

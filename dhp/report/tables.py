@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ import numpy as np
 from dhp.core.text import harmless
 from dhp.observe.events import NONFINITE
 from dhp.observe.metrics import StepMetrics
+from dhp.report.pictures import Gallery
 from dhp.report.record import Record
 from dhp.report.split import Times
 from dhp.report.views import MIB, sent_bytes
 
 MOST_OPENED = 60  # steps whose samples are listed
 MOST_ROWS = 100  # samples of a step that are listed
+DRAWN = 4  # samples of a step that are drawn
 MOST_EVENTS = 200
 MOST_ANSWERS = 60
 HIGHEST = 10  # steps that stand out by a number
@@ -96,17 +99,26 @@ def _outstanding(steps: Sequence[StepMetrics], name: str) -> list[int]:
     return [known[at][0] for at in order.tolist() if above[at] > 1]
 
 
-def samples_table(record: Record, opened: Mapping[int, str]) -> str:
-    """Each opened step with the rows of its samples."""
+def samples_table(record: Record, opened: Mapping[int, str], gallery: Gallery) -> str:
+    """Each opened step with the rows of its samples, and of those that stand out some as they are."""
     lines = {line.step: line for line in record.ranks}
     metrics = {one.step: one for one in record.steps}
     rows = []
     for step, why in opened.items():
         found = "; ".join(f"{safe(name)}: {_listed(of)}" for name, of in lines[step].samples.items())
+        if why:
+            found += _drawn(lines[step].samples, gallery)
         one = metrics[step]
         head = f'<a id="step-{step}"></a>{step}'
         rows.append([head, why, _number(one.loss), _number(one.grad_norm), _number(one.step_s), found])
     return table(["step", "", "loss", "norm", "seconds", "rows of its samples, from 0, by dataset"], rows, "samples")
+
+
+def _drawn(samples: Mapping[str, Sequence[int]], gallery: Gallery) -> str:
+    """The first samples of each dataset in turn."""
+    turns = zip_longest(*([(name, row) for row in of[:DRAWN]] for name, of in samples.items()))
+    chosen = [one for turn in turns for one in turn if one is not None][:DRAWN]
+    return "".join(gallery.sample(name, row) for name, row in chosen)
 
 
 def _listed(rows: Sequence[int]) -> str:
@@ -132,7 +144,7 @@ def events_table(record: Record) -> str:
     return table(["when", "step", "what", "training waited, s", ""], cells, "events") + note
 
 
-def answers_table(record: Record) -> str:
+def answers_table(record: Record, gallery: Gallery) -> str:
     """Each held-out question with its reference, and the answers over time."""
     steps = list(dict.fromkeys(one.step for one in record.answers))
     chosen = steps if len(steps) <= 4 else [steps[0], steps[len(steps) // 3], steps[2 * len(steps) // 3], steps[-1]]
@@ -142,13 +154,14 @@ def answers_table(record: Record) -> str:
     rows = []
     for (dataset, number), of in list(by_question.items())[:MOST_ANSWERS]:
         any_one = next(iter(of.values()))
-        cells = [f"{safe(dataset)} {number}", safe(any_one.prompt), safe(any_one.reference)]
+        drawn = "" if any_one.row is None else gallery.images(dataset, any_one.row)
+        cells = [f"{safe(dataset)} {number}", drawn, safe(any_one.prompt), safe(any_one.reference)]
         for step in chosen:
             answer = of[step].answer if step in of else "-"
             right = answer.strip() == any_one.reference.strip()
             cells.append(f'<span class="{"right" if right else "other"}">{safe(answer)}</span>')
         rows.append(cells)
-    return table(["", "question", "reference", *(f"after step {step}" for step in chosen)], rows, "answers")
+    return table(["", "pictures", "question", "reference", *(f"after step {step}" for step in chosen)], rows, "answers")
 
 
 def links_table(record: Record, times: Times | None) -> str:
