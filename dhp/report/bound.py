@@ -55,8 +55,8 @@ def sentence(record: Record, times: Times | None) -> str:
         return f"This run is healthy: computing takes its time, and nothing else more than {HEALTHY:.0%} of it.{rest}"
     first = causes[0]
     return (
-        f"{first.what[0].upper()}{first.what[1:]} bounds this run: {first.share:.0%} of a step. {first.change}: a step "
-        f"would be about {first.faster:.2f} times as fast."
+        f"This run is bound by {first.what}: {first.share:.0%} of a step. {first.change}: a step would be "
+        f"about {first.faster:.2f} times as fast."
     )
 
 
@@ -114,7 +114,7 @@ def _slow_rank(name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
     yield Cause(
         "slow rank",
         float(lost.mean()) / times.mean_s,
-        f"{name} rank {slow}, which takes {ratio:.2f} times as long as its peers for as much work,",
+        f"{name} rank {slow}, which takes {ratio:.2f} times as long as its peers for as much work",
         f"See what else runs on its device (logs/{name}-{slow}.log begins with its address), or run without it",
     )
 
@@ -168,7 +168,7 @@ def _heavy(record: Record, times: Times) -> Iterator[Cause]:
         yield Cause(
             "heavy part",
             own[heavy] * (1 - ranks[heavy] / devices) / times.mean_s,
-            f"{heavy}, which computes on {ranks[heavy]} of {devices} devices while the others wait,",
+            f"{heavy}, which computes on {ranks[heavy]} of {devices} devices while the others wait",
             f"Give it all: {part}.num_actors={devices}",
         )
 
@@ -185,7 +185,7 @@ def _apart(
         if pipelined
         else f"Move devices to it ({heavy.partition('.')[0]}.num_actors), or share them (cluster.collocate=true)"
     )
-    yield Cause("heavy part", share, f"{heavy}, for which the others wait,", change)
+    yield Cause("heavy part", share, f"{heavy}, for which the others wait", change)
 
 
 def _median(values: np.ndarray) -> float:
