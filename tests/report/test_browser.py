@@ -1,4 +1,4 @@
-"""A report in headless Chromium, where there is one: it is drawn, in light and in dark, and nothing is complained of."""
+"""A report in headless Chromium, where there is one: it is drawn, in light and dark, and nothing is complained of."""
 
 from __future__ import annotations
 
