@@ -13,14 +13,11 @@ from torch import Tensor
 from torch.nn import Linear
 from transformers import AutoModelForImageTextToText, PreTrainedModel, get_scheduler
 
-from dhp.core.batch import ProcessorOutput
 from dhp.core.parameters import ALL, AdapterSettings, Group, TrainingRules
 from dhp.core.reports import EvaluatedShare
 from dhp.data.sample.sample import Sample
-from dhp.doctor.trial import sound_inputs
+from dhp.doctor.plain import model_inputs
 from dhp.engine.settings import OptimizerSettings
-from dhp.models.contract.pictures import joined, unpack
-from dhp.models.contract.rows import kinds_for, token_types
 from dhp.models.family import Family
 from dhp.models.lora import first_values
 from dhp.models.patches import project_as_product
@@ -163,40 +160,6 @@ class Oracle:
         inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]
         return logits, torch.from_numpy(sample.labels)[1:].to(self.device)
-
-
-def model_inputs(sample: Sample, family: Family, model: PreTrainedModel) -> dict[str, Tensor]:
-    """A sample as the arguments of the plain model."""
-    inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
-    kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
-    kinds = token_types(family.config, kinds, torch.from_numpy(sample.labels)[None])
-    if sample.pixels and isinstance(sample.grids[0], ProcessorOutput):
-        inputs |= {"attention_mask": torch.ones_like(kinds), **_whole_pictures(sample, model.dtype)}
-    elif sample.pixels:
-        inputs |= _pictures(sample, model.dtype)
-        inputs["mm_token_type_ids"] = kinds
-    if sample.clips:
-        inputs |= {"attention_mask": torch.ones_like(kinds), **sound_inputs(sample, model.dtype)}
-    return family.processor.plain_inputs(inputs) | kinds_for(type(model).forward, kinds)
-
-
-def _whole_pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Pictures as arguments of one call, as their image processor would give them."""
-    pairs = zip(sample.grids, sample.pixels, strict=True)
-    return joined([unpack(form, torch.from_numpy(pixels), dtype) for form, pixels in pairs])
-
-
-def _pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Images and videos as the plain model's own arguments."""
-    found = {}
-    for kind, still in (("image", True), ("video", False)):
-        numbers = [n for n, seconds in enumerate(sample.video_seconds) if (seconds is None) == still]
-        if numbers:
-            name = "pixel_values" if still else "pixel_values_videos"
-            found[name] = torch.cat([torch.from_numpy(sample.pixels[n]) for n in numbers]).to(dtype)
-            found[f"{kind}_grid_thw"] = torch.tensor([sample.grids[n] for n in numbers])
-    moving = [seconds for seconds in sample.video_seconds if seconds is not None]
-    return found | ({"second_per_grid_ts": torch.tensor(moving)} if moving else {})
 
 
 def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, AdapterSettings]) -> None:
