@@ -80,7 +80,25 @@ class TrainingConfig:
     """Steps over which the learning rate rises from 0; beats warmup_ratio. Null: by warmup_ratio."""
 
     lr_scheduler_type: str = "constant"
-    """Learning rate after the warm-up: constant | linear (down to 0 at the end) | cosine (half a wave down to 0)."""
+    """Learning rate after the warm-up: constant | linear (down to min_lr at the end) | cosine (half a wave down to
+    min_lr) | cosine_with_restarts (lr_num_cycles of these) | warmup_stable_decay (constant, and down to min_lr over the
+    last lr_decay_steps). Each is transformers' schedule of that name, cosine with a min_lr its cosine_with_min_lr."""
+
+    min_lr: float = 0.0
+    """Learning rate at the end of a schedule that falls, a rate and no share of one. Groups with other rates fall to
+    the same share of theirs, min_lr / learning_rate. With warmup_stable_decay the warm-up begins there as well."""
+
+    lr_num_cycles: int = 1
+    """Half waves of cosine_with_restarts: each begins at learning_rate again."""
+
+    lr_decay_steps: Optional[int] = None
+    """Last steps of the run, over which warmup_stable_decay falls; beats lr_decay_ratio. Null: by lr_decay_ratio."""
+
+    lr_decay_ratio: float = 0.1
+    """Fraction of all steps over which warmup_stable_decay falls; rounded up to whole steps."""
+
+    lr_decay_type: str = "cosine"
+    """How warmup_stable_decay falls: cosine (half a wave) | linear | 1-sqrt (fast, then slower)."""
 
     max_grad_norm: Optional[float] = None
     """Largest global gradient norm, over all stages; larger gradients are scaled to it. Null or 0: no clipping."""

@@ -28,10 +28,11 @@ from dhp.parallel.attention.choose import segment_kernel
 from dhp.parallel.comm import replicas_mesh
 from dhp.parallel.expert.modules import GATE_UP, takes_groups
 from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels
-from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, exact_dtype, learning_rate_at, make_adamw
+from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, exact_dtype, make_adamw
 from dhp.parallel.optim.chunked_adamw import make_chunked_adamw
 from dhp.parallel.optim.frozen import Frozen
 from dhp.parallel.optim.fsdp import FullySharded
+from dhp.parallel.optim.learning_rate import RateCurve, learning_rate_at
 from dhp.parallel.optim.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optim.zero import ZeroSharded
 from dhp.parallel.tensor.slices import cut_adapters
@@ -137,8 +138,11 @@ def default_group(settings: StageSettings) -> Group:
 
 def rates_at(step: int, groups: Sequence[Group], update: OptimizerSettings) -> dict[str, float]:
     """The learning rate of each group at a step, by name."""
-    total, kind = update.total_steps, update.lr_scheduler_type
-    return {of.name: learning_rate_at(step, total, of.learning_rate, of.warmup_steps, kind) for of in groups}
+    # One share for all groups, as transformers has it: a group of another rate falls to that share of its own.
+    lowest = update.min_lr / update.learning_rate if update.min_lr else 0.0
+    shape = (update.cycles, update.decay_steps, update.decay_type)
+    curve = RateCurve(update.lr_scheduler_type, update.total_steps, lowest, *shape)
+    return {of.name: learning_rate_at(step, of.learning_rate, of.warmup_steps, curve) for of in groups}
 
 
 def place_kernels(

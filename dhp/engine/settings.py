@@ -14,7 +14,8 @@ from dhp.core.state_forms import EXACT_STATES
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and its schedule; `total_steps` and `warmup_steps` in optimizer steps."""
+    """AdamW and its schedule, all steps optimizer steps. decay_steps, decay_type, cycles: as `RateCurve` has them
+    (`dhp.parallel.optim.learning_rate`)."""
 
     learning_rate: float
     betas: tuple[float, float]
@@ -24,6 +25,10 @@ class OptimizerSettings:
     warmup_steps: int
     total_steps: int
     max_grad_norm: float | None
+    min_lr: float = 0.0
+    cycles: int = 1
+    decay_steps: int = 0
+    decay_type: str = "cosine"
 
 
 @dataclass(frozen=True)

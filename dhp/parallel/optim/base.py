@@ -1,4 +1,4 @@
-"""The interface of a stage's optimizer and its state; AdamW, its rates, the clipped step, 16-bit training.
+"""The interface of a stage's optimizer and its state; AdamW, the clipped step, 16-bit training.
 
 Each moment goes by its parameter's name, `<parameter>.exp_avg`; where a rank holds a range of a parameter's elements,
 the range says which. So the names and extents tell what belongs where for any number of ranks.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dhp.core.errors import CheckpointError, ConfigError
+from dhp.core.errors import CheckpointError
 from dhp.core.parameters import Group
 from dhp.core.state import StateSink, StateSource
 from dhp.core.state_forms import MOMENTS, SUM, StateForm
@@ -197,19 +197,6 @@ _FUSED = {"cuda", "cpu"}  # devices that have the kernel
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
-def learning_rate_at(step: int, total_steps: int, base_lr: float, warmup_steps: int, kind: str) -> float:
-    """Learning rate of optimizer step number `step` (from 0), equal to transformers' schedule of that kind.
-
-    It rises linearly from 0 over `warmup_steps`, then stays (constant), falls linearly to 0 at `total_steps`
-    (linear), or falls along half a cosine (cosine). Raises ConfigError for another kind.
-    """
-    if kind not in _FACTORS:
-        raise ConfigError(f"training.lr_scheduler_type={kind} does not exist; choose one of {', '.join(_FACTORS)}")
-    if step < warmup_steps:
-        return base_lr * (step / max(1, warmup_steps))
-    return base_lr * _FACTORS[kind](step, total_steps, warmup_steps)
-
-
 def make_adamw(
     named: Iterable[tuple[str, torch.nn.Parameter]], group: Callable[[str], Group], betas: Sequence[float], eps: float
 ) -> torch.optim.AdamW:
@@ -252,19 +239,3 @@ def clip_coefficient(norm_sq_parts: Sequence[float], max_norm: float | None) -> 
         return norm, 1.0
     ratio = max_norm / (norm + _CLIP_EPS)
     return norm, ratio if math.isnan(ratio) else min(1.0, ratio)
-
-
-def _constant(step: int, total_steps: int, warmup_steps: int) -> float:
-    return 1.0
-
-
-def _linear(step: int, total_steps: int, warmup_steps: int) -> float:
-    return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
-
-
-def _cosine(step: int, total_steps: int, warmup_steps: int) -> float:
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
-
-
-_FACTORS = {"constant": _constant, "linear": _linear, "cosine": _cosine}
