@@ -42,8 +42,13 @@ class TrainingConfig:
     back; with one text stage the same as vision_ahead) | interleaved (1f1b over text.virtual_stages runs of layers a
     stage, which wait less for one another; micro-batches a multiple of text.pipeline). All give the same gradients."""
 
+    optimizer: str = "adamw"
+    """Who takes the steps: adamw | muon (matrices of hidden layers by their orthogonalized momentum, as
+    torch.optim.Muon, all else by AdamW). muon goes with zero_stage=0 or zero_engine=fsdp, which auto means then, and
+    state_bytes=18."""
+
     learning_rate: float = 1e-3
-    """Peak step size of AdamW, for all that is trained."""
+    """Peak step size of the optimizer, for all that is trained."""
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW's two decay rates, of the mean and of the mean square of the gradients; each in [0, 1)."""
@@ -52,7 +57,14 @@ class TrainingConfig:
     """AdamW's term added to the denominator; above 0."""
 
     weight_decay: float = 0.01
-    """AdamW's decoupled decay of every parameter: each step takes learning_rate × weight_decay of it away."""
+    """Decoupled decay of every parameter: each step takes learning_rate × weight_decay of it away."""
+
+    muon_momentum: float = 0.95
+    """Muon's decay rate of the mean of the gradients, in [0, 1); Nesterov's, as torch has it."""
+
+    muon_adjust_lr: str = "match_rms_adamw"
+    """What Muon multiplies the learning rate of a matrix by: match_rms_adamw (0.2 × √ of its longer side, so that its
+    updates have the size of AdamW's and both take one learning_rate) | original (√ of rows / columns, at least 1)."""
 
     trainable: list[str] = field(default_factory=list)
     """What is trained. Parts: vision (a tower without its projector) | audio | projector (what leads from a tower to

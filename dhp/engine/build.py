@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 
 from dhp.checkpoint.source import stored_formats
 from dhp.checkpoint.tensor_file import NAMES
-from dhp.core.parameters import Group
+from dhp.core.parameters import MUON, Group
 from dhp.core.reports import KernelUse
 from dhp.core.state_forms import EXACT_STATES, FORMS
 from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.models.family import Family
+from dhp.models.hidden_matrices import hidden_matrices
 from dhp.models.lora import adapted_modules, add_adapters, find_targets
 from dhp.models.part import Part
 from dhp.models.types import LayerParts
@@ -33,6 +35,7 @@ from dhp.parallel.optim.chunked_adamw import make_chunked_adamw
 from dhp.parallel.optim.frozen import Frozen
 from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.optim.learning_rate import RateCurve, learning_rate_at
+from dhp.parallel.optim.muon import make_muon
 from dhp.parallel.optim.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optim.zero import ZeroSharded
 from dhp.parallel.tensor.slices import cut_adapters
@@ -87,10 +90,12 @@ def dtype_to_load(settings: StageSettings, dtype: torch.dtype) -> torch.dtype:
 
 
 def make_optimizer(
-    model: nn.Module, layers: Sequence[nn.Module], settings: StageSettings, mesh: DeviceMesh
+    model: nn.Module, layers: Sequence[nn.Module], settings: StageSettings, mesh: DeviceMesh, family: Family
 ) -> StageOptimizer:
     """The optimizer of the stage, with as much of its states on this rank as zero_stage leaves there."""
-    dtype, make, form = getattr(torch, settings.dtype), optimizer_maker(settings), FORMS[settings.state_bytes]
+    dtype, form = getattr(torch, settings.dtype), FORMS[settings.state_bytes]
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    make = optimizer_maker(settings, hidden_matrices(shapes, family))
     if not settings.spec.trains:
         passes = any(settings.graph.goes_back(node) for node in settings.spec.nodes)
         return Frozen(model, dtype, passes)
@@ -113,9 +118,12 @@ def tie_weight(optimizer: StageOptimizer, model: PreTrainedModel, settings: Stag
             cast(TiedOptimizer, optimizer).tie(name, owns=settings.spec.name == tie.owner)
 
 
-def optimizer_maker(settings: StageSettings) -> MakeOptimizer:
-    """AdamW as configured, for whatever parameters an optimizer hands it."""
+def optimizer_maker(settings: StageSettings, matrices: Collection[str] = ()) -> MakeOptimizer:
+    """The configured optimizer, for whatever parameters it is handed. matrices: names of those of hidden layers."""
     update, group = settings.update, partial(settings.rules.group, default=default_group(settings))
+    if update.optimizer == MUON:
+        muon = partial(make_muon, matrices=matrices, momentum=update.momentum, adjust=update.adjust_lr)
+        return partial(muon, group=group, betas=update.betas, eps=update.eps)
     if settings.state_bytes == EXACT_STATES and not settings.host_moments:
         return partial(make_adamw, group=group, betas=update.betas, eps=update.eps)
     form, seed, host = FORMS[settings.state_bytes], settings.seed, settings.host_moments

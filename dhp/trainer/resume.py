@@ -25,7 +25,7 @@ TOTAL, WARMUP, DECAY = "training.total_steps", "training.warmup_steps", "trainin
 
 # Of the sections training and data: what must stay (`dhp.trainer.settings.kept_settings`, and a sampler's order) …
 HELD = {
-    "training": {"batch_size", "micro_batch_size", "trainable", "frozen"},
+    "training": {"batch_size", "micro_batch_size", "trainable", "frozen", "optimizer"},
     "data": {
         *("datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits", "isf_passes", "group_window"),
         "fullest_first",

@@ -14,7 +14,7 @@ from torch.nn import Linear
 from transformers import AutoModelForImageTextToText, PreTrainedModel, get_scheduler
 
 from dhp.core.batch import ProcessorOutput
-from dhp.core.parameters import ALL, AdapterSettings, Group, TrainingRules
+from dhp.core.parameters import ALL, MUON, AdapterSettings, Group, TrainingRules
 from dhp.core.reports import EvaluatedShare
 from dhp.data.sample.sample import Sample
 from dhp.doctor.trial import sound_inputs
@@ -67,15 +67,10 @@ class Oracle:
         self.prepare(model_name)
         self.update = update
         default = Group("all", update.learning_rate, update.weight_decay, update.warmup_steps)
-        members: dict[Group, list[Tensor]] = {}
+        members: dict[tuple[Group, bool], list[Tensor]] = {}
         for name, parameter in self.named():
-            members.setdefault(rules.group(name, default), []).append(parameter)
-        self.optimizers = [
-            torch.optim.AdamW(
-                own, lr=of.learning_rate, betas=update.betas, eps=update.eps, weight_decay=of.weight_decay
-            )
-            for of, own in members.items()
-        ]
+            members.setdefault((rules.group(name, default), _is_hidden(name, parameter)), []).append(parameter)
+        self.optimizers = [make_plain(of, hidden, own, update) for (of, hidden), own in members.items()]
         kind = update.lr_scheduler_type
         self.schedules = [
             get_scheduler(
@@ -84,7 +79,7 @@ class Oracle:
                 num_warmup_steps=of.warmup_steps,
                 num_training_steps=update.total_steps,
             )
-            for of, optimizer in zip(members, self.optimizers, strict=True)
+            for (of, _), optimizer in zip(members, self.optimizers, strict=True)
         ]
 
     def prepare(self, model_name: str) -> None:
@@ -163,6 +158,19 @@ class Oracle:
         inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]
         return logits, torch.from_numpy(sample.labels)[1:].to(self.device)
+
+
+def _is_hidden(name: str, parameter: Tensor) -> bool:
+    """As LLaMA-Factory and ms-swift choose what Muon takes."""
+    return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+
+
+def make_plain(of: Group, hidden: bool, own: list[Tensor], update: OptimizerSettings) -> torch.optim.Optimizer:
+    """The library's optimizer of whole tensors. hidden: they are matrices of hidden layers."""
+    if hidden and update.optimizer == MUON:
+        how = {"momentum": update.momentum, "adjust_lr_fn": update.adjust_lr}
+        return torch.optim.Muon(own, lr=of.learning_rate, weight_decay=of.weight_decay, **how)
+    return torch.optim.AdamW(own, lr=of.learning_rate, betas=update.betas, eps=update.eps, weight_decay=of.weight_decay)
 
 
 def model_inputs(sample: Sample, family: Family, model: PreTrainedModel) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from dhp.core.errors import CheckpointError
 from dhp.core.parameters import Group
 from dhp.core.state import StateSink, StateSource
-from dhp.core.state_forms import MOMENTS, SUM, StateForm
+from dhp.core.state_forms import MOMENTS, STATE_KINDS, SUM, StateForm
 
 STEP = "step"  # optimizer steps taken; parameters of a part step together
 
@@ -45,7 +45,7 @@ def read_step(source: StateSource) -> Tensor:
     """The number of optimizer steps in a checkpoint. Raises CheckpointError where it is 0 beside moments, which would
     be dropped."""
     step = source.whole(STEP)
-    if not step and any(name.endswith(MOMENTS) for name in source.names):
+    if not step and any(name.endswith(STATE_KINDS) for name in source.names):
         raise CheckpointError("the optimizer's states say that it took no step, and there are moments of its steps")
     return step
 
@@ -202,10 +202,14 @@ def make_adamw(
 ) -> torch.optim.AdamW:
     """torch's AdamW by its fused kernel: one pass, and no temporary copy of a moment. The parameters of each `group`,
     by name, have a group of the optimizer, which keeps its name."""
-    groups = group_parameters(named, group)
+    return make_adamw_of(group_parameters(named, group), betas, eps)
+
+
+def make_adamw_of(groups: Sequence[dict[str, Any]], betas: Sequence[float], eps: float) -> torch.optim.AdamW:
+    """The same of groups of parameters."""
     there = {parameter.device.type for one in groups for parameter in one["params"]}
     fused = True if there and there <= _FUSED else None  # None: as torch chooses
-    return torch.optim.AdamW(groups, betas=tuple(betas), eps=eps, fused=fused)
+    return torch.optim.AdamW(list(groups), betas=tuple(betas), eps=eps, fused=fused)
 
 
 def group_parameters(
