@@ -44,8 +44,9 @@ class TrainingConfig:
 
     optimizer: str = "adamw"
     """Who takes the steps: adamw | muon (matrices of hidden layers by their orthogonalized momentum, as
-    torch.optim.Muon, all else by AdamW). muon goes with zero_stage=0 or zero_engine=fsdp, which auto means then, and
-    state_bytes=18."""
+    torch.optim.Muon, all else by AdamW) | adafactor (no momentum; of a matrix, mean squares of rows and of columns
+    alone, as transformers' Trainer has it). muon and adafactor go with zero_stage=0 or zero_engine=fsdp, which auto
+    means then, and state_bytes=18."""
 
     learning_rate: float = 1e-3
     """Peak step size of the optimizer, for all that is trained."""

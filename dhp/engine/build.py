@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from dhp.checkpoint.source import stored_formats
 from dhp.checkpoint.tensor_file import NAMES
-from dhp.core.parameters import MUON, Group
+from dhp.core.parameters import ADAFACTOR, MUON, Group
 from dhp.core.reports import KernelUse
 from dhp.core.state_forms import EXACT_STATES, FORMS
 from dhp.engine.settings import OptimizerSettings, StageSettings
@@ -30,6 +30,7 @@ from dhp.parallel.attention.choose import segment_kernel
 from dhp.parallel.comm import replicas_mesh
 from dhp.parallel.expert.modules import GATE_UP, takes_groups
 from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels
+from dhp.parallel.optim.adafactor import make_adafactor
 from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, exact_dtype, make_adamw
 from dhp.parallel.optim.chunked_adamw import make_chunked_adamw
 from dhp.parallel.optim.frozen import Frozen
@@ -121,6 +122,8 @@ def tie_weight(optimizer: StageOptimizer, model: PreTrainedModel, settings: Stag
 def optimizer_maker(settings: StageSettings, matrices: Collection[str] = ()) -> MakeOptimizer:
     """The configured optimizer, for whatever parameters it is handed. matrices: names of those of hidden layers."""
     update, group = settings.update, partial(settings.rules.group, default=default_group(settings))
+    if update.optimizer == ADAFACTOR:
+        return partial(make_adafactor, group=group)
     if update.optimizer == MUON:
         muon = partial(make_muon, matrices=matrices, momentum=update.momentum, adjust=update.adjust_lr)
         return partial(muon, group=group, betas=update.betas, eps=update.eps)

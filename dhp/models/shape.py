@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dhp.core.parameters import ADAMW, MUON
+from dhp.core.parameters import ADAFACTOR, ADAMW, MUON
 from dhp.core.state_forms import MOMENTS
 from dhp.models.types import Chunk, held_layers
 
@@ -73,6 +73,8 @@ def sum_shape(parameters: Iterable[HeldParameter], selects: bool, optimizer: str
 
 def states_of(optimizer: str, shape: Sequence[int], matrix: bool) -> tuple[int, int]:
     """Numbers that an optimizer keeps of each of a parameter's, and of the whole besides. matrix: of a hidden layer."""
+    if optimizer == ADAFACTOR:
+        return (0, math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1]) if len(shape) > 1 else (1, 0)
     return (1 if optimizer == MUON and matrix else len(MOMENTS)), 0
 
 

@@ -52,6 +52,8 @@ DATA = ("text.parallelism=data",)
             "training.optimizer=muon with text.state_bytes=12: ",
         ),
         ([*WHOLE, "text.host_moments=true"], "training.optimizer=muon with text.host_moments=true: rows"),
+        (["training.optimizer=adafactor"], "training.optimizer=adafactor with vision.zero_stage=1 and .*but adafactor"),
+        (["training.optimizer=adafactor", WHOLE[1], "training.muon_momentum=0.9"], "muon, which alone reads it"),
         ([*WHOLE, "text.parallelism=autotp"], "with text.parallelism=autotp: .*Set text.parallelism=tensor"),
     ],
 )

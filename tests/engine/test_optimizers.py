@@ -7,9 +7,10 @@ import pytest
 from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings, GroupRule, Selector
 from dhp.engine.settings import StageSettings
+from dhp.models import lora as adapters
 from tests.engine.test_parity import assert_exact
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare
+from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedText, compare
 from tests.helpers.rows import on_demand
 
 ONE = Degrees()
@@ -30,6 +31,12 @@ MUON = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def trained_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin with matrices that pass something on, in the plain model as on the ranks."""
+    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
+
+
 def assert_equal(errors: Errors) -> None:
     assert_exact(errors)
     assert errors.update < 1e-9, errors
@@ -37,6 +44,24 @@ def assert_equal(errors: Errors) -> None:
 
 @pytest.mark.parametrize("case", MUON, ids=str)
 def test_muon_equals_torchs_own(case: Case, made_model: str) -> None:
+    assert_equal(compare(made_model, case, awkward_steps()))
+
+
+ADAFACTOR = [
+    Case(Degrees(ulysses=2), Degrees(tensor=2), optimizer="adafactor"),
+    on_demand(Case(Degrees(tensor=4), Degrees(tensor=4), 3, packing=True, optimizer="adafactor")),
+    on_demand(Case(ONE, Degrees(tensor=2), stages=2, schedule="1f1b", optimizer="adafactor")),
+    on_demand(Case(ONE, Degrees(ring=2), 1, packing=True, optimizer="adafactor", groups=GROUPS)),
+    on_demand(Case(ONE, Degrees(tensor=2), optimizer="adafactor", lora=ADAPTERS, trainable=("projector",))),
+    on_demand(
+        Case(Degrees(data=3), Degrees(data=2), zero_stage=2, text_zero_stage=3, fsdp=True, optimizer="adafactor")
+    ),
+    on_demand(Case(ONE, Degrees(data=2, tensor=2), text_zero_stage=3, fsdp=True, optimizer="adafactor")),
+]
+
+
+@pytest.mark.parametrize("case", ADAFACTOR, ids=str)
+def test_adafactor_equals_transformers(case: Case, made_model: str) -> None:
     assert_equal(compare(made_model, case, awkward_steps()))
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 from transformers import AutoModelForImageTextToText, PreTrainedModel, get_scheduler
+from transformers.optimization import Adafactor
 
 from dhp.core.batch import ProcessorOutput
-from dhp.core.parameters import ALL, MUON, AdapterSettings, Group, TrainingRules
+from dhp.core.parameters import ADAFACTOR, ALL, MUON, AdapterSettings, Group, TrainingRules
 from dhp.core.reports import EvaluatedShare
 from dhp.data.sample.sample import Sample
 from dhp.doctor.trial import sound_inputs
@@ -170,6 +171,9 @@ def make_plain(of: Group, hidden: bool, own: list[Tensor], update: OptimizerSett
     if hidden and update.optimizer == MUON:
         how = {"momentum": update.momentum, "adjust_lr_fn": update.adjust_lr}
         return torch.optim.Muon(own, lr=of.learning_rate, weight_decay=of.weight_decay, **how)
+    if update.optimizer == ADAFACTOR:  # as transformers' Trainer makes it
+        fixed = {"scale_parameter": False, "relative_step": False}
+        return Adafactor(own, lr=of.learning_rate, weight_decay=of.weight_decay, **fixed)
     return torch.optim.AdamW(own, lr=of.learning_rate, betas=update.betas, eps=update.eps, weight_decay=of.weight_decay)
 
 

@@ -135,4 +135,10 @@ def test_numbers_that_each_optimizer_keeps() -> None:
     frozen = HeldParameter(("c",), 20, 20, False, False, False, (2, 10), True)
     assert sum_shape([matrix, other, frozen], True) == PartShape(150, 100, 50, 80)
     assert sum_shape([matrix, other, frozen], True, "muon") == PartShape(150, 100, 50, 80, states=110 / 80)
+    factors = PartShape(150, 100, 50, 80, states=0.0, factors=20 + 13)
+    assert sum_shape([matrix, other, frozen], True, "adafactor") == factors
+    vector = HeldParameter(("d",), 8, 8, False, True, False, (8,))
+    assert sum_shape([vector], False, "adafactor") == PartShape(8, 8, 8, states=1.0)
+    cut = rank_bytes(PartConfig(zero_engine="fsdp", zero_stage=3), spec(data=4), factors)
+    assert cut == RankBytes(0, 80, 80 + 33 * 4)  # these are whole on every rank
     assert sum_shape([frozen], True, "muon") == PartShape(20, 20, 20, 0)

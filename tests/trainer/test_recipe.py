@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -111,6 +111,19 @@ def test_where_a_rate_is_constant_its_fall_may_begin_at_another_step() -> None:
         check_rates(ten, start_of(config_of(*stable, "training.lr_decay_steps=9"), 13), 13)
     with pytest.raises(CheckpointError, match="training.warmup_steps was 3 and is 5"):  # it would be rising
         check_rates(config_of(*stable[:1], "training.warmup_steps=5", "training.lr_decay_steps=10"), start, 60)
+
+
+def test_the_optimizer_stays() -> None:
+    whole = "vision.zero_stage=0"
+    start = start_of(config_of(whole))
+    with pytest.raises(CheckpointError, match="training.optimizer was adamw and is muon. Reason: .*has other states"):
+        start.check(kept_settings(config_of(whole, "training.optimizer=muon")))
+    start.check(kept_settings(config_of(whole)))
+    unsaid = {key: value for key, value in start.settings.items() if key != "training.optimizer"}
+    older = replace(start, settings=unsaid)  # which had AdamW alone
+    older.check(kept_settings(config_of(whole)))
+    with pytest.raises(CheckpointError, match="training.optimizer was adamw and is adafactor"):
+        older.check(kept_settings(config_of(whole, "training.optimizer=adafactor")))
 
 
 def test_layouts_may_change() -> None:
