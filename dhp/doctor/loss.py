@@ -129,6 +129,6 @@ def _require_no_balance(family: Family) -> None:
     experts = getattr(family.parts["text"], "experts", None)
     if experts is not None and experts.balance:
         raise ConfigError(
-            "the model asks for a load-balancing loss of its experts, which each sample has of its own here and a batch "
+            "the model asks for a load-balancing loss of its experts, which each sample has of its own here, a batch "
             "in the plain model. Set output_router_logits=false in its config.json to compare"
         )

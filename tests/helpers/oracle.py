@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 from transformers import AutoModelForImageTextToText, PreTrainedModel, get_scheduler
+from transformers.optimization import Adafactor
 
-from dhp.core.parameters import ALL, AdapterSettings, Group, TrainingRules
+from dhp.core.parameters import ADAFACTOR, ALL, MUON, AdapterSettings, Group, TrainingRules
 from dhp.core.reports import EvaluatedShare
 from dhp.data.sample.sample import Sample
 from dhp.doctor.plain import model_inputs
@@ -64,15 +65,10 @@ class Oracle:
         self.prepare(model_name)
         self.update = update
         default = Group("all", update.learning_rate, update.weight_decay, update.warmup_steps)
-        members: dict[Group, list[Tensor]] = {}
+        members: dict[tuple[Group, bool], list[Tensor]] = {}
         for name, parameter in self.named():
-            members.setdefault(rules.group(name, default), []).append(parameter)
-        self.optimizers = [
-            torch.optim.AdamW(
-                own, lr=of.learning_rate, betas=update.betas, eps=update.eps, weight_decay=of.weight_decay
-            )
-            for of, own in members.items()
-        ]
+            members.setdefault((rules.group(name, default), _is_hidden(name, parameter)), []).append(parameter)
+        self.optimizers = [make_plain(of, hidden, own, update) for (of, hidden), own in members.items()]
         kind = update.lr_scheduler_type
         self.schedules = [
             get_scheduler(
@@ -81,7 +77,7 @@ class Oracle:
                 num_warmup_steps=of.warmup_steps,
                 num_training_steps=update.total_steps,
             )
-            for of, optimizer in zip(members, self.optimizers, strict=True)
+            for (of, _), optimizer in zip(members, self.optimizers, strict=True)
         ]
 
     def prepare(self, model_name: str) -> None:
@@ -160,6 +156,22 @@ class Oracle:
         inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]
         return logits, torch.from_numpy(sample.labels)[1:].to(self.device)
+
+
+def _is_hidden(name: str, parameter: Tensor) -> bool:
+    """As LLaMA-Factory and ms-swift choose what Muon takes."""
+    return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+
+
+def make_plain(of: Group, hidden: bool, own: list[Tensor], update: OptimizerSettings) -> torch.optim.Optimizer:
+    """The library's optimizer of whole tensors. hidden: they are matrices of hidden layers."""
+    if hidden and update.optimizer == MUON:
+        how = {"momentum": update.momentum, "adjust_lr_fn": update.adjust_lr}
+        return torch.optim.Muon(own, lr=of.learning_rate, weight_decay=of.weight_decay, **how)
+    if update.optimizer == ADAFACTOR:  # as transformers' Trainer makes it
+        fixed = {"scale_parameter": False, "relative_step": False}
+        return Adafactor(own, lr=of.learning_rate, weight_decay=of.weight_decay, **fixed)
+    return torch.optim.AdamW(own, lr=of.learning_rate, betas=update.betas, eps=update.eps, weight_decay=of.weight_decay)
 
 
 def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, AdapterSettings]) -> None:

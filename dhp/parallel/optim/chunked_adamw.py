@@ -21,6 +21,7 @@ from dhp.parallel.optim.base import STEP, ScalingOptimizer, group_parameters
 from dhp.parallel.optim.compensation import join_master, split_master
 from dhp.parallel.optim.fsdp_parts import RowBlock
 from dhp.parallel.optim.host_moments import HostMoments
+from dhp.parallel.optim.places import PlacedOptimizer
 from dhp.parallel.optim.stochastic import draw_halves, draw_key, round_stochastically
 
 CHUNK_ELEMENTS = 1 << 21  # that are in float32 at a time, some 90 MB with all temporaries
@@ -182,8 +183,10 @@ def make_chunked_adamw(
     return ChunkedAdamW([one | own for one in groups], form, seed, host)
 
 
-def new_moments(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
-    """Moments of a weight that no step has updated, as the optimizer keeps them."""
+def new_states(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
+    """States of a weight that no step has updated, by kind, as the optimizer keeps them."""
+    if isinstance(optimizer, PlacedOptimizer):
+        return optimizer.new_states(weight)
     if isinstance(optimizer, ChunkedAdamW):
         return optimizer.new_moments(weight)
     return {kind: torch.zeros_like(weight) for kind in MOMENTS}
