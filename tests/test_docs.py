@@ -46,7 +46,7 @@ def imported() -> set[str]:
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 names.add(node.module.split(".")[0])
-    ours = {"dhp", "experiments", "scripts", "tests", *sys.stdlib_module_names}
+    ours = {"dhp", "examples", "experiments", "scripts", "tests", *sys.stdlib_module_names}
     return {DISTRIBUTIONS.get(name, name).lower() for name in names - ours - OPTIONAL}
 
 
