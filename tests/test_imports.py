@@ -42,7 +42,9 @@ TABLE: dict[str, set[str]] = {
     "supervise": set(),
     "report": {"data.media", "data.read", "observe"},
     "train_ray": {"supervise", "trainer"},
-    "doctor": {"batch", "data", "engine", "models", "observe", "parallel.attention", "parallel.optional_packages", "trainer"},
+    "doctor": {
+        "batch", "data", "engine", "models", "observe", "parallel.attention", "parallel.optional_packages", "trainer",
+    },
     "cli": {"batch", "checkpoint", "data", "doctor", "models", "observe", "report", "tiny", "trainer"},
     "__main__": {"cli"},
 }  # fmt: skip
