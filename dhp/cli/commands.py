@@ -18,7 +18,9 @@ COMMANDS = {
     "batch --config-name=NAME step=K out=FILE.safetensors: the tensors of a step as the model gets them\n"
     "checkpoint RUN_OR_CHECKPOINT [--verify]: what it holds, and whether every byte is as it was written",
     "doctor": "model PATH [--json]: whether a model can be trained, and in which layouts, by its config.json alone\n"
+    "model --make FAMILY out=DIR: a tiny model of a family with random weights, to try everything with\n"
     "machine [--json]: versions, GPUs, and which optional packages are here and usable",
+    "compose": "vision=MODEL text=MODEL out=DIR: a LLaVA of any tower and any decoder, with a new projector between them",
     "completion": "bash|zsh|fish: a script that completes commands, configurations and keys in that shell",
 }
 

@@ -11,6 +11,7 @@ from dhp.cli.commands import COMMANDS, subcommands
 from dhp.config.keys import ANY_NAME, schema_keys
 from dhp.config.shipped import shipped_directory
 from dhp.core.command import own_command
+from dhp.tiny.family import family_names
 
 WORDS = "words"  # what the scripts call: `dhp completion words WORD…`
 _NAMED = ("--config-name", "-cn")
@@ -32,7 +33,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "inspect data": _CONFIGURED,
     "inspect sample": _CONFIGURED,
     "inspect checkpoint": ("--verify", "--json"),
-    "doctor model": ("--json",),
+    "compose": (),
+    "doctor model": ("--json", "--make"),
     "doctor machine": ("--json",),
 }
 KEYS: dict[str, tuple[str, ...]] = {
@@ -45,6 +47,8 @@ KEYS: dict[str, tuple[str, ...]] = {
         "out",
     ),
     "evaluate loss": ("exchange",),
+    "compose": ("vision", "text", "out", "seed"),
+    "doctor model": ("out",),
     "inspect batch": ("step", "out"),
     "inspect data": ("out", "decode"),
     "inspect sample": ("index", "out"),
@@ -134,6 +138,8 @@ def _options(before: Sequence[str], last: str) -> Iterable[str]:
     use = f"{command} {rest[0]}" if known else command
     if use not in FLAGS:
         return []
+    if rest and rest[-1] == "--make":
+        return family_names()
     folders = [*_folders(rest), shipped_directory()]
     if rest and rest[-1] in _NAMED:
         return _names(folders)

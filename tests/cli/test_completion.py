@@ -35,7 +35,7 @@ HEAVY = ("torch", "ray", "transformers", "deepspeed", "hydra", "omegaconf")
         (["completion", ""], ["bash", "zsh", "fish"]),
         (["train", "--config-name=ti"], ["--config-name=tiny"]),
         (["train", "--config-name", "ti"], ["tiny"]),
-        (["plan", "--config-name=qwen2_5_vl_7"], [*(f"--config-name=qwen2_5_vl_7{end}" for end in ["2b", "2b_32gpus", "b"])]),
+        (["plan", "--config-name=n"], ["--config-name=needle_tiny"]),
         (["plan", "-cn", "qwen2_5_vl_32"], ["qwen2_5_vl_32b", "qwen2_5_vl_32b_8gpus"]),
         (["train", "training.max_st"], ["training.max_steps="]),
         (["train", "x.yaml", "tra"], ["training."]),
