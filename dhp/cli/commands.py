@@ -20,7 +20,7 @@ COMMANDS = {
     "doctor": "model PATH [--json]: whether a model can be trained, and in which layouts, by its config.json alone\n"
     "model --make FAMILY out=DIR: a tiny model of a family with random weights, to try everything with\n"
     "machine [--json]: versions, GPUs, and which optional packages are here and usable",
-    "compose": "vision=MODEL text=MODEL out=DIR: a LLaVA of any tower and any decoder, with a new projector between them",
+    "compose": "vision=MODEL text=MODEL out=DIR: a LLaVA of any tower and decoder, a new projector between them",
     "completion": "bash|zsh|fish: a script that completes commands, configurations and keys in that shell",
 }
 

@@ -3,6 +3,7 @@ between them (Liu et al. 2023, Visual Instruction Tuning, section 4.1)."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -57,7 +58,9 @@ def compose(vision: str, text: str, out: Path, seed: int = 0) -> Composed:
     tower_config, text_config = _tower_config(vision), _text_config(text)
     images, tokenizer = load_image_processor(vision), load_tokenizer(text, chat_template="")
     token = add_image_token(tokenizer)
-    _require_family(_config(tower_config, text_config, tokenizer.convert_tokens_to_ids(token), "full"), vision, text)
+    grown = copy.deepcopy(text_config)  # with a row for each token, as the decoder will have
+    grown.vocab_size = max(grown.vocab_size, len(tokenizer))
+    _require_family(_config(tower_config, grown, tokenizer.convert_tokens_to_ids(token), "full"), vision, text)
     with _quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():  # the caller's random numbers stay as they were
         torch.manual_seed(seed)
         tower, causal = _load(AutoModel, vision, tower_config), _load(AutoModelForCausalLM, text, text_config)
@@ -67,14 +70,9 @@ def compose(vision: str, text: str, out: Path, seed: int = 0) -> Composed:
         strategy = "default" if extra == 1 else "full"  # one more than patches: the class token, which LLaVA drops
         config = _config(tower_config, causal.config, tokenizer.convert_tokens_to_ids(token), strategy)
         model = _join(config, tower.to(causal.dtype), causal, text)
+    shown = {"vision_feature_select_strategy": strategy, "num_additional_image_tokens": extra, "image_token": token}
     processor = LlavaProcessor(
-        images,
-        tokenizer,
-        patch_size=patch,
-        vision_feature_select_strategy=strategy,
-        num_additional_image_tokens=extra,
-        image_token=token,
-        chat_template=written_with_images(tokenizer, token),
+        images, tokenizer, patch_size=patch, chat_template=written_with_images(tokenizer, token), **shown
     )
     tokens = _count_tokens(processor, model, side, vision)
     name_accelerator()
@@ -87,14 +85,15 @@ def compose(vision: str, text: str, out: Path, seed: int = 0) -> Composed:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the library's bars and its list of what it left out, such as the half of CLIP that reads."""
-    verbosity = logging.get_verbosity()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _tower_config(vision: str) -> PreTrainedConfig:
@@ -231,10 +230,11 @@ def _require_same_logits(model: PreTrainedModel, causal: PreTrainedModel, text: 
     ids = torch.arange(PROBE_TOKENS)[None] + 3
     wanted, found = (one(input_ids=ids, use_cache=False).logits.float() for one in (causal, model))
     apart = float((wanted - found).abs().max() / wanted.abs().max().clamp(min=1e-9))
+    why = f"a soft cap at {capped}" if capped else f"they differ by {apart:.1%}"
     if capped or not apart <= SAME:
         raise ModelError(
-            f"text={text}: {type(causal).__name__} computes logits in a way that LLaVA's class does not have "
-            f"({f'a soft cap at {capped}' if capped else f'they differ by {apart:.1%}'}). Take a decoder whose logits are one product, as Llama, Qwen2, Qwen3 or Mistral"
+            f"text={text}: {type(causal).__name__} computes logits in a way that LLaVA's class does not have ({why}). "
+            "Take a decoder whose logits are one product, as Llama, Qwen2, Qwen3 or Mistral"
         )
 
 
@@ -249,8 +249,9 @@ def _count_tokens(processor: LlavaProcessor, model: Any, side: int, vision: str)
         seen = len(model.model.get_image_features(pixels.to(model.dtype), return_dict=True).pooler_output[0])
     if shown != seen:
         raise ModelError(
-            f"vision={vision}: its image processor makes pictures of {tuple(pixels.shape[-2:])} pixels, {shown} tokens, "
-            f"and the tower sees {side} × {side}, {seen} tokens. Set size and crop_size in its preprocessor_config.json"
+            f"vision={vision}: its image processor makes pictures of {tuple(pixels.shape[-2:])} pixels, {shown} "
+            f"tokens, and the tower sees {side} × {side}, {seen or 'other'} tokens. Set size and crop_size in its "
+            "preprocessor_config.json"
         )
     return shown
 

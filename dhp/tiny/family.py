@@ -14,7 +14,7 @@ from dhp.tiny.families import FAMILIES
 from dhp.tiny.looks import LOOKS, Look
 
 POSITIONS = 4096
-SPREAD = 0.1  # standard deviation of the decoder's weights: with the usual 0.02 a narrow one likes all tokens alike
+SPREAD = 0.2  # standard deviation of the decoder's weights: with the usual 0.02 a narrow one likes all tokens alike
 VIDEO = "{%- elif part['type'] == 'video' -%}"
 RATE, MEL_BINS = 16_000, 16  # samples a second of sound; of its spectrum
 # What the tokenizer learns its words from; whatever else is written is spelled in bytes.
