@@ -48,6 +48,9 @@ def make_family(name: str, folder: Path, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
+        with torch.no_grad():
+            for matrix in (one for one in model.parameters() if one.ndim >= 2 and not one.any()):
+                matrix.normal_(0, SPREAD)  # a projector of zeros would hide the tower from all but itself
     ends = {one: getattr(config.get_text_config(), one) for one in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = transformers.GenerationConfig(**ends)
     name_accelerator()
