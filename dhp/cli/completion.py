@@ -70,7 +70,8 @@ _dhp() {
     if [[ -z "${found[1]}" ]]; then
         _files
     else
-        compadd -Q -S '' -- "${(@)found}"
+        compadd -Q -S '' -- "${(@M)found:#*[=./]}"
+        compadd -Q -- "${(@)found:#*[=./]}"
     fi
 }
 compdef _dhp dhp
