@@ -9,9 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "experiments" / "EXPERIMENTS.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "experiments" / "EXPERIMENTS.md"]
 
 # Import name → name on the package index, where the two differ.
 DISTRIBUTIONS = {
@@ -148,3 +149,11 @@ def test_make_targets_named_in_the_text_exist() -> None:
     for page in PAGES:
         named = set(re.findall(r"`make (\w+)", page.read_text()))
         assert named <= targets, f"{page.name} names {named - targets}"
+
+
+def test_the_citation_names_the_version() -> None:
+    from dhp.version import VERSION
+
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (found["version"], found["cff-version"]) == (VERSION, "1.2.0") and found["authors"]
+    assert f"## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()

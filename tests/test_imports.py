@@ -37,12 +37,13 @@ TABLE: dict[str, set[str]] = {
     },
     "trainer": {
         "batch", "checkpoint", "cluster", "data", "engine", "models", "objectives", "observe", "parallel", "planner",
-        "step", "supervise", "tiny",
+        "report", "step", "supervise", "tiny",
     },
     "supervise": set(),
+    "report": {"data.media", "data.read", "observe"},
     "train_ray": {"supervise", "trainer"},
     "doctor": {"batch", "data", "engine", "models", "parallel.optional_packages", "trainer"},
-    "cli": {"batch", "checkpoint", "data", "doctor", "models", "observe", "tiny", "trainer"},
+    "cli": {"batch", "checkpoint", "data", "doctor", "models", "observe", "report", "tiny", "trainer"},
     "__main__": {"cli", "train_ray"},
 }  # fmt: skip
 SELF_CONTAINED = {"core", "version"}  # not even EVERYONE

@@ -8,6 +8,7 @@ from dhp.core.command import own_command
 COMMANDS = {
     "train": "FILE.yaml|--config-name=NAME [key=value …]: train; --help KEY explains a key, as data.balance",
     "plan": "--config-name=NAME [devices=8x8 device=h100]: the fastest layouts that fit, and why others lose, offline",
+    "report": "RUN [RUN …] [--out FILE.html] [--png DIR]: what bounds a run, where its time went, what it learned",
     "generate": "checkpoint=RUN_OR_MODEL prompt=TEXT images=[…] videos=[…] out=FILE.json: an answer\n"
     "checkpoint=RUN_OR_MODEL dataset=NAME out=FILE.jsonl: all answers of a dataset, and how many are exact",
     "evaluate": "loss RUN_OR_MODEL [exchange=images]: the loss on held-out datasets, also with images exchanged\n"

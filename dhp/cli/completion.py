@@ -22,6 +22,7 @@ _CONFIGURED = ("--config-name=", "--config-path=")
 FLAGS: dict[str, tuple[str, ...]] = {
     "train": ("--help", *_CONFIGURED, "--config-dir=", "--multirun"),
     "plan": ("--write", "--json", "--plot", "--lengths-out", "--from", "--measure", "--all", *_CONFIGURED),
+    "report": ("--out", "--png"),
     "generate": ("--benchmark", *_CONFIGURED),
     "evaluate loss": ("--json", *_CONFIGURED),
     "evaluate needle": (
