@@ -137,7 +137,10 @@ def test_commands_named_in_the_text_exist() -> None:
     from dhp.__main__ import COMMANDS
 
     for page in PAGES:
-        named = set(re.findall(r"python -m dhp (\w+)", page.read_text()))
+        text = page.read_text()
+        shell = "\n".join(re.findall(r"```(?:sh|shell|bash)?\n(.*?)```", text, re.DOTALL))
+        named = set(re.findall(r"(?:python -m |`|<\()dhp ([a-z]+)", text))
+        named |= set(re.findall(r"^dhp ([a-z]+)", shell, re.MULTILINE))
         assert named <= set(COMMANDS), f"{page.name} names {named - set(COMMANDS)}"
 
 

@@ -1,11 +1,15 @@
-"""`python -m dhp doctor model PATH [--json]`: what of a model can be trained here, before anything is launched.
-`python -m dhp doctor machine [--json]`: what this machine has for it."""
+"""`dhp doctor model PATH [--json]`: what of a model can be trained here, before anything is launched. `dhp doctor
+machine [--json]`: what this machine has for it. `dhp doctor model --make FAMILY out=DIR`: a tiny model to try."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from dhp.cli.common import make_parser
+from dhp.core.command import own_command
+from dhp.core.errors import ConfigError
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -14,13 +18,17 @@ def main(arguments: Sequence[str]) -> int:
     gradients. Then name the layouts that each part has, and why not the others. The exit status is 0 when it can be
     trained.
 
+    doctor model --make FAMILY out=DIR: write a tiny model of a declared family, as llava or qwen2_5_vl, to a new
+    directory: random weights, a tokenizer, what reads its pictures. It is trained, exported and asked as any other.
+
     doctor machine: versions, GPUs, and of each optional package whether it is here, whether it can be used, and what
     for. The exit status is 0: none of them is needed.
     """
     parser = make_parser("doctor", main.__doc__)
     subjects = parser.add_subparsers(dest="what", required=True)
     model = subjects.add_parser("model", help="a model, by its configuration")
-    model.add_argument("path", help="a model's directory; its config.json is enough")
+    model.add_argument("path", help="a model's directory; its config.json is enough. With --make: out=DIR")
+    model.add_argument("--make", metavar="FAMILY", help="write a tiny random model of it to out=DIR")
     machine = subjects.add_parser("machine", help="this machine")
     for subject in (model, machine):
         subject.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -31,8 +39,22 @@ def main(arguments: Sequence[str]) -> int:
         found = look_around()
         print(found.as_json() if given.json else found.as_table())
         return 0
+    if given.make is not None:
+        return _make(given.make, given.path)
     from dhp.doctor.diagnose import examine  # brings modeling code along, which takes seconds
 
     diagnosis = examine(given.path)
     print(diagnosis.as_json() if given.json else diagnosis.as_table())
     return 0 if diagnosis.trainable else 1
+
+
+def _make(family: str, out: str) -> int:
+    key, _, folder = out.partition("=")
+    if key != "out" or not folder:
+        raise ConfigError(f"--make {family} writes to a new directory: name it by out=DIR in the place of {out}")
+    from dhp.tiny.family import make_family
+
+    made = make_family(family, Path(folder).expanduser())
+    print(f"{made}: a tiny {family} with random weights, to be named as vision.model_name and text.model_name")
+    print(f"layouts that it can be trained in: {shlex.join(own_command('doctor', 'model', str(made)))}")
+    return 0

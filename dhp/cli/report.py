@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from dhp.cli.common import make_parser
 from dhp.core.errors import ConfigError
 from dhp.report.bound import sentence
 from dhp.report.page import FILE, write_report
@@ -16,7 +16,7 @@ from dhp.report.split import times_of
 def main(arguments: Sequence[str]) -> int:
     """Write what bounds a run, where its time went and what it learned as one page of HTML; of several runs, what
     differs between them first. The run may still go on, or have failed."""
-    parser = argparse.ArgumentParser(prog="dhp report", description=main.__doc__)
+    parser = make_parser("report", main.__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run's directory")
     parser.add_argument("--out", type=Path, help=f"the file; by default {FILE} in the first run's directory")
     parser.add_argument("--png", metavar="DIR", type=Path, help="write each chart as a picture too")

@@ -20,6 +20,7 @@ from dhp.config.rules import read_kernels
 from dhp.config.schema import Config
 from dhp.core.addresses import is_remote
 from dhp.core.batch import FeatureSettings, KeepSettings
+from dhp.core.command import own_command
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.parameters import ALL, AdapterSettings, TrainingRules
 from dhp.core.reports import RecomputePolicies
@@ -262,4 +263,4 @@ def resume_line(config: Config, newest: Path | None) -> str:
         return "there is no checkpoint of this run yet; training.save_steps says when there is one"
     words = [f"--config-path={Path(config.run_dir).absolute()}", "--config-name=config", "training.resume=auto"]
     words += ["overwrite=false"] if config.overwrite else []
-    return shlex.join(["python", "-m", "dhp.train_ray", *words])
+    return shlex.join(own_command("train", *words))
