@@ -38,7 +38,7 @@ from dhp.parallel.optim.base import (
 )
 from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_states
 from dhp.parallel.optim.compensation import saved_master
-from dhp.parallel.optim.fsdp_parts import Computation, RowBlock, held_blocks, shard_rows
+from dhp.parallel.optim.fsdp_parts import Computation, HeldBlock, held_blocks, shard_rows
 from dhp.parallel.optim.places import PlacedOptimizer
 from dhp.parallel.optim.replicated import MakeOptimizer, sum_of_squares
 from dhp.parallel.tensor.slices import Cut, cut_of, owned_parameters, partial_over
@@ -55,7 +55,7 @@ class _Shard:
         self.partial = partial_over(owner, own)
         self.shape = tuple(parameter.shape if self.cut is None else self.cut.shape)
         self.slice_shape, self.held = parameter.shape, shard_rows(parameter.shape, mesh)
-        self.blocks: Sequence[RowBlock] = held_blocks(self.held, parameter.shape, self.cut)
+        self.blocks: Sequence[HeldBlock] = held_blocks(self.held, parameter.shape, self.cut)
 
     def adopt(self, parameter: Tensor, sums: torch.dtype) -> None:
         """Take the parameter that FSDP has made, to sum its gradients in `sums`."""
@@ -86,8 +86,8 @@ class _Shard:
 
     def rows(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """This rank's values, block by block, and where each begins in the whole parameter."""
-        for first, count, offset in self.blocks:
-            yield values[first : first + count], offset
+        for here, offset in self.blocks:
+            yield values[here], offset
 
 
 class FullySharded:
