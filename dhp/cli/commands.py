@@ -20,7 +20,8 @@ COMMANDS = {
     "checkpoint RUN_OR_CHECKPOINT [--verify]: what it holds, and whether every byte is as it was written",
     "doctor": "model PATH [--json]: whether a model can be trained, and in which layouts, by its config.json alone\n"
     "model --make FAMILY out=DIR: a tiny model of a family with random weights, to try everything with\n"
-    "machine [--json]: versions, GPUs, and which optional packages are here and usable",
+    "loss --config-name=NAME: the first step's loss and gradient norm beside the plain model's, in one process\n"
+    "machine [--json] [--try]: versions, devices, packages; doctor alone also tries collectives and memory",
     "compose": "vision=MODEL text=MODEL out=DIR: a LLaVA of any tower and decoder, a new projector between them",
     "completion": "bash|zsh|fish: a script that completes commands, configurations and keys in that shell",
 }

@@ -36,7 +36,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "inspect checkpoint": ("--verify", "--json"),
     "compose": (),
     "doctor model": ("--json", "--make"),
-    "doctor machine": ("--json",),
+    "doctor machine": ("--json", "--try"),
+    "doctor loss": _CONFIGURED,
 }
 KEYS: dict[str, tuple[str, ...]] = {
     "plan": (
