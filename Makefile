@@ -12,7 +12,7 @@ help:  ## this list
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12] [PIP_ARGS='...']"
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile
 
-install: $(VENV)/.installed  ## make .venv and install requirements.txt, once
+install: $(VENV)/.dhp-installed  ## make .venv and install requirements.txt and the command dhp there, once
 
 train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=runs/mine' overrides its configuration
 	@$(VENV)/bin/python -m dhp.train_ray --config-name=tiny $(ARGS)
@@ -31,6 +31,10 @@ lint: $(VENV)/.lint-installed  ## check format, style and types: ruff, and mypy 
 clean:  ## remove .venv, caches and the generated tiny model and data; runs/ stays
 	rm -rf $(VENV) assets/tiny build *.egg-info .pytest_cache
 	find dhp tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.dhp-installed: pyproject.toml $(VENV)/.installed  # in place: what is changed here is what runs
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-build-isolation -e .
+	@touch $@
 
 $(VENV)/.data-installed: requirements-data.txt $(VENV)/.installed  # or tests of Parquet would fail
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements-data.txt

@@ -1,10 +1,11 @@
-"""`python -m dhp.train_ray FILE.yaml|--config-name=NAME [--config-path=DIR] key=value …`: Hydra → Config → run."""
+"""`dhp train FILE.yaml|--config-name=NAME [--config-path=DIR] key=value …`: Hydra → Config → run. Also as
+`python -m dhp.train_ray …`, which needs no installed package."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,19 @@ if TYPE_CHECKING:
     from dhp.config.schema import Config
 
 BEGUN = time.perf_counter()
-ARGUMENTS = tuple(sys.argv[1:])  # before Hydra's entry replaces them
 
 
-def main(config: Config) -> None:
+def start(arguments: Sequence[str]) -> None:
+    """The command of this process. It ends the process where its exit status is not 0."""
+    begin_command()  # before the imports, which take seconds
+    from dhp.config.command_line import hydra_entry
+
+    hydra_entry(partial(main, arguments=tuple(arguments)), arguments)
+
+
+def main(config: Config, arguments: Sequence[str] = ()) -> None:
     """Check everything that can be checked, then train, or say what training would take; in a process of its own where
-    training.max_restarts asks for one that may be started again."""
+    training.max_restarts asks for one that may be started again. arguments: of the command, to start it again with."""
     from dhp.supervise.attempt import this_attempt
 
     attempt = this_attempt()
@@ -31,7 +39,7 @@ def main(config: Config) -> None:
     elif config.training.max_restarts > 0 and not config.training.dry_run:
         from dhp.supervise.launch import supervise
 
-        status = supervise(config, ARGUMENTS)
+        status = supervise(config, arguments)
         if status:  # else a sweep goes on with its next job
             sys.exit(status)
     else:
@@ -85,7 +93,4 @@ def _train(prepared: Config, say: Callable[[str], None]) -> None:
 
 
 if __name__ == "__main__":
-    begin_command()  # before the imports, which take seconds
-    from dhp.config.command_line import hydra_entry
-
-    hydra_entry(main)
+    start(sys.argv[1:])

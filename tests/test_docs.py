@@ -9,9 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "experiments" / "EXPERIMENTS.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "experiments" / "EXPERIMENTS.md"]
 
 # Import name → name on the package index, where the two differ.
 DISTRIBUTIONS = {
@@ -45,7 +46,7 @@ def imported() -> set[str]:
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 names.add(node.module.split(".")[0])
-    ours = {"dhp", "experiments", "scripts", "tests", *sys.stdlib_module_names}
+    ours = {"dhp", "examples", "experiments", "scripts", "tests", *sys.stdlib_module_names}
     return {DISTRIBUTIONS.get(name, name).lower() for name in names - ours - OPTIONAL}
 
 
@@ -136,7 +137,10 @@ def test_commands_named_in_the_text_exist() -> None:
     from dhp.__main__ import COMMANDS
 
     for page in PAGES:
-        named = set(re.findall(r"python -m dhp (\w+)", page.read_text()))
+        text = page.read_text()
+        shell = "\n".join(re.findall(r"```(?:sh|shell|bash)?\n(.*?)```", text, re.DOTALL))
+        named = set(re.findall(r"(?:python -m |`|<\()dhp ([a-z]+)", text))
+        named |= set(re.findall(r"^dhp ([a-z]+)", shell, re.MULTILINE))
         assert named <= set(COMMANDS), f"{page.name} names {named - set(COMMANDS)}"
 
 
@@ -145,3 +149,11 @@ def test_make_targets_named_in_the_text_exist() -> None:
     for page in PAGES:
         named = set(re.findall(r"`make (\w+)", page.read_text()))
         assert named <= targets, f"{page.name} names {named - targets}"
+
+
+def test_the_citation_names_the_version() -> None:
+    from dhp.version import VERSION
+
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (found["version"], found["cff-version"]) == (VERSION, "1.2.0") and found["authors"]
+    assert f"## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()

@@ -31,11 +31,12 @@ DECODED = {"skip_special_tokens": True}
 @dataclass(frozen=True)
 class Prompt:
     """A prompt that is answered. name: of where it comes from. question: what it asks. reference: what a dataset
-    answers; None: nothing does."""
+    answers; None: nothing does. row: of its dataset's annotations, from 0; None: it is of no dataset."""
 
     name: str
     question: str
     reference: str | None = None
+    row: int | None = None
 
 
 class PromptReader:
@@ -81,7 +82,7 @@ class PromptReader:
     def prompts(self) -> list[Prompt]:
         """All prompts, in order."""
         return [
-            Prompt(record.dataset, _said(record), reference)
+            Prompt(record.dataset, _said(record), reference, None if reference is None else record.position - 1)
             for record, reference in zip(self._records, self._references, strict=True)
         ]
 

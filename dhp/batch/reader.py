@@ -28,7 +28,7 @@ from dhp.data.sampling.dataset import BatchSource, Dataset, StepSamples
 from dhp.data.sampling.length_cache import Lengths
 from dhp.data.sampling.length_table import MeasuredDataset, RowChunk
 from dhp.data.sampling.sampler import Sampler, StepBatch
-from dhp.data.sampling.step_ids import digest, names
+from dhp.data.sampling.step_ids import digest, names, rows_of
 from dhp.models.family import Family
 from dhp.models.flops import TrainedShare
 from dhp.objectives.objective import Objective
@@ -128,8 +128,10 @@ class BatchReader:
         """Read, decode and shard one step; patches of long videos are left to `fill`. Raises DataError as
         data.on_bad_sample says, for `broken` ones too: long videos that `fill` found to be so, and what is wrong."""
         data = self._shard(partial(self._source.read, batch, broken))
-        own = "" if self._dataset is None else digest(self._dataset, batch)
-        return replace(data, info=replace(data.info, measure_s=batch.measure_s, sample_digest=own))
+        rows = {} if self._dataset is None else rows_of(self._dataset, batch)
+        ids = {name: tuple(found.tolist()) for name, found in rows.items()}
+        own = "" if self._dataset is None else digest(rows)
+        return replace(data, info=replace(data.info, measure_s=batch.measure_s, sample_digest=own, rows=ids))
 
     def sample_names(self, step: int) -> tuple[str, ...]:
         """Of a step's samples (0-based), by which `inspect sample` finds them."""

@@ -18,6 +18,8 @@ CONTENTS = "contents of"  # beginning of the settings that say which files are r
 # In a checkpoint's settings beside those that must stay: what decides the training otherwise, and what may change.
 RECIPE, LAYOUT = "recipe", "layout"
 PARTS = "parts"
+OPTIMIZER = "training.optimizer"
+_UNSAID = {OPTIMIZER: "adamw"}  # what a checkpoint that lacks the key was made with
 ALLOWED = "training.resume_changes"  # which of the recipe may be others all the same
 
 _DATA = "a resumed run goes on with the samples after those seen, so the data's order and rows must stay"
@@ -26,6 +28,7 @@ _FILES = (
     "a resumed run goes on with the model and the data that it began with, and these files are others (of annotations "
     "a mended line counts: put the file back, and set data.on_bad_sample=skip)"
 )
+_STATES = "a checkpoint holds the states of the optimizer that made them, and another one has other states"
 _RATES = "the learning rate follows one curve from the first step to the last; with another it jumps here"
 _UPDATES = "the optimizer's averages of gradients so far were made with the other value"
 _SAMPLES = "the samples that are left would be made in another way than those seen"
@@ -35,10 +38,12 @@ _REASONS = (
     (CONTENTS, _FILES),
     (PARTS, _TRAINED),
     ("training.trainable", _TRAINED),
+    (OPTIMIZER, _STATES),
     ("training.frozen", _TRAINED),
     ("lora", _TRAINED),
     ("training.learning_rate", _RATES),
-    ("training.lr_scheduler_type", _RATES),
+    ("training.lr_", _RATES),
+    ("training.min_lr", _RATES),
     ("training.warmup", _RATES),
     ("training.total_steps", _RATES),
     ("training.groups", _RATES),
@@ -87,7 +92,8 @@ class Start:
         """
         if self.checkpoint is None:
             return
-        other = {key: (self.settings.get(key), value) for key, value in now.items() if self.settings.get(key) != value}
+        before = {key: self.settings.get(key, _UNSAID.get(key)) for key in now}
+        other = {key: (before[key], value) for key, value in now.items() if before[key] != value}
         if parts is not None and set(self.parts) != set(parts):
             other[PARTS] = (sorted(self.parts), sorted(parts))
         if other:

@@ -20,13 +20,14 @@ from dhp.config.recorded import compose_recorded, require_named_addresses
 from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
+from dhp.core.command import own_command
 from dhp.core.errors import ClusterError, ConfigError, DhpError, PartFailed
 
 
 def make_parser(command: str, about: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m dhp command`. about: its help, laid out as it is to be shown."""
-    layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"python -m dhp {command}", description=about, formatter_class=layout)
+    """The parser of `dhp command`. about: its help, laid out as it is to be shown."""
+    layout, called = argparse.RawDescriptionHelpFormatter, " ".join(own_command(command))
+    return argparse.ArgumentParser(prog=called, description=about, formatter_class=layout)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

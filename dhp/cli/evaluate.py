@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from dhp.cli import needle
 from dhp.cli.common import add_options, find_configuration, logs_folder, make_parser
 from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.command import own_command
 from dhp.core.errors import ConfigError
 from dhp.core.process import StartUp, heed, interruptible, say_nothing
 from dhp.observe.metrics import EvalMetrics
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str]) -> int:
         what = arguments[0] if arguments else ""
         asked = what in ("-h", "--help")
         error = "" if asked or not what else f"{what} is no evaluation{did_you_mean([nearest(what, EVALUATIONS)])}\n"
-        usage = f"{error}usage: python -m dhp evaluate {'|'.join(EVALUATIONS)} PATH … (each has --help)"
+        called = " ".join(own_command("evaluate"))
+        usage = f"{error}usage: {called} {'|'.join(EVALUATIONS)} PATH … (each has --help)"
         print(usage, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     return EVALUATIONS[arguments[0]](arguments[1:])

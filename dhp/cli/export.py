@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.checkpoint.manifest import read_about
+from dhp.cli.common import make_parser
 from dhp.core.errors import ConfigError
 from dhp.trainer.export import adapters_in, export_whole, read_parts
 
 
 def main(arguments: Sequence[str]) -> int:
     """Put the parts of a checkpoint together and write them where plain transformers, or peft, can load them."""
-    parser = argparse.ArgumentParser(prog="python -m dhp export", description=main.__doc__)
+    parser = make_parser("export", main.__doc__)
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run directory: its newest one")
     parser.add_argument("out_dir", type=Path, help="a new or empty directory")
     parser.add_argument(

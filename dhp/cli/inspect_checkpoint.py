@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,13 +12,14 @@ from dhp.checkpoint.files import read_extents
 from dhp.checkpoint.folder import find_checkpoint, step_folders, step_of
 from dhp.checkpoint.manifest import FORMAT, OPTIMIZER, check_checkpoint, has_checksums, read_about
 from dhp.checkpoint.resume import LAYOUT
+from dhp.cli.common import make_parser
 from dhp.core.errors import CheckpointError
 from dhp.trainer.dry_run import gigabytes
 
 
 def main(arguments: Sequence[str]) -> int:
     """Say what a checkpoint holds, and what stands beside it. Exit status 0; 1 where one of them is damaged."""
-    parser = argparse.ArgumentParser(prog="python -m dhp inspect checkpoint", description=main.__doc__)
+    parser = make_parser("inspect checkpoint", main.__doc__)
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run or a directory of checkpoints")
     parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums, of all of them")
     parser.add_argument("--json", action="store_true", help="one object of JSON instead of text")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from dhp.config.command_line import compose_config
 from dhp.config.recorded import compose_recorded
 from dhp.config.run_dir import config_of
 from dhp.config.yaml_files import named_file
+from dhp.core.command import own_command
 from dhp.core.errors import ConfigError
 from dhp.core.process import StartUp, heed, say_line
 from dhp.core.text import json_safe
@@ -126,8 +128,8 @@ def _beside(run: Path, outcome: Outcome) -> Iterator[str]:
 
 def _how_to_run(outcome: Outcome, written: Path | None) -> str:
     if written is not None:
-        return f"train         python -m dhp.train_ray {written}"
-    return "write it      add --write plan.yaml, then python -m dhp.train_ray plan.yaml"
+        return f"train         {shlex.join(own_command('train', str(written)))}"
+    return f"write it      add --write plan.yaml, then {' '.join(own_command('train', 'plan.yaml'))}"
 
 
 def _write(given: argparse.Namespace, outcome: Outcome, source: Source) -> None:

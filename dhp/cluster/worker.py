@@ -207,11 +207,12 @@ class Worker:
         with named_errors(self._who, method):
             with span("receive", TRANSFER):
                 given = [self._open(argument) for argument in arguments]
-            in_step = self._busy.measured() if method in IN_STEP else nullcontext()
-            with span(name, _KINDS.get(method, OPTIMIZER)), in_step:
+            kind = _KINDS.get(method, OPTIMIZER)
+            in_step = self._busy.measured(kind) if method in IN_STEP else nullcontext()
+            with span(name, kind), in_step:
                 result = getattr(self._trainer, method)(*given)
             if isinstance(result, StageReport):
-                result = replace(result, busy_s=self._busy.take(), notes=(*result.notes, *take_refusals()))
+                result = self._add_times(result)
             results = result if isinstance(result, tuple) else () if result is None else (result,)
             with span("send", TRANSFER):
                 results = tuple(self._hand_over(value) for value in results)
@@ -223,6 +224,11 @@ class Worker:
         self._limit_collectives()
         self._idle_since = time.perf_counter_ns()
         return results
+
+    def _add_times(self, report: StageReport) -> StageReport:
+        spent = self._busy.take(OPTIMIZER, report.comm_s)
+        busy_s = sum(one.own_s + (one.comm_s or 0.0) for one in spent.values())
+        return replace(report, busy_s=busy_s, spent=spent, notes=(*report.notes, *take_refusals()))
 
     def look_ahead(self, refs: list[Any]) -> None:
         """Fetch the next step's data during the step that runs. refs: of this rank's work, in its order; the calls that

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from dhp.config.data import DataConfig
+from dhp.config.learning_rate import check_learning_rate
 from dhp.config.parts import read_datasets, split_share
 from dhp.config.schema import ClusterConfig, MemoryConfig
 from dhp.config.suggestions import did_you_mean, nearest
@@ -75,7 +76,7 @@ def check_training(training: TrainingConfig) -> None:
     betas = training.betas
     fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     require(fits, "training.betas", betas, "two numbers with 0 <= beta < 1, as [0.9, 0.999]")
-    require_choice("training.lr_scheduler_type", training.lr_scheduler_type, ("constant", "linear", "cosine"))
+    check_learning_rate(training)
     require_choice(
         "training.schedule", training.schedule, SCHEDULES, {"pipedream": "1f1b", "1f1b_interleaved": INTERLEAVED}
     )

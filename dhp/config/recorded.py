@@ -33,7 +33,7 @@ def compose_recorded(file: Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError for anything but plain values, and for the address of a cluster that the command line does not
     name: a server at that address may run commands here.
     """
-    values = _plain_values(file)
+    values = plain_values(file)
     given = {override.partition("=")[0].lstrip("+") for override in overrides}
     cluster = values.get("cluster")
     address = cluster.get("address", _HERE[0]) if isinstance(cluster, Mapping) else _HERE[0]
@@ -64,14 +64,14 @@ def require_named_addresses(data: DataConfig, names: Sequence[str], overrides: S
 def read_recorded(file: Path) -> Config:
     """The configuration in a run's config.yaml, to be looked at: nothing is to be written or joined as it says. Raises
     ConfigError for anything but plain values of the schema."""
-    values = _plain_values(file)
+    values = plain_values(file)
     with translated_errors():
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(dict(values)))
         assert isinstance(merged, DictConfig)
         return to_config(merged)
 
 
-def _plain_values(file: Path) -> Mapping[Any, Any]:
+def plain_values(file: Path) -> Mapping[Any, Any]:
     """The file's contents. Raises ConfigError for interpolations, which may name the reader's environment, and for
     other files and parts of Hydra that it asks for."""
     try:

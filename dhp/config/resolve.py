@@ -11,6 +11,7 @@ from typing import Any
 
 from dhp.config.generation import check_layout
 from dhp.config.layout import LAYOUTS, resolve_part
+from dhp.config.optimizer import check_optimizer, with_engine
 from dhp.config.parts import OPTIONAL, decoder, encoders, parts, resolved, sections, split_share
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training, require_choice
 from dhp.config.rules import FSDP, check_balance, check_run
@@ -40,7 +41,8 @@ def resolve(config: Config, reads: bool = True) -> Config:
     errors = []
     for name, part in parts(config).items():
         try:
-            found[name] = replace(resolve_part(name, part), model_name=model_name)
+            asked = with_engine(config.training.optimizer, part)
+            found[name] = replace(resolve_part(name, asked), model_name=model_name)
         except ConfigError as error:
             errors.append(error)
     raise_all(errors)
@@ -57,6 +59,7 @@ def resolve(config: Config, reads: bool = True) -> Config:
 def check_together(config: Config) -> None:
     """Rules of a resolved configuration between its parts and the rest. Raises ConfigError."""
     check_run(config)
+    check_optimizer(config)
     check_evaluation(config)
     check_balance(config)
     micro_batches(config)

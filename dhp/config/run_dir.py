@@ -17,7 +17,7 @@ from dhp.core.folder_lock import locked
 from dhp.core.process import say_nothing
 
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that something was here
-_RECORD = (*_MARKS, "trace.json", "tb", "faults")
+_RECORD = (*_MARKS, "ranks.jsonl", "events.jsonl", "report.html", "trace.json", "tb", "faults")
 _LOGGERS = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlog"}  # where each leaves a run, by its name
 _RANK_LOG = re.compile(rf"({'|'.join(PARTS)}|data)(\.\d+)?(-\w+)*\.(log|stacks|heartbeat)")
 _CHECKPOINT = re.compile(r"step_\d+(\.(partial|removed))?|best(\.json)?(\.\d+\.tmp)?")

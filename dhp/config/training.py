@@ -42,8 +42,14 @@ class TrainingConfig:
     back; with one text stage the same as vision_ahead) | interleaved (1f1b over text.virtual_stages runs of layers a
     stage, which wait less for one another; micro-batches a multiple of text.pipeline). All give the same gradients."""
 
+    optimizer: str = "adamw"
+    """Who takes the steps: adamw | muon (matrices of hidden layers by their orthogonalized momentum, as
+    torch.optim.Muon, all else by AdamW) | adafactor (no momentum; of a matrix, mean squares of rows and of columns
+    alone, as transformers' Trainer has it). muon and adafactor go with zero_stage=0 or zero_engine=fsdp, which auto
+    means then, and state_bytes=18."""
+
     learning_rate: float = 1e-3
-    """Peak step size of AdamW, for all that is trained."""
+    """Peak step size of the optimizer, for all that is trained."""
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW's two decay rates, of the mean and of the mean square of the gradients; each in [0, 1)."""
@@ -52,7 +58,14 @@ class TrainingConfig:
     """AdamW's term added to the denominator; above 0."""
 
     weight_decay: float = 0.01
-    """AdamW's decoupled decay of every parameter: each step takes learning_rate × weight_decay of it away."""
+    """Decoupled decay of every parameter: each step takes learning_rate × weight_decay of it away."""
+
+    muon_momentum: float = 0.95
+    """Muon's decay rate of the mean of the gradients, in [0, 1); Nesterov's, as torch has it."""
+
+    muon_adjust_lr: str = "match_rms_adamw"
+    """What Muon multiplies the learning rate of a matrix by: match_rms_adamw (0.2 × √ of its longer side, so that its
+    updates have the size of AdamW's and both take one learning_rate) | original (√ of rows / columns, at least 1)."""
 
     trainable: list[str] = field(default_factory=list)
     """What is trained. Parts: vision (a tower without its projector) | audio | projector (what leads from a tower to
@@ -80,7 +93,25 @@ class TrainingConfig:
     """Steps over which the learning rate rises from 0; beats warmup_ratio. Null: by warmup_ratio."""
 
     lr_scheduler_type: str = "constant"
-    """Learning rate after the warm-up: constant | linear (down to 0 at the end) | cosine (half a wave down to 0)."""
+    """Learning rate after the warm-up: constant | linear (down to min_lr at the end) | cosine (half a wave down to
+    min_lr) | cosine_with_restarts (lr_num_cycles of these) | warmup_stable_decay (constant, and down to min_lr over the
+    last lr_decay_steps). Each is transformers' schedule of that name, cosine with a min_lr its cosine_with_min_lr."""
+
+    min_lr: float = 0.0
+    """Learning rate at the end of a schedule that falls, a rate and no share of one. Groups with other rates fall to
+    the same share of theirs, min_lr / learning_rate. With warmup_stable_decay the warm-up begins there as well."""
+
+    lr_num_cycles: int = 1
+    """Half waves of cosine_with_restarts: each begins at learning_rate again."""
+
+    lr_decay_steps: Optional[int] = None
+    """Last steps of the run, over which warmup_stable_decay falls; beats lr_decay_ratio. Null: by lr_decay_ratio."""
+
+    lr_decay_ratio: float = 0.1
+    """Fraction of all steps over which warmup_stable_decay falls; rounded up to whole steps."""
+
+    lr_decay_type: str = "cosine"
+    """How warmup_stable_decay falls: cosine (half a wave) | linear | 1-sqrt (fast, then slower)."""
 
     max_grad_norm: Optional[float] = None
     """Largest global gradient norm, over all stages; larger gradients are scaled to it. Null or 0: no clipping."""

@@ -23,6 +23,7 @@ from dhp.config.secrets import guard_environment
 from dhp.config.shipped import shipped_directory
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.config.vocabulary import has_alias, translated
+from dhp.core.command import own_command
 from dhp.core.errors import ConfigError
 
 # Hydra's own reader of directories, by the scheme under which it is known.
@@ -113,7 +114,7 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
 
 ENTRY = "_dhp_entry"  # primary config that Hydra composes: schema, then settings of Hydra, then the named YAML
 _SCHEMA = "_dhp_schema"
-_HELP = """usage: python -m dhp.train_ray FILE.yaml|--config-name=NAME key=value …
+_HELP = """usage: {called} FILE.yaml|--config-name=NAME key=value …
 
 --help KEY …   type, default and meaning of a key, as data.balance, or of all keys of a section, as text
 --hydra-help   the flags
@@ -123,6 +124,10 @@ Configurations: {names}
 Keys and their values:
 
 $CONFIG"""
+
+
+def _help(names: Sequence[str]) -> str:
+    return _HELP.format(called=" ".join(own_command("train")), names=", ".join(names))
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,7 @@ class ConfigSource:
                     # Runs of one sweep are numbered folders below the run_dir of the unswept config.
                     "sweep": {"dir": "${run_dir}", "subdir": "${hydra:job.num}"},
                     "job": {"name": "train_ray", "chdir": False},
-                    "help": {"app_name": "dhp.train_ray", "template": _HELP.format(names=", ".join(self.names()))},
+                    "help": {"app_name": "dhp.train_ray", "template": _help(self.names())},
                 },
             },
         )

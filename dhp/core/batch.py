@@ -124,15 +124,14 @@ class StepInfo:
     data_s: seconds spent reading and decoding. measure_s: seconds spent on choosing its samples, which includes
     measuring their lengths.
 
-    clips: how many clips of sound.
-
-    cached_images: of the images and videos, those that no tower encoded, because their features were on disk.
-    vision_tokens has their patches too, flops does not.
+    clips: of sound. cached_images: of the images and videos, those that no tower encoded, because their features were
+    on disk. vision_tokens has their patches too, flops does not.
 
     sp_ratio: where ranks share rows, of all tokens the share that is divided over several ranks though its samples are
     no longer than a rank's even share of their row; None where none do.
 
-    sample_digest: of which samples it has (`dhp.data.sampling.step_ids.digest`); "": not known.
+    sample_digest: of which samples it has (`dhp.data.sampling.step_ids.digest`); "": not known. rows: of its samples in
+    their annotations (from 0, ascending), by dataset.
 
     work: what each shard of a part has to compute, relative to the part's others, by part.
     """
@@ -156,6 +155,7 @@ class StepInfo:
     cached_images: int = 0
     sp_ratio: float | None = None
     sample_digest: str = ""
+    rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     work: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 

@@ -154,6 +154,7 @@ def _first(value: Number | None, otherwise: Number) -> Number:
     return otherwise if value is None else value
 
 
+ADAMW, MUON, ADAFACTOR = OPTIMIZERS = ("adamw", "muon", "adafactor")
 NF4 = "nf4"  # four bits a value, the quantiles of a normal distribution (Dettmers et al. 2023, "QLoRA")
 ADAPTER = "default"  # peft's own name of the one adapter that a model has here
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,15 @@ class EvaluatedShare:
     loss: float
     right: int
     targets: int
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a step that a rank computed in methods of one kind, those in collectives left out. comm_s: those in
+    collectives; None on GPUs, where own_s has them too."""
+
+    own_s: float
+    comm_s: float | None
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class StageReport:
     comm_s: of these, seconds in collectives, waiting for other ranks among them; None on GPUs, which the host does not
     wait for.
 
+    spent: of busy_s, by kind of method: forward, backward, optimizer. Added by the worker too.
+
     finite: whether the step's loss and gradient are. If not, no rank has updated anything.
     """
 
@@ -53,6 +64,7 @@ class StageReport:
     short: bool = False
     busy_s: float | None = None
     comm_s: float | None = None
+    spent: Mapping[str, Spent] = field(default_factory=dict)
     finite: bool = True
 
 

@@ -19,6 +19,10 @@ MASTER = "master"  # the optimizer's own copy of a weight, of which the module's
 COMPENSATION = "compensation"  # what the module's weight lacks of the master weight, whose other half it is
 SUM = "sum"  # of gradients, over micro-batches and ranks
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's averages of the gradient and of its square
+MOMENTUM = "momentum_buffer"  # Muon's average of a matrix's gradient
+# Adafactor's averages of the gradient's square, by row and by column: whole on every rank, whatever is cut.
+FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")
+STATE_KINDS = (*MOMENTS, MOMENTUM, *FACTORS)
 
 
 @dataclass(frozen=True)

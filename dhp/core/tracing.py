@@ -98,6 +98,11 @@ def forget() -> None:
     take_waited()
 
 
+def waited() -> float:
+    """Seconds in collectives since they were taken last."""
+    return _waited_s
+
+
 def take_waited() -> float:
     """Seconds in collectives since the last call."""
     global _waited_s

@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 
 from dhp.checkpoint.source import stored_formats
 from dhp.checkpoint.tensor_file import NAMES
-from dhp.core.parameters import Group
+from dhp.core.parameters import ADAFACTOR, MUON, Group
 from dhp.core.reports import KernelUse
 from dhp.core.state_forms import EXACT_STATES, FORMS
 from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.models.family import Family
+from dhp.models.hidden_matrices import hidden_matrices
 from dhp.models.lora import adapted_modules, add_adapters, find_targets
 from dhp.models.part import Part
 from dhp.models.types import LayerParts
@@ -28,10 +30,13 @@ from dhp.parallel.attention.choose import segment_kernel
 from dhp.parallel.comm import replicas_mesh
 from dhp.parallel.expert.modules import GATE_UP, takes_groups
 from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels
-from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, exact_dtype, learning_rate_at, make_adamw
+from dhp.parallel.optim.adafactor import make_adafactor
+from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, exact_dtype, make_adamw
 from dhp.parallel.optim.chunked_adamw import make_chunked_adamw
 from dhp.parallel.optim.frozen import Frozen
 from dhp.parallel.optim.fsdp import FullySharded
+from dhp.parallel.optim.learning_rate import RateCurve, learning_rate_at
+from dhp.parallel.optim.muon import make_muon
 from dhp.parallel.optim.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optim.zero import ZeroSharded
 from dhp.parallel.tensor.slices import cut_adapters
@@ -86,10 +91,12 @@ def dtype_to_load(settings: StageSettings, dtype: torch.dtype) -> torch.dtype:
 
 
 def make_optimizer(
-    model: nn.Module, layers: Sequence[nn.Module], settings: StageSettings, mesh: DeviceMesh
+    model: nn.Module, layers: Sequence[nn.Module], settings: StageSettings, mesh: DeviceMesh, family: Family
 ) -> StageOptimizer:
     """The optimizer of the stage, with as much of its states on this rank as zero_stage leaves there."""
-    dtype, make, form = getattr(torch, settings.dtype), optimizer_maker(settings), FORMS[settings.state_bytes]
+    dtype, form = getattr(torch, settings.dtype), FORMS[settings.state_bytes]
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    make = optimizer_maker(settings, hidden_matrices(shapes, family))
     if not settings.spec.trains:
         passes = any(settings.graph.goes_back(node) for node in settings.spec.nodes)
         return Frozen(model, dtype, passes)
@@ -112,9 +119,14 @@ def tie_weight(optimizer: StageOptimizer, model: PreTrainedModel, settings: Stag
             cast(TiedOptimizer, optimizer).tie(name, owns=settings.spec.name == tie.owner)
 
 
-def optimizer_maker(settings: StageSettings) -> MakeOptimizer:
-    """AdamW as configured, for whatever parameters an optimizer hands it."""
+def optimizer_maker(settings: StageSettings, matrices: Collection[str] = ()) -> MakeOptimizer:
+    """The configured optimizer, for whatever parameters it is handed. matrices: names of those of hidden layers."""
     update, group = settings.update, partial(settings.rules.group, default=default_group(settings))
+    if update.optimizer == ADAFACTOR:
+        return partial(make_adafactor, group=group)
+    if update.optimizer == MUON:
+        muon = partial(make_muon, matrices=matrices, momentum=update.momentum, adjust=update.adjust_lr)
+        return partial(muon, group=group, betas=update.betas, eps=update.eps)
     if settings.state_bytes == EXACT_STATES and not settings.host_moments:
         return partial(make_adamw, group=group, betas=update.betas, eps=update.eps)
     form, seed, host = FORMS[settings.state_bytes], settings.seed, settings.host_moments
@@ -137,8 +149,11 @@ def default_group(settings: StageSettings) -> Group:
 
 def rates_at(step: int, groups: Sequence[Group], update: OptimizerSettings) -> dict[str, float]:
     """The learning rate of each group at a step, by name."""
-    total, kind = update.total_steps, update.lr_scheduler_type
-    return {of.name: learning_rate_at(step, total, of.learning_rate, of.warmup_steps, kind) for of in groups}
+    # One share for all groups, as transformers has it: a group of another rate falls to that share of its own.
+    lowest = update.min_lr / update.learning_rate if update.min_lr else 0.0
+    shape = (update.cycles, update.decay_steps, update.decay_type)
+    curve = RateCurve(update.lr_scheduler_type, update.total_steps, lowest, *shape)
+    return {of.name: learning_rate_at(step, of.learning_rate, of.warmup_steps, curve) for of in groups}
 
 
 def place_kernels(

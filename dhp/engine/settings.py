@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 
 from dhp.core.batch import KeepSettings
 from dhp.core.graph import StageGraph, StageSpec
-from dhp.core.parameters import AdapterSettings, TrainingRules
+from dhp.core.parameters import ADAMW, AdapterSettings, TrainingRules
 from dhp.core.reports import RecomputePolicies
 from dhp.core.state_forms import EXACT_STATES
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and its schedule; `total_steps` and `warmup_steps` in optimizer steps."""
+    """The optimizer and its schedule, all steps optimizer steps. betas, eps: AdamW's. momentum, adjust_lr: Muon's.
+    decay_steps, decay_type, cycles: as `RateCurve` has them (`dhp.parallel.optim.learning_rate`)."""
 
     learning_rate: float
     betas: tuple[float, float]
@@ -24,6 +25,13 @@ class OptimizerSettings:
     warmup_steps: int
     total_steps: int
     max_grad_norm: float | None
+    min_lr: float = 0.0
+    cycles: int = 1
+    decay_steps: int = 0
+    decay_type: str = "cosine"
+    optimizer: str = ADAMW
+    momentum: float = 0.95
+    adjust_lr: str = "match_rms_adamw"
 
 
 @dataclass(frozen=True)

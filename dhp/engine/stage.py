@@ -87,7 +87,8 @@ class StageEngine(EvaluatingEngine):
         if settings.compiled:
             compile_layers(self._present_layers(), {*self.eager_classes(), TokenDropout.__name__})
         self._watch_layers()
-        self.optimizer: StageOptimizer = make_optimizer(self.model, self._present_layers(), settings, self.mesh)
+        layers = self._present_layers()
+        self.optimizer: StageOptimizer = make_optimizer(self.model, layers, settings, self.mesh, self.family)
         tie_weight(self.optimizer, self.model, settings)
         self._resume_optimizer()
         forget()  # what it took to get here belongs to no step

@@ -46,12 +46,14 @@ def held_parameters(
     sharing: int = 1,
     put_adapters: Callable[[nn.Module], None] = lambda _: None,
     find_quantized: Callable[[nn.Module], Collection[str]] = lambda _: (),
+    find_matrices: Callable[[Mapping[str, Sequence[int]]], Collection[str]] = lambda _: (),
 ) -> tuple[HeldParameter, ...]:
     """The parameters of the model of `source` without the modules `dropped`, split over `tensor` ranks.
 
     whole_modules: (`*` for layer numbers) that every rank keeps whole. added_plan: styles of further modules. trained:
     by a parameter's name; None: all are. shared: modules whose experts so many ranks (sharing) share out. put_adapters:
     puts adapters into a model, which each rank holds whole. find_quantized: names of modules in four bits.
+    find_matrices: names of matrices of hidden layers, by all shapes.
     """
     model = _without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
@@ -61,7 +63,8 @@ def held_parameters(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     rounded = {f"{name}.weight" for name in find_quantized(model)}
-    found = []
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    matrices, found = find_matrices(shapes), []
     for name, parameter in list(model.named_parameters()):  # a tied one comes once
         held = parameter if mesh is None or is_adapter(name) else _sharded(model, name, plan, mesh)
         split = isinstance(held, DTensor) and not all(placement.is_replicate() for placement in held.placements)
@@ -69,7 +72,8 @@ def held_parameters(
         if sharing > 1 and is_inside(name, shared):
             split, own = True, own // sharing
         trains = trained is None or trained(name)
-        found.append(HeldParameter(tuple(names[id(parameter)]), parameter.numel(), own, split, trains, name in rounded))
+        kinds = (split, trains, name in rounded, shapes[name], name in matrices)
+        found.append(HeldParameter(tuple(names[id(parameter)]), parameter.numel(), own, *kinds))
     return tuple(found)
 
 

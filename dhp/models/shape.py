@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dhp.core.parameters import ADAFACTOR, ADAMW, MUON
+from dhp.core.state_forms import MOMENTS
 from dhp.models.types import Chunk, held_layers
 
 
@@ -19,6 +21,9 @@ class PartShape:
     total: all of them. per_rank: what the fullest tensor rank holds. replicated: those that each rank holds whole.
 
     trained: of per_rank, those that are trained; None: all of them. quantized: of per_rank, those kept in four bits.
+
+    states: numbers that the optimizer keeps of each one that is trained, on average. factors: further ones, which every
+    rank has whole, in all.
     """
 
     total: int
@@ -26,6 +31,8 @@ class PartShape:
     replicated: int
     trained: int | None = None
     quantized: int = 0
+    states: float = len(MOMENTS)
+    factors: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class HeldParameter:
 
     total: numbers that it has; own: of these, on the rank; split: other ranks hold the rest. trains: it is trained.
     quantized: it is kept in four bits.
+
+    shape: of the whole. matrix: it is one of a hidden layer (`dhp.models.hidden_matrices`).
     """
 
     names: tuple[str, ...]
@@ -42,18 +51,31 @@ class HeldParameter:
     split: bool
     trains: bool
     quantized: bool
+    shape: tuple[int, ...] = ()
+    matrix: bool = False
 
 
-def sum_shape(parameters: Iterable[HeldParameter], selects: bool) -> PartShape:
+def sum_shape(parameters: Iterable[HeldParameter], selects: bool, optimizer: str = ADAMW) -> PartShape:
     """Of these parameters together. selects: not all of the run's are trained."""
-    total = per_rank = replicated = trained = quantized = 0
+    total = per_rank = replicated = trained = quantized = states = factors = 0
     for one in parameters:
         total += one.total
         per_rank += one.own
         replicated += 0 if one.split else one.total
         trained += one.own * one.trains
         quantized += one.total * one.quantized
-    return PartShape(total, per_rank, replicated, trained if selects else None, quantized)
+        each, whole = states_of(optimizer, one.shape, one.matrix)
+        states += one.own * one.trains * each
+        factors += whole * one.trains
+    average = states / trained if trained else float(len(MOMENTS))
+    return PartShape(total, per_rank, replicated, trained if selects else None, quantized, average, factors)
+
+
+def states_of(optimizer: str, shape: Sequence[int], matrix: bool) -> tuple[int, int]:
+    """Numbers that an optimizer keeps of each of a parameter's, and of the whole besides. matrix: of a hidden layer."""
+    if optimizer == ADAFACTOR:
+        return (0, math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1]) if len(shape) > 1 else (1, 0)
+    return (1 if optimizer == MUON and matrix else len(MOMENTS)), 0
 
 
 @dataclass(frozen=True)

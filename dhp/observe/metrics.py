@@ -159,6 +159,8 @@ class AnswerMetrics:
     """What the model does, greedily. Unit: text."""
     tokens: int
     """Of the model's answer, the one that ended it included. Unit: tokens."""
+    row: int | None = None
+    """Of the question in its dataset's annotations, from 0. Unit: rows."""
 
 
 Line = StepMetrics | EvalMetrics | AnswerMetrics
@@ -230,12 +232,10 @@ def read_metrics(run_dir: str | Path) -> list[StepMetrics]:
 
 
 def read_record(run_dir: str | Path) -> list[Line]:
-    """All lines of a run, oldest first, as written, without a last one that is not whole. Raises FileNotFoundError
-    without a metrics.jsonl."""
-    lines = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    if lines and not _is_whole(lines[-1]):
-        lines.pop()
-    return [_line(json.loads(line)) for line in lines]
+    """All lines of a run, oldest first, as written, without those that are not whole. Raises FileNotFoundError without
+    a metrics.jsonl."""
+    lines = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    return [_line(json.loads(line)) for line in lines if _is_whole(line)]
 
 
 def read_evaluations(lines: Sequence[Line], step: int | None = None) -> list[EvalMetrics]:

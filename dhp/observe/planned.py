@@ -28,7 +28,8 @@ class Planned:
     step_s: seconds. busy_s, comm_s: of them, by stage, as metrics.jsonl has them. bubble: share of the devices' time
     without work. tokens: of all replicas.
 
-    memory_bytes: of the fullest rank of each stage, activation_bytes: of these, what forward keeps for backward.
+    memory_bytes: of the fullest rank of each stage, memory_kinds: of these, by what they are for; activation_bytes:
+    what forward keeps for backward.
 
     kinds: seconds by kind of work. source: of the constants.
     """
@@ -40,6 +41,7 @@ class Planned:
     tokens: float | None = None
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
     activation_bytes: Mapping[str, float] = field(default_factory=dict)
+    memory_kinds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     kinds: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
 

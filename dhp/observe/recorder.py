@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from dhp.core.errors import ConfigError, RecordError
 from dhp.core.process import say_line
+from dhp.observe.events import END, EVALUATION, START, EventWriter
 from dhp.observe.loggers import Loggers
 from dhp.observe.metrics import (
     AnswerMetrics,
@@ -24,6 +25,7 @@ from dhp.observe.metrics import (
     read_record,
 )
 from dhp.observe.planned import Beside, Planned
+from dhp.observe.ranks import RankLine, RankWriter, keep_rank_lines
 from dhp.observe.stragglers import RankShare, Stragglers
 from dhp.observe.summary import StepTotals, Summary, write_summary
 from dhp.observe.terminal import Progress, answer_line, closing_table, eval_line
@@ -49,11 +51,13 @@ class Recorder:
         loggers: Loggers | None = None,
         restarts: int = 0,
         goes_on: Callable[[BaseException], bool] = lambda error: False,
+        report: Callable[[Path], str | None] = lambda run_dir: None,
     ):
         """config: what config.yaml will be. resumed_from: the checkpoint that the run continues; done: the steps before
         it. resume: how to go on after the newest checkpoint, for a run that did not complete. say: prints a line before
         there is progress. loggers: get every step too. restarts: of the run, before this
-        attempt of it. goes_on: whether another attempt may follow an error; the closing table is its matter then."""
+        attempt of it. goes_on: whether another attempt may follow an error; the closing table is its matter then.
+        report: makes a page of the record when it is whole; what is to be said of it."""
         self.run_dir, self._config = run_dir, config
         self.checkpoint = self._resumed_from = resumed_from
         self.best: str | None = None  # which checkpoint is, by training.best_metric
@@ -64,7 +68,9 @@ class Recorder:
         self._progress: Progress | None = None
         self._trace: TraceWriter | None = None
         self._metrics: MetricsWriter | None = None
-        self._concluded, self._goes_on = False, goes_on
+        self._ranks: RankWriter | None = None
+        self._events: EventWriter | None = None
+        self._concluded, self._goes_on, self._report = False, goes_on, report
         self._evaluated: Sequence[EvalMetrics] = ()
         self.beside = Beside(Planned())
         self._stragglers = Stragglers()
@@ -88,6 +94,7 @@ class Recorder:
         if self._loggers is not None:
             self._loggers.begin()
         self._progress = Progress(total_steps, self._log_interval, done=self._done)
+        self.note(START, self._done, text="" if self._resumed_from is None else str(self._resumed_from))
 
     def record_so_far(self) -> list[Line]:
         """The lines of metrics.jsonl: of the run that is continued, before training begins all of them."""
@@ -110,6 +117,18 @@ class Recorder:
         if self._progress is not None:
             self._progress.update(metrics)
 
+    def record_ranks(self, line: RankLine) -> None:
+        """What each rank did in the step that was recorded last."""
+        assert self._ranks is not None
+        with self.writing():
+            self._ranks.write(line)
+
+    def note(self, event: str, step: int, seconds: float | None = None, text: str = "") -> None:
+        """Something happened beside steps: see `dhp.observe.events`."""
+        if self._events is not None:
+            with self.writing():
+                self._events.write(event, step, seconds, text)
+
     def compare_ranks(self, stages: Mapping[str, Sequence[RankShare]]) -> None:
         """How long the ranks of a step computed, by stage: those that are slow are named."""
         for message in self._stragglers.add(stages):
@@ -123,6 +142,9 @@ class Recorder:
             self.log(metrics.step, numbers)
             self.say(eval_line(metrics))
         self._evaluated = found
+        if found:
+            text = "; ".join(eval_line(metrics) for metrics in found)
+            self.note(EVALUATION, found[0].step, sum(metrics.seconds for metrics in found), text)
 
     def record_answers(self, found: Sequence[AnswerMetrics]) -> None:
         """Answers were generated with an evaluation."""
@@ -151,7 +173,9 @@ class Recorder:
             self._steps = StepTotals(line for line in kept if isinstance(line, StepMetrics))
             self._evaluated = read_evaluations(kept)
             (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
+            keep_rank_lines(self.run_dir, self._done)
             self._metrics = MetricsWriter(self.run_dir)
+            self._ranks, self._events = RankWriter(self.run_dir), EventWriter(self.run_dir)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -193,6 +217,7 @@ class Recorder:
             self._open()
         if self._progress is not None:
             self._progress.close()
+        self.note_end(error)
         lost = self._close()
         failed = error if error is not None else lost
         summary = Summary.of(
@@ -222,6 +247,11 @@ class Recorder:
         if lost is not None and str(lost) != str(error):
             print(f"the run's record is not complete: {lost}", file=sys.stderr, flush=True)
 
+    def note_end(self, error: BaseException | None) -> None:
+        """The attempt ends; a file that cannot be written is another's matter."""
+        with suppress(RecordError):
+            self.note(END, self._steps.last or self._done, text=_message(error) or _status(error))
+
     def _end_loggers(self, summary: Summary) -> None:
         """Tell them how the run ended. They close it while the actors end; `__exit__` waits for that."""
         if self._loggers is not None:
@@ -232,13 +262,15 @@ class Recorder:
         stopped = summary.status != "completed" and (summary.steps or self.checkpoint is not None)
         more = {"resume": self._resume(self.checkpoint)} if self._resume and stopped else {}
         line = self.beside.line()
-        more |= {} if line is None else {"planned": line}
+        page = self._report(self.run_dir) if self._steps.last is not None else None
+        more |= ({} if line is None else {"planned": line}) | ({} if page is None else {"report": page})
         return closing_table(summary, self.run_dir.absolute(), self.checkpoint, self.best, **more)
 
     def _close(self) -> RecordError | None:
         """Close all files, whatever the others do; the first failure."""
         lost = None
-        for close in (self._opened.close, *(() if self._trace is None else (self._trace.close,))):
+        files = (self._metrics, self._ranks, self._events, self._trace)
+        for close in (file.close for file in files if file is not None):
             try:
                 with self.writing():
                     close()

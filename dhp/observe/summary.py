@@ -159,9 +159,10 @@ class Summary:
     world: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Actors and degrees, by part. Unit: counts."""
     planned: Mapping[str, Any] | None = None
-    """What the run was expected to take: `step_s`, by stage `busy_s`, `comm_s`, `memory_bytes` and `activation_bytes`,
-    `bubble`, seconds by kind of work (`kinds`), where the constants are from (`source`). Unit: as in metrics.jsonl.
-    Null: nothing is known of the devices; a CPU's rates are measured by `python -m dhp plan --measure`."""
+    """What the run was expected to take: `step_s`, by stage `busy_s`, `comm_s`, `memory_bytes`, `memory_kinds` and
+    `activation_bytes`, `bubble`, seconds by kind of work (`kinds`), where the constants are from (`source`). Unit: as
+    in metrics.jsonl. Null: nothing is known of the devices; a CPU's rates are measured by `python -m dhp plan
+    --measure`."""
     measured: Mapping[str, Any] | None = None
     """The same keys as they were: medians of seconds, the most of bytes. Unit: as in metrics.jsonl. Null: nothing was
     planned."""

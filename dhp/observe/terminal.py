@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from dhp.core.axes import AXES
+from dhp.core.command import own_command
 from dhp.core.reports import KernelUse
 from dhp.core.text import harmless, shown
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, StepMetrics
@@ -223,8 +224,8 @@ def closing_table(
     rows["curves"] = shlex.join(["tensorboard", "--logdir", str(run_dir)])
     if checkpoint is not None:
         rows["checkpoint"] = str(checkpoint)
-        rows["export"] = shlex.join(["python", "-m", "dhp", "export", str(checkpoint), "OUT_DIR"])
-        rows["ask"] = shlex.join(["python", "-m", "dhp", "generate", f"checkpoint={checkpoint}", "prompt=TEXT"])
+        rows["export"] = shlex.join(own_command("export", str(checkpoint), "OUT_DIR"))
+        rows["ask"] = shlex.join(own_command("generate", f"checkpoint={checkpoint}", "prompt=TEXT"))
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 

@@ -60,6 +60,7 @@ class HeldOut:
                 reference=prompt.reference or "",
                 answer=self._actor.ask("said", answer.token_ids, timeout_s=self._timeout_s),
                 tokens=len(answer.token_ids),
+                row=prompt.row,
             )
 
     def _answer(self, number: int) -> list[Answer]:

@@ -6,6 +6,7 @@ gathered), and what the libraries take for themselves. The last is an allowance,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dhp.config.part import PartConfig
@@ -84,14 +85,15 @@ def footprint(
 
 
 def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankBytes:
-    """Weights, gradients and AdamW's state of one rank.
+    """Weights, gradients and the optimizer's state of one rank.
 
-    AdamW keeps two averages of each parameter, and its own copy of the weights where it may not update the module's: in
-    16 bits, where the state has 32 (or the other half of each weight, as the form of states is), and under ZeRO, whose
-    ranks update a share and then exchange it. Stage 1 cuts the optimizer to the share, stage 2 the gradients too, stage
-    3 the weights too: torch keeps the share in the optimizer's format alone, DeepSpeed has a copy, in float32 as well.
-    AdamW's own temporaries are none where it is fused, as on GPUs, and of some numbers at a time for forms other than
-    the default. Raises ConfigError for a number format whose memory is not known here.
+    AdamW keeps two averages of each parameter (another optimizer as many as the shape says), and its own copy of the
+    weights where it may not update the module's: in 16 bits, where the state has 32 (or the other half of each weight,
+    as the form of states is), and under ZeRO, whose ranks update a share and then exchange it. Stage 1 cuts the
+    optimizer to the share, stage 2 the gradients too, stage 3 the weights too: torch keeps the share in the optimizer's
+    format alone, DeepSpeed has a copy, in float32 as well. AdamW's own temporaries are none where it is fused, as on
+    GPUs, and of some numbers at a time for forms other than the default. Raises ConfigError for a number format whose
+    memory is not known here.
     """
     size, pieces = _value_bytes(part), _piece_bytes(part)
     whole, zero = shape.per_rank, part.zero_stage
@@ -106,10 +108,10 @@ def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankByte
     # Weights that are not trained have no gradient and no state.
     trained = 1.0 if shape.trained is None else shape.trained / max(whole, 1)
     held = pieces[SUM] * (share if zero >= 2 else whole)
-    moments = sum(pieces[moment] for moment in MOMENTS)
+    moments, whole_states = _moment_bytes(pieces, shape)
     optimizer = copy if part.host_moments else copy + moments
     host = int(moments * share * trained) if part.host_moments else 0
-    return RankBytes(weights, int(held * trained), int(optimizer * share * trained), host)
+    return RankBytes(weights, int(held * trained), int(optimizer * share * trained) + whole_states, host)
 
 
 def copied_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> int:
@@ -125,7 +127,13 @@ def copied_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> int:
     copy = pieces.get(MASTER, pieces.get(COMPENSATION, _value_bytes(part) if zero and part.zero_engine != FSDP else 0))
     trained = 1.0 if shape.trained is None else shape.trained / max(whole, 1)
     adapted = trained if shape.trained is not None and part.lora.rank else 1.0  # adapters alone are saved
-    return int(weights * adapted + (copy + sum(pieces[moment] for moment in MOMENTS)) * share * trained)
+    moments, whole_states = _moment_bytes(pieces, shape)
+    return int(weights * adapted + (copy + moments) * share * trained) + whole_states
+
+
+def _moment_bytes(pieces: Mapping[str, int], shape: PartShape) -> tuple[float, int]:
+    """Bytes of the optimizer's averages: of a trained parameter, and of those that each rank has whole."""
+    return pieces[MOMENTS[0]] * shape.states, pieces[MOMENTS[0]] * shape.factors
 
 
 def _value_bytes(part: PartConfig) -> int:
@@ -253,6 +261,7 @@ def by_zero_stage(part: PartConfig, stage: StageSpec, shape: PartShape) -> dict[
     found: dict[int, int | None] = {}
     for zero in range(4):
         torchs = resolved(part.tensor) > 1 or part.state_bytes != EXACT_STATES or part.host_moments
+        torchs = torchs or shape.states != len(MOMENTS) or shape.factors > 0  # DeepSpeed's are AdamW's
         engine = FSDP if torchs else DEEPSPEED
         alone = not stage.trains or stage.degrees.shares_experts or part.lora.quantization is not None
         missing = (zero == 1 and engine == FSDP) or (zero > 0 and alone)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from dhp.core.errors import Diverged
 from dhp.core.reports import StageReport
+from dhp.observe.events import NONFINITE
 from dhp.observe.metrics import Line, StepMetrics
 from dhp.observe.recorder import Recorder
 from dhp.trainer.session import Session
@@ -56,7 +57,9 @@ class NonfiniteSteps:
         names = self._session.data.ask("sample_names", metrics.step - 1, timeout_s=timeout_s)
         if self._found.too_many:
             raise Diverged(last_line(metrics, self._found.in_a_row, self._limit, names))
-        self._recorder.say(line(metrics, self._found.in_a_row, self._limit, names))
+        text = line(metrics, self._found.in_a_row, self._limit, names)
+        self._recorder.say(text)
+        self._recorder.note(NONFINITE, metrics.step, text=text)
 
 
 def line(metrics: StepMetrics, in_a_row: int, limit: int, names: Sequence[str]) -> str:

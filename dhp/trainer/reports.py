@@ -24,13 +24,12 @@ from dhp.observe.loggers import Loggers
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.mfu import peak_flops, unknown_devices, utilisation, who_measures
 from dhp.observe.planned import Planned
-from dhp.observe.stragglers import Pace, RankShare, pace
 from dhp.observe.terminal import kernel_lines
 from dhp.observe.trace import TraceWriter
 from dhp.step.stages import Stages
 from dhp.trainer.recompute import activation_bytes
+from dhp.trainer.record import paces, rank_shares
 
-SKIPPED_SHOWN = 20  # messages of skipped samples in one step
 NO_MFU = "mfu is left out where it would be above 100%: the machine was busy when the peak of its devices was measured"
 
 
@@ -70,7 +69,7 @@ def step_metrics(
         data_s=timing.data_s,
         busy_s=_mean(reports, "busy_s"),
         comm_s=_mean(reports, "comm_s"),
-        rank_pace=_paces(rank_shares(info, reports, stages), timing.planned),
+        rank_pace=paces(rank_shares(info, reports, stages), timing.planned),
         tokens_per_s=info.tokens / timing.step_s,
         flops=info.flops,
         mfu=utilisation(info.flops, timing.step_s, timing.peak_flops),
@@ -84,41 +83,6 @@ def step_metrics(
         skipped_steps=steps,
         sample_digest=info.sample_digest or None,
     )
-
-
-def rank_shares(
-    info: StepInfo, reports: Mapping[str, Sequence[StageReport]], stages: Stages
-) -> dict[str, list[RankShare]]:
-    """By stage, how long each rank computed for which share of the work; without stages where that is not known, as on
-    GPUs. Tensor ranks of a shard have the same work."""
-    found = {}
-    for name, of in reports.items():
-        spec = stages[name].spec
-        work = info.work.get(spec.part, ())
-        timed = [(one, one.busy_s - one.comm_s) for one in of if one.busy_s is not None and one.comm_s is not None]
-        if timed and len(timed) == len(of) == len(work) * spec.degrees.tensor:
-            found[name] = [
-                RankShare(f"{name} rank {one.rank}", max(0.0, own_s), work[one.rank // spec.degrees.tensor])
-                for one, own_s in timed
-            ]
-    return found
-
-
-def _paces(shares: Mapping[str, Sequence[RankShare]], planned: Planned) -> dict[str, Pace] | None:
-    found = {}
-    for name, of_stage in shares.items():
-        busy_s = planned.busy_s.get(name)
-        own_s = None if busy_s is None else busy_s - planned.comm_s.get(name, 0.0)
-        found[name] = pace(of_stage, own_s)
-    return {name: one for name, one in found.items() if one is not None} or None
-
-
-def left_out(info: StepInfo) -> Iterator[str]:
-    """Lines about a step's bad samples."""
-    yield from (f"skipped: {message}" for message in info.skipped[:SKIPPED_SHOWN])
-    more = len(info.skipped) - SKIPPED_SHOWN
-    if more > 0:
-        yield f"skipped: {more} more; `python -m dhp inspect data` lists them"
 
 
 def notes(reports: Mapping[str, Sequence[StageReport]], metrics: StepMetrics, timing: Timing) -> Iterator[str]:

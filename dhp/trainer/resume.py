@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from dhp.checkpoint.resume import CONTENTS, RECIPE, Start
+from dhp.config.learning_rate import CONSTANT, STABLE, decay_steps
 from dhp.config.parts import DECODER, model_name, parts, read_datasets
 from dhp.config.resolve import warmup_steps
 from dhp.config.schema import Config
@@ -19,12 +21,11 @@ from dhp.data.sample.chat import read_template
 from dhp.models.pretrained import WEIGHT_ENDINGS
 from dhp.trainer.settings import world
 
-CONSTANT = "constant"
-TOTAL, WARMUP = "training.total_steps", "training.warmup_steps"
+TOTAL, WARMUP, DECAY = "training.total_steps", "training.warmup_steps", "training.lr_decay_steps"
 
 # Of the sections training and data: what must stay (`dhp.trainer.settings.kept_settings`, and a sampler's order) …
 HELD = {
-    "training": {"batch_size", "micro_batch_size", "trainable", "frozen"},
+    "training": {"batch_size", "micro_batch_size", "trainable", "frozen", "optimizer"},
     "data": {
         *("datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits", "isf_passes", "group_window"),
         "fullest_first",
@@ -33,7 +34,8 @@ HELD = {
 # … and what decides nothing that is trained. All else is the recipe.
 BESIDE = {
     "training": {
-        *("num_epochs", "max_steps", "warmup_ratio", "warmup_steps"),  # by `rates`, which know the number of steps
+        # By `rates`, which know the number of steps.
+        *("num_epochs", "max_steps", "warmup_ratio", "warmup_steps", "lr_decay_ratio", "lr_decay_steps"),
         *("resume_changes", "empty_rows"),
         *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_epochs"),
         *("save_minutes", "save_in_background", "save_timeout_s", "max_restarts", "restart_wait_s"),
@@ -80,11 +82,9 @@ def free_layout(config: Config) -> dict[str, Any]:
 
 def rates(config: Config, steps: int) -> dict[str, Any]:
     """What of a run's length its learning rates depend on. steps: of the whole run."""
-    falls = config.training.lr_scheduler_type != CONSTANT
-    return {
-        TOTAL: steps if falls else None,
-        WARMUP: warmup_steps(config, steps),
-    }
+    kind, warmup = config.training.lr_scheduler_type, warmup_steps(config, steps)
+    falls = {DECAY: decay_steps(config.training, steps, warmup)} if kind == STABLE else {}
+    return {TOTAL: None if kind == CONSTANT else steps, WARMUP: warmup, **falls}
 
 
 def check_recipe(config: Config, start: Start) -> None:
@@ -93,12 +93,21 @@ def check_recipe(config: Config, start: Start) -> None:
 
 
 def check_rates(config: Config, start: Start, steps: int) -> None:
-    """The same of its learning rates, once the number of its steps is known. A warm-up that is over, then and now,
-    leaves a constant rate as it is."""
+    """The same of its learning rates, once the number of its steps is known. Where the rate is constant, then and now,
+    how long it has risen leaves it as it is, and when it begins to fall too."""
     now, kept = rates(config, steps), start.settings.get(RECIPE, {})
     before = kept.get(WARMUP)  # None: a release that kept no steps
-    over = before is None or now[TOTAL] is None and start.step >= max(now[WARMUP], before)
-    start.check_recipe(now, (WARMUP,) if over else (), config.training.resume_changes)
+    free = [WARMUP] if before is None or (_is_flat(now, start.step) and start.step >= before) else []
+    if before is not None and _is_flat(now, start.step) and _is_flat(kept, start.step):
+        free += [TOTAL, DECAY]
+    start.check_recipe(now, free, config.training.resume_changes)
+
+
+def _is_flat(of: Mapping[str, Any], step: int) -> bool:
+    """Whether the curve of such rates is between its warm-up and its fall behind `step` steps."""
+    total, decay = of.get(TOTAL), of.get(DECAY)
+    falls_later = total is None or (decay is not None and step <= total - decay)
+    return bool(falls_later and step >= of[WARMUP])
 
 
 def held_files(config: Config) -> dict[str, str]:

@@ -22,6 +22,7 @@ from dhp.core.fencing import TakenOver, require_own
 from dhp.core.reports import SavedShare, WrittenFile
 from dhp.data.sample.chat import read_template
 from dhp.models.pretrained import auxiliary_files
+from dhp.observe.events import SAVE
 from dhp.step.stages import EngineProtocol
 from dhp.trainer.kept_checkpoints import KeptCheckpoints
 from dhp.trainer.session import DataPlan, Session
@@ -59,14 +60,21 @@ class Asked:
 class Saver:
     """Checkpoints of one session, one at a time. kept: which of them stay."""
 
-    def __init__(self, session: Session, say: Callable[[str], None], unfinished: Unfinished):
-        """unfinished: checkpoints that are being written, to be removed if the run fails."""
+    def __init__(
+        self,
+        session: Session,
+        say: Callable[[str], None],
+        unfinished: Unfinished,
+        note: Callable[[str, int, float, str], None] = lambda event, step, seconds, text: None,
+    ):
+        """unfinished: checkpoints that are being written, to be removed if the run fails. note: records the event of a
+        checkpoint, with the seconds in which training waited."""
         self._session, self._config, self._say, self._unfinished = session, session.config, say, unfinished
         self._parent = Path(str(session.config.training.checkpoint_dir))
         self._template = read_template(session.config.data.chat_template)
         self._running: Saving | None = None
         self._about: dict[str, Any] = {}
-        self._stall_s, self._failed = 0.0, ""
+        self._stall_s, self._failed, self._note = 0.0, "", note
         self._last = time.monotonic()
         self.kept = KeptCheckpoints(session.config, say)
         self.newest: Path | None = None  # complete, of this session
@@ -138,8 +146,10 @@ class Saver:
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
         if self._running is not None:
+            begun = time.monotonic()
             asked = Asked(self._running, self._question(self._running, wait=True))
             wait_all(self._session.take_watched(), self._config.training.save_timeout_s)
+            self._stall_s += time.monotonic() - begun
             self._complete(self._running, self._answers(asked))
 
     def save(self, step: int, plan: DataPlan, skipped: int) -> Path:
@@ -204,7 +214,9 @@ class Saver:
             self._fail(saving.step, str(error))
         else:
             took = time.monotonic() - saving.begun
-            self._say(f"step_{saving.step} is saved: {took:.1f} s, of which training waited {self._stall_s:.2f} s")
+            text = f"step_{saving.step} is saved: {took:.1f} s, of which training waited {self._stall_s:.2f} s"
+            self._say(text)
+            self._note(SAVE, saving.step, self._stall_s, text)
             self.kept.finished(saving.step)
         self._unfinished.discard(saving.folder)
 

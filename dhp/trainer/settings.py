@@ -10,6 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dhp.batch.assign_images import Locality
+from dhp.checkpoint.resume import OPTIMIZER
+from dhp.config.learning_rate import decay_steps
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, decoder, encoders, model_name, parts, read_datasets, resolved, split_share
 from dhp.config.recompute import read_choices
@@ -18,6 +20,7 @@ from dhp.config.rules import read_kernels
 from dhp.config.schema import Config
 from dhp.core.addresses import is_remote
 from dhp.core.batch import FeatureSettings, KeepSettings
+from dhp.core.command import own_command
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.parameters import ALL, AdapterSettings, TrainingRules
 from dhp.core.reports import RecomputePolicies
@@ -144,6 +147,7 @@ def kept_settings(config: Config) -> dict[str, Any]:
         "training.micro_batch_size": config.training.micro_batch_size,
         "training.trainable": sorted(config.training.trainable),
         "training.frozen": sorted(config.training.frozen),
+        OPTIMIZER: config.training.optimizer,
         "lora": {name: _plain(adapters) for name, adapters in adapters_of(config).items()},
     }
 
@@ -217,16 +221,23 @@ def stage_choices(recompute: str, graph: StageGraph, stage: StageSpec) -> Recomp
 
 
 def _optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
-    training = config.training
+    training, warmup = config.training, warmup_steps(config, steps)
     return OptimizerSettings(
         learning_rate=training.learning_rate,
         betas=(training.betas[0], training.betas[1]),
         eps=training.eps,
         weight_decay=training.weight_decay,
         lr_scheduler_type=training.lr_scheduler_type,
-        warmup_steps=warmup_steps(config, steps),
+        warmup_steps=warmup,
         total_steps=steps,
         max_grad_norm=training.max_grad_norm,
+        min_lr=training.min_lr,
+        cycles=training.lr_num_cycles,
+        decay_steps=decay_steps(training, steps, warmup),
+        decay_type=training.lr_decay_type,
+        optimizer=training.optimizer,
+        momentum=training.muon_momentum,
+        adjust_lr=training.muon_adjust_lr,
     )
 
 
@@ -252,4 +263,4 @@ def resume_line(config: Config, newest: Path | None) -> str:
         return "there is no checkpoint of this run yet; training.save_steps says when there is one"
     words = [f"--config-path={Path(config.run_dir).absolute()}", "--config-name=config", "training.resume=auto"]
     words += ["overwrite=false"] if config.overwrite else []
-    return shlex.join(["python", "-m", "dhp.train_ray", *words])
+    return shlex.join(own_command("train", *words))

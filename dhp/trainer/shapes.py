@@ -27,7 +27,7 @@ def stage_shape(plan: RunPlan, stage: StageSpec) -> PartShape:
     dropped = part.absent(chunks_of(stage.chunks, part.whole))
     sharing = stage.degrees.holders // tensor
     held = count_held(plan.family, plan.source, plan.rules, plan.adapters, stage.part, tensor, sharing, dropped)
-    return sum_shape(held, bool(plan.rules.selects or plan.family.idle))
+    return sum_shape(held, bool(plan.rules.selects or plan.family.idle), plan.config.training.optimizer)
 
 
 def count_held(
@@ -43,6 +43,7 @@ def count_held(
     """What the fullest of `tensor` ranks holds of part `name`, whose experts so many replicas (sharing) share out,
     without the modules `dropped`."""
     from dhp.models.empty import adapt, held_parameters
+    from dhp.models.hidden_matrices import hidden_matrices
     from dhp.models.quantized import find_quantized
     from dhp.parallel.tensor.styles import with_fused
 
@@ -59,6 +60,7 @@ def count_held(
         sharing,
         partial(adapt, family=family, adapters={} if asked is None else {name: asked}),
         partial(find_quantized, layers=part.layers, trains=rules.trains) if rounded else lambda _: (),
+        partial(hidden_matrices, family=family),
     )
 
 

@@ -36,7 +36,8 @@ from dhp.trainer.opening import open_run
 from dhp.trainer.pending import Pending, Spans, naming_step
 from dhp.trainer.plan import plan_run
 from dhp.trainer.ready import start_stages
-from dhp.trainer.reports import Timing, left_out, make_loggers, notes, rank_shares, step_metrics
+from dhp.trainer.record import record_step, write_page
+from dhp.trainer.reports import Timing, make_loggers, notes, step_metrics
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import DataPlan, Session
 from dhp.trainer.settings import FULLEST_FIRST, resume_line, world
@@ -51,7 +52,8 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
         interval, degrees, text = config.training.log_interval, world(config), to_yaml(config)
         loggers = make_loggers(config, run_dir, start.checkpoint is not None)
-        recorder = Recorder(run_dir, interval, degrees, text, *begun, resume, say, loggers, restarts(), goes_on)
+        about = (run_dir, interval, degrees, text, *begun)
+        recorder = Recorder(*about, resume, say, loggers, restarts(), goes_on, write_page)
         with recorder, ending_on_error():
             plan = plan_run(config)
             if plan.family.note:
@@ -69,7 +71,7 @@ class Trainer:
         """unfinished: checkpoints that are being written, to be removed if the run fails."""
         self.session, self.recorder = session, recorder
         self.config, self.start, self.graph = session.config, session.start, session.graph
-        self._saver = Saver(session, recorder.say, unfinished or Unfinished())
+        self._saver = Saver(session, recorder.say, unfinished or Unfinished(), recorder.note)
         self._judge(())
         self._timeout_s = self.config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
@@ -221,15 +223,12 @@ class Trainer:
         planned = self.recorder.beside.planned
         timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self.ready.peak, planned)
         info = self.session.info(pending.refs.info)
-        for line in left_out(info):
-            self.recorder.say(line)
         self._skipped += len(info.skipped)
         reports = {name: self.session.values(refs) for name, refs in pending.refs.reports.items()}
         left = (self._skipped, self._nonfinite.add(reports))
         metrics = step_metrics(info, reports, timing, self.session.stages, *left)
         self._tell_once(notes(reports, metrics, timing))
-        self.recorder.record(metrics)
-        self.recorder.compare_ranks(rank_shares(info, reports, self.session.stages))
+        record_step(self.recorder, metrics, info, reports, self.session.stages)
         self._nonfinite.tell(metrics)
         if self.ready.tracing is not None:
             with self.recorder.writing():

@@ -62,6 +62,7 @@ EXPERTS = {
     "cut": Case(Degrees(), Degrees(tensor=2), 2, "float32"),
     "fsdp": Case(Degrees(data=2), Degrees(data=2), 2, "float32", 3, text_zero_stage=3, fsdp=True),
     "pipeline": Case(Degrees(), Degrees(data=2, expert=2), 2, "float32", schedule="1f1b", stages=2),
+    "cut, fsdp": Case(Degrees(), Degrees(data=2, tensor=2), 2, "float32", text_zero_stage=2, fsdp=True),
 }
 ADAPTERS = (("vision", AdapterSettings(2, 4.0)), ("text", AdapterSettings(3, 3.0)))
 LORA = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +17,13 @@ from safetensors.torch import load_file
 from dhp.__main__ import main
 from dhp.cli.inspect_costs import COSTS
 from dhp.cli.inspect_data import COLUMNS, DATASETS, LENGTHS
+from dhp.core.command import own_command
 from dhp.core.errors import PartFailed
 from dhp.observe.plots import HEIGHT, WIDTH
 from dhp.trainer.lengths import map_chunks
+from dhp.version import VERSION
+
+ROOT = Path(__file__).parents[2]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -30,7 +36,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["--help"]) == 0
-    assert capsys.readouterr().out.count("usage: python -m dhp COMMAND") == 2
+    called = " ".join(own_command())
+    assert capsys.readouterr().out.count(f"usage: {called} COMMAND") == 2
+    assert main(["--version"]) == 0 and capsys.readouterr().out.strip() == VERSION
 
 
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,9 +46,34 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "exprot is no command of dhp; did you mean export?" in capsys.readouterr().err
 
 
-def test_who_asks_for_training_is_shown_the_way(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "my.yaml", "seed=3"]) == 2
-    assert capsys.readouterr().err == "training is `python -m dhp.train_ray my.yaml seed=3`\n"
+@pytest.mark.parametrize("module", [["dhp", "train"], ["dhp.train_ray"]])
+@pytest.mark.parametrize(
+    ("arguments", "status", "shown"),
+    [
+        (["--help", "data.balance"], 0, "data.balance: text; default `random`"),
+        (["--help", "data.balanse"], 1, "data.balanse is not a key; did you mean data.balance?"),
+        ([], 1, "name a FILE.yaml, or --config-name=NAME, of which there are: five_stages_tiny,"),
+        (["--config-name=tini"], 1, "--config-name=tini does not exist; did you mean tiny?"),
+        (["nowhere.yaml"], 1, "nowhere.yaml does not exist"),
+    ],
+)
+def test_training_is_a_command_like_its_module(
+    module: list[str], arguments: list[str], status: int, shown: str, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", *module, *arguments]
+    there = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=there, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status and shown in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to start them again with, where training.max_restarts asks for it."""
+    started: list[tuple[str, tuple[str, ...]]] = []
+    monkeypatch.setattr("dhp.train_ray.begin_command", lambda: None)
+    monkeypatch.setattr("dhp.supervise.launch.supervise", lambda config, given: started.append((config.name, given)))
+    assert main(["train", "--config-name=tiny", "name=mine", "training.max_restarts=2"]) == 0
+    assert started == [("mine", ("--config-name=tiny", "name=mine", "training.max_restarts=2"))]
 
 
 def test_export_refuses_what_is_no_finished_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 from dhp.__main__ import main
 from dhp.cli.plan import NOTHING_FITS
 from dhp.config.command_line import compose_config
+from dhp.core.command import own_command
 from dhp.observe.scatter import HEIGHT, WIDTH
 from dhp.trainer.dry_run import dry_run
 from dhp.trainer.preflight import prepare
@@ -63,7 +64,7 @@ def test_what_is_written_trains(capsys: pytest.CaptureFixture[str], tiny_assets:
     files = {name: tmp_path / f"plan.{name}" for name in ("yaml", "json", "png")}
     flags = [f"--write={files['yaml']}", f"--json={files['json']}", f"--plot={files['png']}"]
     shown = planned(capsys, tiny_assets, "free=all", "training.batch_size=12", *flags)
-    assert f"python -m dhp.train_ray {files['yaml']}" in line(shown, "train")
+    assert f"{' '.join(own_command('train'))} {files['yaml']}" in line(shown, "train")
     with Image.open(files["png"]) as picture:
         assert picture.size == (WIDTH, HEIGHT)
     found = json.loads(files["json"].read_text())

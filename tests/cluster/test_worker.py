@@ -100,7 +100,9 @@ def test_the_report_of_a_step_tells_how_long_its_verbs_took(worker: Worker, monk
     call(worker, "save", "x")  # no part of a step
     (_, first), (_, second) = call(worker, "optimizer_step"), call(worker, "optimizer_step")
     assert 0.05 <= first.busy_s < 0.5 and 0 <= second.busy_s < first.busy_s
-    assert replace(first, busy_s=None) == report
+    assert 0.05 <= first.spent["backward"].own_s < 0.5 and set(first.spent) == {"backward", "optimizer"}
+    assert first.busy_s == sum(one.own_s for one in first.spent.values()) and set(second.spent) == {"optimizer"}
+    assert replace(first, busy_s=None, spent={}) == report
 
 
 def test_the_heartbeat_says_which_method_of_which_step_it_is_in(

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.parameters import ALL, AdapterSettings, Group, GroupRule, Selector, TrainingRules
-from dhp.engine.build import cuts_first, dtype_to_load, freeze, optimizer_maker, trained_groups
+from dhp.engine.build import cuts_first, dtype_to_load, freeze, optimizer_maker, rates_at, trained_groups
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.weights import stored_dtype
 from dhp.trainer.settings import stage_settings
@@ -67,6 +67,15 @@ def test_what_no_rule_trains_has_no_gradient_and_what_was_frozen_stays_so() -> N
     assert trained_groups(model, settings()) == (Group("text", 0.02, 0.3, 0),)
 
 
+def test_groups_fall_to_the_same_share_of_their_rates() -> None:
+    groups = [Group("text", 0.02, 0.3, 0), Group("fast", 0.2, 0.3, 0)]
+    update = replace(settings().update, learning_rate=0.02, lr_scheduler_type="linear", total_steps=4, min_lr=0.005)
+    assert rates_at(2, groups, update) == pytest.approx({"text": 0.0125, "fast": 0.125})
+    assert rates_at(4, groups, update) == pytest.approx({"text": 0.005, "fast": 0.05})
+    waves = replace(update, lr_scheduler_type="cosine_with_restarts", cycles=2, min_lr=0.0)
+    assert [rates_at(step, groups, waves)["text"] for step in (0, 2)] == [0.02, 0.02]
+
+
 def test_what_is_configured_reaches_every_stage() -> None:
     """None of the values is a default, and no two are alike."""
     values = {
@@ -75,11 +84,16 @@ def test_what_is_configured_reaches_every_stage() -> None:
         "eps": 1e-3,
         "weight_decay": 0.3,
         "max_grad_norm": 0.25,
-        "lr_scheduler_type": "cosine",
+        "lr_scheduler_type": "warmup_stable_decay",
         "warmup_steps": 3,
+        "min_lr": 1e-4,
+        "lr_decay_ratio": 0.2,
+        "lr_decay_type": "linear",
     }
     config = resolve(compose_config("tiny", overrides=[f"training.{name}={value}" for name, value in values.items()]))
-    expected = OptimizerSettings(0.002, (0.7, 0.95), 1e-3, 0.3, "cosine", 3, 40, 0.25)
+    expected = OptimizerSettings(
+        *(0.002, (0.7, 0.95), 1e-3, 0.3, "warmup_stable_decay", 3, 40, 0.25, 1e-4), decay_steps=8, decay_type="linear"
+    )
     graph = make_graph()
     for stage in graph.stages:
         settings = stage_settings(config, graph, stage, "cpu", 40)

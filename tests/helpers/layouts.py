@@ -103,6 +103,7 @@ class Case:
     objective: str = "sft"
     state_bytes: int = 18  # of both parts
     sharded_norms: bool = False  # of each part with tensor ranks
+    optimizer: str = "adamw"
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
@@ -126,6 +127,7 @@ class Case:
         packed += f", {self.objective}" if self.objective != "sft" else ""
         packed += f", {self.state_bytes} bytes" if self.state_bytes != 18 else ""
         packed += ", sharded norms" if self.sharded_norms else ""
+        packed += f", {self.optimizer}" if self.optimizer != "adamw" else ""
         packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')}"
         packed += f" of {self.audio_stages} stages" if self.audio_stages > 1 else ""
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
@@ -280,6 +282,11 @@ def rules_of(model: str, case: Case) -> TrainingRules:
     return replace(training_rules(asked, family_of(model, case), dict(case.lora)), groups=case.groups)
 
 
+def update_of(case: Case) -> OptimizerSettings:
+    """The settings of its optimizer."""
+    return replace(UPDATE, optimizer=case.optimizer)
+
+
 def family_of(model: str, case: Case) -> Family:
     """With the parts that the case has."""
     return load_family(model).having(() if case.audio is None else ("audio",))
@@ -305,7 +312,7 @@ def settings(stage: StageSpec, graph: StageGraph, model: str, case: Case) -> Sta
         sequence_sharded_norms=case.sharded_norms and stage.degrees.tensor > 1,
         autotp=case.autotp and stage.part == "text",
         packing=case.packing,
-        update=UPDATE,
+        update=update_of(case),
         seed=0,
         rules=rules_of(model, case),
         adapters=dict(case.lora).get(stage.part),
@@ -491,12 +498,12 @@ def _expected(model: str, case: Case, steps: Sequence[Sequence[Sample]], kind: t
         case.device,
         rules,
         case.lora,
-        UPDATE,
+        update_of(case),
         rounding(),  # a float64 reference of a 16-bit row has the library's own float32 inside, others do not
         tuple(tuple(map(id, samples)) for samples in steps),
     )
     if key not in _KNOWN:
-        oracle = kind(model, getattr(torch, case.dtype), UPDATE, case.device, rules, dict(case.lora))
+        oracle = kind(model, getattr(torch, case.dtype), update_of(case), case.device, rules, dict(case.lora))
         start = _on_host(oracle.weights())
         wanted = (start, [_step_on_host(oracle, samples) for samples in steps], _on_host(oracle.weights()))
         _KNOWN[key] = (steps, wanted)  # the samples are kept, so that their ids stay theirs

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 from transformers import AutoModelForImageTextToText, PreTrainedModel, get_scheduler
+from transformers.optimization import Adafactor
 
-from dhp.core.batch import ProcessorOutput
-from dhp.core.parameters import ALL, AdapterSettings, Group, TrainingRules
+from dhp.core.parameters import ADAFACTOR, ALL, MUON, AdapterSettings, Group, TrainingRules
 from dhp.core.reports import EvaluatedShare
 from dhp.data.sample.sample import Sample
-from dhp.doctor.trial import sound_inputs
+from dhp.doctor.plain import model_inputs
 from dhp.engine.settings import OptimizerSettings
-from dhp.models.contract.pictures import joined, unpack
-from dhp.models.contract.rows import kinds_for, token_types
 from dhp.models.family import Family
 from dhp.models.lora import first_values
 from dhp.models.patches import project_as_product
@@ -67,15 +65,10 @@ class Oracle:
         self.prepare(model_name)
         self.update = update
         default = Group("all", update.learning_rate, update.weight_decay, update.warmup_steps)
-        members: dict[Group, list[Tensor]] = {}
+        members: dict[tuple[Group, bool], list[Tensor]] = {}
         for name, parameter in self.named():
-            members.setdefault(rules.group(name, default), []).append(parameter)
-        self.optimizers = [
-            torch.optim.AdamW(
-                own, lr=of.learning_rate, betas=update.betas, eps=update.eps, weight_decay=of.weight_decay
-            )
-            for of, own in members.items()
-        ]
+            members.setdefault((rules.group(name, default), _is_hidden(name, parameter)), []).append(parameter)
+        self.optimizers = [make_plain(of, hidden, own, update) for (of, hidden), own in members.items()]
         kind = update.lr_scheduler_type
         self.schedules = [
             get_scheduler(
@@ -84,7 +77,7 @@ class Oracle:
                 num_warmup_steps=of.warmup_steps,
                 num_training_steps=update.total_steps,
             )
-            for of, optimizer in zip(members, self.optimizers, strict=True)
+            for (of, _), optimizer in zip(members, self.optimizers, strict=True)
         ]
 
     def prepare(self, model_name: str) -> None:
@@ -165,38 +158,20 @@ class Oracle:
         return logits, torch.from_numpy(sample.labels)[1:].to(self.device)
 
 
-def model_inputs(sample: Sample, family: Family, model: PreTrainedModel) -> dict[str, Tensor]:
-    """A sample as the arguments of the plain model."""
-    inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
-    kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
-    kinds = token_types(family.config, kinds, torch.from_numpy(sample.labels)[None])
-    if sample.pixels and isinstance(sample.grids[0], ProcessorOutput):
-        inputs |= {"attention_mask": torch.ones_like(kinds), **_whole_pictures(sample, model.dtype)}
-    elif sample.pixels:
-        inputs |= _pictures(sample, model.dtype)
-        inputs["mm_token_type_ids"] = kinds
-    if sample.clips:
-        inputs |= {"attention_mask": torch.ones_like(kinds), **sound_inputs(sample, model.dtype)}
-    return family.processor.plain_inputs(inputs) | kinds_for(type(model).forward, kinds)
+def _is_hidden(name: str, parameter: Tensor) -> bool:
+    """As LLaMA-Factory and ms-swift choose what Muon takes."""
+    return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
 
 
-def _whole_pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Pictures as arguments of one call, as their image processor would give them."""
-    pairs = zip(sample.grids, sample.pixels, strict=True)
-    return joined([unpack(form, torch.from_numpy(pixels), dtype) for form, pixels in pairs])
-
-
-def _pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Images and videos as the plain model's own arguments."""
-    found = {}
-    for kind, still in (("image", True), ("video", False)):
-        numbers = [n for n, seconds in enumerate(sample.video_seconds) if (seconds is None) == still]
-        if numbers:
-            name = "pixel_values" if still else "pixel_values_videos"
-            found[name] = torch.cat([torch.from_numpy(sample.pixels[n]) for n in numbers]).to(dtype)
-            found[f"{kind}_grid_thw"] = torch.tensor([sample.grids[n] for n in numbers])
-    moving = [seconds for seconds in sample.video_seconds if seconds is not None]
-    return found | ({"second_per_grid_ts": torch.tensor(moving)} if moving else {})
+def make_plain(of: Group, hidden: bool, own: list[Tensor], update: OptimizerSettings) -> torch.optim.Optimizer:
+    """The library's optimizer of whole tensors. hidden: they are matrices of hidden layers."""
+    if hidden and update.optimizer == MUON:
+        how = {"momentum": update.momentum, "adjust_lr_fn": update.adjust_lr}
+        return torch.optim.Muon(own, lr=of.learning_rate, weight_decay=of.weight_decay, **how)
+    if update.optimizer == ADAFACTOR:  # as transformers' Trainer makes it
+        fixed = {"scale_parameter": False, "relative_step": False}
+        return Adafactor(own, lr=of.learning_rate, weight_decay=of.weight_decay, **fixed)
+    return torch.optim.AdamW(own, lr=of.learning_rate, betas=update.betas, eps=update.eps, weight_decay=of.weight_decay)
 
 
 def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, AdapterSettings]) -> None:

@@ -52,7 +52,7 @@ def train(
     """
     mark = uuid4().hex
     start = {} if real else forks.environment()
-    starts_ray = module != "dhp" or arguments[0] in ("evaluate", "generate")
+    starts_ray = module != "dhp" or arguments[0] in ("evaluate", "generate") or arguments[:2] == ("doctor", "loss")
     if starts_ray and not (real or own_ray or any("cluster.address" in word for word in arguments)):
         address, joining = shared_ray.join()
         start, arguments = {**start, **joining}, (*arguments, f"cluster.address={address}")

@@ -1,8 +1,10 @@
 """The closing table."""
 
+from dhp.core.command import own_command
 from dhp.observe.summary import Summary
 from dhp.observe.terminal import closing_table
 
+CALLED = " ".join(own_command())
 WORLD = {
     "vision": {"num_actors": 2, "data": 1, "ulysses": 2, "ring": 1, "tensor": 1, "expert": 1, "zero_stage": 1},
     "text": {"num_actors": 4, "data": 4, "ulysses": 1, "ring": 1, "tensor": 1, "expert": 2},
@@ -37,8 +39,8 @@ def test_a_completed_run():
         "metrics        runs/x/metrics.jsonl",
         "curves         tensorboard --logdir runs/x",
         "checkpoint     runs/x/checkpoints/step_60",
-        "export         python -m dhp export runs/x/checkpoints/step_60 OUT_DIR",
-        "ask            python -m dhp generate checkpoint=runs/x/checkpoints/step_60 prompt=TEXT",
+        f"export         {CALLED} export runs/x/checkpoints/step_60 OUT_DIR",
+        f"ask            {CALLED} generate checkpoint=runs/x/checkpoints/step_60 prompt=TEXT",
     ]
 
 

@@ -10,8 +10,8 @@ from dhp.config.part import LoraConfig, PartConfig
 from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageSpec
-from dhp.models.shape import PartShape
-from dhp.trainer.memory import RankBytes, by_zero_stage, gathered_bytes, rank_bytes, runtime_bytes
+from dhp.models.shape import HeldParameter, PartShape, sum_shape
+from dhp.trainer.memory import RankBytes, by_zero_stage, copied_bytes, gathered_bytes, rank_bytes, runtime_bytes
 
 
 def spec(**degrees: int) -> StageSpec:
@@ -118,3 +118,27 @@ def test_a_float64_value_takes_eight_bytes_and_an_unknown_format_is_refused() ->
     assert rank_bytes(part, spec(), PartShape(10, 10, 10)) == RankBytes(80, 80, 160)
     with pytest.raises(ConfigError, match="dtype=int3"):
         rank_bytes(PartConfig(dtype="int3"), spec(), PartShape(10, 10, 10))
+
+
+def test_states_of_other_optimizers() -> None:
+    """Half of the parameters with one average of each instead of two."""
+    part, shape = PartConfig(dtype="bfloat16", zero_engine="fsdp", tensor=1), PartShape(100, 100, 100, states=1.5)
+    assert rank_bytes(part, spec(), shape) == RankBytes(200, 400, 1000)
+    assert rank_bytes(replace(part, zero_stage=3), spec(data=4), shape) == RankBytes(0, 100, 250)
+    assert by_zero_stage(part, spec(data=4), shape)[1] is None  # torch's engine alone holds them
+    assert copied_bytes(part, spec(), shape) == 200 + 1000
+
+
+def test_numbers_that_each_optimizer_keeps() -> None:
+    matrix = HeldParameter(("a",), 100, 50, True, True, False, (10, 10), True)
+    other = HeldParameter(("b",), 30, 30, False, True, False, (3, 10))
+    frozen = HeldParameter(("c",), 20, 20, False, False, False, (2, 10), True)
+    assert sum_shape([matrix, other, frozen], True) == PartShape(150, 100, 50, 80)
+    assert sum_shape([matrix, other, frozen], True, "muon") == PartShape(150, 100, 50, 80, states=110 / 80)
+    factors = PartShape(150, 100, 50, 80, states=0.0, factors=20 + 13)
+    assert sum_shape([matrix, other, frozen], True, "adafactor") == factors
+    vector = HeldParameter(("d",), 8, 8, False, True, False, (8,))
+    assert sum_shape([vector], False, "adafactor") == PartShape(8, 8, 8, states=1.0)
+    cut = rank_bytes(PartConfig(zero_engine="fsdp", zero_stage=3), spec(data=4), factors)
+    assert cut == RankBytes(0, 80, 80 + 33 * 4)  # these are whole on every rank
+    assert sum_shape([frozen], True, "muon") == PartShape(20, 20, 20, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +83,47 @@ def test_a_run_may_be_longer_where_its_rates_do_not_know_its_end() -> None:
     with pytest.raises(CheckpointError, match="configured: training.warmup_steps was"):
         check_rates(asked, start, 90)
     check_rates(config_of("training.lr_scheduler_type=linear", "training.resume_changes=[training]"), start, 90)
+
+
+@pytest.mark.parametrize("change", ["min_lr=0.0001", "lr_num_cycles=3"])
+def test_the_shape_of_a_curve_stays(change: str) -> None:
+    waves = "training.lr_scheduler_type=cosine_with_restarts"
+    with pytest.raises(CheckpointError, match="training.(min_lr was 0.0|lr_num_cycles was 1) .*follows one curve"):
+        check_recipe(config_of(waves, f"training.{change}"), start_of(config_of(waves)))
+
+
+def test_where_a_rate_is_constant_its_fall_may_begin_at_another_step() -> None:
+    stable = ["training.lr_scheduler_type=warmup_stable_decay", "training.warmup_steps=3"]
+    ten = config_of(*stable, "training.lr_decay_steps=10")
+    assert rates(ten, 60) == {
+        "training.total_steps": 60,
+        "training.warmup_steps": 3,
+        "training.lr_decay_steps": 10,
+    }
+    start = start_of(ten, 60)  # behind step 4
+    for now, steps in ((ten, 90), (ten, 14), (config_of(*stable, "training.lr_decay_steps=20"), 60)):
+        check_rates(now, start, steps)
+    with pytest.raises(CheckpointError, match="training.total_steps was 60 and is 13"):  # it would be falling
+        check_rates(ten, start, 13)
+    with pytest.raises(CheckpointError, match="training.total_steps was 13 and is 60"):  # it has fallen
+        check_rates(ten, start_of(ten, 13), 60)
+    with pytest.raises(CheckpointError, match="training.lr_decay_steps was 9 and is 10"):
+        check_rates(ten, start_of(config_of(*stable, "training.lr_decay_steps=9"), 13), 13)
+    with pytest.raises(CheckpointError, match="training.warmup_steps was 3 and is 5"):  # it would be rising
+        check_rates(config_of(*stable[:1], "training.warmup_steps=5", "training.lr_decay_steps=10"), start, 60)
+
+
+def test_the_optimizer_stays() -> None:
+    whole = "vision.zero_stage=0"
+    start = start_of(config_of(whole))
+    with pytest.raises(CheckpointError, match="training.optimizer was adamw and is muon. Reason: .*has other states"):
+        start.check(kept_settings(config_of(whole, "training.optimizer=muon")))
+    start.check(kept_settings(config_of(whole)))
+    unsaid = {key: value for key, value in start.settings.items() if key != "training.optimizer"}
+    older = replace(start, settings=unsaid)  # which had AdamW alone
+    older.check(kept_settings(config_of(whole)))
+    with pytest.raises(CheckpointError, match="training.optimizer was adamw and is adafactor"):
+        older.check(kept_settings(config_of(whole, "training.optimizer=adafactor")))
 
 
 def test_layouts_may_change() -> None:

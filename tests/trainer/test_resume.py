@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from dhp.checkpoint.manifest import ABOUT
 from dhp.checkpoint.resume import find_start
 from dhp.config.command_line import compose_config
+from dhp.core.command import own_command
 from dhp.core.errors import CheckpointError, ConfigError
 from dhp.train_ray import main
 from dhp.trainer.plan import plan_run
@@ -147,7 +148,7 @@ def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path, tiny
     assert "nothing is left to train: training.max_steps or num_epochs give 4 steps" in outcome.stdout
     assert lines_of(run_dir) == [] and not any(run_dir.glob("checkpoints/*"))
     assert (summary(run_dir)["steps"], summary(run_dir)["status"]) == (STEPS, "completed")
-    assert f"python -m dhp export {whole}/checkpoints/step_4 OUT_DIR" in outcome.stdout
+    assert f"{' '.join(own_command('export'))} {whole}/checkpoints/step_4 OUT_DIR" in outcome.stdout
 
 
 def refused(assets: Path, run_dir: Path, *overrides: str) -> str:

@@ -13,6 +13,7 @@ from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.resolve import resolve
 from dhp.config.run_dir import check_run_dir
 from dhp.core.axes import Degrees
+from dhp.core.command import own_command
 from dhp.core.parameters import AdapterSettings, Selector, TrainingRules
 from dhp.data.sampling.sampler import BalanceSettings, BatchLayout
 from dhp.models.flops import NO_BACKWARD, MatmulShare, TrainedShare
@@ -221,8 +222,9 @@ def test_the_line_to_resume_reads_the_stopped_runs_own_configuration(tmp_path: P
     with pytest.raises(KeyboardInterrupt), Recorder(run_dir, 1, {}, to_yaml(config)) as recorder:
         recorder.record(StepMetrics(step=3, loss=2.0))
         raise KeyboardInterrupt
-    python, dash, module, path, name, *overrides = shlex.split(resume_line(config, newest))
-    assert (python, dash, module) == ("python", "-m", "dhp.train_ray")
+    words, called = shlex.split(resume_line(config, newest)), own_command("train")
+    assert words[: len(called)] == called
+    path, name, *overrides = words[len(called) :]
     again = resolve(compose_config(name.partition("=")[2], path.partition("=")[2], overrides))
     assert (again.seed, again.training.resume, again.run_dir) == (5, "auto", str(run_dir))
     check_run_dir(again)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from zlib import crc32
 
@@ -12,16 +12,21 @@ from dhp.data.sampling.dataset import Dataset, Portion
 from dhp.data.sampling.sampler import StepBatch
 
 
-def digest(dataset: Dataset, batch: StepBatch) -> str:
-    """Eight hex digits (CRC-32) of a step's samples: of each dataset, by name, its name and the rows of its annotations
-    (0-based, ascending, int64). The same wherever they are computed, in whatever order."""
+def rows_of(dataset: Dataset, batch: StepBatch) -> dict[str, np.ndarray]:
+    """The rows of a step's samples in their annotations (0-based, ascending, int64), by dataset in order of names."""
     rows: dict[str, list[np.ndarray]] = {}
     for portion, _, found in _rows(dataset, batch):
         rows.setdefault(portion.annotations.dataset, []).append(found)
+    return {name: np.sort(np.concatenate(rows[name])).astype("<i8") for name in sorted(rows)}
+
+
+def digest(rows: Mapping[str, np.ndarray]) -> str:
+    """Eight hex digits (CRC-32) of a step's samples, as `rows_of` has them: of each dataset its name and the rows. The
+    same wherever they are computed, in whatever order."""
     value = 0
-    for name in sorted(rows):
+    for name, found in rows.items():
         value = crc32(name.encode() + b"\0", value)
-        value = crc32(np.sort(np.concatenate(rows[name])).astype("<i8").tobytes(), value)
+        value = crc32(found.tobytes(), value)
     return f"{value:08x}"
 
 

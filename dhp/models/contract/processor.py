@@ -130,13 +130,13 @@ class ContractProcessor(Processor):
             "image_processor": load_image_processor(self._model_name),
             "tokenizer": load_tokenizer(self._model_name, chat_template=""),  # none is needed here
         }
-        missing = {name: None for name in kind.get_attributes() if name not in parts}
         try:
+            missing = {name: None for name in kind.get_attributes() if name not in parts}
             return own(**parts, **missing, **self._settings(kind))
         except Exception as error:
             raise ModelError(
                 f"{self._model_name}: {kind.__name__} cannot be made from this directory: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {str(error).strip()}"
             ) from error
 
     def _kind(self) -> type[ProcessorMixin]:

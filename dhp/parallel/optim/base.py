@@ -1,4 +1,4 @@
-"""The interface of a stage's optimizer and its state; AdamW, its rates, the clipped step, 16-bit training.
+"""The interface of a stage's optimizer and its state; AdamW, the clipped step, 16-bit training.
 
 Each moment goes by its parameter's name, `<parameter>.exp_avg`; where a rank holds a range of a parameter's elements,
 the range says which. So the names and extents tell what belongs where for any number of ranks.
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dhp.core.errors import CheckpointError, ConfigError
+from dhp.core.errors import CheckpointError
 from dhp.core.parameters import Group
 from dhp.core.state import StateSink, StateSource
-from dhp.core.state_forms import MOMENTS, SUM, StateForm
+from dhp.core.state_forms import MOMENTS, STATE_KINDS, SUM, StateForm
 
 STEP = "step"  # optimizer steps taken; parameters of a part step together
 
@@ -45,7 +45,7 @@ def read_step(source: StateSource) -> Tensor:
     """The number of optimizer steps in a checkpoint. Raises CheckpointError where it is 0 beside moments, which would
     be dropped."""
     step = source.whole(STEP)
-    if not step and any(name.endswith(MOMENTS) for name in source.names):
+    if not step and any(name.endswith(STATE_KINDS) for name in source.names):
         raise CheckpointError("the optimizer's states say that it took no step, and there are moments of its steps")
     return step
 
@@ -197,28 +197,19 @@ _FUSED = {"cuda", "cpu"}  # devices that have the kernel
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
-def learning_rate_at(step: int, total_steps: int, base_lr: float, warmup_steps: int, kind: str) -> float:
-    """Learning rate of optimizer step number `step` (from 0), equal to transformers' schedule of that kind.
-
-    It rises linearly from 0 over `warmup_steps`, then stays (constant), falls linearly to 0 at `total_steps`
-    (linear), or falls along half a cosine (cosine). Raises ConfigError for another kind.
-    """
-    if kind not in _FACTORS:
-        raise ConfigError(f"training.lr_scheduler_type={kind} does not exist; choose one of {', '.join(_FACTORS)}")
-    if step < warmup_steps:
-        return base_lr * (step / max(1, warmup_steps))
-    return base_lr * _FACTORS[kind](step, total_steps, warmup_steps)
-
-
 def make_adamw(
     named: Iterable[tuple[str, torch.nn.Parameter]], group: Callable[[str], Group], betas: Sequence[float], eps: float
 ) -> torch.optim.AdamW:
     """torch's AdamW by its fused kernel: one pass, and no temporary copy of a moment. The parameters of each `group`,
     by name, have a group of the optimizer, which keeps its name."""
-    groups = group_parameters(named, group)
+    return make_adamw_of(group_parameters(named, group), betas, eps)
+
+
+def make_adamw_of(groups: Sequence[dict[str, Any]], betas: Sequence[float], eps: float) -> torch.optim.AdamW:
+    """The same of groups of parameters."""
     there = {parameter.device.type for one in groups for parameter in one["params"]}
     fused = True if there and there <= _FUSED else None  # None: as torch chooses
-    return torch.optim.AdamW(groups, betas=tuple(betas), eps=eps, fused=fused)
+    return torch.optim.AdamW(list(groups), betas=tuple(betas), eps=eps, fused=fused)
 
 
 def group_parameters(
@@ -252,19 +243,3 @@ def clip_coefficient(norm_sq_parts: Sequence[float], max_norm: float | None) -> 
         return norm, 1.0
     ratio = max_norm / (norm + _CLIP_EPS)
     return norm, ratio if math.isnan(ratio) else min(1.0, ratio)
-
-
-def _constant(step: int, total_steps: int, warmup_steps: int) -> float:
-    return 1.0
-
-
-def _linear(step: int, total_steps: int, warmup_steps: int) -> float:
-    return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
-
-
-def _cosine(step: int, total_steps: int, warmup_steps: int) -> float:
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
-
-
-_FACTORS = {"constant": _constant, "linear": _linear, "cosine": _cosine}

@@ -19,33 +19,34 @@ from dhp.core.parameters import Group
 from dhp.core.state_forms import COMPENSATION, MOMENTS, StateForm
 from dhp.parallel.optim.base import STEP, ScalingOptimizer, group_parameters
 from dhp.parallel.optim.compensation import join_master, split_master
-from dhp.parallel.optim.fsdp_parts import RowBlock
+from dhp.parallel.optim.fsdp_parts import HeldBlock
 from dhp.parallel.optim.host_moments import HostMoments
+from dhp.parallel.optim.places import PlacedOptimizer
 from dhp.parallel.optim.stochastic import draw_halves, draw_key, round_stochastically
 
 CHUNK_ELEMENTS = 1 << 21  # that are in float32 at a time, some 90 MB with all temporaries
 
 
 class Extent(NamedTuple):
-    """Which blocks of a parameter of `shape` the rows of a weight are."""
+    """Which blocks of a parameter of `shape` a weight is made of."""
 
     shape: tuple[int, ...]
-    blocks: Sequence[RowBlock]
+    blocks: Sequence[HeldBlock]
 
     @classmethod
     def whole(cls, weight: Tensor) -> Extent:
         """That of a weight no rank of which has other rows."""
         shape = tuple(_rows_of(weight).shape)
-        return cls(shape, [RowBlock(0, shape[0], (0,) * len(shape))])
+        return cls(shape, [HeldBlock(tuple(slice(0, length) for length in shape), (0,) * len(shape))])
 
-    def chunks(self, weight: Tensor) -> Iterator[tuple[slice, tuple[int, ...]]]:
-        """Rows of the weight, some at a time, and where each chunk begins in the whole parameter."""
+    def chunks(self, weight: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
+        """Parts of the weight, some rows at a time, and where each chunk begins in the whole parameter."""
         rows = _rows_of(weight)
         each = max(1, CHUNK_ELEMENTS // max(1, rows[:1].numel()))
-        for first, count, offset in self.blocks:
-            for begin in range(0, count, each):
-                taken = slice(first + begin, first + min(begin + each, count))
-                yield taken, (offset[0] + begin, *offset[1:])
+        for (own, *others), offset in self.blocks:
+            for begin in range(own.start, own.stop, each):
+                taken = slice(begin, min(begin + each, own.stop))
+                yield (taken, *others), (offset[0] + begin - own.start, *offset[1:])
 
 
 class _Chunk(NamedTuple):
@@ -182,8 +183,10 @@ def make_chunked_adamw(
     return ChunkedAdamW([one | own for one in groups], form, seed, host)
 
 
-def new_moments(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
-    """Moments of a weight that no step has updated, as the optimizer keeps them."""
+def new_states(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
+    """States of a weight that no step has updated, by kind, as the optimizer keeps them."""
+    if isinstance(optimizer, PlacedOptimizer):
+        return optimizer.new_states(weight)
     if isinstance(optimizer, ChunkedAdamW):
         return optimizer.new_moments(weight)
     return {kind: torch.zeros_like(weight) for kind in MOMENTS}

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dhp.core.state import StateSink, StateSource
-from dhp.core.state_forms import EXACT_STATES, FORMS, MASTER, MOMENTS, StateForm
+from dhp.core.state_forms import EXACT_STATES, FACTORS, FORMS, MASTER, STATE_KINDS, StateForm
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.optim.base import (
     STEP,
@@ -35,9 +36,10 @@ from dhp.parallel.optim.base import (
     steps_taken,
     widen,
 )
-from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_moments
+from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_states
 from dhp.parallel.optim.compensation import saved_master
-from dhp.parallel.optim.fsdp_parts import Computation, RowBlock, held_blocks, shard_rows
+from dhp.parallel.optim.fsdp_parts import Computation, HeldBlock, held_blocks, shard_rows
+from dhp.parallel.optim.places import PlacedOptimizer
 from dhp.parallel.optim.replicated import MakeOptimizer, sum_of_squares
 from dhp.parallel.tensor.slices import Cut, cut_of, owned_parameters, partial_over
 
@@ -52,7 +54,8 @@ class _Shard:
         self.cut: Cut | None = None if cut is None or all(p.is_replicate() for p in cut.placements) else cut
         self.partial = partial_over(owner, own)
         self.shape = tuple(parameter.shape if self.cut is None else self.cut.shape)
-        self.blocks: Sequence[RowBlock] = held_blocks(shard_rows(parameter.shape, mesh), parameter.shape, self.cut)
+        self.slice_shape, self.held = parameter.shape, shard_rows(parameter.shape, mesh)
+        self.blocks: Sequence[HeldBlock] = held_blocks(self.held, parameter.shape, self.cut)
 
     def adopt(self, parameter: Tensor, sums: torch.dtype) -> None:
         """Take the parameter that FSDP has made, to sum its gradients in `sums`."""
@@ -83,8 +86,8 @@ class _Shard:
 
     def rows(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """This rank's values, block by block, and where each begins in the whole parameter."""
-        for first, count, offset in self.blocks:
-            yield values[first : first + count], offset
+        for here, offset in self.blocks:
+            yield values[here], offset
 
 
 class FullySharded:
@@ -126,6 +129,10 @@ class FullySharded:
         self.optimizer = make_optimizer((shard.name, shard.weight) for shard in self._trained)
         if isinstance(self.optimizer, ChunkedAdamW):
             self.optimizer.extents = {shard.weight: Extent(shard.shape, shard.blocks) for shard in self._trained}
+        if isinstance(self.optimizer, PlacedOptimizer):
+            for shard in self._trained:
+                ranks = self._replicas if shard.cut is None else dist.group.WORLD
+                self.optimizer.place(shard.weight, shard.held, shard.slice_shape, shard.cut, ranks)
         self._summed = False
         self._tied: tuple[str, bool] | None = None
 
@@ -203,9 +210,12 @@ class FullySharded:
                 continue
             state = self.optimizer.state.get(shard.weight, {})
             kinds = {MASTER: shard.weight.detach()} if self._cast else {}
-            kinds |= {kind: state[kind] for kind in MOMENTS if kind in state}
+            kinds |= {kind: state[kind] for kind in STATE_KINDS if kind in state}
             for kind, values in kinds.items():
-                self._hand_over(sink, shard, f"{shard.name}.{kind}", values)
+                if kind in FACTORS:
+                    sink.add(f"{shard.name}.{kind}", values)
+                else:
+                    self._hand_over(sink, shard, f"{shard.name}.{kind}", values)
 
     def load_state(self, source: StateSource) -> None:
         """Take back what an optimizer of any layout saved; the weights of the same checkpoint are in the module."""
@@ -217,9 +227,11 @@ class FullySharded:
                 if master is not None:
                     rows.copy_(master)
             if step:
-                state = new_moments(self.optimizer, shard.weight)
+                state = new_states(self.optimizer, shard.weight)
                 for kind, values in state.items():
-                    for rows, offset in shard.rows(values):
+                    if kind in FACTORS:
+                        values.copy_(source.whole(f"{shard.name}.{kind}"))
+                    for rows, offset in () if kind in FACTORS else shard.rows(values):
                         rows.copy_(source.block(f"{shard.name}.{kind}", offset, tuple(rows.shape)))
                 self.optimizer.state[shard.weight] = {STEP: step_for(self.optimizer, shard.weight, step), **state}
 

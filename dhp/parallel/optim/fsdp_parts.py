@@ -24,11 +24,10 @@ from torch.utils._pytree import tree_map_only
 from dhp.parallel.tensor.slices import Cut
 
 
-class RowBlock(NamedTuple):
-    """Rows `first` to `first + rows` of what this rank holds are the block of the whole that begins at `offset`."""
+class HeldBlock(NamedTuple):
+    """A part of what this rank holds: `here`, which is the block of the whole that begins at `offset`."""
 
-    first: int
-    rows: int
+    here: tuple[slice, ...]
     offset: tuple[int, ...]
 
 
@@ -38,29 +37,34 @@ def shard_rows(slice_shape: torch.Size, mesh: DeviceMesh) -> range:
     return range(offset[0], offset[0] + shape[0])
 
 
-def held_blocks(rows: range, slice_shape: torch.Size, cut: Cut | None) -> list[RowBlock]:
+def held_blocks(rows: range, slice_shape: torch.Size, cut: Cut | None) -> list[HeldBlock]:
     """Blocks of the whole parameter that `rows` of a slice of `slice_shape` are; cut: how slices are cut, None: not."""
     found = []
-    for begin, offset in _runs(slice_shape, cut):
-        first, last = max(rows.start, begin.start), min(rows.stop, begin.stop)
+    for run, offset in _runs(slice_shape, cut):
+        first, last = max(rows.start, run[0].start), min(rows.stop, run[0].stop)
         if first < last:
-            found.append(RowBlock(first - rows.start, last - first, (offset[0] + first - begin.start, *offset[1:])))
+            here = (slice(first - rows.start, last - rows.start), *run[1:])
+            found.append(HeldBlock(here, (offset[0] + first - run[0].start, *offset[1:])))
     return found
 
 
-def _runs(slice_shape: torch.Size, cut: Cut | None) -> Sequence[tuple[range, tuple[int, ...]]]:
-    """Rows of the slice that are consecutive in the whole, and where their block begins there."""
-    whole = range(slice_shape[0])
+def _runs(slice_shape: torch.Size, cut: Cut | None) -> Sequence[tuple[tuple[slice, ...], tuple[int, ...]]]:
+    """Parts of the slice that are one block of the whole each, and where it begins there."""
+    all_of = tuple(slice(0, length) for length in slice_shape)
     if cut is None:
-        return [(whole, (0,) * len(slice_shape))]
+        return [(all_of, (0,) * len(slice_shape))]
     (placement,) = cut.placements
     if not isinstance(placement, _StridedShard):
         _, offset = compute_local_shape_and_global_offset(cut.shape, cut.mesh, cut.placements)
-        return [(whole, tuple(offset))]
-    parts, each = placement.split_factor, slice_shape[0] // placement.split_factor
-    of_whole, own = cut.shape[0] // parts, cut.mesh.get_local_rank()
-    rest = (0,) * (len(slice_shape) - 1)
-    return [(range(part * each, (part + 1) * each), (part * of_whole + own * each, *rest)) for part in range(parts)]
+        return [(all_of, tuple(offset))]
+    dim, parts = placement.dim, placement.split_factor
+    each, of_whole, own = slice_shape[dim] // parts, cut.shape[dim] // parts, cut.mesh.get_local_rank()
+    found = []
+    for part in range(parts):
+        here, offset = list(all_of), [0] * len(slice_shape)
+        here[dim], offset[dim] = slice(part * each, (part + 1) * each), part * of_whole + own * each
+        found.append((tuple(here), tuple(offset)))
+    return found
 
 
 class Computation(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dhp.core.state import StateSink, StateSource
-from dhp.core.state_forms import COMPENSATION, EXACT_STATES, FORMS, MASTER, MOMENTS, StateForm
+from dhp.core.state_forms import COMPENSATION, EXACT_STATES, FACTORS, FORMS, MASTER, STATE_KINDS, StateForm
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.expert.shares import summed_over
 from dhp.parallel.optim.base import (
@@ -28,10 +28,11 @@ from dhp.parallel.optim.base import (
     step_for,
     steps_taken,
 )
-from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_moments
+from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_states
 from dhp.parallel.optim.compensation import saved_master
 from dhp.parallel.optim.fsdp_parts import held_blocks
 from dhp.parallel.optim.gradient_buckets import Gradients
+from dhp.parallel.optim.places import PlacedOptimizer
 from dhp.parallel.tensor.slices import as_dtensors, cut_of, owned_parameters, partial_over
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]  # of named parameters
@@ -84,9 +85,14 @@ class Replicated:
         """Let the optimizer know which elements its weights are, and what they lack of the `masters`."""
         for weight in self._masters:
             weight.grad_dtype = None
+        owners = {name: (owner, own) for name, owner, own in owned_parameters(module)}
+        if isinstance(self.optimizer, PlacedOptimizer):
+            for name, layout, weight in zip(self._names, self._layouts, self._masters, strict=True):
+                mesh, shape = _mesh_of(layout), weight.shape
+                if mesh is not None:
+                    self.optimizer.place(weight, range(shape[0]), shape, cut_of(*owners[name]), mesh.get_group())
         if not isinstance(self.optimizer, ChunkedAdamW):
             return
-        owners = {name: (owner, own) for name, owner, own in owned_parameters(module)}
         for name, weight, master in zip(self._names, self._masters, masters, strict=True):
             cut, shape = cut_of(*owners[name]), weight.shape
             if shape:
@@ -176,9 +182,9 @@ class Replicated:
                 continue
             state = self.optimizer.state.get(master, {})
             kinds = {MASTER: master.detach()} if self._cast and COMPENSATION not in state else {}
-            kinds |= {kind: state[kind] for kind in (COMPENSATION, *MOMENTS) if kind in state}
+            kinds |= {kind: state[kind] for kind in (COMPENSATION, *STATE_KINDS) if kind in state}
             for kind, values in kinds.items():
-                sink.add(f"{name}.{kind}", _as_dtensor_like(layout, values))
+                sink.add(f"{name}.{kind}", values if kind in FACTORS else _as_dtensor_like(layout, values))
 
     def load_state(self, source: StateSource) -> None:
         """Take back what an optimizer of any layout saved; the weights of the same checkpoint are in the module."""
@@ -193,10 +199,11 @@ class Replicated:
         if not step:
             return
         for (name, layout), master in zip(named, self._masters, strict=True):
-            moments = new_moments(self.optimizer, master)
-            for kind, values in moments.items():
-                values.copy_(source.like(f"{name}.{kind}", layout))
-            self.optimizer.state[master] |= {STEP: step_for(self.optimizer, master, step), **moments}
+            states = new_states(self.optimizer, master)
+            for kind, values in states.items():
+                saved_as = f"{name}.{kind}"
+                values.copy_(source.whole(saved_as) if kind in FACTORS else source.like(saved_as, layout))
+            self.optimizer.state[master] |= {STEP: step_for(self.optimizer, master, step), **states}
 
     def _is_others(self, name: str) -> bool:
         """Whether another stage owns the parameter."""

@@ -23,7 +23,7 @@ from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER
 from dhp.config.rules import read_kernels
 from dhp.core.files import write_whole
-from dhp.core.parameters import AdapterSettings, TrainingRules, is_inside
+from dhp.core.parameters import ADAMW, AdapterSettings, TrainingRules, is_inside
 from dhp.core.process import say_nothing
 from dhp.models.family import VISION, Family
 from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
@@ -38,7 +38,7 @@ from dhp.trainer.units import replay_shares, replays
 T = TypeVar("T")
 FOLDER = "shapes"  # below the cache's
 _PACKAGES = ("torch", "transformers")
-_FORM = 5  # of the files; raised when what they hold changes
+_FORM = 6  # of the files; raised when what they hold changes
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,13 @@ class Counted:
         objective: str,
         folder: Path | None = None,
         say: Callable[[str], None] = say_nothing,
+        optimizer: str = ADAMW,
     ):
-        """folder: of the cache; None: nothing is kept on disk. say: receives a line before what takes seconds."""
+        """folder: of the cache; None: nothing is kept on disk. say: receives a line before what takes seconds.
+        optimizer: who takes the steps, by name."""
         self._say = say
         self.family, self.source, self.rules, self.adapters = family, source, rules, adapters
-        self.objective = objective
+        self.objective, self.optimizer = objective, optimizer
         self._folder = None if folder is None else folder / FOLDER
         self._known: dict[str, Any] = {}
 
@@ -161,7 +163,8 @@ class Counted:
         key = f"held {part} {cut.tensor} {cut.expert}"
         if key not in self._known:
             found = self._kept(key, lambda: [asdict(one) for one in self._count(part, cut)])
-            self._known[key] = tuple(HeldParameter(**{**one, "names": tuple(one["names"])}) for one in found)
+            lists = ("names", "shape")
+            self._known[key] = tuple(HeldParameter(**one | {name: tuple(one[name]) for name in lists}) for one in found)
         known: tuple[HeldParameter, ...] = self._known[key]
         return known
 

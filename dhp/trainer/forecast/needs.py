@@ -12,9 +12,11 @@ from dhp.config.parts import DECODER, encoders, parts
 from dhp.config.resolve import micro_batches
 from dhp.core.axes import AXES
 from dhp.core.graph import StageSpec
-from dhp.core.state_forms import BFLOAT16, FORMS, MOMENTS, SUM, WEIGHT
+from dhp.core.state_forms import BFLOAT16, FORMS, MOMENTS, SUM
 from dhp.models.family import VISION
 from dhp.models.flops import EVERYTHING, OPERATIONS, MatmulShare, TrainedShare, VisionWork
+from dhp.models.hidden_matrices import hidden_matrices
+from dhp.models.shape import states_of
 from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.counted import Counted
 from dhp.trainer.forecast.loads import RunLoads
@@ -72,20 +74,27 @@ def needs_of(one: Candidate, counted: Counted, machine: Machine, samples: float)
 
 def checkpoint_bytes(plan: RunPlan, counted: Counted) -> float:
     """Weights, and the optimizer's state of what is trained."""
-    return sum(
-        one.size * _kept_bytes(parts(plan.config)[one.part], one.used and plan.rules.trains(one.name))
-        for one in counted.parameters
-        if one.part in parts(plan.config)
-    )
+    sections, optimizer = parts(plan.config), plan.config.training.optimizer
+    matrices = hidden_matrices({one.name: one.shape for one in counted.parameters}, plan.family)
+    found = 0.0
+    for one in counted.parameters:
+        if one.part in sections:
+            each, whole = states_of(optimizer, one.shape, one.name in matrices)
+            trained = one.used and plan.rules.trains(one.name)
+            size, state = _kept_bytes(sections[one.part], trained)
+            found += one.size * (size + state * each) + state * whole
+    return found
 
 
-def _kept_bytes(section: PartConfig, trained: bool) -> int:
+def _kept_bytes(section: PartConfig, trained: bool) -> tuple[int, int]:
+    """Bytes of a parameter, with its master weight, and of a number of the optimizer's averages of it."""
     size = VALUE_BYTES[section.dtype]
     if not trained:
-        return size
+        return size, 0
     if section.dtype == BFLOAT16:
-        return sum(piece.nbytes for piece in FORMS[section.state_bytes].pieces if piece.kind != SUM)
-    return size * len((WEIGHT, *MOMENTS))
+        form = {piece.kind: piece.nbytes for piece in FORMS[section.state_bytes].pieces}
+        return sum(nbytes for kind, nbytes in form.items() if kind not in (SUM, *MOMENTS)), form[MOMENTS[0]]
+    return size, size
 
 
 def crossing(plan: RunPlan, node: int) -> dict[str, list[str]]:

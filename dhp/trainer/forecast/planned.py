@@ -43,6 +43,7 @@ def planned_of(found: Forecast, source: str) -> Planned:
         tokens=found.loads.step_tokens or None,
         memory_bytes={name: own.peak.total for name, own in found.memory.items()},
         activation_bytes={name: own.activations for name, own in found.memory.items()},
+        memory_kinds={name: dict(own.peak.taken) for name, own in found.memory.items()},
         kinds=found.kinds(),
         source=source,
     )

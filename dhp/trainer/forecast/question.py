@@ -62,7 +62,6 @@ def attempt(make: Callable[[], T]) -> T | str:
 def count_model(plan: RunPlan) -> Counted:
     """What is counted of a run's model, kept in the folder of lengths."""
     folder = plan.config.data.cache_dir
-    objective = plan.config.training.objective
-    return Counted(
-        plan.family, plan.source, plan.rules, plan.adapters, objective, None if folder is None else Path(folder)
-    )
+    training, kept = plan.config.training, None if folder is None else Path(folder)
+    model = (plan.family, plan.source, plan.rules, plan.adapters)
+    return Counted(*model, training.objective, kept, optimizer=training.optimizer)

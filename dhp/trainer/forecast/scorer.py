@@ -226,7 +226,8 @@ class Scorer:
         def make() -> PartShape:
             absent = part.absent((_chunk(stage.chunks[0], len(part.layers.kinds)),))
             selects = bool(self._counted.rules.selects or self._counted.family.idle)
-            return sum_shape(stage_parameters(self._counted.held(name, cut), absent), selects)
+            held = stage_parameters(self._counted.held(name, cut), absent)
+            return sum_shape(held, selects, self._counted.optimizer)
 
         return self._once(("shape", name, cut.tensor, cut.expert, stage.chunks[0]), make)
 

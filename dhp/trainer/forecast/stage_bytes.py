@@ -126,7 +126,8 @@ def shape_of(asked: Question, stage: StageSpec) -> PartShape:
     plan, part = asked.plan, asked.plan.family.parts[stage.part]
     held = asked.counted.held(stage.part, Cut.of(parts(plan.config)[stage.part]))
     absent = part.absent(chunks_of(stage.chunks, part.whole))
-    return sum_shape(stage_parameters(held, absent), bool(plan.rules.selects or plan.family.idle))
+    selects = bool(plan.rules.selects or plan.family.idle)
+    return sum_shape(stage_parameters(held, absent), selects, plan.config.training.optimizer)
 
 
 def fullest_device(asked: Question, memory: Mapping[str, StageMemory]) -> tuple[Moment, tuple[str, ...]]:

@@ -53,7 +53,9 @@ def make_space(subject: Subject, held: Held, machine: Machine, samples: Samples,
     adapters = adapters_of(replace(config, **own))
     rules = training_rules(config.training, family, adapters)
     cache = Path(subject.plain.data.cache_dir or "")
-    counted = Counted(family, subject.source, rules, adapters, config.training.objective, cache, say)
+    counted = Counted(
+        family, subject.source, rules, adapters, config.training.objective, cache, say, config.training.optimizer
+    )
     given = freed(config, held)
     whole = WholeRun(given, family, subject.source, shapes=counted)
     return Space(given, whole, counted, machine, samples, held.layouts(config), **keys_of_run(held))

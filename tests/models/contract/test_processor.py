@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from dhp.data.sample.preprocess import Preprocessor
 from dhp.models.contract.pictures import joined, unpack
 from dhp.models.pretrained import load_image_processor, load_tokenizer
 from dhp.models.registry import load_family
-from tests.helpers.tiny_families import SIDE
+from tests.helpers.tiny_families import SIDE, make_config
 from tests.helpers.tiny_processors import MAKERS, save_processor
 
 SIZES = ((90, 40), (50, 64), (28, 28))
@@ -95,3 +96,11 @@ def test_a_processor_that_lacks_what_it_needs_is_told(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text("{}")
     with pytest.raises(ModelError, match="image processor"):
         make_preprocessor(tmp_path)(Record("set", 1, "line 1", (Turn("user", ("Hi",)), Turn("assistant", ("Ho",)))))
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="the library's processor can be made here")
+def test_a_processor_that_needs_another_package_is_named(tmp_path: Path) -> None:
+    save_processor("llava_next", tmp_path)
+    make_config("mistral3").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"PixtralProcessor cannot be made from this directory: ImportError: .*Torchv"):
+        load_family(str(tmp_path)).processor.load()

@@ -12,7 +12,7 @@ from dhp.parallel.optim import chunked_adamw
 from dhp.parallel.optim.base import clipped_step
 from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, make_chunked_adamw
 from dhp.parallel.optim.compensation import join_master
-from dhp.parallel.optim.fsdp_parts import RowBlock
+from dhp.parallel.optim.fsdp_parts import HeldBlock
 from tests.parallel.optim.plain_states import PlainStates
 
 STEPS, NAME, DECAY, BETAS, EPS, SEED = 5, "layer.weight", 0.1, (0.9, 0.999), 1e-8, 3
@@ -82,7 +82,9 @@ def test_rows_of_a_rank_are_those_of_the_whole(form: int) -> None:
     expected = plain(form, (9, 5), 1.0)
     for rows in (slice(0, 4), slice(4, 9), slice(9, 9)):
         weight, optimizer = held(start((9, 5))[rows], form)
-        optimizer.extents[weight] = Extent((9, 5), [RowBlock(0, rows.stop - rows.start, (rows.start, 0))])
+        optimizer.extents[weight] = Extent(
+            (9, 5), [HeldBlock((slice(0, rows.stop - rows.start), slice(0, 5)), (rows.start, 0))]
+        )
         train(weight, optimizer, form, rows, 1.0)
         for found, whole in zip(states_of(weight, optimizer), expected, strict=True):
             assert torch.equal(found, whole[rows])

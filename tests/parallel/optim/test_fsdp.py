@@ -27,7 +27,7 @@ def _blocks(shape: tuple[int, ...], placement: Placement) -> dict[tuple[int, ...
     rows = shard_rows(own.shape, mesh["data"])
     held = own[rows.start : rows.stop]
     cut = Cut(mesh["tensor"], (placement,), whole.shape)
-    return {b.offset: held[b.first : b.first + b.rows] for b in held_blocks(rows, own.shape, cut)}
+    return {b.offset: held[b.here] for b in held_blocks(rows, own.shape, cut)}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,7 @@ def _blocks(shape: tuple[int, ...], placement: Placement) -> dict[tuple[int, ...
         ((5, 8), Shard(1)),
         ((12, 4), _StridedShard(0, split_factor=3)),
         ((18,), _StridedShard(0, split_factor=3)),
+        ((3, 8, 2), _StridedShard(1, split_factor=2)),  # as experts' gates and values
         ((1, 4), Shard(1)),  # no row is left for the second replica
     ],
 )

@@ -1,39 +1,12 @@
-"""Schedules and clipping against transformers' and torch's own."""
+"""AdamW and clipping against torch's own."""
 
 import math
 
 import pytest
 import torch
-from transformers import get_scheduler
 
-from dhp.core.errors import ConfigError
 from dhp.core.parameters import Group
-from dhp.parallel.optim.base import clip_coefficient, learning_rate_at, make_adamw
-
-
-def reference_rates(kind: str, total: int, warmup: int, base: float) -> list[float]:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
-    name = "constant_with_warmup" if kind == "constant" else kind
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total)
-    rates = []
-    for _ in range(total + 2):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return rates
-
-
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize(("total", "warmup"), [(20, 5), (20, 0), (7, 7), (1, 0), (3, 10)])
-def test_rates_equal_transformers_at_every_step(kind, total, warmup):
-    rates = [learning_rate_at(step, total, 3e-3, warmup, kind) for step in range(total + 2)]
-    assert rates == reference_rates(kind, total, warmup, 3e-3)
-
-
-def test_an_unknown_schedule_is_refused():
-    with pytest.raises(ConfigError, match="lr_scheduler_type=polynomial.*constant, linear, cosine"):
-        learning_rate_at(0, 1, 1.0, 0, "polynomial")
-
+from dhp.parallel.optim.base import clip_coefficient, make_adamw
 
 GROUP = Group("text", 1e-3, 0.01, 0)
 

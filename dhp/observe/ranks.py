@@ -1,0 +1,114 @@
+"""What each rank did in each step: a line a step in ranks.jsonl, for the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from dhp.core.files import write_whole
+from dhp.core.reports import StageReport
+
+FILE = "ranks.jsonl"
+MOST_RANKS = 64  # of which every step is kept: of more ranks, every second step or less
+COMM = "comm"  # beside the kinds of methods, which are without it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLine:
+    """One optimizer step, rank by rank. Each field's string says its unit and when it is null."""
+
+    step: int
+    """Optimizer step, from 1. Of a run with more than 64 ranks, every second one or less. Unit: steps."""
+    seconds: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    """By stage and by what was done (`forward`, `backward`, `optimizer`, each without collectives; `comm`, collectives
+    and waiting in them), of each rank. On GPUs `comm` is left out, and the others have it. Unit: seconds."""
+    work: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By stage, what each rank had to compute, relative to the stage's mean rank. Unit: a factor. Null: stages of which
+    it is not known are left out."""
+    memory_bytes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """By stage, the most device memory that each rank's allocator had reserved in the step. Unit: bytes. Null: left out
+    on CPUs."""
+    samples: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """By dataset, the rows of the step's samples in its annotations, from 0. Unit: rows."""
+
+
+def rank_line(
+    step: int,
+    reports: Mapping[str, Sequence[StageReport]],
+    work: Mapping[str, Sequence[float]],
+    samples: Mapping[str, Sequence[int]],
+) -> RankLine:
+    """The line about a step. work: by stage, of each rank, in any unit; stages of which it is not known are left
+    out."""
+    memory = {name: [one.memory_bytes for one in of] for name, of in reports.items()}
+    return RankLine(
+        step=step,
+        seconds={name: _seconds(of) for name, of in reports.items()},
+        work={name: [_rounded(one * len(of) / sum(of)) for one in of] for name, of in work.items() if sum(of)},
+        memory_bytes={
+            name: [one for one in of if one is not None] for name, of in memory.items() if of and None not in of
+        },
+        samples=samples,
+    )
+
+
+def _seconds(reports: Sequence[StageReport]) -> dict[str, list[float]]:
+    kinds = dict.fromkeys(kind for one in reports for kind in one.spent)
+    found = {kind: [_rounded(one.spent[kind].own_s) if kind in one.spent else 0.0 for one in reports] for kind in kinds}
+    comm = [[spent.comm_s for spent in one.spent.values()] for one in reports]
+    if any(None in of for of in comm):
+        return found
+    return found | {COMM: [_rounded(sum(one for one in of if one is not None)) for of in comm]}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+class RankWriter:
+    """Appends to `<run_dir>/ranks.jsonl`, one line a step of runs with up to `MOST_RANKS` ranks. A line is on disk when
+    `write` returns."""
+
+    def __init__(self, run_dir: Path):
+        self._file = open(run_dir / FILE, "a", encoding="utf-8")
+
+    def write(self, line: RankLine) -> None:
+        """Record one step."""
+        ranks = sum(len(next(iter(of.values()), ())) for of in line.seconds.values())
+        if line.step % max(1, ceil(ranks / MOST_RANKS)) == 0:
+            self._file.write(json.dumps(asdict(line), separators=(",", ":")) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file. May be called again."""
+        self._file.close()
+
+
+def keep_rank_lines(run_dir: Path, last: int) -> None:
+    """Cut off what a stopped run wrote after step `last`."""
+    path = run_dir / FILE
+    if path.exists():
+        kept = [line for line in _whole_lines(path) if line["step"] <= last]
+        write_whole(path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept))
+
+
+def read_rank_lines(run_dir: Path) -> list[RankLine]:
+    """All lines, oldest first, without those that are not whole; none where there is no such file."""
+    path = run_dir / FILE
+    return [RankLine(**line) for line in _whole_lines(path)] if path.exists() else []
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:  # the run was killed while it wrote this
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            found.append(line)
+    return found

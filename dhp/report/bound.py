@@ -1,0 +1,193 @@
+"""What bounds a run: each cause with the share of a step that would go if it were not, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dhp.observe.stragglers import SLOW
+from dhp.report.record import Record
+from dhp.report.split import StageTimes, Times
+
+HEALTHY = 0.1  # of a step: what could be gained less than this bounds no run
+LONG = 1.5  # times the median of the steps' operations and seconds: the step of a long sample
+NEEDED = 3  # steps that must be known
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that takes time. kind: of it, a word. share: of a step (0 to 1) that would go with it. what: takes the
+    time; change: what would help. Each is part of a sentence."""
+
+    kind: str
+    share: float
+    what: str
+    change: str
+
+    @property
+    def faster(self) -> float:
+        """How many times as fast a step would be."""
+        return 1 / max(1e-9, 1 - self.share)
+
+
+def find_causes(record: Record, times: Times) -> list[Cause]:
+    """All that is known to take time, the largest share first."""
+    if len(times.step_s) < NEEDED:
+        return []
+    found = [*_reading(record, times), *_saving(record, times), *_long_samples(record, times)]
+    for name, stage in times.stages.items():
+        found += [*_slow_rank(name, stage, times), *_uneven(record, name, stage, times)]
+        found += _exchanging(record, name, stage, times)
+    found += _heavy(record, times)
+    return sorted((cause for cause in found if cause.share > 0), key=lambda cause: -cause.share)
+
+
+def sentence(record: Record, times: Times | None) -> str:
+    """What bounds this run, what to change, and the gain that is expected of it."""
+    if times is None or len(times.step_s) < NEEDED:
+        return f"Too few steps to say what bounds this run: {NEEDED} are needed behind those that warm it up."
+    causes = find_causes(record, times)
+    if not causes or causes[0].share < HEALTHY:
+        rest = f" The largest share that could go is {causes[0].share:.0%}: {causes[0].what}." if causes else ""
+        return f"This run is healthy: computing takes its time, and nothing else more than {HEALTHY:.0%} of it.{rest}"
+    first = causes[0]
+    return (
+        f"This run is bound by {first.what}: {first.share:.0%} of a step. {first.change}: a step would be "
+        f"about {first.faster:.2f} times as fast."
+    )
+
+
+def _reading(record: Record, times: Times) -> Iterator[Cause]:
+    share = float(times.data_s.sum()) / (times.mean_s * len(times.step_s))
+    workers = record.config.get("data.num_workers", 0)
+    yield Cause(
+        "data",
+        share,
+        "waiting for data",
+        f"Set data.num_workers higher than {workers}, or data.prefetch, or bring the files nearer",
+    )
+
+
+def _saving(record: Record, times: Times) -> Iterator[Cause]:
+    keys = ("save_steps", "save_minutes", "save_epochs")
+    every = next((key for key in keys if record.config.get(f"training.{key}")), "save_steps")
+    now = record.config.get(f"training.{every}")
+    behind = "" if record.config.get("training.save_in_background", True) else ", or training.save_in_background=true"
+    share = times.save_s / (times.mean_s * len(times.step_s))
+    yield Cause("save", share, "waiting for checkpoints", f"Save less often than training.{every}={now}{behind}")
+
+
+def _long_samples(record: Record, times: Times) -> Iterator[Cause]:
+    """Steps that take much longer because they have much more to compute."""
+    operations = np.array([sum((one.flops or {}).values()) for one in times.steps], dtype=float)
+    if not operations.all():
+        return
+    usual_s, usual = float(np.median(times.step_s)), float(np.median(operations))
+    long = (times.step_s > LONG * usual_s) & (operations > LONG * usual)
+    if not long.any() or long.mean() > 0.5:
+        return
+    share = float((times.step_s[long] - usual_s).sum()) / (times.mean_s * len(times.step_s))
+    worst = times.steps[int(np.argmax(np.where(long, times.step_s, 0.0)))]
+    yield Cause(
+        "long sample",
+        share,
+        f"a few long samples (in {int(long.sum())} of {len(long)} steps, step {worst.step} the longest)",
+        "Share their rows out (text.ulysses, text.ring), shorten them (data.max_tokens, data.max_pixels) or leave them "
+        "out",
+    )
+
+
+def _slow_rank(name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
+    """A rank that takes longer than its peers for as much work."""
+    if stage.own.shape[1] < 2:
+        return
+    pace = np.array([_median(column) for column in stage.pace.T])
+    slow = int(np.nanargmax(pace)) if np.isfinite(pace).any() else 0
+    others = np.delete(pace, slow)
+    ratio = pace[slow] / _median(others)
+    if not ratio > SLOW:
+        return
+    lost = np.maximum(0.0, stage.own[:, slow] * (1 - 1 / ratio))
+    yield Cause(
+        "slow rank",
+        float(lost.mean()) / times.mean_s,
+        f"{name} rank {slow}, which takes {ratio:.2f} times as long as its peers for as much work",
+        f"See what else runs on its device (logs/{name}-{slow}.log begins with its address), or run without it",
+    )
+
+
+def _uneven(record: Record, name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
+    """Ranks that have more work than others, which wait for them."""
+    if stage.work is None or stage.work.shape[1] < 2:
+        return
+    most = stage.work.max(axis=1) / np.maximum(stage.work.mean(axis=1), 1e-9)
+    per_work = np.array([_median(row) for row in stage.own])
+    share = float((per_work * (most - 1)).mean()) / times.mean_s
+    balance = record.config.get("data.balance")
+    change = (
+        f"Set data.balance=balanced (it is {balance})"
+        if balance in (None, "none", "random")
+        else "A sample is longer than an even share: share rows out (text.ulysses, text.ring), or give steps more "
+        "samples (training.batch_size)"
+    )
+    yield Cause(
+        "uneven work", share, f"uneven work of the ranks of {name} (the most {most.mean():.2f} times the mean)", change
+    )
+
+
+def _exchanging(record: Record, name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
+    part = name.partition(".")[0]
+    degrees = {key: record.config.get(f"{part}.{key}") for key in ("tensor", "ulysses", "ring", "expert")}
+    cut = ", ".join(f"{part}.{key}={value}" for key, value in degrees.items() if isinstance(value, int) and value > 1)
+    change = f"Cut less over slow links ({cut}: fewer ranks, on one node)" if cut else "Take larger micro-batches"
+    yield Cause(
+        "link",
+        stage.exchange_s / times.mean_s,
+        f"what the ranks of {name} send to one another",
+        change + ", or ask dhp plan",
+    )
+
+
+def _heavy(record: Record, times: Times) -> Iterator[Cause]:
+    """A part that has fewer devices than the run, or more than its share of the time where parts work at once."""
+    ranks = {name: stage.own.shape[1] for name, stage in times.stages.items()}
+    busy = {name: stage.busy_s for name, stage in times.stages.items()}
+    own = {name: float(stage.own.max(axis=1).mean()) for name, stage in times.stages.items()}
+    if len(busy) < 2:
+        return
+    together = sum(busy.values()) > 1.05 * float(times.step_s.mean())
+    heavy = max(own, key=lambda name: own[name])
+    part = heavy.partition(".")[0]
+    if together or record.config.get("cluster.collocate") is False:
+        yield from _apart(heavy, busy, ranks, times, record.config)
+    elif ranks[heavy] < max(ranks.values()):
+        devices = max(ranks.values())
+        yield Cause(
+            "heavy part",
+            own[heavy] * (1 - ranks[heavy] / devices) / times.mean_s,
+            f"{heavy}, which computes on {ranks[heavy]} of {devices} devices while the others wait",
+            f"Give it all: {part}.num_actors={devices}",
+        )
+
+
+def _apart(
+    heavy: str, busy: Mapping[str, float], ranks: Mapping[str, int], times: Times, config: Mapping[str, Any]
+) -> Iterator[Cause]:
+    """Stages with devices of their own wait for the slowest of them."""
+    even = sum(busy[name] * ranks[name] for name in busy) / sum(ranks.values())
+    share = (busy[heavy] - even) / times.mean_s
+    pipelined = any(name.partition(".")[0] == heavy.partition(".")[0] for name in busy if name != heavy)
+    change = (
+        "Cut the stages anew (partition=searched, or dhp plan)"
+        if pipelined
+        else f"Move devices to it ({heavy.partition('.')[0]}.num_actors), or share them (cluster.collocate=true)"
+    )
+    yield Cause("heavy part", share, f"{heavy}, for which the others wait", change)
+
+
+def _median(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else float("nan")

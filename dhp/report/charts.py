@@ -1,0 +1,204 @@
+"""Charts of numbers: lines over steps, stacked bars, heat maps; axes with round ticks and units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dhp.report.drawing import GRID, INK, Box, Dot, Drawing, Label, Pixels, Polyline, Shape
+
+WIDTH, HEIGHT = 760, 260  # pixels
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 30, 40
+MOST_POINTS = 400  # of a line: of more, the mean, the least and the most of each stretch are drawn
+BAR, GAP = 18, 8  # pixels
+COLUMNS = 240  # of a heat map
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series over steps. A value that is not finite is left out. points: steps whose points can be opened, and where
+    they lead to."""
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    dashed: bool = False
+    links: Mapping[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From a value to a pixel."""
+
+    low: float
+    high: float
+    first: float
+    last: float
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        return self.first + (self.last - self.first) * (value - self.low) / (self.high - self.low)
+
+
+def line_chart(name: str, title: str, lines: Sequence[Line], unit: str, zero: bool = False) -> Drawing:
+    """Lines over steps. unit: of the values. zero: the axis begins there."""
+    lines = [_finite(line) for line in lines]
+    values = [value for line in lines for value in line.values] or [0.0]
+    steps = [step for line in lines for step in line.steps] or [0]
+    low, high = _range(min(values), max(values), zero)
+    across = Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, WIDTH - RIGHT)
+    up = Scale(low, high, HEIGHT - BOTTOM, TOP)
+    shapes = _axes(across, up, "step", unit)
+    for colour, line in enumerate(lines):
+        points = thinned(line.steps, line.values)
+        band = [(step, least, most) for step, _, least, most in points if least < most]
+        shapes += [
+            Polyline(((across(step), up(least)), (across(step), up(most))), colour, thin=True)
+            for step, least, most in band
+        ]
+        shapes.append(Polyline([(across(step), up(mean)) for step, mean, _, _ in points], colour, line.dashed))
+        shapes += _dots(line, across, up, colour)
+    return Drawing(name, title, WIDTH, HEIGHT, [*shapes, *_legend([line.name for line in lines])])
+
+
+def _dots(line: Line, across: Scale, up: Scale, colour: int) -> list[Shape]:
+    known = dict(zip(line.steps, line.values, strict=True))
+    return [
+        Dot(across(step), up(known[step]), colour, f"step {step}: {known[step]:.4g}", link)
+        for step, link in (line.links or {}).items()
+        if step in known
+    ]
+
+
+def _finite(line: Line) -> Line:
+    kept = [(step, value) for step, value in zip(line.steps, line.values, strict=True) if math.isfinite(value)]
+    return Line(line.name, [step for step, _ in kept], [value for _, value in kept], line.dashed, line.links)
+
+
+def thinned(steps: Sequence[int], values: Sequence[float]) -> list[tuple[float, float, float, float]]:
+    """At most `MOST_POINTS` of (step, mean, least, most), each of a stretch of steps."""
+    if not steps:
+        return []
+    bounds = np.linspace(0, len(steps), min(len(steps), MOST_POINTS) + 1).astype(int)
+    found = []
+    for start, stop in zip(bounds, bounds[1:]):
+        part = np.asarray(values[start:stop], dtype=float)
+        middle = (steps[start] + steps[stop - 1]) / 2
+        found.append((middle, float(part.mean()), float(part.min()), float(part.max())))
+    return found
+
+
+def stacked_bars(
+    name: str,
+    title: str,
+    rows: Mapping[str, Mapping[str, float]],
+    unit: str,
+    shown: Callable[[float], str] = "{:.3g}".format,
+) -> Drawing:
+    """A bar a row, of pieces by their kinds, which have the same colours in all rows; a unit."""
+    kinds = list(dict.fromkeys(kind for row in rows.values() for kind in row))
+    left = 20 + 7 * max(map(len, rows), default=0)
+    most = max((sum(row.values()) for row in rows.values()), default=0.0) or 1.0
+    across, height = Scale(0.0, most, left, WIDTH - RIGHT), TOP + 16 + (BAR + GAP) * len(rows) + BOTTOM
+    shapes: list[Shape] = []
+    for tick in ticks(0.0, most):
+        shapes.append(Polyline(((across(tick), TOP + 10), (across(tick), height - BOTTOM)), GRID, thin=True))
+        shapes.append(Label(across(tick), height - BOTTOM + 16, shown(tick), "middle"))
+    shapes.append(Label((left + WIDTH - RIGHT) / 2, height - 6, unit, "middle"))
+    for number, (row, pieces) in enumerate(rows.items()):
+        top, at = TOP + 16 + number * (BAR + GAP), 0.0
+        shapes.append(Label(left - 8, top + BAR - 5, row, "end"))
+        for kind, value in pieces.items():
+            start, stop = across(at), across(at + value)
+            shapes.append(
+                Box(start, top, stop - start, BAR, kinds.index(kind) % INK, f"{row}, {kind}: {shown(value)} {unit}")
+            )
+            at += value
+    return Drawing(name, title, WIDTH, height, [*shapes, *_legend(kinds)])
+
+
+def heat_map(
+    name: str, title: str, rows: Sequence[str], steps: Sequence[int], values: np.ndarray, unit: str
+) -> Drawing:
+    """values [rows, steps]: 1 is as it should be, white; more is red, less is blue, NaN grey. From `COLUMNS` steps on a
+    column is the mean of several."""
+    bounds = np.linspace(0, len(steps), min(len(steps), COLUMNS) + 1).astype(int)
+    means = np.stack([_mean(values[:, start:stop]) for start, stop in zip(bounds, bounds[1:])], axis=1)
+    left, each = 20 + 7 * max(map(len, rows)), max(4, min(20, 400 // len(rows)))
+    bottom, right = TOP + each * len(rows), WIDTH - RIGHT
+    shapes: list[Shape] = [Pixels(left, TOP, right - left, bottom - TOP, _colours(means))]
+    every = math.ceil(10 / each)
+    shapes += [
+        Label(left - 8, TOP + each * (number + 0.5) + 4, row, "end")
+        for number, row in enumerate(rows)
+        if number % every == 0
+    ]
+    across = Scale(steps[0], max(steps[-1], steps[0] + 1), left, right)
+    shapes += [
+        Label(across(tick), bottom + 16, f"{tick:g}", "middle") for tick in ticks(steps[0], across.high, whole=True)
+    ]
+    shapes.append(
+        Label((left + right) / 2, bottom + 32, f"step; {unit}: blue less than 1, white 1, red 1.5 and more", "middle")
+    )
+    return Drawing(name, title, WIDTH, bottom + 40, shapes)
+
+
+def _mean(values: np.ndarray) -> np.ndarray:
+    """Of each row, without NaN; NaN where there is nothing else."""
+    known = np.isfinite(values)
+    count = known.sum(axis=1)
+    total = np.where(known, values, 0.0).sum(axis=1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _colours(values: np.ndarray) -> np.ndarray:
+    """RGB, uint8 [rows, columns, 3]."""
+    heat = np.clip((np.nan_to_num(values, nan=1.0) - 1) / 0.5, -1, 1)[..., None]
+    red, blue, white = (np.array(colour, dtype=float) for colour in ((190, 30, 30), (40, 90, 190), (250, 250, 250)))
+    mixed = np.where(heat > 0, white + (red - white) * heat, white + (blue - white) * -heat)
+    return np.where(np.isfinite(values)[..., None], mixed, 160.0).astype(np.uint8)
+
+
+def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
+    """Round numbers from `low` to `high`, about so many."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    step = max(1.0, step) if whole else step
+    first = math.ceil(low / step - 1e-9)
+    return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _range(low: float, high: float, zero: bool) -> tuple[float, float]:
+    low = min(0.0, low) if zero else low
+    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    return low - (0.0 if zero and low == 0.0 else margin), high + margin
+
+
+def _axes(across: Scale, up: Scale, across_unit: str, up_unit: str) -> list[Shape]:
+    shapes: list[Shape] = []
+    for tick in ticks(up.low, up.high):
+        shapes.append(Polyline(((across.first, up(tick)), (across.last, up(tick))), GRID, thin=True))
+        shapes.append(Label(across.first - 6, up(tick) + 4, f"{tick:.4g}", "end"))
+    for tick in ticks(across.low, across.high, whole=True):
+        shapes.append(Label(across(tick), up.first + 16, f"{tick:.6g}", "middle"))
+    shapes.append(
+        Polyline(((across.first, up.last), (across.first, up.first), (across.last, up.first)), INK, thin=True)
+    )
+    shapes.append(Label((across.first + across.last) / 2, up.first + 34, across_unit, "middle"))
+    shapes.append(Label(14, (up.first + up.last) / 2, up_unit, "middle", upright=True))
+    return shapes
+
+
+def _legend(names: Sequence[str]) -> list[Shape]:
+    shapes: list[Shape] = []
+    x = float(LEFT)
+    for colour, name in enumerate(names):
+        shapes += [Box(x, 8, 12, 10, colour % INK), Label(x + 16, 17, name)]
+        x += 30 + 6.6 * len(name)
+    return shapes

@@ -1,0 +1,116 @@
+"""What a run has left in its directory, as far as it can be read: the run may still go on, or may have failed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dhp.config.recorded import plain_values
+from dhp.core.errors import RecordError
+from dhp.observe.events import END, Event, read_events
+from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_record
+from dhp.observe.ranks import RankLine, read_rank_lines
+
+Kind = TypeVar("Kind", StepMetrics, EvalMetrics, AnswerMetrics)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run's record.
+
+    config: by dotted key. steps, evaluations, answers, ranks: oldest first. faults: one for each attempt that failed,
+    as `run_dir/faults` has them. summary: None while the run goes on. broken: lines of metrics.jsonl that cannot be
+    read.
+    """
+
+    run_dir: Path
+    config: Mapping[str, Any]
+    steps: Sequence[StepMetrics]
+    evaluations: Sequence[EvalMetrics]
+    answers: Sequence[AnswerMetrics]
+    ranks: Sequence[RankLine]
+    events: Sequence[Event]
+    faults: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any] | None
+    broken: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return self.run_dir.absolute().name
+
+    @property
+    def status(self) -> str:
+        """`completed`, `failed` or `interrupted`; `not ended`: it still goes on, or was killed."""
+        return "not ended" if self.summary is None else str(self.summary.get("status", "not ended"))
+
+    @property
+    def stages(self) -> list[str]:
+        """Stages, in their order."""
+        for source in (self.ranks[-1].seconds if self.ranks else None, self.steps[-1].busy_s if self.steps else None):
+            if source:
+                return list(source)
+        return []
+
+
+def read_run(run_dir: Path) -> Record:
+    """Read a run's directory. Raises RecordError where there is no run, or it has no step yet."""
+    if not (run_dir / "metrics.jsonl").is_file():
+        inside = sorted(path.parent for path in run_dir.glob("*/metrics.jsonl")) if run_dir.is_dir() else []
+        stages = f". Its stages have one each: dhp report {' '.join(map(str, inside))}" if inside else ""
+        raise RecordError(f"{run_dir} has no metrics.jsonl, so it is no run's directory{stages}")
+    lines = read_record(run_dir)
+    steps = _of(lines, StepMetrics)
+    if not steps:
+        raise RecordError(f"{run_dir}/metrics.jsonl has no step yet: there is nothing to report on")
+    return Record(
+        run_dir=run_dir,
+        config=_config(run_dir / "config.yaml"),
+        steps=steps,
+        evaluations=_of(lines, EvalMetrics),
+        answers=_of(lines, AnswerMetrics),
+        ranks=[line for line in read_rank_lines(run_dir) if line.step <= steps[-1].step],
+        events=read_events(run_dir),
+        faults=[found for path in sorted((run_dir / "faults").glob("*.json")) if (found := _json(path)) is not None],
+        summary=_json(run_dir / "summary.json"),
+        broken=_count(run_dir / "metrics.jsonl") - len(lines),
+    )
+
+
+def ended_by_itself(record: Record) -> bool:
+    """Whether the newest attempt wrote that it ended."""
+    return bool(record.events) and record.events[-1].event == END
+
+
+def _of(lines: Sequence[Line], kind: type[Kind]) -> list[Kind]:
+    return [line for line in lines if isinstance(line, kind)]
+
+
+def _count(path: Path) -> int:
+    return len(path.read_bytes().splitlines())
+
+
+def _json(path: Path) -> Mapping[str, Any] | None:
+    """A JSON object; None where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _config(path: Path) -> dict[str, Any]:
+    return _dotted(plain_values(path)) if path.is_file() else {}
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= _dotted(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

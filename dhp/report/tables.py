@@ -1,0 +1,205 @@
+"""The tables of a report: how a run ended, its events, the samples of its steps, its answers, what differs between
+runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from dhp.core.text import harmless
+from dhp.observe.events import NONFINITE
+from dhp.observe.metrics import StepMetrics
+from dhp.report.pictures import Gallery
+from dhp.report.record import Record
+from dhp.report.split import Times
+from dhp.report.views import MIB, sent_bytes
+
+MOST_OPENED = 60  # steps whose samples are listed
+MOST_ROWS = 100  # samples of a step that are listed
+DRAWN = 4  # samples of a step that are drawn
+MOST_EVENTS = 200
+MOST_ANSWERS = 60
+HIGHEST = 10  # steps that stand out by a number
+AROUND = 10  # steps on each side, beside which one stands out
+_PLACES = ("run_dir", "training.checkpoint_dir")  # keys that differ between any two runs
+
+
+def safe(text: object) -> str:
+    """As HTML."""
+    return escape(harmless(str(text)))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], classes: str = "") -> str:
+    """Cells are HTML already."""
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f'<div class="wide"><table class="{classes}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def figures(record: Record, times: Times | None) -> dict[str, str]:
+    """The figures of a run by name, as they are shown at its head."""
+    last, summary = record.steps[-1], record.summary or {}
+    evaluated = [one for one in record.evaluations if one.step == record.evaluations[-1].step]
+    found = {
+        "status": record.status + (f": {summary['error']}" if summary.get("error") else ""),
+        "steps": str(last.step),
+        "loss": _number(last.loss),
+        "step": "-" if times is None else f"{float(times.step_s.mean()):.3g} s",
+        "tokens/s": _number(summary.get("tokens_per_s"), ".0f"),
+    }
+    if evaluated:
+        found["held-out loss"] = ", ".join(f"{one.dataset or 'all'} {_number(one.loss)}" for one in evaluated)
+        found["held-out accuracy"] = ", ".join(
+            f"{one.dataset or 'all'} {_number(one.accuracy, '.1%')}" for one in evaluated
+        )
+    planned = (summary.get("planned") or {}).get("step_s")
+    if planned and times is not None:
+        found["planned step"] = f"{planned:.3g} s (took {float(times.step_s.mean()) / planned:.2f} times as long)"
+    if summary.get("restarts"):
+        found["restarts after faults"] = str(summary["restarts"])
+    return found
+
+
+def opened_steps(record: Record) -> dict[int, str]:
+    """The steps whose samples are listed, and why: those whose loss, gradient norm or
+    time is largest beside the steps around them, those that
+    updated nothing, and others evenly."""
+    samples = {line.step for line in record.ranks if line.samples}
+    steps = [one for one in record.steps if one.step in samples]
+    found: dict[int, str] = {}
+    for name, why in (("loss", "high loss"), ("grad_norm", "large gradient"), ("step_s", "slow")):
+        for step in _outstanding(steps, name):
+            found[step] = f"{found[step]}, {why}" if step in found else why
+    for event in record.events:
+        if event.event == NONFINITE and event.step in samples:
+            found[event.step] = "updated nothing"
+    left = [one.step for one in steps if one.step not in found]
+    room = max(0, MOST_OPENED - len(found))
+    every = max(1, math.ceil(len(left) / room)) if room else 0
+    found |= dict.fromkeys(left[::every] if every else [], "")
+    return dict(sorted(found.items()))
+
+
+def _outstanding(steps: Sequence[StepMetrics], name: str) -> list[int]:
+    """The steps in which a number is largest beside the steps around it."""
+    known = [(one.step, float(value)) for one in steps if (value := getattr(one, name)) is not None]
+    numbers = np.array([value if math.isfinite(value) else np.inf for _, value in known])
+    around = [np.median(numbers[max(0, at - AROUND) : at + AROUND + 1]) for at in range(len(numbers))]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        above = np.nan_to_num(numbers / np.array(around), nan=np.inf, posinf=np.inf)
+    order = np.argsort(-above, kind="stable")[:HIGHEST]
+    return [known[at][0] for at in order.tolist() if above[at] > 1]
+
+
+def samples_table(record: Record, opened: Mapping[int, str], gallery: Gallery) -> str:
+    """Each opened step with the rows of its samples, and of those that stand out some as they are."""
+    lines = {line.step: line for line in record.ranks}
+    metrics = {one.step: one for one in record.steps}
+    rows = []
+    for step, why in opened.items():
+        found = "; ".join(f"{safe(name)}: {_listed(of)}" for name, of in lines[step].samples.items())
+        if why:
+            found += _drawn(lines[step].samples, gallery)
+        one = metrics[step]
+        head = f'<a id="step-{step}"></a>{step}'
+        rows.append([head, why, _number(one.loss), _number(one.grad_norm), _number(one.step_s), found])
+    return table(["step", "", "loss", "norm", "seconds", "rows of its samples, from 0, by dataset"], rows, "samples")
+
+
+def _drawn(samples: Mapping[str, Sequence[int]], gallery: Gallery) -> str:
+    """The first samples of each dataset in turn."""
+    turns = zip_longest(*([(name, row) for row in of[:DRAWN]] for name, of in samples.items()))
+    chosen = [one for turn in turns for one in turn if one is not None][:DRAWN]
+    return "".join(gallery.sample(name, row) for name, row in chosen)
+
+
+def _listed(rows: Sequence[int]) -> str:
+    more = f" and {len(rows) - MOST_ROWS} more" if len(rows) > MOST_ROWS else ""
+    return ", ".join(map(str, rows[:MOST_ROWS])) + more
+
+
+def events_table(record: Record) -> str:
+    """Saves, evaluations, skipped samples, faults and starts, in order of time."""
+    rows = [(one.time, one.step, one.event, one.seconds, one.text) for one in record.events]
+    for fault in record.faults:
+        at, step = fault.get("at"), fault.get("step")
+        text = f"{fault.get('message') or ''} → {fault.get('followed_by') or ''}"
+        rows.append((float(at) if isinstance(at, int | float) else 0.0, step or 0, "fault", None, text))
+    rows.sort(key=lambda row: row[0])
+    left = len(rows) - MOST_EVENTS
+    shown = rows if left <= 0 else [*rows[: MOST_EVENTS // 2], *rows[-MOST_EVENTS // 2 :]]
+    cells = [
+        [_clock(at), str(step), event, "" if seconds is None else f"{seconds:.2f}", safe(text)]
+        for at, step, event, seconds, text in shown
+    ]
+    note = f"<p>{left} events between them are left out.</p>" if left > 0 else ""
+    return table(["when", "step", "what", "training waited, s", ""], cells, "events") + note
+
+
+def answers_table(record: Record, gallery: Gallery) -> str:
+    """Each held-out question with its reference, and the answers over time."""
+    steps = list(dict.fromkeys(one.step for one in record.answers))
+    chosen = steps if len(steps) <= 4 else [steps[0], steps[len(steps) // 3], steps[2 * len(steps) // 3], steps[-1]]
+    by_question: dict[tuple[str, int], dict[int, Any]] = {}
+    for one in record.answers:
+        by_question.setdefault((one.dataset, one.number), {})[one.step] = one
+    rows = []
+    for (dataset, number), of in list(by_question.items())[:MOST_ANSWERS]:
+        any_one = next(iter(of.values()))
+        drawn = "" if any_one.row is None else gallery.images(dataset, any_one.row)
+        cells = [f"{safe(dataset)} {number}", drawn, safe(any_one.prompt), safe(any_one.reference)]
+        for step in chosen:
+            answer = of[step].answer if step in of else "-"
+            right = answer.strip() == any_one.reference.strip()
+            cells.append(f'<span class="{"right" if right else "other"}">{safe(answer)}</span>')
+        rows.append(cells)
+    return table(["", "pictures", "question", "reference", *(f"after step {step}" for step in chosen)], rows, "answers")
+
+
+def links_table(record: Record, times: Times | None) -> str:
+    """Bytes by kind, the rate at which they went, and the seconds that were planned for them."""
+    planned = (record.summary or {}).get("planned") or {}
+    rows = []
+    for stage, kinds in sent_bytes(record.steps).items():
+        inside = sum(value for kind, value in kinds.items() if kind != "handoff")
+        found = times.stages.get(stage) if times is not None else None
+        seconds = float(found.comm.mean()) if found is not None else 0.0
+        ranks = found.own.shape[1] if found is not None else 1
+        rate = f"{inside / ranks / seconds / MIB:.3g} MiB/s a rank" if seconds else "-"
+        expected = _number((planned.get("comm_s") or {}).get(stage), ".3g")
+        listed = ", ".join(f"{kind} {value / MIB:.3g}" for kind, value in kinds.items())
+        rows.append([safe(stage), listed, f"{seconds:.3g}" if seconds else "-", rate, expected])
+    return (
+        table(["stage", "MiB a step, by kind", "seconds in collectives", "rate", "planned seconds"], rows)
+        if rows
+        else ""
+    )
+
+
+def differences_table(records: Sequence[Record]) -> str:
+    """Keys that the runs have with different values."""
+    keys = dict.fromkeys(key for record in records for key in record.config if key not in _PLACES)
+    rows = []
+    for key in keys:
+        values = [record.config.get(key, "-") for record in records]
+        if any(value != values[0] for value in values):
+            rows.append([safe(key), *map(safe, values)])
+    if not rows:
+        return "<p>The runs have the same configuration.</p>"
+    return table(["key", *(safe(record.name) for record in records)], rows)
+
+
+def _number(value: Any, spec: str = ".4g") -> str:
+    return format(value, spec) if isinstance(value, int | float) else "-"
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"

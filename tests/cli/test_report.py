@@ -1,0 +1,34 @@
+"""`dhp report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dhp.cli.report import main
+from dhp.core.errors import ConfigError, RecordError
+from tests.helpers.made_runs import make_run
+
+
+def test_it_says_what_bounds_the_run_and_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = make_run(tmp_path / "run", data_s=0.5, step_s=lambda step: 1.5)
+    assert main([str(run_dir), "--png", str(tmp_path / "png")]) == 0
+    said, where = capsys.readouterr().out.splitlines()
+    assert said.startswith("This run is bound by waiting for data: 33% of a step.")
+    assert where == str(run_dir / "report.html") and (tmp_path / "png" / "loss.png").exists()
+
+
+def test_several_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(make_run(tmp_path / name)) for name in ("a", "b")]
+    assert main([*runs, "--out", str(tmp_path / "both.html")]) == 0
+    first, second, where = capsys.readouterr().out.splitlines()
+    assert first.startswith("a: This run is healthy") and second.startswith("b: ") and where.endswith("both.html")
+
+
+def test_a_run_named_twice_and_no_run_are_refused(tmp_path: Path) -> None:
+    run_dir = str(make_run(tmp_path / "a"))
+    with pytest.raises(ConfigError, match="named twice"):
+        main([run_dir, run_dir])
+    with pytest.raises(RecordError, match="no metrics.jsonl"):
+        main([str(tmp_path / "nothing")])

@@ -1,0 +1,86 @@
+"""Optimizers whose step needs whole matrices: every layout takes the steps of the library's own in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from dhp.core.axes import Degrees
+from dhp.core.parameters import AdapterSettings, GroupRule, Selector
+from dhp.engine.settings import StageSettings
+from dhp.models import lora as adapters
+from tests.engine.test_parity import assert_exact
+from tests.helpers.batches import awkward_steps
+from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedText, compare
+from tests.helpers.rows import on_demand
+
+ONE = Degrees()
+GROUPS = (GroupRule("fast", (Selector("layers.1"),), learning_rate=3e-3, weight_decay=0.0),)
+ADAPTERS = (("text", AdapterSettings(3, 3.0)),)
+
+MUON = [
+    on_demand(Case(ONE, ONE, optimizer="muon")),
+    Case(Degrees(ulysses=2), Degrees(tensor=2), optimizer="muon"),
+    on_demand(Case(Degrees(tensor=4), Degrees(tensor=4), 3, packing=True, optimizer="muon")),  # shared keys and values
+    on_demand(Case(ONE, Degrees(tensor=2), stages=2, schedule="1f1b", optimizer="muon")),
+    on_demand(Case(ONE, Degrees(ring=2), 1, packing=True, optimizer="muon", groups=GROUPS)),
+    on_demand(Case(ONE, Degrees(tensor=2), optimizer="muon", lora=ADAPTERS, trainable=("projector",))),
+    Case(Degrees(data=2, tensor=2), Degrees(data=3), 2, zero_stage=2, text_zero_stage=3, fsdp=True, optimizer="muon"),
+    on_demand(
+        Case(Degrees(data=2), Degrees(data=2, tensor=2), zero_stage=3, text_zero_stage=2, fsdp=True, optimizer="muon")
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def trained_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin with matrices that pass something on, in the plain model as on the ranks."""
+    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
+
+
+def assert_equal(errors: Errors) -> None:
+    assert_exact(errors)
+    assert errors.update < 1e-9, errors
+
+
+@pytest.mark.parametrize("case", MUON, ids=str)
+def test_muon_equals_torchs_own(case: Case, made_model: str) -> None:
+    assert_equal(compare(made_model, case, awkward_steps()))
+
+
+ADAFACTOR = [
+    Case(Degrees(ulysses=2), Degrees(tensor=2), optimizer="adafactor"),
+    on_demand(Case(Degrees(tensor=4), Degrees(tensor=4), 3, packing=True, optimizer="adafactor")),
+    on_demand(Case(ONE, Degrees(tensor=2), stages=2, schedule="1f1b", optimizer="adafactor")),
+    on_demand(Case(ONE, Degrees(ring=2), 1, packing=True, optimizer="adafactor", groups=GROUPS)),
+    on_demand(Case(ONE, Degrees(tensor=2), optimizer="adafactor", lora=ADAPTERS, trainable=("projector",))),
+    on_demand(
+        Case(Degrees(data=3), Degrees(data=2), zero_stage=2, text_zero_stage=3, fsdp=True, optimizer="adafactor")
+    ),
+    on_demand(Case(ONE, Degrees(data=2, tensor=2), text_zero_stage=3, fsdp=True, optimizer="adafactor")),
+]
+
+
+@pytest.mark.parametrize("case", ADAFACTOR, ids=str)
+def test_adafactor_equals_transformers(case: Case, made_model: str) -> None:
+    assert_equal(compare(made_model, case, awkward_steps()))
+
+
+@pytest.mark.grid
+def test_muon_of_a_head_that_is_the_embedding(few_keys_model: str) -> None:
+    """Tied over two stages, with fewer key heads than ranks."""
+    case = Case(ONE, Degrees(tensor=2), stages=2, schedule="1f1b", optimizer="muon")
+    assert_equal(compare(few_keys_model, case, awkward_steps()))
+
+
+class Alone(InspectedText):
+    """Orthogonalizes what it holds of each matrix by itself."""
+
+    def __init__(self, settings: StageSettings):
+        super().__init__(settings)
+        self.optimizer.optimizer.shared.clear()
+
+
+def test_a_mistake_shows(made_model: str) -> None:
+    case = Case(ONE, Degrees(tensor=2), optimizer="muon")
+    errors = compare(made_model, case, awkward_steps(), Fault(text=Alone))
+    assert errors.update > 0.05 and "language_model.layers" in errors.update_name, errors

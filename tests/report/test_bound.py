@@ -1,0 +1,142 @@
+"""Runs that are bound by one thing each: the sentence names it, and expects the gain that its removal gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhp.report.bound import HEALTHY, Cause, find_causes, sentence
+from dhp.report.record import read_run
+from dhp.report.split import times_of
+from tests.helpers.made_runs import healthy_ranks, make_run
+
+
+def slow_text_rank(step: int) -> Mapping[str, Any]:
+    """Rank 1 of text takes 1.5 times as long, for which rank 0 waits in collectives."""
+    ranks = healthy_ranks()
+    ranks["text"] = {
+        "forward": [0.15, 0.225],
+        "backward": [0.3, 0.45],
+        "optimizer": [0.02, 0.03],
+        "comm": [0.245, 0.01],
+    }
+    return ranks
+
+
+def uneven_vision(step: int) -> Mapping[str, Any]:
+    """One rank of vision has 1.4 times the mean's work, the other 0.6 times."""
+    ranks = healthy_ranks()
+    ranks["vision"] = {"forward": [0.21, 0.09], "backward": [0.42, 0.18], "comm": [0.01, 0.37]}
+    return ranks
+
+
+def sending(step: int) -> Mapping[str, Any]:
+    """Collectives of text take 0.6 s."""
+    ranks = healthy_ranks()
+    ranks["text"]["comm"] = [0.6, 0.61]
+    return ranks
+
+
+def tower_on_one_device(step: int) -> Mapping[str, Any]:
+    """Vision has one rank of two devices."""
+    ranks = healthy_ranks()
+    ranks["vision"] = {"forward": [0.3], "backward": [0.6], "comm": [0.0]}
+    return ranks
+
+
+def largest(run_dir: Path) -> Cause:
+    record = read_run(run_dir)
+    times = times_of(record)
+    assert times is not None
+    return find_causes(record, times)[0]
+
+
+MADE: dict[str, tuple[dict[str, Any], str, float, str]] = {
+    # made with, kind, the share of the step that would go, what the sentence names
+    "data": ({"step_s": lambda step: 1.5, "data_s": 0.5}, "data", 0.5 / 1.5, "data.num_workers higher than 1"),
+    "rank": ({"seconds": slow_text_rank, "step_s": lambda step: 1.2}, "slow rank", 0.235 / 1.2, "text rank 1"),
+    "work": (
+        {
+            "seconds": uneven_vision,
+            "work": lambda step: {"vision": [1.4, 0.6], "text": [1.0, 1.0]},
+            "step_s": lambda step: 1.2,
+        },
+        "uneven work",
+        0.18 / 1.2,
+        "data.balance=balanced",
+    ),
+    "link": ({"seconds": sending, "step_s": lambda step: 1.6}, "link", 0.6 / 1.6, "text.tensor=2"),
+    "saves": (
+        {"saves": {step: 0.8 for step in range(2, 21, 2)}, "config": {"training": {"save_steps": 2}}},
+        "save",
+        0.4 / 1.4,
+        "training.save_steps=2",
+    ),
+    "tower": (
+        {
+            "seconds": tower_on_one_device,
+            "work": lambda step: {"vision": [1.0], "text": [1.0, 1.0]},
+            "step_s": lambda step: 1.4,
+        },
+        "heavy part",
+        0.45 / 1.4,
+        "vision.num_actors=2",
+    ),
+    "long sample": (
+        {
+            "step_s": lambda step: 8.0 if step in (9, 17) else 1.0,
+            "flops": lambda step: 9000 if step in (9, 17) else 1000,
+        },
+        "long sample",
+        14.0 / 32.0,
+        "data.max_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_sentence_names_what_bounds_a_run_and_its_gain(name: str, tmp_path: Path) -> None:
+    made, kind, share, words = MADE[name]
+    run_dir = make_run(tmp_path / "run", **made)
+    cause = largest(run_dir)
+    assert cause.kind == kind
+    assert cause.share == pytest.approx(share, rel=0.1)
+    record = read_run(run_dir)
+    said = sentence(record, times_of(record))
+    assert words in said and f"{1 / (1 - cause.share):.2f} times as fast" in said
+
+
+def test_a_healthy_run_says_so(tmp_path: Path) -> None:
+    record = read_run(make_run(tmp_path / "run"))
+    times = times_of(record)
+    assert times is not None and all(cause.share < HEALTHY for cause in find_causes(record, times))
+    assert sentence(record, times).startswith("This run is healthy")
+
+
+def test_a_slow_rank_is_not_taken_for_uneven_work_nor_the_other_way_round(tmp_path: Path) -> None:
+    for name, other in (("rank", "uneven work"), ("work", "slow rank")):
+        record = read_run(make_run(tmp_path / name, **MADE[name][0]))
+        times = times_of(record)
+        assert times is not None
+        assert all(cause.share < HEALTHY for cause in find_causes(record, times) if cause.kind == other)
+
+
+def test_two_stages_with_devices_of_their_own_wait_for_the_heavier_one(tmp_path: Path) -> None:
+    def seconds(step: int) -> Mapping[str, Any]:
+        return {
+            "vision": {"forward": [0.2, 0.2], "comm": [0.0, 0.0]},
+            "text": {"forward": [1.0, 1.0], "comm": [0.0, 0.0]},
+        }
+
+    run_dir = make_run(tmp_path / "run", seconds=seconds, config={"cluster": {"collocate": False}})
+    cause = largest(run_dir)
+    assert (cause.kind, round(cause.share, 3)) == ("heavy part", 0.4)
+    assert "text" in cause.what and "text.num_actors" in cause.change
+
+
+def test_three_steps_are_too_few_to_say(tmp_path: Path) -> None:
+    record = read_run(make_run(tmp_path / "run", steps=1))
+    assert "Too few steps" in sentence(record, times_of(record))

@@ -1,0 +1,93 @@
+"""The tables of a report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dhp.observe.metrics import AnswerMetrics
+from dhp.report.pictures import Gallery
+from dhp.report.record import Record, read_run
+from dhp.report.split import times_of
+from dhp.report.tables import (
+    MOST_EVENTS,
+    MOST_OPENED,
+    answers_table,
+    differences_table,
+    events_table,
+    figures,
+    links_table,
+    opened_steps,
+    samples_table,
+)
+from tests.helpers.made_runs import make_run
+
+
+def record_of(run_dir: Path) -> Record:
+    return read_run(run_dir)
+
+
+def test_steps_that_stand_out_are_opened(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", steps=300, loss=lambda step: 9.0 if step == 150 else 6.0 / step**0.5)
+    opened = opened_steps(record_of(run_dir))
+    assert opened[150] == "high loss" and 150 in opened and len(opened) <= MOST_OPENED + 1
+    assert list(opened) == sorted(opened)
+
+
+def test_a_loss_that_is_not_finite_stands_out_most(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", steps=50, loss=lambda step: float("nan") if step == 20 else 1.0)
+    assert opened_steps(record_of(run_dir))[20] == "high loss"
+
+
+def test_an_opened_step_lists_its_samples(tmp_path: Path) -> None:
+    record = record_of(make_run(tmp_path / "run", steps=3))
+    text = samples_table(record, {2: ""}, Gallery({}))
+    assert '<a id="step-2"></a>2' in text and "shapes: 2, 3" in text and "step-1" not in text
+
+
+def test_events_and_faults_stand_in_order_of_time(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", saves={5: 0.25})
+    (run_dir / "faults").mkdir()
+    fault = {"at": 103.0, "step": 4, "message": "text rank 1 died", "followed_by": "resumed"}
+    (run_dir / "faults" / "001.json").write_text(json.dumps(fault))
+    text = events_table(record_of(run_dir))
+    assert text.index("start") < text.index("text rank 1 died → resumed") < text.index("0.25")
+
+
+def test_many_events_are_cut_in_the_middle(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", steps=500, saves=dict.fromkeys(range(1, 401), 0.1))
+    text = events_table(record_of(run_dir))
+    assert text.count("<tr>") == MOST_EVENTS + 1 and "201 events between them are left out" in text
+
+
+def test_answers_stand_beside_their_reference_over_time(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for step, answer in ((5, "blue"), (10, "red")):
+            from dataclasses import asdict
+
+            about = AnswerMetrics(
+                step=step, dataset="d", number=1, prompt="Which?", reference="red", answer=answer, tokens=2, row=0
+            )
+            file.write(json.dumps(asdict(about)) + "\n")
+    text = answers_table(record_of(run_dir), Gallery({}))
+    assert "after step 5" in text and '<span class="other">blue</span>' in text
+    assert '<span class="right">red</span>' in text and "Which?" in text
+
+
+def test_runs_of_one_configuration_say_so(tmp_path: Path) -> None:
+    records = [record_of(make_run(tmp_path / name)) for name in ("a", "b")]
+    assert "the same configuration" in differences_table(records)
+
+
+def test_figures_and_rates(tmp_path: Path) -> None:
+    record = record_of(make_run(tmp_path / "run"))
+    times = times_of(record)
+    found = figures(record, times)
+    assert (found["status"], found["steps"], found["step"], found["held-out accuracy"]) == (
+        "completed",
+        "20",
+        "1 s",
+        "held_out 50.0%",
+    )
+    assert "50 MiB/s a rank" in links_table(record, times)  # half a MiB a rank in 0.01 s
