@@ -20,6 +20,7 @@ WITHOUT_ROWS = {
     "beside_plain": "its figures belong to the data it is given",
     "mutants": "were seen",
     "host_memory": "no rows kept",
+    "bound": "no rows kept",
     "overlap": "no rows kept",
     "ring_or_gather": "no rows kept",
 }
