@@ -19,9 +19,9 @@ KUBERAY = ROOT / "examples" / "kuberay"
 SHARED = "/shared"
 
 
-@pytest.fixture(scope="module")
-def spec() -> dict[str, Any]:
-    job = yaml.safe_load((KUBERAY / "rayjob.yaml").read_text())
+@pytest.fixture(scope="module", params=["rayjob.yaml", "rayjob-4-workers.yaml"])
+def spec(request: pytest.FixtureRequest) -> dict[str, Any]:
+    job = yaml.safe_load((KUBERAY / request.param).read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     return job["spec"]
 
@@ -60,7 +60,11 @@ def test_the_workers_have_a_gpu_and_a_cpu_for_every_device_of_the_run(spec: dict
         assert gpus(pod) % config.text.tensor == 0 and gpus(pod) % config.vision.ulysses == 0
 
 
-def test_what_the_comments_say_of_the_run_is_so(config: Config) -> None:
+def test_what_the_comments_say_of_the_run_is_so(spec: dict[str, Any], config: Config) -> None:
+    if spec["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 4:
+        text = (KUBERAY / "rayjob-4-workers.yaml").read_text()
+        assert f"on {config.text.num_actors} GPUs, four workers of four" in text and config.vision.ulysses == 4
+        return
     text = (KUBERAY / "rayjob.yaml").read_text()
     actors = r"with vision.num_actors=(\d+) text.num_actors=(\d+)"
     told = rf"; (\d+) of (\d+) GPUs each {actors}: .*\s+# groups of this run are of (\d+)"
