@@ -6,6 +6,8 @@ import pytest
 
 from dhp.cluster import clock
 from dhp.cluster.clock import BusyTime
+from dhp.core.reports import Spent
+from dhp.core.tracing import add_waited, take_waited
 
 
 class Clock:
@@ -21,13 +23,26 @@ class Clock:
 def test_stretches_add_up_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "time", Clock(1.0, 1.5, 10.0, 12.0, 20.0, 21.0))
     time = BusyTime(cuda=False)
-    for _ in range(2):
-        with time.measured():
+    for kind in ("forward", "backward"):
+        with time.measured(kind):
             pass
-    assert time.take() == 2.5
-    with time.measured():
+    assert time.take("backward", 0.0) == {"forward": Spent(0.5, 0.0), "backward": Spent(2.0, 0.0)}
+    with time.measured("forward"):
         pass
-    assert (time.take(), time.take()) == (1.0, 0.0)
+    assert (time.take("optimizer", 0.0), time.take("optimizer", 0.0)) == ({"forward": Spent(1.0, 0.0)}, {})
+
+
+def test_collectives_count_for_the_kind_that_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer's method takes what was counted, so what is left of it is its own."""
+    monkeypatch.setattr(clock, "time", Clock(0.0, 2.0, 2.0, 3.0))
+    take_waited()
+    time = BusyTime(cuda=False)
+    with time.measured("forward"):
+        add_waited(0.5)
+    with time.measured("optimizer"):
+        add_waited(0.25)
+        whole = take_waited()
+    assert time.take("optimizer", whole) == {"forward": Spent(1.5, 0.5), "optimizer": Spent(0.75, 0.25)}
 
 
 class Event:
@@ -53,9 +68,9 @@ def test_on_a_gpu_nobody_waits_for_what_still_runs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.cuda.Event", Event)
     time = BusyTime(cuda=True)
     for _ in range(3):
-        with time.measured():
+        with time.measured("forward"):
             pass
     Event.done = 4  # two verbs are through
-    assert time.take() == pytest.approx(0.002)
+    assert time.take("forward", None) == {"forward": Spent(pytest.approx(0.002), None)}
     Event.done = 6
-    assert time.take() == pytest.approx(0.001)
+    assert time.take("forward", None) == {"forward": Spent(pytest.approx(0.001), None)}
