@@ -26,7 +26,7 @@ class Sets:
     def registry(self, names: str = "") -> list[str]:
         """Overrides that name all sets. names: "renamed_" for those with other names of colours."""
         files = {"seen": f"seen/{names}{ANNOTATIONS}"}
-        files |= {kind: f"{kind}/{names}{ANNOTATIONS}" for kind in KINDS}
+        files |= {kind: f"{kind}/{names}{ANNOTATIONS}" for kind in dict.fromkeys(kind for kind, _ in self.asked)}
         files |= {which: f"{names}{which}.json" for which in ("right", "exchanged")}
         found = []
         for name, file in files.items():
@@ -39,12 +39,12 @@ class Sets:
 RENAMED = "renamed_"
 
 
-def make_sets(folder: Path, seed: int, samples: int, rounds: int) -> Sets:
+def make_sets(folder: Path, seed: int, samples: int, rounds: int, kinds: Sequence[str] = tuple(KINDS)) -> Sets:
     """Draw so many samples to train on, and of each kind so many rounds of held-out questions."""
-    write(folder / "seen", train_answers(Random(seed), samples), f"seen/{seed}", held_out=False)
+    write(folder / "seen", train_answers(Random(seed), samples, kinds), f"seen/{seed}", held_out=False)
     asked: list[Asked] = []
     lines: dict[str, list[dict[str, Any]]] = {}
-    for kind in KINDS:
+    for kind in kinds:
         own = [(kind, answer) for answer in held_out_answers(kind, rounds)]
         write(folder / kind, own, f"held out/{seed}/{kind}", held_out=True)
         asked += own
@@ -77,12 +77,12 @@ def held_out_answers(kind: str, rounds: int) -> list[str]:
     return [answers[one] for one in round_of_pairs(len(answers))] * rounds
 
 
-def train_answers(random: Random, samples: int) -> list[Asked]:
+def train_answers(random: Random, samples: int, kinds: Sequence[str] = tuple(KINDS)) -> list[Asked]:
     """Of so many samples: kinds in turn, with answers that are equally frequent."""
     drawn = [
-        (kind, asked.answers[turn % len(asked.answers)])
-        for turn in range(-(-samples // len(KINDS)))
-        for kind, asked in KINDS.items()
+        (kind, KINDS[kind].answers[turn % len(KINDS[kind].answers)])
+        for turn in range(-(-samples // len(kinds)))
+        for kind in kinds
     ]
     random.shuffle(drawn)
     return drawn[:samples]

@@ -102,16 +102,23 @@ _font = cache(ImageFont.load_default)
 
 
 def draw(random: Random, scene: Scene) -> Image.Image:
-    """The picture of a scene; sizes, tints and exact positions are drawn."""
-    image = Image.new("RGB", (SIDE, SIDE), tuple(random.randint(225, 255) for _ in range(3)))
+    """The picture of a scene; sizes, tints and exact positions are drawn. The ground is lighter to the right and greener
+    to the bottom, so that a part of a picture tells where it is: the tower has no other places than relative ones."""
+    image = _ground(random.randint(-4, 4))
     pen, fill = ImageDraw.Draw(image), tuple(part + random.randint(-10, 10) for part in PALETTE[scene.colour])
     if scene.word:
-        at = (SIDE / 2 + random.uniform(-4, 4), SIDE / 2 + random.uniform(-4, 4))
-        pen.text(at, scene.word, fill=fill, font=_font(random.randint(30, 34)), anchor="mm")
+        at = (SIDE / 2 + random.uniform(-2, 2), SIDE / 2 + random.uniform(-2, 2))
+        pen.text(at, scene.word, fill=fill, font=_font(32), anchor="mm")
     for column, row in scene.cells:
-        x, y = (CELL * (at + 0.5) + random.uniform(-3, 3) for at in (column, row))
-        _shape(pen, scene.shape, x, y, random.uniform(8, 11), fill)
+        x, y = (CELL * (at + 0.5) + random.uniform(-2, 2) for at in (column, row))
+        _shape(pen, scene.shape, x, y, random.uniform(9, 12), fill)
     return image
+
+
+def _ground(tint: int) -> Image.Image:
+    across, down = (Image.linear_gradient("L").rotate(turn).resize((SIDE, SIDE)) for turn in (90, 0))
+    red, green = (one.point(lambda value: 140 + tint + value * 100 // 255) for one in (across, down))
+    return Image.merge("RGB", (red, green, Image.new("L", (SIDE, SIDE), 240 + tint)))
 
 
 def _shape(pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, r: float, fill: tuple[int, ...]) -> None:
