@@ -102,8 +102,8 @@ _font = cache(ImageFont.load_default)
 
 
 def draw(random: Random, scene: Scene) -> Image.Image:
-    """The picture of a scene; sizes, tints and exact positions are drawn. The ground is lighter to the right and greener
-    to the bottom, so that a part of a picture tells where it is: the tower has no other places than relative ones."""
+    """The picture of a scene; sizes, tints and exact positions are drawn. The ground is redder to the right and greener
+    to the bottom, so that a part of a picture tells where it is: to the tower, places are relative ones alone."""
     image = _ground(random.randint(-4, 4))
     pen, fill = ImageDraw.Draw(image), tuple(part + random.randint(-10, 10) for part in PALETTE[scene.colour])
     if scene.word:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.observe.metrics import StepMetrics, read_metrics
-from experiments.sight.inject.sitecustomize import VARIABLE
+from experiments.sight.inject.sitecustomize import MET, VARIABLE
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("config.yaml")
@@ -24,8 +24,11 @@ _CONFIGURATION = (f"--config-path={CONFIG.parent}", f"--config-name={CONFIG.stem
 def train(run_dir: Path, settings: Sequence[str], fault: str = "") -> list[StepMetrics]:
     """The steps of a run, oldest first. fault: one of `inject/sitecustomize.py`. Raises RuntimeError for a run that
     fails, and for one without the fault that it should have."""
-    environment = {"PYTHONPATH": f"{INJECT}:{ROOT}", VARIABLE: fault} if fault else {"PYTHONPATH": str(ROOT)}
+    met = run_dir.with_name(f"{run_dir.name}.met")
+    environment = {"PYTHONPATH": f"{INJECT}:{ROOT}", VARIABLE: fault, MET: str(met)} if fault else {}
     _command(["dhp.train_ray", *_CONFIGURATION, f"run_dir={run_dir}", *settings], environment)
+    if fault and not met.exists():
+        raise RuntimeError(f"the run in {run_dir} never met its fault ({fault}): what it replaces has another name now")
     return read_metrics(run_dir)
 
 

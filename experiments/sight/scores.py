@@ -37,7 +37,9 @@ def chances(asked: Sequence[Asked]) -> Shares:
 def missed(row: Row) -> list[str]:
     """Where a row is not what the goal wants of it, in words."""
     if row["what"] == "exported":
-        return [] if row["same"] == row["asked"] else [f"exported: {row['same']} of {row['asked']} answers are the same"]
+        return (
+            [] if row["same"] == row["asked"] else [f"exported: {row['same']} of {row['asked']} answers are the same"]
+        )
     if row["what"] == "layout":
         return [] if row["off"] <= LAYOUTS_AGREE else [f"{row['layout']}: losses are {row['off']:.1e} off"]
     level = {kind: chance + ABOVE_CHANCE for kind, chance in row["chance"].items()}
@@ -58,7 +60,11 @@ def goal(rows: Sequence[Row]) -> dict[str, Any]:
     absent = [f"seed {seed}: {what}" for seed in range(3) for what in wanted if what not in of_seeds.get(seed, ())]
     absent += [] if any(row["what"] == "layout" for row in rows) else ["layouts"]
     found = [one for row in rows for one in missed(row)]
-    return {"goal": "met" if not (found or absent) else "missed" if found else "open", "missed": found, "absent": absent}
+    return {
+        "goal": "met" if not (found or absent) else "missed" if found else "open",
+        "missed": found,
+        "absent": absent,
+    }
 
 
 def sentence(row: Mapping[str, Any], rows: Sequence[Row]) -> str:

@@ -97,7 +97,11 @@ class Seed:
 
     def _layouts(self) -> Iterator[Row]:
         """The first steps in each layout, beside those of one actor a part."""
-        common = [f"training.max_steps={self._size.layout_steps}", *self._place(self._start), "training.save_final=false"]
+        common = [
+            f"training.max_steps={self._size.layout_steps}",
+            *self._place(self._start),
+            "training.save_final=false",
+        ]
         curves = {}
         for layout, settings in LAYOUTS.items():
             began, run_dir = time.monotonic(), self._folder / f"layout-{layout}"

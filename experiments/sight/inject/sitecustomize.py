@@ -1,6 +1,6 @@
 """Python imports this as it starts where this folder is on PYTHONPATH: in each process of a run. One function of dhp is
-replaced, as its module is imported, by one with the fault that the environment names. dhp itself knows nothing of it.
-Imports nothing of dhp."""
+replaced, as its module is imported, by one with the fault that the environment names; a file that it names too appears
+when the fault is met. dhp itself knows nothing of it. Imports nothing of dhp."""
 
 import dataclasses
 import functools
@@ -8,7 +8,13 @@ import importlib.machinery
 import os
 import sys
 
-VARIABLE = "DHP_SIGHT_FAULT"
+VARIABLE, MET = "DHP_SIGHT_FAULT", "DHP_SIGHT_MET"
+
+
+def _meet():
+    if MET in os.environ:
+        with open(os.environ[MET], "a"):
+            pass
 
 
 def zeroed(forward):
@@ -16,6 +22,7 @@ def zeroed(forward):
 
     @functools.wraps(forward)
     def wrapper(self, micro_batch, chunk, work, *received):
+        _meet()
         pixels = work.pixels * 0
         return forward(self, micro_batch, chunk, dataclasses.replace(work, pixels=pixels), *received)
 
@@ -29,6 +36,7 @@ def misplaced(embed):
     def wrapper(model, inputs):
         if inputs.image_positions is None:  # a token of an answer
             return embed(model, inputs)
+        _meet()
         last = inputs.input_ids.numel() - 1
         places = (inputs.image_positions + 1).clamp(max=last)
         return embed(model, dataclasses.replace(inputs, image_positions=places))
@@ -41,6 +49,7 @@ def no_gradient(backward):
 
     @functools.wraps(backward)
     def wrapper(self, micro_batch, chunk, last, *received):
+        _meet()
         nothing = [
             dataclasses.replace(one, tensors={name: tensor * 0 for name, tensor in one.tensors.items()})
             for one in received
@@ -74,7 +83,6 @@ class _Finder:
             *owners, own = self._function.split(".")
             owner = functools.reduce(getattr, owners, module)
             setattr(owner, own, self._put_in(getattr(owner, own)))
-            print(f"a fault is in: {self._function}", file=sys.stderr, flush=True)
 
         spec.loader.exec_module = execute_and_replace
         return spec
