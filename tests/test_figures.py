@@ -402,6 +402,26 @@ def chaos() -> Sentences:
             yield CHAOS_PAGE, f"{row['process']} {row['detect_s']:.0f} s"
 
 
+def sight() -> Sentences:
+    found, page = one("sight", what="scratch"), "experiments/sight/README.md"
+    kinds = ("shape", "colour", "count", "place", "word")
+    shares = {which: [f"{found[which][kind]:.0%}" for kind in kinds] for which in ("right", "exchanged", "chance")}
+    shape, colour, count, place, _ = shares["right"]
+    yield INDEX, f"{shape} of shapes, {colour} of colours, {count} of counts, {place} of places exact"
+    yield INDEX, f"{', '.join(shares['exchanged'][:4])} with exchanged ones"
+    for title, which in (("right pictures", "right"), ("exchanged pictures", "exchanged"), ("chance", "chance")):
+        yield page, f"| {title} | {' | '.join(shares[which])} |"
+    losses = f"{found['loss_right']:.2f} with right pictures and {found['loss_exchanged']:.2f} with exchanged ones"
+    yield page, f"{losses}, the training loss {found['train_loss']:.2f}"
+    goal = rows("sight")[-1]
+    assert goal["goal"] == "missed" and len(rows("sight", what="scratch")) == 1
+    yield INDEX, f"goal of 90% {goal['goal']} (one seed of three, {found['steps']} steps"
+    exported, layouts = one("sight", what="exported"), rows("sight", what="layout")
+    yield INDEX, f"{exported['same']} of {exported['asked']} answers of plain transformers the same"
+    yield INDEX, f"losses of {len(layouts) - 1} layouts at most {max(row['off'] for row in layouts):.1e} off"
+    yield page, f"at most {max(row['off'] for row in layouts):.1e} off one actor's"
+
+
 def make_train() -> Sentences:
     """Of the quickstart's own run; no file of results/ has it."""
     shown = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -412,7 +432,8 @@ def make_train() -> Sentences:
 HELD: list[Callable[[], Sentences]] = [
     overhead, families, compile_, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts,
     long_context, longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline,
-    partition_search, partition, published, plan_accuracy, checkpoint, soak, chaos, make_train,
+    partition_search, partition, published, plan_accuracy, checkpoint, soak, chaos,
+    sight, make_train,
 ]  # fmt: skip
 
 
