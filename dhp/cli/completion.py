@@ -38,6 +38,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "doctor model": ("--json", "--make"),
     "doctor machine": ("--json", "--try"),
     "doctor loss": _CONFIGURED,
+    "experiments list": (),
+    "experiments run": ("--quick",),
 }
 KEYS: dict[str, tuple[str, ...]] = {
     "plan": (
