@@ -142,7 +142,8 @@ def _draw(experiment: Experiment, rows: Sequence[Row], picture: Path, target: Pa
             words = [word.replace(ROWS, file.name).replace(PICTURE, str(picture)) for word in words]
             done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
-                print(f"no picture by its own command: {done.stderr[-500:]}", file=sys.stderr)
+                why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+                print(f"bars in the place of {experiment.name}'s own picture: {why}", file=sys.stderr)
     if picture.exists():
         target.write_bytes(picture.read_bytes())
         return
