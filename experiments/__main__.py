@@ -1,4 +1,4 @@
-"""`python -m experiments list | run NAME [--quick] [arguments …] | run all --quick`: what `dhp experiments` starts."""
+"""`python -m experiments list | run NAME|all [--quick] [arguments …] | index`: what `dhp experiments` starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from dhp.cli.experiments import read_arguments
 from dhp.config.suggestions import did_you_mean, nearest
+from experiments.index import PAGE, indexed
 from experiments.registry import BY_NAME, EXPERIMENTS, Experiment
 from experiments.running import MADE, RESULTS, ROOT, Outcome, run
 
@@ -17,6 +18,10 @@ def main(arguments: Sequence[str]) -> int:
     asked, more = read_arguments(arguments)
     if asked.what == "list":
         print("\n".join(listed()))
+        return 0
+    if asked.what == "index":
+        PAGE.write_text(indexed(PAGE.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+        print(PAGE.relative_to(ROOT))
         return 0
     if asked.name == "all":
         return _run_all(asked.quick, more)

@@ -40,6 +40,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "doctor loss": _CONFIGURED,
     "experiments list": (),
     "experiments run": ("--quick",),
+    "experiments index": (),
 }
 KEYS: dict[str, tuple[str, ...]] = {
     "plan": (

@@ -1,4 +1,4 @@
-"""`dhp experiments list | run NAME [--quick] [arguments …] | run all --quick`: what the documents' figures are from."""
+"""`dhp experiments list | run NAME|all [--quick] [arguments …] | index`: what the documents' figures are from."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def main(arguments: Sequence[str]) -> int:
     it. Rows go to results/NAME.jsonl with the machine, its load and the date, a picture to results/NAME.png. It is
     not judged where the load is above the cores. With --quick, with arguments of the experiment's own behind its name
     and on a busy machine, rows go to results/tried/ instead. experiments run all --quick: all that have a short run.
+
+    experiments index: write the sentences of all rows in results/ into experiments/EXPERIMENTS.md.
     """
     read_arguments(arguments)
     if not (CHECKOUT / "experiments" / "registry.py").is_file():
@@ -42,7 +44,8 @@ def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[s
     run = uses.add_parser("run", help="one of them, or all that have a short run", allow_abbrev=False)
     run.add_argument("name", metavar="NAME", help="of the list, or all; further arguments are the experiment's own")
     run.add_argument("--quick", action="store_true", help="a short run: less work, fewer rounds")
+    uses.add_parser("index", help="write the sentences of results/ into EXPERIMENTS.md", allow_abbrev=False)
     asked, more = parser.parse_known_args(arguments)
-    if more and asked.what == "list":
-        parser.error(f"list takes no arguments: {' '.join(more)}")
+    if more and asked.what != "run":
+        parser.error(f"{asked.what} takes no arguments: {' '.join(more)}")
     return asked, more

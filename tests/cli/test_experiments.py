@@ -58,7 +58,7 @@ def test_arguments_behind_the_name_are_the_experiments_own() -> None:
     assert read_arguments(["run", "x", "--qu"])[1] == ["--qu"]  # no abbreviation of ours
 
 
-@pytest.mark.parametrize("arguments", [[], ["lst"], ["run"], ["list", "balance"]])
+@pytest.mark.parametrize("arguments", [[], ["lst"], ["run"], ["list", "balance"], ["index", "x"]])
 def test_what_is_not_understood_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         read_arguments(arguments)
