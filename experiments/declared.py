@@ -97,7 +97,8 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                f"curves of equal loss, {LONG}, figure 12, of the decoder"),
     ),
     "driver_scale": (
-        Figure("at the most ranks a step with sparse routes takes {} the dense one's time", "sparse over dense", _sparse),
+        Figure("at the most ranks a step with sparse routes takes {} the dense one's time",
+               "sparse over dense", _sparse),
     ),
     "experts": (
         Figure("a step of replicas that share experts out takes {} that of tensor ranks", "shared out",

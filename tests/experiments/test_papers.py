@@ -166,6 +166,14 @@ def of_balance(in_row: InRow) -> Sentences:
     pad = short(random["pad"], 2)
     yield in_row("B13", f"Pad {pad}, Dist {short(random['dist_vision'], 2)} and {short(random['dist_text'], 2)}")
     yield in_row("B14", f"Dist {'/'.join(dist['length_group'])} and {'/'.join(dist['device_group'])}")
+    filters = {(row["full_vision"], row["full_text"]): row for row in rows("balance_sweeps", sweep="filters")}
+    both = {key: "/".join(short(row[f"dist_{part}"], 3) for part in ("vision", "text")) for key, row in filters.items()}
+    yield in_row(
+        "B37", f"{both[9, 4032]}, {both[9, 3968]}, {both[9, 3840]} (vision/text); at a tile less {both[8, 3968]}"
+    )
+    passes = rows("balance_sweeps", sweep="passes")
+    lines = [", ".join(short(row[f"dist_{part}"], 3) for row in passes) for part in ("vision", "text")]
+    yield in_row("B45", f"{', '.join(str(row['passes']) for row in passes)} passes: vision {lines[0]}, text {lines[1]}")
     isf, balanced = (one("convergence", summary=name) for name in ("isf", "balanced"))
     below = f"ISF {short(-isf['difference'], 2)}, of `balanced` {short(-balanced['difference'], 2)}"
     yield in_row("B51", f"{below} below random batches', three seeds whose deviation is ")
