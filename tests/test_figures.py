@@ -20,6 +20,7 @@ WITHOUT_ROWS = {
     "beside_plain": "its figures belong to the data it is given",
     "mutants": "were seen",
     "host_memory": "no rows kept",
+    "bound": "no rows kept",
     "overlap": "no rows kept",
     "ring_or_gather": "no rows kept",
 }
@@ -365,13 +366,15 @@ def plan_accuracy() -> Sentences:
 def soak() -> Sentences:
     found = {name: one("soak", process=name) for name in ("reader", "driver", "rank")}
     reader, driver, rank = found.values()
-    yield INDEX, f"one run of {reader['steps']} steps the dataset actor and the data worker by"
-    yield INDEX, f"by {reader['growth_bytes_a_step']} bytes a step at most"
-    yield INDEX, f"driver ({driver['growth_bytes_a_step']:,}) and ranks ({rank['growth_bytes_a_step']:,})"
+    growth = {name: f"{row['growth_bytes_a_step']:,}" for name, row in found.items()}
+    yield INDEX, f"one run of {reader['steps']} steps driver and ranks by {growth['driver']} and {growth['rank']} bytes"
+    yield INDEX, f"the reader by {growth['reader']}"
     page = "experiments/soak/README.md"
     yield page, f"one run of {driver['steps']} steps, the first {driver['warm_steps']} of which do not count"
-    yield page, f"{driver['warm_mib']} MiB large behind the first steps and {driver['end_mib']} at the end"
-    yield page, f"from {rank['warm_mib']} to {rank['end_mib']} MiB, {rank['growth_bytes_a_step']:,} bytes a step"
+    yield page, f"{growth['driver']} bytes a step ({driver['warm_mib']} MiB large behind the first steps"
+    yield page, f"and {driver['end_mib']} at the end), the rank that grows most of four by {growth['rank']}"
+    yield page, f"{reader['warm_mib']} to {reader['end_mib']} MiB, {growth['reader']} bytes a step"
+    yield page, f"{reader['floor_bytes_a_step']:,} by its floor"
 
 
 def chaos() -> Sentences:

@@ -83,9 +83,10 @@ class ActorGroup:
         refs = [actor.look_ahead.remote(list(own)) for actor, own in zip(self._actors, of_ranks, strict=True)]
         self._submit("looking ahead", refs)
 
-    def take_spans_async(self) -> list[Any]:
-        """For each rank, the ref of what it did since the last time; empty lists when the run is not traced."""
-        refs = [actor.take_spans.remote() for actor in self._actors]
+    def take_spans_async(self, keep: bool = True) -> list[Any]:
+        """For each rank, the ref of what it did since the last time; empty lists when the run is not traced. keep:
+        false forgets it."""
+        refs = [actor.take_spans.remote(keep) for actor in self._actors]
         self._submit("telling what it did", refs)
         return refs
 

@@ -101,9 +101,10 @@ class _Reader:
             pieces.append(piece)
         return pieces, filled
 
-    def take_spans(self) -> list[Span]:
-        """Spans of what was read since the last time, if the run is traced."""
-        return take_spans()
+    def take_spans(self, keep: bool = True) -> list[Span]:
+        """Spans of what was read since the last time, if the run is traced; without `keep` they are forgotten."""
+        found = take_spans()
+        return found if keep else []
 
     def read_clock(self) -> ClockReading:
         """The clock of these spans."""
@@ -253,9 +254,9 @@ class DatasetActor:
             begin = starts.stop
         return work
 
-    def take_spans_async(self) -> list[Any]:
+    def take_spans_async(self, keep: bool = True) -> list[Any]:
         """For each process the ref of its spans, as `ActorGroup.take_spans_async` has one for each rank."""
-        refs = [actor.take_spans.remote() for actor in self._actors]
+        refs = [actor.take_spans.remote(keep) for actor in self._actors]
         what = "reporting its spans"
         self._watched += [self._watch(actor, what, ref) for actor, ref in zip(self._actors, refs, strict=True)]
         return refs

@@ -235,9 +235,10 @@ class Worker:
         need it name it by `RemoteValue`."""
         self._lookahead.begin(refs)
 
-    def take_spans(self) -> list[Span]:
-        """Spans of this rank since the last time, if the run is traced."""
-        return take_spans()
+    def take_spans(self, keep: bool = True) -> list[Span]:
+        """Spans of this rank since the last time, if the run is traced; without `keep` they are forgotten."""
+        found = take_spans()
+        return found if keep else []
 
     def read_clock(self) -> ClockReading:
         """The clock of this rank's spans."""

@@ -12,7 +12,13 @@ from dhp.config.schema import Config
 
 ANY_NAME = "<name>"  # stands for a name of the user's choice in a dotted key
 
-_TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_TYPE_WORDS = {
+    Any: "true, false or two steps",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
 
 
 @dataclass(frozen=True)

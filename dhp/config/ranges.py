@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dhp.config.data import DataConfig
 from dhp.config.learning_rate import check_learning_rate
@@ -57,6 +58,13 @@ def check_seed(seed: int) -> None:
     require(0 <= seed < _SEEDS, "seed", seed, f"0 <= seed < {_SEEDS}")
 
 
+def _is_trace(given: Any) -> bool:
+    if isinstance(given, bool):
+        return True
+    whole = isinstance(given, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in given)
+    return whole and len(given) == 2 and 1 <= given[0] <= given[1]
+
+
 def check_training(training: TrainingConfig) -> None:
     """Raises ConfigError for the first field out of its range."""
     counts = ("batch_size", "micro_batch_size", "num_epochs", "log_interval", "max_steps", "save_steps")
@@ -64,6 +72,7 @@ def check_training(training: TrainingConfig) -> None:
     _require_positive("training", training, "save_timeout_s", "eval_steps")
     # eps: else a weight without a gradient would be divided by 0.
     _require_positive("training", training, "eval_answer_tokens", "eps")
+    require(_is_trace(training.trace), "training.trace", training.trace, "true, false, or two steps as [500, 510]")
     answers = training.eval_answers
     require(answers >= 0, "training.eval_answers", answers, "eval_answers >= 0")
     broken = training.max_nonfinite_steps

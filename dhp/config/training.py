@@ -1,7 +1,7 @@
 """The section of a configuration about the objective, the optimizer and the length: see `dhp.config.schema`."""
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 
 @dataclass
@@ -127,9 +127,10 @@ class TrainingConfig:
     log_interval: int = 1
     """Steps between two printed lines; metrics.jsonl has every step all the same."""
 
-    trace: bool = False
+    trace: Any = False
     """Write trace.json in run_dir: what every rank did when (forward, backward, transfer, collective, wait, data,
-    optimizer), for https://ui.perfetto.dev or chrome://tracing. Costs little time, and some 100 KB a step and rank."""
+    optimizer), for https://ui.perfetto.dev or chrome://tracing: true, of all steps; [500, 510], of these. Costs little
+    time, and some 100 KB a step and rank."""
 
     dry_run: bool = False
     """Check everything, print layout and memory by the model's shape, and end: no weights, GPUs, actors or run_dir."""

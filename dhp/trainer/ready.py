@@ -67,8 +67,10 @@ def _recomputing(session: Session, recorder: Recorder, schedule: Schedule, ahead
 
 
 def _tracing(session: Session, recorder: Recorder) -> Tracing | None:
-    if not session.config.training.trace:
+    asked = session.config.training.trace
+    if not asked:
         return None
+    steps = None if asked is True else range(asked[0], asked[1] + 1)
     traced = session.groups | {"data": session.data}
     writer = recorder.open_trace({name: group.size for name, group in traced.items()})
-    return Tracing(traced, writer, session.config.cluster.start_timeout_s)
+    return Tracing(traced, writer, session.config.cluster.start_timeout_s, steps)

@@ -182,8 +182,8 @@ Refs = Mapping[str, list[Any]]  # by group, for each rank the ref of its spans
 class Traced(Protocol):
     """A group of ranks that keep spans: both parts' actors and the dataset actor."""
 
-    def take_spans_async(self) -> list[Any]:
-        """For each rank, the ref of its spans since the last time."""
+    def take_spans_async(self, keep: bool = True) -> list[Any]:
+        """For each rank, the ref of its spans since the last time; keep: false forgets them."""
 
     def clock_offsets(self, timeout_s: float) -> list[int]:
         """What to add to each rank's clock, nanoseconds."""
@@ -192,17 +192,21 @@ class Traced(Protocol):
 class Tracing:
     """One run's tracing, from the moment when all ranks are there."""
 
-    def __init__(self, groups: Mapping[str, Traced], writer: TraceWriter, timeout_s: float):
-        self._groups, self._writer = groups, writer
+    def __init__(self, groups: Mapping[str, Traced], writer: TraceWriter, timeout_s: float, steps: range | None = None):
+        """steps: that are traced, from 1; None: all."""
+        self._groups, self._writer, self._steps = groups, writer, steps
         self._offsets = {name: group.clock_offsets(timeout_s) for name, group in groups.items()}
 
-    def submit(self) -> Refs:
-        """Ask every rank for what it will have done after all calls submitted so far."""
-        return {name: group.take_spans_async() for name, group in self._groups.items()}
+    def submit(self, step: int) -> Refs:
+        """Ask every rank for what it will have done after all calls submitted so far, those of `step` (from 1) the
+        last. Of steps that are not traced it is forgotten."""
+        keep = self._steps is None or step in self._steps
+        return {name: group.take_spans_async(keep) for name, group in self._groups.items()}
 
     def mark_step(self, metrics: StepMetrics, begun_s: float, ended_s: float) -> None:
         """Write when a step began and ended, by this process's clock."""
-        self._writer.mark_step(metrics.step, begun_s, metrics.data_s or 0.0, ended_s, loss=metrics.loss)
+        if self._steps is None or metrics.step in self._steps:
+            self._writer.mark_step(metrics.step, begun_s, metrics.data_s or 0.0, ended_s, loss=metrics.loss)
 
     def write(self, spans: Mapping[str, list[list[Span]]]) -> None:
         """Write what the ranks answered: by group, the spans of each rank."""

@@ -257,7 +257,7 @@ def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> L
         log_dir=str(run_dir.absolute() / "logs"),
         checkpoint_dir=str(Path(str(config.training.checkpoint_dir)).absolute()),
         transport=config.cluster.transport,
-        trace=config.training.trace,
+        trace=bool(config.training.trace),
         check_collectives=config.cluster.check_collectives,
         collective_timeout_s=collective_timeout_s(config.cluster),
         saving_s=0.0 if config.training.save_in_background else config.training.save_timeout_s,

@@ -140,7 +140,7 @@ class Trainer:
         self._note_checkpoint()
         if saved and step == plan.steps:
             self._saver.require(step)
-        self._write_spans(self._submit_spans())  # of the last checkpoint
+        self._write_spans(self._submit_spans(step))  # of the last checkpoint
         return step
 
     def _save_interrupted(self, done: int) -> None:
@@ -206,13 +206,13 @@ class Trainer:
         refs = train_step(session.stages, self.ready.schedule, self.graph.ties, session.take_batch(step))
         asked = self._saver.ask()
         watched = session.take_watched()
-        spans = self._submit_spans()
+        spans = self._submit_spans(step + 1)
         return Pending(step, refs, data_ready, watched, None, asked, spans)
 
-    def _submit_spans(self) -> Spans | None:
+    def _submit_spans(self, step: int) -> Spans | None:
         if self.ready.tracing is None:
             return None
-        refs = self.ready.tracing.submit()
+        refs = self.ready.tracing.submit(step)
         return Spans(refs, [*self.session.take_watched(), *self.session.data.take_watched()])
 
     def _finish(self, pending: Pending) -> None:

@@ -1,8 +1,8 @@
 """`python -m experiments.bound`: does a report name what bounds a run, and is the gain that it expects the true one?
 
 Each case is two runs: one bound by one thing, and the same with that changed. JSON lines: {case, kind, named, expected,
-gained, ratio, sentence, step_s, changed_step_s, load, command}. expected: the share of a step that the report said would
-go; gained: the share that went.
+gained, ratio, sentence, step_s, changed_step_s, load, command}. expected: the share of a step that the report said
+would go; gained: the share that went.
 """
 
 from __future__ import annotations

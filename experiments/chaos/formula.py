@@ -10,8 +10,10 @@ class Times:
     """Of a run and its faults, seconds.
 
     between: from the end of a restart to the next fault. step: one step takes. interval: steps between two checkpoints;
-    stall: what each checkpoint holds up. detect: from the fault until it is known; stop: until nothing of the attempt
-    is left; start: until the next attempt's first step begins.
+    stall: what each checkpoint holds up; written: until it is complete, behind the steps that follow.
+
+    detect: from the fault until it is known; stop: until nothing of the attempt is left; start: until the first step of
+    the next one begins; warm: what its first steps take longer than later ones.
     """
 
     between: float
@@ -21,16 +23,19 @@ class Times:
     detect: float
     stop: float
     start: float
+    warm: float = 0.0
+    written: float = 0.0
 
     @property
     def lost(self) -> float:
-        """Seconds of steps that are made again: half an interval, a fault being as likely anywhere in it."""
-        return self.interval * self.step / 2
+        """Seconds of steps that are made again: half an interval, a fault being as likely anywhere in it, and those
+        made before the newest checkpoint was complete."""
+        return self.interval * self.step / 2 + self.written
 
     def effective(self) -> float:
-        """Time of steps that stay, of all time. Of what is trained between two faults, `lost` goes; checkpoints take
-        their share of the rest."""
-        trained = max(0.0, self.between - self.lost)
+        """Time of steps that stay, of all time. Of what is trained between two faults, `lost` and `warm` go;
+        checkpoints take their share of the rest."""
+        trained = max(0.0, self.between - self.warm - self.lost)
         steps = self.interval * self.step
         return trained * steps / (steps + self.stall) / (self.between + self.detect + self.stop + self.start)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ from experiments.chaos.run import LIMIT_S, Observed, Watch
 from experiments.chaos.scenarios import Lengths
 
 SAVE_STEPS = 10
+OF_ONE_FAULT = ("lost_steps", "detect_s", "rebuild_s", "first_step_s", "message")  # of a row about one fault
 
 
 @dataclass
@@ -72,11 +74,20 @@ def run_at_rate(laboratory: Laboratory, after_s: float, faults: int, seed: int) 
     step_s = _step_s(laboratory.reference(FRESH, lengths))
     rate = Rate(after_s, faults, seed)
     limit_s = LIMIT_S + faults * (after_s + 120) + steps * step_s * 3
-    observed, judged = laboratory.run(FRESH, lengths=lengths, strike=rate, names_rank=False, limit_s=limit_s)
-    times = _times(observed, rate, step_s)
+    took: dict[int, float] = {}
+    observed, judged = laboratory.run(
+        FRESH,
+        lengths=lengths,
+        look=lambda run_dir: took.update(_took(run_dir)),
+        strike=rate,
+        names_rank=False,
+        limit_s=limit_s,
+    )
+    times = _times(observed, rate, step_s, took)
     # From the first fault on until the last attempt began to train: whole periods, each with its fault.
     whole = rate.resumed[-1] - rate.struck[0] if len(rate.resumed) > 1 else 0.0
-    stayed = (_step_at(observed, -1) - _step_at(observed, 0)) * step_s
+    last = len(rate.struck) - 1  # behind it is the verdict on the attempt that completed
+    stayed = (_step_at(observed, last) - _step_at(observed, 0)) * step_s
     return {
         "faults": len(rate.struck),
         "steps": steps,
@@ -86,7 +97,7 @@ def run_at_rate(laboratory: Laboratory, after_s: float, faults: int, seed: int) 
         "gpus_1024": round(of_1024_gpus(times).effective(), 4),
         "wall_s": round(observed.wall_s, 1),
         "seed": seed,
-    } | judged.row()
+    } | {key: value for key, value in judged.row().items() if key not in OF_ONE_FAULT}
 
 
 def _step_at(observed: Observed, number: int) -> int:
@@ -94,7 +105,7 @@ def _step_at(observed: Observed, number: int) -> int:
     return int(str(observed.faults[number]["followed_by"]).rpartition("step_")[2])
 
 
-def _times(observed: Observed, rate: Rate, step_s: float) -> Times:
+def _times(observed: Observed, rate: Rate, step_s: float, took: Mapping[int, float]) -> Times:
     """Means over the faults; of the first one it is not known when its attempt began to train."""
     known = [float(verdict["at"]) for verdict in observed.faults[: len(rate.struck)]]
     between = [struck - resumed for struck, resumed in zip(rate.struck[1:], rate.resumed)]
@@ -103,10 +114,22 @@ def _times(observed: Observed, rate: Rate, step_s: float) -> Times:
     start = [resumed - step_s - stopped for resumed, stopped in zip(rate.resumed, observed.stopped)]
     stalls = [float(found) for found in re.findall(r"training waited ([\d.]+) s", observed.output)]
     mean = lambda values: statistics.fmean(values) if values else 0.0
-    return Times(mean(between) + step_s, step_s, SAVE_STEPS, mean(stalls), mean(detect), mean(stop), mean(start))
+    written = [float(found) for found in re.findall(r"is saved: ([\d.]+) s", observed.output)]
+    warm = [_warm(took, _step_at(observed, number) + 1, step_s) for number in range(len(rate.struck))]
+    seconds = (mean(between) + step_s, step_s, SAVE_STEPS, mean(stalls), mean(detect), mean(stop), mean(start))
+    return Times(*seconds, mean(warm), mean(written))
+
+
+def _warm(took: Mapping[int, float], first: int, step_s: float) -> float:
+    """What the first steps of an attempt took longer than steps do, seconds. first: of them."""
+    return sum(took[step] - step_s for step in range(first, first + SAVE_STEPS) if step in took)
+
+
+def _took(run_dir: Path) -> dict[int, float]:
+    """Seconds of each step."""
+    return {step: float(line["step_s"]) for (kind, step), line in read_lines(run_dir).items() if kind == "train"}
 
 
 def _step_s(observed: Observed) -> float:
     """Mean of a run's steps behind the first two, saves left out, as metrics.jsonl has them."""
-    lines = read_lines(observed.run_dir)
-    return statistics.fmean(line["step_s"] for (kind, step), line in lines.items() if kind == "train" and step > 2)
+    return statistics.fmean(seconds for step, seconds in _took(observed.run_dir).items() if step > 2)

@@ -2,7 +2,8 @@
 
 A run of the tiny model with two actors a part and one data worker, started as a user starts it; its processes are
 looked at from outside. JSON lines, one for each kind of process: {process, count, steps, warm_steps, warm_mib, end_mib,
-growth_bytes_a_step, command}.
+growth_bytes_a_step,
+floor_bytes_a_step, command}.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 MIB = 1 << 20
+TENTHS = 10
 READERS = {"_Reader": "reader", "data": "reader"}
 OF_RAY = ("IDLE", "DashboardAgent", "RuntimeEnvAgent")
 
@@ -60,7 +61,16 @@ def growth(samples: Sequence[Sample], warm: int) -> Iterator[dict[str, Any]]:
             "warm_mib": round(worst[0].own_bytes / MIB, 1),
             "end_mib": round(worst[-1].own_bytes / MIB, 1),
             "growth_bytes_a_step": round(max(slopes)),
+            "floor_bytes_a_step": round(max(map(floor_slope, lived))),
         }
+
+
+def floor_slope(samples: Sequence[Sample]) -> float:
+    """Bytes a step of a line through the least of each tenth of the samples: what comes and goes, as buffers of
+    pictures, is left out, what stays is not."""
+    tenths = np.array_split(np.arange(len(samples)), min(TENTHS, len(samples)))
+    least = [min((samples[at] for at in tenth), key=lambda sample: sample.own_bytes) for tenth in tenths]
+    return slope(least)
 
 
 def slope(samples: Sequence[Sample]) -> float:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from dhp.config.command_line import compose_config
 from dhp.config.data import DataConfig, DatasetEntry, LimitsConfig
 from dhp.config.ranges import check_cluster, check_data, check_seed, check_training
 from dhp.config.schema import ClusterConfig
@@ -140,3 +141,11 @@ def test_cluster(changes, message):
     with pytest.raises(ConfigError) as caught:
         check_cluster(ClusterConfig(**changes))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["7", "[7]", "[9,7]", "[0,7]", "[1,true]", "some"])
+def test_a_trace_is_of_all_steps_or_of_two_in_order(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"training.trace.*two steps as \[500, 510\]"):
+        check_training(compose_config("tiny", None, [f"training.trace={given}"]).training)
+    for right in ("true", "false", "[7,7]"):
+        check_training(compose_config("tiny", None, [f"training.trace={right}"]).training)

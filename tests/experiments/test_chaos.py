@@ -209,6 +209,8 @@ def test_the_share_of_time_that_stays() -> None:
     assert times.effective() == pytest.approx(95 / 120)
     stalled = Times(100.0, 1.0, 10, 2.5, 1.0, 2.0, 17.0)
     assert stalled.effective() == pytest.approx(95 * 10 / 12.5 / 120)
+    warm = Times(100.0, 1.0, 10, 0.0, 1.0, 2.0, 17.0, warm=3.0, written=2.0)
+    assert warm.lost == 7.0 and warm.effective() == pytest.approx(90 / 120)
     large = of_1024_gpus(times)
     assert large.between == HOURS_1024 * 3600 and (large.interval, large.lost, large.start) == (60, 300.0, 300.0)
     assert large.effective() == pytest.approx((28440 - 300) / (28440 + 303))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.soak.__main__ import look, steps_of
-from experiments.soak.growth import Sample, growth, kind_of, slope
+from experiments.soak.growth import Sample, floor_slope, growth, kind_of, slope
 
 MIB = 1 << 20
 
@@ -59,3 +59,11 @@ def test_a_process_is_looked_at_and_steps_are_counted(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == 0
     (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
     assert steps_of(tmp_path) == 2
+
+
+def test_the_floor_leaves_out_what_comes_and_goes_and_not_what_stays() -> None:
+    steps = range(0, 1000, 5)
+    saw = [Sample(1, "reader", step, 90 * MIB + (4 * MIB if step > 600 and step % 20 else 0)) for step in steps]
+    assert slope(saw) > 1024 and floor_slope(saw) == pytest.approx(0.0, abs=1)
+    leaking = [Sample(1, "reader", step, one.own_bytes + 700 * step) for step, one in zip(steps, saw, strict=True)]
+    assert floor_slope(leaking) == pytest.approx(700, rel=0.05)

@@ -18,8 +18,8 @@ class Group:
     def __init__(self, *offsets: int):
         self.offsets = list(offsets)
 
-    def take_spans_async(self) -> list[Any]:
-        return [f"spans of {rank}" for rank in range(len(self.offsets))]
+    def take_spans_async(self, keep: bool = True) -> list[Any]:
+        return [f"spans of {rank}" if keep else "nothing" for rank in range(len(self.offsets))]
 
     def clock_offsets(self, timeout_s: float) -> list[int]:
         assert timeout_s == 9.0
@@ -29,7 +29,7 @@ class Group:
 def test_steps_and_ranks_share_a_clock(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, {"vision": 1, "text": 2})
     tracing = Tracing({"vision": Group(0), "text": Group(5_000, -5_000)}, writer, 9.0)
-    assert tracing.submit() == {"vision": ["spans of 0"], "text": ["spans of 0", "spans of 1"]}
+    assert tracing.submit(7) == {"vision": ["spans of 0"], "text": ["spans of 0", "spans of 1"]}
     span = Span("forward_step 0", FORWARD, 1_000_000, 2_000_000)
     tracing.write({"vision": [[span]], "text": [[span], [span]]})
     tracing.mark_step(StepMetrics(step=7, loss=2.0, data_s=0.0005), 0.0005, 0.003)
@@ -42,3 +42,14 @@ def test_steps_and_ranks_share_a_clock(tmp_path: Path) -> None:
         (2, 0, "step 7", 500.0, 2500.0),
         (2, 0, "for data", 500.0, 500.0),
     ]
+
+
+def test_steps_outside_of_the_window_are_forgotten(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, {"vision": 1})
+    tracing = Tracing({"vision": Group(0)}, writer, 9.0, range(5, 7))
+    assert [tracing.submit(step)["vision"][0] for step in (4, 5, 6, 7)] == ["nothing", *["spans of 0"] * 2, "nothing"]
+    for step in (4, 5, 6, 7):
+        tracing.mark_step(StepMetrics(step=step, data_s=0.0), step, step + 1.0)
+    writer.close()
+    events = [event for event in json.loads((tmp_path / FILE).read_text()) if event["ph"] == "X"]
+    assert [event["name"] for event in events] == ["step 5", "step 6"]
