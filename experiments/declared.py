@@ -176,6 +176,8 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "soak": (
         Figure("the driver grows by {} a step", "driver, bytes a step", column("growth_bytes_a_step", process="driver"),
                " bytes"),
+        Figure("the process that reads data by {}", "reader, bytes a step",
+               column("growth_bytes_a_step", process="reader"), " bytes"),
         Figure("a rank by {}", "rank, bytes a step", column("growth_bytes_a_step", process="rank"), " bytes"),
     ),
     "tensor_host": (

@@ -139,7 +139,7 @@ EXPERIMENTS = (
         (f"--samples 8 1 --fused {_FUSED} --out {ROWS}",),
         f"--samples 1 --grid 1 16 16 --device H100 --out {ROWS}", processes=1,
     ),
-    Experiment("soak", "How do a run's processes grow while it trains?", 60, ("--steps 2000",), "--steps 40", 2, 4),
+    Experiment("soak", "How do a run's processes grow while it trains?", 90, ("--steps 3000",), "--steps 40", 2, 4),
     Experiment("tensor_host", "What does a layer cost the host, cut and whole?", 2, quick="--rounds 2 --layers 4"),
     Experiment(
         "two_hosts", "With slow links between hosts: ring, Ulysses or both?", 15, ("--rounds 5",), "--rounds 1", 4, 4,
