@@ -23,6 +23,9 @@ COMMANDS = {
     "loss --config-name=NAME: the first step's loss and gradient norm beside the plain model's, in one process\n"
     "machine [--json] [--try]: versions, devices, packages; doctor alone also tries collectives and memory",
     "compose": "vision=MODEL text=MODEL out=DIR: a LLaVA of any tower and decoder, a new projector between them",
+    "experiments": "list: the measurements behind the documents, in a checkout\n"
+    "run NAME|all [--quick] [argument …]: run one, and read a sentence with the published figure beside it\n"
+    "index: write what the rows of results/ say into experiments/EXPERIMENTS.md",
     "completion": "bash|zsh|fish: a script that completes commands, configurations and keys in that shell",
 }
 

@@ -38,6 +38,9 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "doctor model": ("--json", "--make"),
     "doctor machine": ("--json", "--try"),
     "doctor loss": _CONFIGURED,
+    "experiments list": (),
+    "experiments run": ("--quick",),
+    "experiments index": (),
 }
 KEYS: dict[str, tuple[str, ...]] = {
     "plan": (
@@ -143,6 +146,8 @@ def _options(before: Sequence[str], last: str) -> Iterable[str]:
         return []
     if rest and rest[-1] == "--make":
         return family_names()
+    if use == "experiments run":
+        return [*FLAGS[use], "all", *_experiments()]
     folders = [*_folders(rest), shipped_directory()]
     if rest and rest[-1] in _NAMED:
         return _names(folders)
@@ -194,6 +199,11 @@ def _keys(last: str, behind: str) -> list[str]:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+
+
+def _experiments() -> list[str]:
+    """Those of the checkout that dhp is run from; none of an installed package."""
+    return sorted(file.parent.name for file in Path(__file__).parents[2].glob("experiments/*/__main__.py"))
 
 
 def _folders(rest: Sequence[str]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Charts of numbers: lines over steps, stacked bars, heat maps; axes with round ticks and units."""
+"""Charts of numbers: lines over steps, stacked bars, bars with their spread, heat maps; round ticks and units."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ class Line:
     values: Sequence[float]
     dashed: bool = False
     links: Mapping[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A value, and the least and the most of what was measured of it: the value itself where it was measured once."""
+
+    value: float
+    least: float
+    most: float
 
 
 @dataclass(frozen=True)
@@ -100,17 +109,10 @@ def stacked_bars(
 ) -> Drawing:
     """A bar a row, of pieces by their kinds, which have the same colours in all rows; a unit."""
     kinds = list(dict.fromkeys(kind for row in rows.values() for kind in row))
-    left = 20 + 7 * max(map(len, rows), default=0)
     most = max((sum(row.values()) for row in rows.values()), default=0.0) or 1.0
-    across, height = Scale(0.0, most, left, WIDTH - RIGHT), TOP + 16 + (BAR + GAP) * len(rows) + BOTTOM
-    shapes: list[Shape] = []
-    for tick in ticks(0.0, most):
-        shapes.append(Polyline(((across(tick), TOP + 10), (across(tick), height - BOTTOM)), GRID, thin=True))
-        shapes.append(Label(across(tick), height - BOTTOM + 16, shown(tick), "middle"))
-    shapes.append(Label((left + WIDTH - RIGHT) / 2, height - 6, unit, "middle"))
+    across, height, shapes = _rows_of_bars(list(rows), most, unit, shown)
     for number, (row, pieces) in enumerate(rows.items()):
         top, at = TOP + 16 + number * (BAR + GAP), 0.0
-        shapes.append(Label(left - 8, top + BAR - 5, row, "end"))
         for kind, value in pieces.items():
             start, stop = across(at), across(at + value)
             shapes.append(
@@ -118,6 +120,41 @@ def stacked_bars(
             )
             at += value
     return Drawing(name, title, WIDTH, height, [*shapes, *_legend(kinds)])
+
+
+def spread_bars(name: str, title: str, bars: Mapping[str, Bar], unit: str) -> Drawing:
+    """A bar a name, with a line from the least to the most that was measured of it. Raises ValueError for a negative
+    value, or one that is not finite."""
+    for row, bar in bars.items():
+        if not (0 <= bar.least <= bar.value <= bar.most < math.inf):
+            raise ValueError(f"{row}: {bar} is no bar: 0 ≤ least ≤ value ≤ most, all finite")
+    most = max((bar.most for bar in bars.values()), default=0.0) or 1.0
+    across, height, shapes = _rows_of_bars(list(bars), most, unit, "{:.3g}".format)
+    for number, (row, bar) in enumerate(bars.items()):
+        top, start = TOP + 16 + number * (BAR + GAP), across(0.0)
+        spread = "" if bar.least == bar.most else f" ({bar.least:.3g} to {bar.most:.3g})"
+        shapes.append(Box(start, top, across(bar.value) - start, BAR, 0, f"{row}: {bar.value:.3g}{spread} {unit}"))
+        if spread:
+            ends, middle = (across(bar.least), across(bar.most)), top + BAR / 2
+            shapes.append(Polyline(((ends[0], middle), (ends[1], middle)), INK, thin=True))
+            shapes += [Polyline(((end, middle - 4), (end, middle + 4)), INK, thin=True) for end in ends]
+    return Drawing(name, title, WIDTH, height, [*shapes, Label(LEFT, 17, title)])
+
+
+def _rows_of_bars(
+    names: Sequence[str], most: float, unit: str, shown: Callable[[float], str]
+) -> tuple[Scale, int, list[Shape]]:
+    """The scale, the height and the axes of bars below one another, from 0 to the largest value."""
+    left = 20 + 7 * max(map(len, names), default=0)
+    across, height = Scale(0.0, most, left, WIDTH - RIGHT), TOP + 16 + (BAR + GAP) * len(names) + BOTTOM
+    shapes: list[Shape] = []
+    for tick in ticks(0.0, most):
+        shapes.append(Polyline(((across(tick), TOP + 10), (across(tick), height - BOTTOM)), GRID, thin=True))
+        shapes.append(Label(across(tick), height - BOTTOM + 16, shown(tick), "middle"))
+    shapes.append(Label((left + WIDTH - RIGHT) / 2, height - 6, unit, "middle"))
+    for number, row in enumerate(names):
+        shapes.append(Label(left - 8, TOP + 16 + number * (BAR + GAP) + BAR - 5, row, "end"))
+    return across, height, shapes
 
 
 def heat_map(

@@ -1,4 +1,6 @@
-"""`python -m experiments.balance [--lengths FILE.csv …] [--methods NAME …]`: balancing methods beside one another."""
+"""`python -m experiments.balance [--lengths FILE.csv …] [--methods NAME …]`: balancing methods beside one another.
+With `--sweep passes filters` ISF alone, by its own settings.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from experiments.balance.bounds import least_packs
 from experiments.balance.sets import made, read
+from experiments.balance.sweeps import SWEEPS, sweep_rows
 
 MADE = "made 1.2M"
 PER_MODALITY = "balanced"  # its images go to any vision rank of the step
@@ -54,11 +58,17 @@ def main() -> None:
     parser.add_argument("--text", type=int, default=4096, help="most tokens a pack")
     parser.add_argument("--samples", type=int, default=4, help="samples a batch of the methods that fix it")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sweep", nargs="+", choices=SWEEPS, help="ISF alone, by its settings, at the first of --dp")
     given = parser.parse_args()
     source = ", ".join(file.stem for file in given.lengths) or MADE
     loads = read(given.lengths) if given.lengths else made(given.seed)
     limits = Limits(given.vision, given.text, given.samples)
-    for row in rows(source, loads, limits, given.dp, given.seed, given.methods):
+    if given.sweep:
+        swept = (sweep_rows(sweep, source, loads, limits, given.dp[0], given.seed) for sweep in given.sweep)
+        found = chain.from_iterable(swept)
+    else:
+        found = rows(source, loads, limits, given.dp, given.seed, given.methods)
+    for row in found:
         print(json.dumps(row), flush=True)
 
 

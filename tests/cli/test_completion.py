@@ -31,6 +31,8 @@ HEAVY = ("torch", "ray", "transformers", "deepspeed", "hydra", "omegaconf")
         (["nothing"], []),
         (["inspect", ""], ["data", "sample", "batch", "checkpoint"]),
         (["evaluate", "n"], ["needle"]),
+        (["experiments", "run", "chao"], ["chaos"]),
+        (["experiments", "run", "--q"], ["--quick"]),
         (["doctor", "ma"], ["machine"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
         (["train", "--config-name=ti"], ["--config-name=tiny"]),
@@ -131,7 +133,7 @@ def in_bash(command: Path, *words: str) -> list[str]:
 
 
 def test_bash_completes(command: Path) -> None:
-    assert in_bash(command, "exp") == ["export"]
+    assert in_bash(command, "expo") == ["export"]
     assert in_bash(command, "train", "--config-name", "=", "ti") == ["tiny"]
     assert in_bash(command, "train", "training.max_st") == ["training.max_steps="]
     assert in_bash(command, "inspect", "s") == ["sample"]

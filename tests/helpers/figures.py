@@ -14,9 +14,11 @@ Sentences = Iterator[tuple[str, str]]  # of (page, what it must have)
 
 
 def rows(name: str, **wanted: Any) -> list[Row]:
-    """The rows of results/NAME.jsonl that have these values."""
+    """The rows of results/NAME.jsonl that have these values; not the one that says what they were made on."""
     found = map(json.loads, (ROOT / "results" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
-    return [row for row in found if all(row.get(key) == value for key, value in wanted.items())]
+    return [
+        row for row in found if "made_on" not in row and all(row.get(key) == value for key, value in wanted.items())
+    ]
 
 
 def one(name: str, **wanted: Any) -> Row:

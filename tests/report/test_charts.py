@@ -10,14 +10,16 @@ import pytest
 from dhp.report.charts import (
     HEIGHT,
     MOST_POINTS,
+    Bar,
     Line,
     heat_map,
     line_chart,
+    spread_bars,
     stacked_bars,
     thinned,
     ticks,
 )
-from dhp.report.drawing import Box, Dot, Label, Pixels, Polyline
+from dhp.report.drawing import INK, Box, Dot, Label, Pixels, Polyline
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,26 @@ def test_the_pieces_of_a_bar_are_as_long_as_their_values() -> None:
     first, second, third = boxes
     assert second.width == pytest.approx(3 * first.width) and third.width == pytest.approx(2 * first.width)
     assert second.x == pytest.approx(first.x + first.width) and second.colour == third.colour != first.colour
+
+
+def test_a_bar_has_a_line_over_its_spread_and_none_where_it_was_measured_once() -> None:
+    drawing = spread_bars("x", "X", {"a": Bar(2.0, 1.0, 4.0), "b": Bar(1.0, 1.0, 1.0)}, "s")
+    first, second = [one for one in drawing.shapes if isinstance(one, Box)]
+    assert (first.title, second.title) == ("a: 2 (1 to 4) s", "b: 1 s")
+    assert first.width == pytest.approx(2 * second.width)
+    marks = [one for one in drawing.shapes if isinstance(one, Polyline) and one.colour == INK]
+    (line, low, high) = marks  # of the first bar alone
+    unit = second.width
+    assert [x - first.x for x, _ in line.points] == pytest.approx([unit, 4 * unit])
+    assert [low.points[0][0], high.points[0][0]] == [x for x, _ in line.points]
+
+
+@pytest.mark.parametrize(
+    "bar", [Bar(1.0, 2.0, 3.0), Bar(-1.0, -1.0, 1.0), Bar(1.0, 1.0, math.inf), Bar(math.nan, 0, 1)]
+)
+def test_what_is_no_bar_is_refused(bar: Bar) -> None:
+    with pytest.raises(ValueError, match="^a: Bar.* is no bar"):
+        spread_bars("x", "X", {"a": bar}, "s")
 
 
 def test_a_slow_rank_is_red_a_fast_one_blue_and_none_grey() -> None:

@@ -1,0 +1,94 @@
+"""`python -m experiments list | run NAME|all [--quick] [arguments …] | index`: what `dhp experiments` starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from dhp.cli.experiments import read_arguments
+from dhp.config.suggestions import did_you_mean, nearest
+from experiments.index import PAGE, indexed
+from experiments.registry import BY_NAME, EXPERIMENTS, Experiment
+from experiments.running import MADE, RESULTS, ROOT, Outcome, run
+
+
+def main(arguments: Sequence[str]) -> int:
+    """List or run experiments; the exit status: that of the first command that failed."""
+    asked, more = read_arguments(arguments)
+    if asked.what == "list":
+        print("\n".join(listed()))
+        return 0
+    if asked.what == "index":
+        PAGE.write_text(indexed(PAGE.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+        print(PAGE.relative_to(ROOT))
+        return 0
+    if asked.name == "all":
+        return _run_all(asked.quick, more)
+    if asked.name not in BY_NAME:
+        hint = did_you_mean([nearest(asked.name, BY_NAME)])
+        print(f"{asked.name} is no experiment{hint}\n`dhp experiments list` names all", file=sys.stderr)
+        return 2
+    experiment = BY_NAME[asked.name]
+    if asked.quick and experiment.quick is None:
+        print(
+            f"{asked.name} has no quick run. Leave --quick out: about {experiment.minutes:g} minutes", file=sys.stderr
+        )
+        return 2
+    outcome = run(experiment, asked.quick, more)
+    print(_shown(outcome))
+    return outcome.status
+
+
+def listed() -> list[str]:
+    """A line for each experiment, and what the columns are."""
+    width = max(map(len, BY_NAME))
+    lines = [f"{'name':{width}} {'minutes':>7} {'quick':>5}  {'rows':32} question"]
+    for one in EXPERIMENTS:
+        quick = f"{one.quick_minutes:g}" if one.quick is not None else "-"
+        needs = f" (needs {one.needs})" if one.needs else ""
+        lines.append(f"{one.name:{width}} {one.minutes:7g} {quick:>5}  {kept(one):32} {one.question}{needs}")
+    return [
+        *lines,
+        "minutes: estimates for two idle cores. rows: those in results/, with their date and load where known.",
+    ]
+
+
+def kept(experiment: Experiment) -> str:
+    """What results/ has of it."""
+    file = RESULTS / f"{experiment.result}.jsonl"
+    if not file.exists():
+        return "none"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    made = next((row[MADE] for row in rows if MADE in row), None)
+    known = "" if made is None else f", {made['date']}, load {made['load'][0]}"
+    return f"{len(rows) - (made is not None)} rows{known}"
+
+
+def _run_all(quick: bool, more: Sequence[str]) -> int:
+    if not quick or more:
+        print(
+            "`run all` is for quick runs, without further arguments: dhp experiments run all --quick", file=sys.stderr
+        )
+        return 2
+    outcomes: dict[str, Outcome] = {}
+    for one in EXPERIMENTS:
+        if one.quick is not None:
+            print(f"\n{one.name}: {one.question}", flush=True)
+            outcomes[one.name] = run(one, True, ())
+            print(_shown(outcomes[one.name]), flush=True)
+    print("\n" + "\n".join(f"{_state(outcome):11} {outcome.words}" for outcome in outcomes.values()))
+    return next((outcome.status for outcome in outcomes.values() if outcome.status), 0)
+
+
+def _state(outcome: Outcome) -> str:
+    return "failed" if outcome.status else "judged" if outcome.judged else "not judged"
+
+
+def _shown(outcome: Outcome) -> str:
+    where = "" if outcome.file is None else f"\nrows: {outcome.file.relative_to(ROOT)}"
+    return outcome.words + where
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

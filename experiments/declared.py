@@ -1,0 +1,193 @@
+"""Of each experiment the figures of its sentence, the main one first. One that is missing here has no sentence yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.figures import Figure, Row, Values, column, percent, ratio
+
+RAY, LONG, OMNI = "Ray system, README", "LongVILA", "OmniBal"
+ALIKE = ("command", "shape", "patches")
+
+
+def _layouts(above: str, below: str, links: bool) -> Values:
+    """Steps of one layout over those of another in the same run, with the slow link or without."""
+    of = ratio("step_s", {"layout": above}, {"layout": below}, ALIKE)
+    return lambda rows: of([row for row in rows if ("--links" in row.get("command", "")) == links])
+
+
+def _differences(summary: str) -> Values:
+    """Held-out losses below those of random batches, of each seed."""
+
+    def values(rows: Sequence[Row]) -> list[float]:
+        return [-value for row in rows if row.get("summary") == summary for value in row["differences"]]
+
+    return values
+
+
+def _speedups(method: str) -> Values:
+    return lambda rows: [value for row in rows if row.get("method") == method for value in row["speedups"]]
+
+
+def _agreeing(rows: Sequence[Row]) -> list[float]:
+    return [float(row["agrees"]) for row in rows if row.get("agrees") is not None]
+
+
+def _first_steps(rows: Sequence[Row]) -> list[float]:
+    """Of kills at points alone, for faults from outside are noticed by other means; not of a busy machine."""
+    idle = [row for row in rows if "point" in row and row.get("machine") != "busy"]
+    return [row["first_step_s"] for row in idle if row.get("first_step_s") is not None]
+
+
+def _sparse(rows: Sequence[Row]) -> list[float]:
+    """Sparse routes over dense ones, at the most ranks that were tried."""
+    most = max((row["ranks"] for row in rows if "ranks" in row), default=0)
+    of = ratio("step_s", {"routes": "sparse"}, {"routes": "dense"}, ("command", "version"))
+    return of([row for row in rows if row.get("ranks") == most])
+
+
+def _intact(rows: Sequence[Row]) -> list[float]:
+    return [float(row["completed"] and row["identical"]) for row in rows if "identical" in row and "wall_s" in row]
+
+
+def _equal(rows: Sequence[Row]) -> list[float]:
+    found = [row for row in rows if row.get("method") == "exact" and "equal" in row]
+    return [float(number < row["equal"]) for row in found for number in range(row["chains"])]
+
+
+def _longest(layout: str) -> Values:
+    return column("ratio_to_one_rank", layout=layout, ranks=4, counted="device", recompute="none")
+
+
+def _answers(rows: Sequence[Row]) -> list[float]:
+    own = [row for row in rows if row.get("question") == "inference" and row["ranks"] == 2]
+    return [row["first_token_speed_to_plain"] for row in own if row["way"].startswith("dhp")]
+
+
+FIGURES: dict[str, tuple[Figure, ...]] = {
+    "balance": (
+        Figure("`balanced` packs have a text DistRatio of {} at 8 replicas", "balanced, text",
+               column("dist_text", method="balanced", source="made 1.2M", dp=8), ""),
+        Figure("ISF's have {}", "ISF, text", column("dist_text", method="isf", source="made 1.2M", dp=8), "",
+               f".144, {OMNI}, table 3, on another set"),
+    ),
+    "balance_effect": (
+        Figure("`balanced` packs make {} the samples/s of random padded batches", "balanced",
+               _speedups("balanced"), " ×", f"1.5 to 1.8 × on many ranks, {OMNI}"),
+        Figure("ISF makes {}", "ISF", _speedups("isf")),
+        Figure("packing alone {}", "packing alone", _speedups("random_packed")),
+    ),
+    "chaos": (
+        Figure("{} faults end to the bit as if nothing had been", "ends to the bit, %", _intact, share=True),
+        Figure("a step follows {} after a kill", "s to the next step", _first_steps, " s"),
+    ),
+    "checkpoint": (
+        Figure("training waits {} for a checkpoint in the background", "wait, s",
+               column("dhp_background_stall_s", kind="save"), " s"),
+        Figure("{} as long as for torch's asynchronous one", "wait, over torch's", column("stall_ratio", kind="save")),
+        Figure("another layout is read in {} the time of the same one", "load, another layout",
+               column("ratio", kind="load")),
+    ),
+    "compile": (Figure("compiled layers make a step {} as fast", "compiled", column("ratio")),),
+    "convergence": (
+        Figure("held-out loss of `balanced` packs ends {} below random batches'", "balanced",
+               _differences("balanced"), ""),
+        Figure("ISF's {} below", "ISF", _differences("isf"), ""),
+        Figure("a split tower's {} below", "split tower", _differences("sequence"), "",
+               f"curves of equal loss, {LONG}, figure 12, of the decoder"),
+    ),
+    "driver_scale": (
+        Figure("at the most ranks a step with sparse routes takes {} the dense one's time",
+               "sparse over dense", _sparse),
+    ),
+    "experts": (
+        Figure("a step of replicas that share experts out takes {} that of tensor ranks", "shared out",
+               column("step_ratio", text="expert 2")),
+    ),
+    "families": (Figure("families make {} a plain loop's samples/s", "over a plain loop's", column("ratio")),),
+    "finetuning": (
+        Figure("a step that trains the projector alone is {} as fast", "projector alone",
+               column("speed_ratio", question="frozen", train="projector")),
+    ),
+    "handoff": (
+        Figure("64 MB are on their way {} as long as one copy takes", "hand-off over copy",
+               column("ratio", transport="shared_memory")),
+    ),
+    "jsonl_index": (Figure("the lines are indexed in {}", "index, s", column("seconds"), " s"),),
+    "kernels": (Figure("dhp's kernels make a step {} as fast", "dhp's kernels", column("ratio")),),
+    "layouts": (
+        Figure("in one host's memory TP takes {} SP+TP's step", "TP over SP+TP", _layouts("TP", "SP+TP", False), " ×",
+               f"1.26 to 1.37 × on 8 H100, {RAY}"),
+        Figure("with links as slow as a GPU's {}", "TP over SP+TP, slow links", _layouts("TP", "SP+TP", True)),
+        Figure("DP takes {} DDP's", "DP over DDP", _layouts("DP", "ddp", False)),
+    ),
+    "long_context": (
+        Figure("the first token of two ranks comes {} as soon as of one process", "first token, two ranks", _answers,
+               " ×", f"8.2 × with eight GPUs beside a split by layers, {LONG}, table 3"),
+        Figure("steps by Ulysses are {} as fast as DeepSpeed's", "Ulysses over DeepSpeed's",
+               column("speed_to_peer", question="steps", way="ulysses 4")),
+        Figure("four ranks of a ring hold rows {} as long as one", "longest row, ring 4",
+               column("to_one_rank", question="longest", way="offload, mlp_chunks 16, ring 4")),
+        Figure("with long samples apart the DistRatio of operations is {}", "Dist of operations, apart",
+               column("dist_flops", question="sampler", way="balanced, long ones apart"), ""),
+        Figure("together {}", "Dist of operations, together",
+               column("dist_flops", question="sampler", way="balanced"), ""),
+    ),
+    "longest_sequence": (
+        Figure("SP+TP on 4 ranks takes images {} as long as one rank", "SP+TP", _longest("SP+TP")),
+        Figure("TP {}", "TP", _longest("TP")),
+        Figure("ZeRO-3 {}", "ZeRO-3", _longest("ZeRO-3"), " ×",
+               f"out of memory from 16k patches on, where SP+TP goes on to 65k, {RAY}"),
+    ),
+    "overhead": (
+        Figure("a step takes {} the plain loop's time", "1 micro-batch", column("ratio", micro_batches=1)),
+        Figure("with 4 micro-batches {}", "4 micro-batches", column("ratio", micro_batches=4)),
+    ),
+    "partition": (
+        Figure("a cut by parameters takes {} the exact cut's step", "by parameters",
+               column("to_exact", question="replay", frozen="nothing", method="parameters"), " ×",
+               f"42.2 days beside 29.0 of the balanced cut, {OMNI}, table 4"),
+        Figure("by layers {}", "by layers", column("to_exact", question="replay", frozen="nothing", method="layers"),
+               " ×", "30.6 beside 29.0"),
+        Figure("{} published figures agree", "published that agree, %", _agreeing, share=True),
+    ),
+    "partition_search": (
+        Figure("{} random chains are cut as well as by brute force", "as by brute force, %", _equal, share=True),
+    ),
+    "plan_accuracy": (
+        Figure("live bytes of a stage are {} off", "live bytes, % off",
+               percent(column("live_error", mode="memory")), "%"),
+        Figure("seconds of a step {}", "step, % off", percent(column("error", mode="time")), "%"),
+    ),
+    "published": (
+        Figure("simulated, the held-out cells of Qwen2.5-VL-32B are {} off", "18 cells, % off",
+               percent(column("error", group="18 cells", role="held_out")), "%", f"the cells themselves, {RAY}"),
+        Figure("steps of Ulysses and 2D {}", "LongVILA's steps, % off",
+               percent(column("error", group="sequence parallel", role="held_out")), "%", f"{LONG}, tables 2, 8"),
+        Figure("days {}", "OmniBal's days, % off",
+               percent(column("error", group="chain of rows", role="held_out")), "%", f"{OMNI}, tables 4, 7"),
+    ),
+    "recompute": (
+        Figure("recompute=auto is {} as fast as recomputing everything", "auto",
+               column("auto_vs_full", mode="speed", plan="auto, selected operations")),
+        Figure("whole layers alone {}", "whole layers",
+               column("auto_vs_full", mode="speed", plan="auto, whole layers")),
+    ),
+    "soak": (
+        Figure("the driver grows by {} a step", "driver, bytes a step", column("growth_bytes_a_step", process="driver"),
+               " bytes"),
+        Figure("the process that reads data by {}", "reader, bytes a step",
+               column("growth_bytes_a_step", process="reader"), " bytes"),
+        Figure("a rank by {}", "rank, bytes a step", column("growth_bytes_a_step", process="rank"), " bytes"),
+    ),
+    "tensor_host": (
+        Figure("a layer cut over two tensor ranks costs the host {} a whole one", "tensor 2",
+               column("ratio", way="tensor 2")),
+        Figure("by the library's styles {}", "library's styles", column("ratio", way="tensor 2, library's styles")),
+    ),
+    "two_hosts": (
+        Figure("with slow links a ring takes {} as long as 2D attention", "ring over 2D",
+               column("ring_over_2d", direction="both")),
+        Figure("Ulysses {}", "Ulysses over 2D", column("ulysses_over_2d", direction="both")),
+    ),
+}  # fmt: skip

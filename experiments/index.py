@@ -1,0 +1,35 @@
+"""The table of EXPERIMENTS.md that is made of results/: each experiment's sentence, the published figure beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from experiments.declared import FIGURES
+from experiments.figures import sentence
+from experiments.registry import EXPERIMENTS, Experiment
+from experiments.running import MADE
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "experiments" / "EXPERIMENTS.md"
+BEGIN, END = "<!-- sentences: begin -->", "<!-- sentences: end -->"
+
+
+def indexed(page: str, results: Path) -> str:
+    """The page with the table as the rows in `results` have it. Raises ValueError for a page without its place."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page has no place for the table: {BEGIN} and, behind it, {END}")
+    lines = [f"| {one.name} | {words} |" for one in EXPERIMENTS if (words := _words(one, results)) is not None]
+    table = "\n".join(["| experiment | what its rows say |", "|---|---|", *lines])
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def _words(one: Experiment, results: Path) -> str | None:
+    """The sentence of the rows that are kept; None without rows, or without a declared sentence."""
+    file = results / f"{one.result}.jsonl"
+    if not file.exists():
+        return None
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return sentence(FIGURES.get(one.name, ()), [row for row in rows if MADE not in row])
