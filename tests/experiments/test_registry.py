@@ -14,8 +14,8 @@ from tests.helpers.experiments import accepts, folders
 from tests.helpers.figures import ROOT, rows
 
 # Their rows have no sentence yet, or they have none; `dhp experiments run` says so.
-WITHOUT_SENTENCE = {"sight", 
-    "beside_plain", "bound", "gpu_check", "host_memory", "mutants", "overlap", "ring_or_gather", "roofline",
+WITHOUT_SENTENCE = {
+    "beside_plain", "bound", "gpu_check", "host_memory", "mutants", "overlap", "ring_or_gather", "roofline", "sight",
 }  # fmt: skip
 
 
