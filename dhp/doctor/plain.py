@@ -33,7 +33,9 @@ def plain_step(
 ) -> PlainStep:
     """The unmodified model, each sample by itself; gradients are summed in float32 or more. Raises OSError where the
     model cannot be read."""
-    model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype).train().to(device)
+    model = (
+        AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype, trust_remote_code=False).train().to(device)
+    )
     if dtype == torch.float64:
         for parameter in model.parameters():  # some of which the library keeps in float32
             parameter.data = parameter.data.double()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dhp.core.axes import AXES, SAMPLES
 from dhp.observe.stragglers import SLOW
 from dhp.report.record import Record
 from dhp.report.split import StageTimes, Times
@@ -140,7 +141,7 @@ def _uneven(record: Record, name: str, stage: StageTimes, times: Times) -> Itera
 
 def _exchanging(record: Record, name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
     part = name.partition(".")[0]
-    degrees = {key: record.config.get(f"{part}.{key}") for key in ("tensor", "ulysses", "ring", "expert")}
+    degrees = {axis.name: record.config.get(f"{part}.{axis.name}") for axis in AXES if axis.divides != SAMPLES}
     cut = ", ".join(f"{part}.{key}={value}" for key, value in degrees.items() if isinstance(value, int) and value > 1)
     change = f"Cut less over slow links ({cut}: fewer ranks, on one node)" if cut else "Take larger micro-batches"
     yield Cause(

@@ -21,8 +21,11 @@ class Said(NamedTuple):
 @torch.inference_mode()
 def plain_answers(model: Path, annotations: Path, limit: int, max_new_tokens: int = 6) -> list[Said]:
     """Of the first `limit` samples. The prompt is written out here, not taken from the code that dhp asks with."""
-    tokenizer, processor = AutoTokenizer.from_pretrained(model), Qwen2VLImageProcessorPil.from_pretrained(model)
-    plain = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer, processor = (
+        AutoTokenizer.from_pretrained(model, trust_remote_code=False),
+        Qwen2VLImageProcessorPil.from_pretrained(model),
+    )
+    plain = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
     found = []
     for sample in json.loads(annotations.read_text(encoding="utf-8"))[:limit]:
         pixels = processor(images=[Image.open(annotations.parent / sample["image"])], return_tensors="pt")
