@@ -21,6 +21,7 @@ SIDE = 96  # pixels of the longer side
 MOST_PICTURES = 3  # of a sample
 MOST_TEXT = 160  # characters of a question or an answer
 MOST_BYTES = 1_000_000  # of all pictures of a page
+MOST_ANNOTATIONS = 256 * 2**20  # bytes of a file: opening a larger one would hold up the end of a run
 _REGISTRY = "data.data_registry."
 
 
@@ -61,6 +62,8 @@ class Gallery:
         entry = {key[len(prefix) :]: value for key, value in self._config.items() if key.startswith(prefix)}
         path, folder = str(entry.get("annotation_path") or ""), str(entry.get("data_path") or "")
         if not path or is_remote(path) or is_remote(folder) or not Path(path).exists():
+            return None
+        if Path(path).stat().st_size > MOST_ANNOTATIONS:
             return None
         columns = {key.partition(".")[2]: str(value) for key, value in entry.items() if key.startswith("columns.")}
         root = Path(folder) if folder else None

@@ -48,3 +48,10 @@ def test_pictures_end_where_the_page_is_full(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(pictures, "MOST_BYTES", 1)
     gallery = Gallery(config(tmp_path))
     assert "<img" in gallery.images("shapes", 0) and gallery.images("shapes", 0) == ""
+
+
+def test_large_annotations_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = config(tmp_path)
+    monkeypatch.setattr(pictures, "MOST_ANNOTATIONS", 10)
+    monkeypatch.setattr(pictures, "read_annotations", lambda *given: pytest.fail("it was opened"))
+    assert Gallery(found).sample("shapes", 0) == ""
