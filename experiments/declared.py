@@ -47,7 +47,11 @@ def _sparse(rows: Sequence[Row]) -> list[float]:
 
 
 def _intact(rows: Sequence[Row]) -> list[float]:
-    return [float(row["completed"] and row["identical"]) for row in rows if "identical" in row and "wall_s" in row]
+    return [
+        float(row["completed"] and row["identical"])
+        for row in rows
+        if "identical" in row and "effective_time" not in row and "wall_s" in row
+    ]
 
 
 def _equal(rows: Sequence[Row]) -> list[float]:

@@ -387,6 +387,10 @@ def chaos() -> Sentences:
     counted = f"{len(points)} kills at {names} named points, {len(outside)} faults from outside and a cut link"
     yield INDEX, counted
     yield CHAOS_PAGE, counted
+    rate = one("chaos", command=f"{CHAOS} --rate 15 --faults 8")
+    yield CHAOS_PAGE, f"trained {rate['effective_time']} that stayed, by the"
+    yield CHAOS_PAGE, f"formula {rate['by_formula']}, 1% apart"
+    yield CHAOS_PAGE, f"the formula gives {rate['gpus_1024']} at 1,024"
     assert not hopeless["completed"]
     yield CHAOS_PAGE, f"goes on {hopeless['attempts'] - 1} times and then ends"
     idle = [row for row in points if row["machine"] == "idle"]
