@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from dhp.core.batch import StepInfo
-from dhp.core.errors import DhpError
 from dhp.core.reports import StageReport
 from dhp.core.text import one_line
 from dhp.observe.events import SKIPPED
@@ -19,7 +18,7 @@ from dhp.observe.stragglers import Pace, RankShare, pace
 from dhp.report.page import FILE, write_report
 from dhp.step.stages import Stages
 
-MOST_STEPS = 100_000  # of which a page is made at the end of a run: of more, reading them would hold it up
+MOST_STEPS = 20_000  # of which a page is made at the end of a run: of more, reading them would hold it up
 SKIPPED_SHOWN = 20  # messages of skipped samples in one step
 
 
@@ -49,8 +48,8 @@ def write_page(run_dir: Path) -> str | None:
             return None
     try:
         return str(write_report([run_dir], run_dir / FILE))
-    except (DhpError, OSError) as error:
-        return f"none ({one_line(str(error))})"
+    except Exception as error:  # whatever drawing meets, what was trained is whole
+        return f"none ({type(error).__name__}: {one_line(str(error))})"
 
 
 def rank_shares(
