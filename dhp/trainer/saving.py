@@ -143,14 +143,17 @@ class Saver:
                 "training.resume=auto goes on from the checkpoint before"
             )
 
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
-        if self._running is not None:
-            begun = time.monotonic()
-            asked = Asked(self._running, self._question(self._running, wait=True))
-            wait_all(self._session.take_watched(), self._config.training.save_timeout_s)
-            self._stall_s += time.monotonic() - begun
-            self._complete(self._running, self._answers(asked))
+    def finish(self) -> float:
+        """Wait for the checkpoint that is being written, if there is one; seconds."""
+        if self._running is None:
+            return 0.0
+        begun = time.monotonic()
+        asked = Asked(self._running, self._question(self._running, wait=True))
+        wait_all(self._session.take_watched(), self._config.training.save_timeout_s)
+        waited = time.monotonic() - begun
+        self._stall_s += waited
+        self._complete(self._running, self._answers(asked))
+        return waited
 
     def save(self, step: int, plan: DataPlan, skipped: int) -> Path:
         """Write a checkpoint after `step` optimizer steps, and wait for it; its path. Raises CheckpointError where it

@@ -74,7 +74,7 @@ class Trainer:
         self._saver = Saver(session, recorder.say, unfinished or Unfinished(), recorder.note)
         self._judge(())
         self._timeout_s = self.config.cluster.step_timeout_s
-        self._last_end = time.perf_counter()
+        self._last_end, self._saving_s = time.perf_counter(), 0.0  # saving_s: of a step, no part of its time
         self._skipped = self.start.skipped_samples
         self._nonfinite = NonfiniteSteps(session, recorder)
         self._noted: set[str] = set()
@@ -124,7 +124,7 @@ class Trainer:
                     self._finish_all(pending)
                     with naming_step(submitted.step):  # the question queues behind it
                         wait_all(submitted.watched, self._timeout_s)
-                    self._saver.finish()
+                    self._saving_s = self._saver.finish()
                     self._note_checkpoint()
                 submitted = replace(submitted, saving=self._saver.begin(step))
             pending.append(submitted)
@@ -218,8 +218,8 @@ class Trainer:
     def _finish(self, pending: Pending) -> None:
         with naming_step(pending.step):
             wait_all(pending.watched, self._timeout_s)
-        end = time.perf_counter()
-        begun, self._last_end = self._last_end, end
+        end, self._saving_s = time.perf_counter() - self._saving_s, 0.0
+        begun, self._last_end = self._last_end, time.perf_counter()
         planned = self.recorder.beside.planned
         timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self.ready.peak, planned)
         info = self.session.info(pending.refs.info)

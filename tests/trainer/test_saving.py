@@ -152,3 +152,25 @@ def test_one_that_is_asked_for_is_there_when_it_returns(tmp_path: Path, clock: C
     ranks.error = "no room"
     with pytest.raises(CheckpointError, match="there is no checkpoint after step 4: no room"):
         saver.save(4, PLAN, 0)
+
+
+def test_what_training_waits_is_that_of_each_checkpoint(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copying, and waiting for the end of the writing; the next one begins anew."""
+
+    def wait(watched: object, timeout_s: float) -> bool:
+        clock.now += 0.25
+        return True
+
+    saver, ranks, _ = saver_of(tmp_path, "training.save_steps=2")
+    noted: list[tuple[str, int, float]] = []
+    saver._note = lambda event, step, seconds, text: noted.append((event, step, seconds))
+    monkeypatch.setattr("dhp.trainer.saving.wait_all", wait)
+    ranks.done = False
+    for step in (2, 4):
+        saving = saver.begin(step)
+        assert saving is not None
+        saver.staged(saving, PLAN, 0)
+        assert saver.finish() == 0.25 and saver.finish() == 0.0
+    assert noted == [("save", 2, 0.5), ("save", 4, 0.5)]
