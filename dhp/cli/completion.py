@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -88,6 +89,8 @@ function __dhp_words
 end
 complete -c dhp -a '(__dhp_words)'
 """
+# What no shell takes for more than a word. Files of other names are left to the shell's own completion, which quotes.
+_PLAIN = re.compile(r"[\w./=,:@%+-]+")
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
@@ -119,7 +122,8 @@ def completions(pieces: Sequence[str]) -> list[str]:
         return []
     last = "" if pieces[-1] in ("=", ":") else pieces[-1]
     begun = len(words[-1]) - len(last)
-    return [one[begun:] for one in _options(words[:-1], words[-1]) if one.startswith(words[-1])]
+    found = (one for one in _options(words[:-1], words[-1]) if one.startswith(words[-1]))
+    return [one[begun:] for one in found if _PLAIN.fullmatch(one)]
 
 
 def _glued(pieces: Sequence[str]) -> list[str]:

@@ -48,21 +48,28 @@ def _collectives(ranks: int, backend: str) -> list[Tried]:
     names = [f"{name} over {ranks} ranks ({backend})" for name in _MOVES]
     with tempfile.TemporaryDirectory(prefix="dhp-doctor-") as folder:
         context = get_context("spawn")  # a fork would have this process's threads and GPUs
-        started = [context.Process(target=_rank, args=(rank, ranks, backend, folder)) for rank in range(ranks)]
-        for process in started:
-            process.start()
-        deadline = time.monotonic() + LIMIT_S
-        while any(process.exitcode is None for process in started) and time.monotonic() < deadline:
-            if any(process.exitcode for process in started):
-                break
-            time.sleep(0.05)
-        for process in started:
-            process.kill()
-            process.join()
+        started = [
+            context.Process(target=_rank, args=(rank, ranks, backend, folder), daemon=True) for rank in range(ranks)
+        ]
+        try:
+            for process in started:
+                process.start()
+            deadline = time.monotonic() + LIMIT_S
+            while any(process.exitcode is None for process in started) and time.monotonic() < deadline:
+                if any(process.exitcode for process in started):
+                    break
+                time.sleep(0.05)
+        finally:
+            ended = [process.exitcode for process in started if process.pid is not None]
+            for process in started:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
         errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
         path = Path(folder, "rates")
         if errors or not path.exists():
-            why = errors[0] if errors else f"the ranks did not end in {LIMIT_S:g} s"
+            killed = [f"a rank was ended by signal {-code}" for code in ended if code is not None and code < 0]
+            why = [*errors, *killed, f"the ranks did not end in {LIMIT_S:g} s"][0]
             return [Tried(name, None, why) for name in names]
         return [Tried(name, float(line)) for name, line in zip(names, path.read_text().splitlines(), strict=True)]
 
@@ -72,7 +79,7 @@ def _rank(rank: int, ranks: int, backend: str, folder: str) -> None:
     try:
         _time_moves(rank, ranks, backend, folder)
     except Exception as error:  # whatever a backend raises is the answer
-        Path(folder, f"error-{rank}").write_text(f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}")
+        Path(folder, f"error-{rank}").write_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
         raise SystemExit(1) from error
 
 
@@ -96,7 +103,8 @@ def _seconds(move: Callable[[torch.Tensor], Any], device: torch.device) -> float
     """The fastest of some rounds, behind one that does not count. Raises RuntimeError for a wrong sum."""
     found = []
     for _ in range(ROUNDS + 1):
-        tensor = torch.ones(SENT_MIB * MIB // 4, device=device)
+        elements = SENT_MIB * MIB // 4
+        tensor = torch.ones(elements - elements % dist.get_world_size(), device=device)
         dist.barrier()
         begun = time.perf_counter()
         move(tensor)
@@ -128,6 +136,13 @@ def _shared_memory() -> Tried:
     try:
         memory = SharedMemory(create=True, size=size)
     except OSError as error:
+        return Tried(name, None, str(error))
+    try:
+        # Room is not taken before pages are written, and a process that finds none then ends by SIGBUS.
+        os.posix_fallocate(getattr(memory, "_fd"), 0, size)  # noqa: B009
+    except OSError as error:
+        memory.close()
+        memory.unlink()
         return Tried(name, None, str(error))
     try:
         source = torch.ones(size, dtype=torch.uint8)

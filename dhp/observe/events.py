@@ -33,7 +33,11 @@ class EventWriter:
     returns."""
 
     def __init__(self, run_dir: Path):
-        self._file = open(run_dir / FILE, "a", encoding="utf-8")
+        path = run_dir / FILE
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._file = open(path, "a", encoding="utf-8")
+        if torn:  # the attempt before was killed while it wrote
+            self._file.write("\n")
 
     def write(self, event: str, step: int, seconds: float | None = None, text: str = "") -> None:
         """Record an event that happens now."""
@@ -53,7 +57,10 @@ def read_events(run_dir: Path) -> list[Event]:
         return []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            found.append(Event(**json.loads(text)))
+            event = Event(**json.loads(text))
         except (ValueError, TypeError):  # the run was killed while it wrote this
             continue
+        numbers = isinstance(event.step, int) and isinstance(event.time, int | float)
+        if numbers and isinstance(event.seconds, int | float | None) and isinstance(event.event, str):
+            found.append(event)
     return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from dhp.core.files import write_whole
+from dhp.core.files import replaced
 from dhp.core.reports import StageReport
 
 FILE = "ranks.jsonl"
@@ -92,23 +92,27 @@ def keep_rank_lines(run_dir: Path, last: int) -> None:
     """Cut off what a stopped run wrote after step `last`."""
     path = run_dir / FILE
     if path.exists():
-        kept = [line for line in _whole_lines(path) if line["step"] <= last]
-        write_whole(path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept))
+        with replaced(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+            for text, line in _whole_lines(path):
+                if line["step"] <= last:
+                    file.write(text)
 
 
 def read_rank_lines(run_dir: Path) -> list[RankLine]:
     """All lines, oldest first, without those that are not whole; none where there is no such file."""
     path = run_dir / FILE
-    return [RankLine(**line) for line in _whole_lines(path)] if path.exists() else []
+    known = {one.name for one in fields(RankLine)}
+    lines = _whole_lines(path) if path.exists() else ()
+    return [RankLine(**{key: value for key, value in line.items() if key in known}) for _, line in lines]
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:  # the run was killed while it wrote this
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            found.append(line)
-    return found
+def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each as it is written and as it is meant, one at a time: of a long run all would be gigabytes."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:  # the run was killed while it wrote this
+                continue
+            if text.endswith("\n") and isinstance(line, dict) and isinstance(line.get("step"), int):
+                yield text, line

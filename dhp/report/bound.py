@@ -53,11 +53,27 @@ def sentence(record: Record, times: Times | None) -> str:
     causes = find_causes(record, times)
     if not causes or causes[0].share < HEALTHY:
         rest = f" The largest share that could go is {causes[0].share:.0%}: {causes[0].what}." if causes else ""
+        unknown = _not_judged(times)
+        if unknown:
+            return f"Nothing that was measured takes more than {HEALTHY:.0%} of this run's time. {unknown}{rest}"
         return f"This run is healthy: computing takes its time, and nothing else more than {HEALTHY:.0%} of it.{rest}"
     first = causes[0]
     return (
         f"This run is bound by {first.what}: {first.share:.0%} of a step. {first.change}: a step would be "
         f"about {first.faster:.2f} times as fast."
+    )
+
+
+def _not_judged(times: Times) -> str:
+    """What cannot be known of a run, as a sentence; "": nothing."""
+    if not times.stages:
+        return "What its ranks did is not known (there is no ranks.jsonl), so neither are slow ranks and links."
+    merged = [name for name, stage in times.stages.items() if not stage.apart]
+    if not merged:
+        return ""
+    return (
+        f"Of {' and '.join(merged)} collectives are not measured apart from computing, as on GPUs: slow ranks and slow "
+        "links are not judged."
     )
 
 
@@ -103,7 +119,7 @@ def _long_samples(record: Record, times: Times) -> Iterator[Cause]:
 
 def _slow_rank(name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
     """A rank that takes longer than its peers for as much work."""
-    if stage.own.shape[1] < 2:
+    if stage.own.shape[1] < 2 or not stage.apart:
         return
     pace = np.array([_median(column) for column in stage.pace.T])
     slow = int(np.nanargmax(pace)) if np.isfinite(pace).any() else 0
@@ -125,8 +141,13 @@ def _uneven(record: Record, name: str, stage: StageTimes, times: Times) -> Itera
     if stage.work is None or stage.work.shape[1] < 2:
         return
     most = stage.work.max(axis=1) / np.maximum(stage.work.mean(axis=1), 1e-9)
-    per_work = np.array([_median(row) for row in stage.own])
-    share = float((per_work * (most - 1)).mean()) / times.mean_s
+    if stage.apart:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            each = np.where(stage.work > 0, stage.own / stage.work, np.nan)
+        lost = np.array([_median(row) for row in each]) * (most - 1)
+    else:  # all ranks wait for the one with most work
+        lost = stage.own.max(axis=1) * (1 - 1 / np.maximum(most, 1))
+    share = float(np.nan_to_num(lost).mean()) / times.mean_s
     balance = record.config.get("data.balance")
     change = (
         f"Set data.balance=balanced (it is {balance})"
@@ -140,6 +161,8 @@ def _uneven(record: Record, name: str, stage: StageTimes, times: Times) -> Itera
 
 
 def _exchanging(record: Record, name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
+    if not stage.apart:
+        return
     part = name.partition(".")[0]
     degrees = {axis.name: record.config.get(f"{part}.{axis.name}") for axis in AXES if axis.divides != SAMPLES}
     cut = ", ".join(f"{part}.{key}={value}" for key, value in degrees.items() if isinstance(value, int) and value > 1)

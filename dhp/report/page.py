@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from dhp.core.command import own_command
 from dhp.core.files import write_whole
 from dhp.report.bound import HEALTHY, find_causes, sentence
 from dhp.report.charts import Line, line_chart
@@ -27,7 +29,7 @@ from dhp.report.views import learning_views, load_views, memory_views, time_view
 
 FILE = "report.html"
 _DARK = ("#56a8e0", "#f0b440", "#2fc495", "#de9cc0", "#84c8f2", "#f07c30", "#aaaaaa", "#a99bf2", "#dddddd", "#444444")
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; form-action 'none'; base-uri 'none'"
 
 
 def write_report(runs: Sequence[Path], out: Path, png: Path | None = None) -> Path:
@@ -134,11 +136,11 @@ def _facts(record: Record, times: Times | None) -> str:
 def _samples(record: Record, opened: dict[int, str], gallery: Gallery) -> str:
     if not opened:
         return ""
+    shown = shlex.join(own_command("inspect", "sample", str(record.run_dir.absolute() / "config.yaml")))
     return (
         "<section><h2>Samples of steps</h2><details open><summary>Steps whose loss, gradient or time stands out "
         f"from those around them, and others evenly</summary>{samples_table(record, opened, gallery)}</details>"
-        f"<p>See one as the model does: <code>python -m dhp inspect sample {safe(record.run_dir)}/config.yaml "
-        "index=N</code></p></section>"
+        f"<p>See one as the model does: <code>{safe(shown)} data.datasets=[DATASET] index=ROW</code></p></section>"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import time
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -21,6 +22,7 @@ SIDE = 96  # pixels of the longer side
 MOST_PICTURES = 3  # of a sample
 MOST_TEXT = 160  # characters of a question or an answer
 MOST_BYTES = 1_000_000  # of all pictures of a page
+MOST_S = 10.0  # that drawing takes: files may be on a slow disk, and a run's end waits for the page
 MOST_ANNOTATIONS = 256 * 2**20  # bytes of a file: opening a larger one would hold up the end of a run
 _REGISTRY = "data.data_registry."
 
@@ -31,7 +33,7 @@ class Gallery:
 
     def __init__(self, config: Mapping[str, Any]):
         """config: of the run, by dotted key."""
-        self._config, self._room = config, MOST_BYTES
+        self._config, self._room, self._until = config, MOST_BYTES, time.monotonic() + MOST_S
         self._opened: dict[str, Annotations | None] = {}
 
     def sample(self, dataset: str, row: int) -> str:
@@ -61,7 +63,8 @@ class Gallery:
         prefix = f"{_REGISTRY}{dataset}."
         entry = {key[len(prefix) :]: value for key, value in self._config.items() if key.startswith(prefix)}
         path, folder = str(entry.get("annotation_path") or ""), str(entry.get("data_path") or "")
-        if not path or is_remote(path) or is_remote(folder) or not Path(path).exists():
+        # A folder's shards are read through to be counted.
+        if not path or is_remote(path) or is_remote(folder) or not Path(path).is_file():
             return None
         if Path(path).stat().st_size > MOST_ANNOTATIONS:
             return None
@@ -78,7 +81,7 @@ class Gallery:
         return drawn + (f"<i>and {len(record.media) - MOST_PICTURES} more</i>" if len(found) > MOST_PICTURES else "")
 
     def _image(self, file: Any) -> str:
-        if self._room <= 0:
+        if self._room <= 0 or time.monotonic() > self._until:
             return ""
         try:
             image = open_image(file)

@@ -20,13 +20,15 @@ KINDS = (DATA, FORWARD, BACKWARD, COLLECTIVE, WAITING, OPTIMIZER, CHECKPOINT)
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of a stage's ranks, [steps, ranks]. own: in which a rank computed; comm: in collectives, waiting for its
-    stage's other ranks among it; on GPUs 0, and own has them. work: relative to the stage's mean rank; None where it is
-    not known."""
+    """Seconds of a stage's ranks, [steps, ranks], in some of the steps. own: in which a rank computed; comm: in
+    collectives, waiting for its stage's other ranks among it. apart: the two are measured apart; else, as on GPUs, own
+    has both and comm is 0. work: relative to the stage's mean rank; None where it is not known."""
 
+    steps: Sequence[int]
     own: np.ndarray
     comm: np.ndarray
     work: np.ndarray | None
+    apart: bool
 
     @property
     def busy_s(self) -> float:
@@ -76,9 +78,11 @@ def times_of(record: Record) -> Times | None:
         return None
     known = {one.step for one in steps}
     lines = [line for line in record.ranks if line.step in known]
-    saved = sum(one.seconds or 0.0 for one in record.events if one.event == SAVE and one.step in known)
+    # Of the newest attempt's, and but for the last step's: a checkpoint at the end is one in a run, however long.
+    waits = {one.step: one.seconds or 0.0 for one in record.events if one.event == SAVE and one.step in known}
+    saved = sum(seconds for step, seconds in waits.items() if step != record.steps[-1].step)
     step_s, data_s = (np.array([getattr(one, name) or 0.0 for one in steps]) for name in ("step_s", "data_s"))
-    return Times(lines, steps, step_s, data_s, saved, {name: one for name, one in _stages(lines).items()})
+    return Times(lines, steps, step_s, data_s, saved, _stages(lines))
 
 
 def _begins(record: Record) -> list[int]:
@@ -91,16 +95,23 @@ def _stages(lines: Sequence[RankLine]) -> dict[str, StageTimes]:
         return found
     for name in lines[-1].seconds:
         ranks = len(next(iter(lines[-1].seconds[name].values()), ()))
-        of = [line for line in lines if name in line.seconds]
-        rows = [[value for kind, value in line.seconds[name].items() if kind != COMM] for line in of]
-        if not ranks or any(len(value) != ranks for row in rows for value in row):
-            continue  # another layout than the last attempt's
-        own = np.array([np.sum(row, axis=0) for row in rows])
+        of = [line for line in lines if _is_of(line.seconds.get(name, {}), ranks)]  # in the last attempt's layout
+        if not ranks or not of:
+            continue
+        own = np.array([
+            np.sum([value for kind, value in line.seconds[name].items() if kind != COMM], axis=0) for line in of
+        ])  # fmt: skip
         comm = np.array([line.seconds[name].get(COMM, [0.0] * ranks) for line in of])
         work = [line.work.get(name) for line in of]
         known = None if any(one is None or len(one) != ranks for one in work) else np.array(work, dtype=float)
-        found[name] = StageTimes(own, comm, known)
+        apart = all(COMM in line.seconds[name] for line in of)
+        found[name] = StageTimes([line.step for line in of], own, comm, known, apart)
     return found
+
+
+def _is_of(seconds: Mapping[str, Sequence[float]], ranks: int) -> bool:
+    """Whether something that so many ranks did was measured."""
+    return set(seconds) - {COMM} != set() and all(len(of) == ranks for of in seconds.values())
 
 
 def split_by_rank(times: Times) -> dict[str, dict[str, float]]:
@@ -108,7 +119,8 @@ def split_by_rank(times: Times) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     step_s, data_s = float(times.step_s.mean()), float(times.data_s.mean())
     for name in times.stages:
-        lines = [line.seconds[name] for line in times.lines if name in line.seconds]
+        known = set(times.stages[name].steps)
+        lines = [line.seconds[name] for line in times.lines if line.step in known]
         for rank in range(times.stages[name].own.shape[1]):
             spent = {kind: float(np.mean([of.get(kind, [0.0] * (rank + 1))[rank] for of in lines])) for kind in _RANKS}
             own = {_RANKS[kind]: seconds for kind, seconds in spent.items()}
@@ -124,11 +136,11 @@ _RANKS = {"forward": FORWARD, "backward": BACKWARD, COMM: COLLECTIVE, "optimizer
 def pace_rows(times: Times) -> tuple[list[str], list[int], np.ndarray]:
     """Names of all ranks, the steps, and each rank's seconds over its work relative to its stage's median, [ranks,
     steps]."""
-    names, rows = [], []
+    names, rows, steps = [], [], [line.step for line in times.lines]
+    at = {step: number for number, step in enumerate(steps)}
     for name, stage in times.stages.items():
-        pace = stage.pace
-        if len(pace) == len(times.lines):
-            names += [f"{name} rank {rank}" for rank in range(pace.shape[1])]
-            rows.append(pace.T)
-    steps = [line.step for line in times.lines]
+        pace = np.full((len(steps), stage.own.shape[1]), np.nan)
+        pace[[at[step] for step in stage.steps]] = stage.pace
+        names += [f"{name} rank {rank}" for rank in range(pace.shape[1])]
+        rows.append(pace.T)
     return names, steps, np.concatenate(rows) if rows else np.zeros((0, len(steps)))

@@ -123,7 +123,7 @@ def _drawn(samples: Mapping[str, Sequence[int]], gallery: Gallery) -> str:
 
 def _listed(rows: Sequence[int]) -> str:
     more = f" and {len(rows) - MOST_ROWS} more" if len(rows) > MOST_ROWS else ""
-    return ", ".join(map(str, rows[:MOST_ROWS])) + more
+    return safe(", ".join(map(str, rows[:MOST_ROWS]))) + more
 
 
 def events_table(record: Record) -> str:
@@ -137,7 +137,7 @@ def events_table(record: Record) -> str:
     left = len(rows) - MOST_EVENTS
     shown = rows if left <= 0 else [*rows[: MOST_EVENTS // 2], *rows[-MOST_EVENTS // 2 :]]
     cells = [
-        [_clock(at), str(step), event, "" if seconds is None else f"{seconds:.2f}", safe(text)]
+        [_clock(at), safe(step), safe(event), "" if seconds is None else f"{seconds:.2f}", safe(text)]
         for at, step, event, seconds, text in shown
     ]
     note = f"<p>{left} events between them are left out.</p>" if left > 0 else ""
@@ -155,13 +155,15 @@ def answers_table(record: Record, gallery: Gallery) -> str:
     for (dataset, number), of in list(by_question.items())[:MOST_ANSWERS]:
         any_one = next(iter(of.values()))
         drawn = "" if any_one.row is None else gallery.images(dataset, any_one.row)
-        cells = [f"{safe(dataset)} {number}", drawn, safe(any_one.prompt), safe(any_one.reference)]
+        cells = [f"{safe(dataset)} {safe(number)}", drawn, safe(any_one.prompt), safe(any_one.reference)]
         for step in chosen:
             answer = of[step].answer if step in of else "-"
             right = answer.strip() == any_one.reference.strip()
             cells.append(f'<span class="{"right" if right else "other"}">{safe(answer)}</span>')
         rows.append(cells)
-    return table(["", "pictures", "question", "reference", *(f"after step {step}" for step in chosen)], rows, "answers")
+    return table(
+        ["", "pictures", "question", "reference", *(f"after step {safe(step)}" for step in chosen)], rows, "answers"
+    )
 
 
 def links_table(record: Record, times: Times | None) -> str:

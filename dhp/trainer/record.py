@@ -19,6 +19,7 @@ from dhp.report.page import FILE, write_report
 from dhp.step.stages import Stages
 
 MOST_STEPS = 20_000  # of which a page is made at the end of a run: of more, reading them would hold it up
+MOST_BYTES = 2**28  # of what it is made of
 SKIPPED_SHOWN = 20  # messages of skipped samples in one step
 
 
@@ -42,10 +43,11 @@ def record_step(
 def write_page(run_dir: Path) -> str | None:
     """Write the report on a run that ends: where it is, or why there is none; None for a run of very many steps. A run
     never fails of it."""
-    lines = run_dir / "metrics.jsonl"
-    with suppress(OSError), lines.open("rb") as file:
-        if sum(1 for _ in file) > MOST_STEPS:
-            return None
+    with suppress(OSError):
+        sizes = sum((run_dir / name).stat().st_size for name in ("metrics.jsonl", "ranks.jsonl"))
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            if sizes > MOST_BYTES or sum(1 for _ in file) > MOST_STEPS:
+                return None
     try:
         return str(write_report([run_dir], run_dir / FILE))
     except Exception as error:  # whatever drawing meets, what was trained is whole

@@ -164,3 +164,12 @@ def test_the_usage_is_one_screen() -> None:
     lines = usage().splitlines()
     assert len(lines) <= 30 and max(map(len, lines)) <= 120
     assert all(sum(line.startswith(f"  {name} ") for line in lines) == 1 for name in COMMANDS)
+
+
+def test_no_name_that_a_shell_would_take_for_more_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of such names are left to the shell's own completion, which quotes."""
+    for name in ("a;touch x;.yaml", "my own.yaml", "$(id).yaml", "plain-1.yaml"):
+        (tmp_path / name).write_text("name: x\n")
+    monkeypatch.chdir(tmp_path)
+    found = completions(["train", ""])
+    assert "plain-1.yaml" in found and not any(set(one) & set("; $(") for one in found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from multiprocessing import shared_memory
 
 import pytest
 
@@ -32,7 +31,10 @@ def test_without_shared_memory_it_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(self_test, "SharedMemory", refuse)
-    assert "No space left" in str(self_test._shared_memory()) and shared_memory
+    assert "No space left" in str(self_test._shared_memory())
+    monkeypatch.undo()
+    monkeypatch.setattr(self_test.os, "posix_fallocate", lambda *given: refuse())  # a file may be made, pages not
+    assert "No space left" in str(self_test._shared_memory())
 
 
 def test_advice_is_about_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def make_run(
     lines: list[dict[str, Any]] = []
     ranks: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
-        busy = {name: sum(of[0] for of in kinds.values()) for name, kinds in seconds(step).items()}
+        busy = {name: sum((of[0] for of in kinds.values()), 0.0) for name, kinds in seconds(step).items()}
         metrics = StepMetrics(
             step=step,
             loss=loss(step),

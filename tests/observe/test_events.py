@@ -16,7 +16,7 @@ def test_later_attempts_append_and_half_a_line_is_left_out(tmp_path: Path) -> No
         writer.write(SAVE, step + 5, 0.5, "saved")
         writer.close()
         with (tmp_path / "events.jsonl").open("a") as file:
-            file.write('{"event": "sa\n')
+            file.write('{"event": "sa')
     found = read_events(tmp_path)
     assert [(one.event, one.step, one.seconds, one.text) for one in found] == [
         ("start", 0, None, ""),

@@ -52,3 +52,8 @@ def test_of_many_ranks_not_every_step_is_kept(tmp_path: Path) -> None:
 def test_a_run_without_the_file_has_no_lines(tmp_path: Path) -> None:
     keep_rank_lines(tmp_path, 5)
     assert read_rank_lines(tmp_path) == [] and not (tmp_path / "ranks.jsonl").exists()
+
+
+def test_fields_of_a_later_release_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "ranks.jsonl").write_text('{"step": 1, "later": 2}\n')
+    assert read_rank_lines(tmp_path) == [RankLine(step=1)]

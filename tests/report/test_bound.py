@@ -140,3 +140,44 @@ def test_two_stages_with_devices_of_their_own_wait_for_the_heavier_one(tmp_path:
 def test_three_steps_are_too_few_to_say(tmp_path: Path) -> None:
     record = read_run(make_run(tmp_path / "run", steps=1))
     assert "Too few steps" in sentence(record, times_of(record))
+
+
+def test_work_of_four_ranks_is_held_against_their_mean(tmp_path: Path) -> None:
+    """One rank has five times the others' work: with even work the stage would take 0.4 of its time."""
+    work = [2.5, 0.5, 0.5, 0.5]
+    seconds = {"text": {"forward": [0.4 * one for one in work], "comm": [1.0 - 0.4 * one for one in work]}}
+    run_dir = make_run(tmp_path / "run", seconds=lambda step: seconds, work=lambda step: {"text": work})
+    cause = next(one for one in _causes(run_dir) if one.kind == "uneven work")
+    assert cause.share == pytest.approx(0.6)
+
+
+def _causes(run_dir: Path) -> list[Cause]:
+    record = read_run(run_dir)
+    times = times_of(record)
+    assert times is not None
+    return find_causes(record, times)
+
+
+def test_where_collectives_are_not_apart_no_rank_is_called_slow(tmp_path: Path) -> None:
+    """As on GPUs: all ranks are as long at work, those that wait among them."""
+    seconds = {"text": {"forward": [0.9, 0.9]}}
+    work = {"text": [1.4, 0.6]}
+    run_dir = make_run(tmp_path / "run", seconds=lambda step: seconds, work=lambda step: work)
+    (cause, *_) = _causes(run_dir)
+    assert (cause.kind, round(cause.share, 4)) == ("uneven work", round(0.9 * (1 - 1 / 1.4), 4))
+    assert all(one.kind != "slow rank" for one in _causes(run_dir))
+
+
+def test_what_was_not_measured_is_not_called_healthy(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", seconds=lambda step: {"text": {"forward": [0.9, 0.9]}})
+    record = read_run(run_dir)
+    said = sentence(record, times_of(record))
+    assert "healthy" not in said and "Of text collectives are not measured apart" in said
+    run_dir = make_run(tmp_path / "b")
+    (run_dir / "ranks.jsonl").unlink()
+    record = read_run(run_dir)
+    assert "there is no ranks.jsonl" in sentence(record, times_of(record))
+
+
+def test_a_checkpoint_at_the_end_bounds_no_run(tmp_path: Path) -> None:
+    assert all(one.kind != "save" for one in _causes(make_run(tmp_path / "run", saves={20: 20.0})))

@@ -94,8 +94,13 @@ def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     with (run_dir / "events.jsonl").open("a") as file:
         file.write('{"event": "skipped", "step": 3, "time": 1.0, "text": "<img src=x>\\u001b[31m"}\n')
+        file.write('{"event": "<meta a>", "step": 3, "time": 1.0}\n{"event": "save", "step": "<b>", "time": 1.0}\n')
+    ranks = (run_dir / "ranks.jsonl").read_text()
+    (run_dir / "ranks.jsonl").write_text(ranks.replace('"samples": {"shapes": [1, 2]}', '"samples": {"<i>": ["<s>"]}'))
     text = write_report([run_dir], tmp_path / "report.html").read_text()
     assert "&lt;img src=x&gt;\\x1b" in text and "<img src=x>" not in text
+    assert "&lt;meta a&gt;" in text and "&lt;s&gt;" in text
+    assert not any(word in text for word in ("<meta a>", "<s>", "<i>", "<b>:"))
 
 
 def test_charts_are_written_as_pictures(tmp_path: Path) -> None:

@@ -55,4 +55,22 @@ def test_without_lines_of_ranks_there_is_no_split(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir / "ranks.jsonl").unlink()
     times = times_of(read_run(run_dir))
-    assert times is not None and split_by_rank(times) == {} and healthy_ranks()
+    assert times is not None and split_by_rank(times) == {}
+
+
+def test_steps_in_another_layout_are_left_out_not_the_stage(tmp_path: Path) -> None:
+    """As behind a restart with fewer devices; a step in which nothing was measured is left out too."""
+
+    def seconds(step: int) -> dict[str, dict[str, list[float]]]:
+        if step == 15:
+            return healthy_ranks() | {"text": {}}
+        three = {kind: [*of, of[0]] for kind, of in healthy_ranks()["text"].items()}
+        return healthy_ranks() | ({"text": three} if step < 10 else {})
+
+    times = times_of(read_run(make_run(tmp_path / "run", seconds=seconds, status=None)))
+    assert times is not None
+    assert times.stages["text"].own.shape == (10, 2) and times.stages["vision"].own.shape == (18, 2)
+    assert 15 not in times.stages["text"].steps
+    names, steps, pace = pace_rows(times)
+    assert len(names) == 4 and np.isnan(pace[3, : steps.index(10)]).all() and np.isfinite(pace[3, -1])
+    assert sum(split_by_rank(times)["text rank 1"].values()) == pytest.approx(1.0)

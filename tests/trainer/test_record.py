@@ -21,6 +21,9 @@ def test_a_run_of_very_many_steps_has_none(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(record, "MOST_STEPS", 5)
     run_dir = make_run(tmp_path / "run", steps=6)
     assert write_page(run_dir) is None and not (run_dir / "report.html").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(record, "MOST_BYTES", 100)
+    assert write_page(run_dir) is None
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ZeroDivisionError("of a\nmistake")])
