@@ -19,6 +19,7 @@ CONTENTS = "contents of"  # beginning of the settings that say which files are r
 RECIPE, LAYOUT = "recipe", "layout"
 PARTS = "parts"
 OPTIMIZER = "training.optimizer"
+_UNSAID_RECIPE = {"training.min_lr": 0.0}  # of its recipe
 _UNSAID = {OPTIMIZER: "adamw"}  # what a checkpoint that lacks the key was made with
 ALLOWED = "training.resume_changes"  # which of the recipe may be others all the same
 
@@ -108,10 +109,11 @@ class Start:
         kept = self.settings.get(RECIPE)
         if self.checkpoint is None or not isinstance(kept, Mapping):
             return
+        before = {**_UNSAID_RECIPE, **kept}
         other = {
-            key: (kept[key], value)
+            key: (before[key], value)
             for key, value in now.items()
-            if key in kept and kept[key] != value and key not in free and not _is_allowed(key, allowed)
+            if key in before and before[key] != value and key not in free and not _is_allowed(key, allowed)
         }
         if other:
             keys = ",".join(other)

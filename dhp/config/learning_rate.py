@@ -79,10 +79,12 @@ def decay_steps(training: TrainingConfig, total_steps: int, warmup_steps: int) -
         return 0
     given = training.lr_decay_steps
     steps = math.ceil(total_steps * training.lr_decay_ratio) if given is None else given
-    if warmup_steps + steps > total_steps:
+    warmed = {f"training.groups.{name}.": one.warmup_steps or 0 for name, one in training.groups.items()}
+    section, warmup = max({"": warmup_steps, **warmed}.items(), key=lambda item: item[1])
+    if warmup + steps > total_steps:
         key = f"lr_decay_ratio={training.lr_decay_ratio:g}" if given is None else f"lr_decay_steps={given}"
         raise ConfigError(
-            f"training.{key} leaves no room for the warm-up: warmup_steps({warmup_steps}) + decay_steps({steps}) > "
+            f"training.{key} leaves no room for the warm-up: {section}warmup_steps({warmup}) + decay_steps({steps}) > "
             f"steps({total_steps}). Lower one of them, or raise training.num_epochs or training.max_steps"
         )
     return steps

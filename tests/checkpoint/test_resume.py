@@ -71,6 +71,9 @@ RECIPE = {"training.learning_rate": 1, "training.betas": [0.9], "data.packing": 
 def test_a_recipe_stays_unless_it_is_asked_to_change(tmp_path: Path) -> None:
     start, free = Start(tmp_path / "step_4", 4, 0, {"recipe": RECIPE}), ("data.on_bad_sample",)
     start.check_recipe(RECIPE | {"data.on_bad_sample": "skip", "training.new": 1}, free, [])
+    start.check_recipe(RECIPE | {"training.min_lr": 0.0}, free, [])  # as it was where nothing is said of it
+    with pytest.raises(CheckpointError, match="training.min_lr"):
+        start.check_recipe(RECIPE | {"training.min_lr": 1e-5}, free, [])
     other = RECIPE | {"training.learning_rate": 2, "training.betas": [0.8]}
     with pytest.raises(CheckpointError, match="training.learning_rate was 1 and is 2; training.betas was") as caught:
         start.check_recipe(other, free, [])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dhp.config.command_line import compose_config
 from dhp.config.learning_rate import DECAYS, LR_SCHEDULES, check_learning_rate, decay_steps
 from dhp.config.training import TrainingConfig
 from dhp.core.errors import ConfigError
@@ -62,3 +63,12 @@ def test_a_decay_that_begins_in_the_warmup(key, value):
     ):
         decay_steps(TrainingConfig(**STABLE, **{key: value}), 10, 5)
     assert decay_steps(TrainingConfig(**STABLE, **{key: value}), 11, 4) in (6, 7)
+
+
+def test_the_warm_up_of_a_group_leaves_room_for_the_decay_too() -> None:
+    given = ["training.lr_scheduler_type=warmup_stable_decay", "training.lr_decay_steps=50"]
+    groups = ["+training.groups.projector.warmup_steps=80"]
+    config = compose_config("tiny", None, [*given, *groups])
+    with pytest.raises(ConfigError, match=r"training.groups.projector.warmup_steps\(80\) \+ decay_steps\(50\) > steps"):
+        decay_steps(config.training, 100, 10)
+    assert decay_steps(compose_config("tiny", None, given).training, 100, 10) == 50

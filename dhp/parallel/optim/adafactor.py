@@ -86,10 +86,8 @@ class Adafactor(PlacedOptimizer):
 
     def _average(self, weight: Tensor, sums: Sequence[Tensor]) -> None:
         state, whole = self.state[weight], self._place(weight).whole
-        means = [weight.grad.square() + LEAST]
-        kinds: tuple[str, ...] = (SQUARE,)
-        if sums:
-            kinds, means = FACTORS, [sums[0] / whole[-1], sums[1] / whole[-2]]
+        kinds: tuple[str, ...] = FACTORS if sums else (SQUARE,)
+        means = [sums[0] / whole[-1], sums[1] / whole[-2]] if sums else [weight.grad.square() + LEAST]
         fresh = float(state[STEP]) ** DECAY
         for kind, mean in zip(kinds, means, strict=True):
             state[kind].mul_(1 - fresh).add_(mean, alpha=fresh)

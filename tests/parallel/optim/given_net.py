@@ -33,6 +33,7 @@ SHAPES = {
     "layers.4.weight": (3, 4, 5),
     "layers.5.weight": (8,),
     "layers.6.weight": (2, 9),  # fewer rows than ranks
+    "layers.7.weight": (1, 5),  # as well, where two ranks share the rows too
 }
 CUTS = {
     "layers.2.weight": _StridedShard(0, split_factor=2),

@@ -26,7 +26,8 @@ from tests.parallel.optim.given_net import (
     train_plain,
 )
 
-MATRICES = {"layers.0.weight", "layers.2.weight", "layers.3.weight"}  # of those with two axes, all but one that embeds
+# Of those with two axes, all but layer 6, which embeds.
+MATRICES = {"layers.0.weight", "layers.2.weight", "layers.3.weight", "layers.7.weight"}
 BETAS, EPS, MOMENTUM = (0.85, 0.97), 1e-7, 0.9
 
 
