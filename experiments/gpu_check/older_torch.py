@@ -1,7 +1,7 @@
-"""torch's attention over segments of all lengths, where torch is older than what dhp is written for.
+"""What dhp calls of torch and an older torch lacks: attention over segments of all lengths, one collective's name.
 
 `varlen_attn` came with torch 2.10, and its scale, windows and grouped heads later. Its kernel has been there for long.
-To be imported before dhp, which imports the function.
+`reduce_scatter_single` is the later name of `reduce_scatter_tensor`. To be imported before dhp, which imports them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 NAME = "torch.nn.attention.varlen"
@@ -78,5 +79,8 @@ def _provide() -> str:
             module.varlen_attn = varlen_attn
     return f"a stand-in for torch's, which lacks {', '.join(sorted(missing))}"
 
+
+if not hasattr(dist, "reduce_scatter_single"):
+    dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 WAY = _provide()

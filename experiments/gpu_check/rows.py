@@ -106,7 +106,7 @@ SECTIONS = (
     ),
     Section(
         "full_depth",
-        100.0,
+        130.0,
         # What has the room for sure comes first: after what has not, the model is made anew.
         (
             _depth(8, "mlp"),
