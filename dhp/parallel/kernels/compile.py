@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +20,12 @@ def compile_layers(layers: Sequence[nn.Module], eager_classes: Collection[str]) 
             if type(module).__name__ in eager_classes:
                 module.forward = eager(module.forward)
         layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def compile_apart(function: FunctionType) -> Callable[..., Any]:
+    """`function` compiled for one kind of call, as often as it is asked for. torch counts the graphs that it makes of
+    a function by the function's code object and runs it as it is behind eight, so each kind gets a code object."""
+    return torch.compile(FunctionType(function.__code__.replace(), function.__globals__), dynamic=True)
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dhp.config.rules import COMPILED, TORCH
+from dhp.parallel.kernels.compile import compile_apart
 from dhp.parallel.kernels.proof import Trial, random_states
 
 Function = Callable[..., Any]
@@ -25,8 +26,9 @@ _ROWS, _WIDTH = 64, 256  # of the states of a trial; of a norm without weights t
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor | None, eps: float, offset: float, compiled: bool) -> Tensor:
-        function = _compiled_norm() if compiled else normed
-        output, inverse = function(states, weight, eps, offset)
+        function = _compiled(normed, offset) if compiled else normed
+        # Detached: for a compiler, tensors that need gradients are others than those that do not.
+        output, inverse = function(states.detach(), None if weight is None else weight.detach(), eps, offset)
         ctx.save_for_backward(states, inverse, weight)
         ctx.offset, ctx.compiled = offset, compiled
         return output
@@ -34,8 +36,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         states, inverse, weight = ctx.saved_tensors
-        function = _compiled_gradients() if ctx.compiled else gradients
-        of_states, of_weight = function(gradient, states, inverse, weight, ctx.offset, ctx.needs_input_grad[1])
+        function = _compiled(gradients, ctx.offset) if ctx.compiled else gradients
+        fixed = None if weight is None else weight.detach()
+        of_states, of_weight = function(gradient, states.detach(), inverse, fixed, ctx.offset, ctx.needs_input_grad[1])
         return of_states, of_weight, None, None, None
 
 
@@ -70,13 +73,8 @@ def _factor(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _compiled_norm() -> Function:
-    return torch.compile(normed, dynamic=True)
-
-
-@cache
-def _compiled_gradients() -> Function:
-    return torch.compile(gradients, dynamic=True)
+def _compiled(function: Function, offset: float) -> Function:
+    return compile_apart(function)
 
 
 def is_norm(module: nn.Module) -> bool:

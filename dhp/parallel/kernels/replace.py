@@ -56,19 +56,20 @@ def replace_kernels(
     """
     wanted = dict.fromkeys(KERNELS, AUTO) | dict(wanted or {})
     classes = _classes(model)
-    tried = [
-        (name, candidate.kernel, _try(name, candidate))
+    left = {
+        name: [one for one in _candidates(kind, modules[0], device, dtype) if wanted[kind] in (AUTO, one.kernel)]
         for name, (kind, modules) in classes.items()
-        for candidate in _candidates(kind, modules[0], device, dtype)
-        if wanted[kind] in (AUTO, candidate.kernel)
-    ]
-    agreed = _agree([make is not None for *_, make in tried], device, group)
+    }
     served = dict.fromkeys(classes, PLAIN)
-    for (name, kernel, make), all_have in zip(tried, agreed, strict=True):
-        if all_have and make is not None and served[name] == PLAIN:
-            served[name] = kernel
-            for module in classes[name][1]:
-                _replace(module, make(module))
+    # The fastest kernel of each class first: proving a slower one, which may have to be compiled, costs seconds.
+    while tried := [(name, one.kernel, _try(name, one)) for name, rest in left.items() for one in rest[:1]]:
+        left = {name: rest[1:] for name, rest in left.items()}
+        agreed = _agree([make is not None for *_, make in tried], device, group)
+        for (name, kernel, make), all_have in zip(tried, agreed, strict=True):
+            if all_have and make is not None:
+                served[name], left[name] = kernel, []
+                for module in classes[name][1]:
+                    _replace(module, make(module))
     for name, (kind, _) in classes.items():
         _require(name, wanted[kind], served[name], device)
     return _uses({name: (kind, served[name], len(modules)) for name, (kind, modules) in classes.items()}, device)

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dhp.parallel.kernels.compile import compile_apart
 from dhp.parallel.kernels.proof import Trial, is_proved, random_states
 
 Function = Callable[..., Any]
@@ -50,11 +51,12 @@ class _Turn(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor, form: Form, compiled: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.form, ctx.compiled = form, compiled
-        return (_compiled() if compiled else turn)(states, cos, sin, form, False)
+        # Detached: for a compiler, tensors that need gradients are others than those that do not.
+        return _function(form, False, compiled)(states.detach(), cos, sin, form, False)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        function = _compiled() if ctx.compiled else turn
+        function = _function(ctx.form, True, ctx.compiled)
         return function(gradient, *ctx.saved_tensors, ctx.form, True), None, None, None, None
 
 
@@ -101,9 +103,13 @@ def _whole(states: Tensor, cos: Tensor, sin: Tensor, form: Form, back: bool) -> 
     return torch.cat((whole.to(states.dtype), states[..., turned:]), -1)
 
 
+def _function(form: Form, back: bool, compiled: bool) -> Function:
+    return _compiled(form, back) if compiled else turn
+
+
 @cache
-def _compiled() -> Function:
-    return torch.compile(_whole, dynamic=True)
+def _compiled(form: Form, back: bool) -> Function:
+    return compile_apart(_whole)
 
 
 def _widened(angle: Tensor, states: Tensor, form: Form) -> Tensor:
@@ -190,18 +196,21 @@ def _form_of(
     dtype: torch.dtype,
     compiled: bool,
 ) -> Form | None:
-    """The first form that gives what `function` gives of states in `dtype` with angles in a format."""
+    """The first form that gives what `function` gives of states in `dtype` with angles in a format. Forms are distinguished
+    written out, and only the one that it is gets compiled, which takes seconds."""
     shape, axis = ((1, _HEADS, _TOKENS, _WIDTH), 1) if has_axis else ((_TOKENS, _HEADS, _WIDTH), -2)
     trials = []
     for turned in _TURNED:
         fixed = random_states(*[(*shape[:-3], _TOKENS, turned)] * 2, seed=2)
         trials.append((random_states(*[shape] * count), [angle.to(angles) for angle in fixed]))
     taken = [trial for trial in trials if _takes(function, trial, device, dtype)]
-    for form in FORMS if taken else ():
-        ours = lambda *given, form=form: _turn_all(given[:count], *given[count:], axis, form, compiled)
-        if all(is_proved(Trial(function, ours, *trial), device, dtype) for trial in taken):
-            return form
-    return None
+
+    def proves(form: Form, compiled: bool) -> bool:
+        ours = lambda *given: _turn_all(given[:count], *given[count:], axis, form, compiled)
+        return all(is_proved(Trial(function, ours, *trial), device, dtype) for trial in taken)
+
+    form = next((one for one in FORMS if taken and proves(one, False)), None)
+    return form if form is not None and (not compiled or proves(form, True)) else None
 
 
 def _takes(

@@ -96,8 +96,7 @@ def test_rows_of_other_lengths_compile_nothing_anew(monkeypatch: pytest.MonkeyPa
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     torch.compiler.reset()
-    for cached in (norm._compiled_norm, norm._compiled_gradients):
-        cached.cache_clear()
+    norm._compiled.cache_clear()
     module, states = make("offset from one", torch.float32)
     (forward,) = proved(module, "compiled", torch.float32)
     with_gradients(forward, module, states)
@@ -105,5 +104,26 @@ def test_rows_of_other_lengths_compile_nothing_anew(monkeypatch: pytest.MonkeyPa
     for tokens in (2, 7, 64):
         with_gradients(forward, module, states[:, :1].expand(3, tokens, 48).contiguous())
     assert counter.frame_count == made > 0
-    for cached in (norm._compiled_norm, norm._compiled_gradients):
-        cached.cache_clear()
+    norm._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_compiler_never_gives_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind eight graphs torch runs a function uncompiled, with no more than a warning. Proofs of all candidates, and
+    states with and without an axis of heads, of one token, with and without gradients, weights frozen: fewer."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=CompileCounter()))
+    torch.compiler.reset()
+    norm._compiled.cache_clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        module, _ = make(name, torch.bfloat16)
+        for forward in forwards(module, "compiled"):
+            is_proved(trial(module, forward, small=True), CPU, torch.float32)
+        (forward,) = proved(module, "compiled", torch.bfloat16)
+        for trained in (True, False):
+            module.requires_grad_(trained)
+            for shape in ((1, 64, 48), (1, 301, 4, 48), (1, 1, 48)):
+                states = torch.randn(shape).bfloat16()
+                torch.autograd.grad(forward(states.requires_grad_()), states, torch.ones(shape).bfloat16())
+                with torch.no_grad():
+                    forward(states)
+    norm._compiled.cache_clear()

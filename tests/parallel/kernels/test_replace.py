@@ -132,13 +132,29 @@ def test_where_nothing_compiles_the_line_says_what_would_be_faster(
 
 def test_ranks_without_a_compiler_name_the_same_kernels(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or ranks of nodes that have one would wait for an answer of another length."""
-    asked: list[list[bool]] = []
-    monkeypatch.setattr(replace, "_agree", lambda proved, *_: asked.append(list(proved)) or list(proved))
+    without: list[list[bool]] = []
+    monkeypatch.setattr(replace, "_agree", lambda proved, *_: without.append(list(proved)) or list(proved))
+    with monkeypatch.context() as patch:
+        patch.setattr(replace, "_can_compile", lambda: False)
+        served = on_a_gpu(_Layer())
+    agreed, with_one = iter(without), []
+    monkeypatch.setattr(replace, "_agree", lambda proved, *_: with_one.append(list(proved)) or next(agreed))
+    assert on_a_gpu(_Layer()) == served
+    assert [len(proved) for proved in with_one] == [len(proved) for proved in without] == [4, 1, 1]
+    assert sum(map(sum, with_one)) > sum(map(sum, without))
+
+
+def test_slower_kernels_are_not_tried_where_a_faster_one_serves(
+    as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that is compiled costs seconds of a start."""
+    tried: list[tuple[str, str]] = []
+    find = replace._try
+    monkeypatch.setattr(replace, "_try", lambda name, one: tried.append((name, one.kernel)) or find(name, one))
     on_a_gpu(_Layer())
-    monkeypatch.setattr(replace, "_can_compile", lambda: False)
-    on_a_gpu(_Layer())
-    (with_one, without) = asked
-    assert len(with_one) == len(without) and sum(with_one) > sum(without)
+    of_torch = [kernel for name, kernel in tried if name == "norm of Qwen2RMSNorm"]
+    of_ours = [kernel for name, kernel in tried if name == "norm of Gemma3RMSNorm"]  # torch's has no offset
+    assert (of_torch, of_ours) == (["torch"], ["torch", "compiled"])
 
 
 def _agreed() -> list[bool]:

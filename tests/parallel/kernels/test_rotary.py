@@ -184,3 +184,29 @@ def test_rows_of_other_lengths_compile_nothing_anew(counter: CompileCounter) -> 
     for tokens in (5, 9, 64, 301):
         outputs_and_gradients(ours, *states_of(function, tokens, torch.float32))
     assert counter.frame_count == made
+
+
+@pytest.mark.parametrize(("function", "places"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_the_compiler_never_gives_up(
+    function: Callable[..., Any], places: tuple[str, ...], counter: CompileCounter
+) -> None:
+    """torch makes eight graphs of a function and runs it uncompiled from then on, with no more than a warning: what
+    proving makes, and calls with either format of angles, one key's head and gradients or none, stay within."""
+    dtype = torch.bfloat16
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        ours = in_one_pass(function, CPU, dtype, True)
+        assert ours is not None
+        for tokens, angle in ((64, dtype), (301, torch.float32), (1, dtype)):
+            values, angles = states_of(function, tokens, dtype)
+            angles = [one.to(angle) for one in angles]
+            outputs_and_gradients(ours, values, angles)
+            with torch.no_grad():
+                ours(*(value[..., :1, :] for value in values), *(one[..., :1, :] for one in angles))
+    assert 0 < counter.frame_count
+
+
+def test_forms_are_distinguished_without_a_compiler(counter: CompileCounter) -> None:
+    """Only the form that a function has is compiled, forward and back: a second each, and there are six."""
+    function, _ = FUNCTIONS["neighbours, from float32"]  # the fifth
+    assert in_one_pass(function, CPU, torch.float32, True) is not None
+    assert rotary._compiled.cache_info().currsize == 2
