@@ -16,7 +16,6 @@ CHAOS, CHAOS_PAGE = "python -m experiments.chaos", "experiments/chaos/README.md"
 
 # Experiments whose figures have no rows, and what the index says of them.
 WITHOUT_ROWS = {
-    "gpu_check": "not yet measured",
     "beside_plain": "its figures belong to the data it is given",
     "mutants": "were seen",
     "host_memory": "no rows kept",
@@ -426,6 +425,22 @@ def sight() -> Sentences:
     yield page, f"at most {max(row['off'] for row in layouts):.1e} off one actor's"
 
 
+def gpu_check() -> Sentences:
+    kernels, page = {row["row"]: row for row in rows("gpu", section="kernels")}, "experiments/gpu_check/README.md"
+    attention = [row for name, row in kernels.items() if name.startswith(("varlen", "block"))]
+    most = max(error for row in attention for error in row["errors"].values())
+    yield INDEX, f"kernels right on an H100 (errors up to {most:.0e}".replace("e-0", "e-")
+    norm, rotary, gate = (
+        kernels[name] for name in ("RMS norm", "rotary positions of the tower", "gate in a fresh process")
+    )
+    yield page, f"RMS norm takes {norm['fused_ms']:.2f} ms in place of {norm['own_ms']:.2f}"
+    yield page, f"{rotary['compiled_backward_ms']:.2f} in place of {rotary['own_backward_ms']:.2f} backward"
+    yield page, f"a compiled gate {gate['fused_ms']:.2f} in place of {gate['own_ms']:.2f}"
+    states = one("gpu", row="states")
+    yield page, f"states at full depth are {states['between_steps_bytes'] / 1e9:.1f} GB"
+    yield page, f"{states['dry_run_least_bytes'] / 1e9:.1f} and {states['dry_run_most_bytes'] / 1e9:.1f}"
+
+
 def make_train() -> Sentences:
     """Of the quickstart's own run; no file of results/ has it."""
     shown = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -437,7 +452,7 @@ HELD: list[Callable[[], Sentences]] = [
     overhead, families, compile_, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts,
     long_context, longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline,
     partition_search, partition, published, plan_accuracy, checkpoint, soak, chaos,
-    sight, make_train,
+    sight, gpu_check, make_train,
 ]  # fmt: skip
 
 
@@ -464,5 +479,5 @@ def test_every_file_of_results_is_held() -> None:
     # Those of gpu_check are a table, which its own test holds; balance's sweeps are held by PAPERS.md's.
     elsewhere = {"families", "families_speed_even", "gpu", "balance_sweeps"}
     files = {file.stem for file in (ROOT / "results").glob("*.jsonl")} - elsewhere
-    held = {function.__name__.strip("_") for function in HELD} - {"make_train"}
+    held = {function.__name__.strip("_") for function in HELD} - {"make_train", "gpu_check"}
     assert {name.replace("families_speed", "families") for name in files} == held

@@ -32,22 +32,29 @@ LENGTHS = (1524, 1200, 1524, 900)  # SDPA's, one behind another
 
 def check_gate(setting: Setting) -> dict[str, Any]:
     """In a process that compiled nothing before: the seconds that a rank takes to put in the fused gate and to prove
-    it, and a gated MLP's milliseconds before and after."""
+    it, and a gated MLP's milliseconds with its own gate and with that one, taken in turns."""
     setting.require_cuda("a fused gate")
     if find_spec("triton") is None:
         raise NotHere("triton, by which torch.compile makes kernels, is not installed")
     join()
     config = SimpleNamespace(hidden_size=WIDTH, intermediate_size=INNER, hidden_act="silu")
     mlp = nn.ModuleList([Qwen2MLP(config).to(setting.device, setting.dtype)])
-    states = torch.randn(ROWS, WIDTH, device=setting.device).to(setting.dtype)
-    wanted, (plain,) = mlp[0](states).double(), spend(setting, lambda: mlp[0](states))
+    plain, states = mlp[0].forward, torch.randn(ROWS, WIDTH, device=setting.device).to(setting.dtype)
+    slopes, wanted = torch.randn_like(states), plain(states).double()
     begin = time.perf_counter()
     (use,) = replace_kernels(mlp, torch.device(setting.device), setting.dtype, dist.group.WORLD)
     seconds = time.perf_counter() - begin
-    error, (fused,) = error_of(mlp[0](states), wanted), spend(setting, lambda: mlp[0](states))
+    ways = {"own": plain, "fused": mlp[0].forward}
+    error, made = error_of(ways["fused"](states), wanted), [way(states) for way in ways.values()]
+    ahead = [lambda way=way: way(states) for way in ways.values()]
+    weights = list(mlp.parameters())
+    back = [lambda out=out: torch.autograd.grad(out, weights, slopes, retain_graph=True) for out in made]
+    times: dict[str, float] = {}
+    for name, forward, backward in zip(ways, spend(setting, *ahead), spend(setting, *back), strict=True):
+        times |= forward.told(name) | backward.told(f"{name}_backward")
     limit = LIMITS[setting.dtype]
     found = {"ok": use.kernel == COMPILED and error < limit, "limit": limit, "kernel": use.kernel}
-    return found | {"errors": {"output": error}, "proof_s": round(seconds, 3)} | plain.told("own") | fused.told("fused")
+    return found | {"errors": {"output": error}, "proof_s": round(seconds, 3)} | times
 
 
 def check_norm(setting: Setting) -> dict[str, Any]:

@@ -31,8 +31,10 @@ Mark = Callable[[str], None]
 
 @cache
 def join() -> None:
-    """A group of this process alone."""
+    """A group of this process alone, and the allocator's settings of a rank."""
     os.environ["LOCAL_RANK"] = "0"
+    if torch.cuda.is_available():  # as a run's ranks: a row that had no room must leave none in pieces
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -114,6 +116,8 @@ def shared_pair(setting: Setting, compiled: bool = False) -> Pair:
 
 def free() -> None:
     """Give the device back what the shared pair has there."""
+    if any(compiled for _, compiled in _SHARED):
+        torch.compiler.reset()  # graphs hold weights
     _SHARED.clear()
     gc.collect()
     if torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -16,8 +17,10 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
+from dhp.cluster import host
+from dhp.parallel import traffic
 from dhp.parallel.attention import choose as kernels
-from experiments.gpu_check import older_torch, parity, probe, profile
+from experiments.gpu_check import older_torch, parity, probe, profile, ray_stand_in
 from experiments.gpu_check.__main__ import NO_DEVICE, PATIENCE, WRONG, Results, check_sections, choose, last_run, main
 from experiments.gpu_check.parity import read_layout
 from experiments.gpu_check.plain import Trained
@@ -236,3 +239,19 @@ def test_a_rank_starts_where_ray_is_missing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
+
+
+def test_a_stand_in_for_ray_has_what_a_rank_on_a_gpu_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node's address, which errors name; on CPUs nothing asks for it."""
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    ray_stand_in._provide()
+    monkeypatch.setattr(host, "ray", sys.modules["ray"])
+    assert host.whereabouts("vision rank 0") == "node 127.0.0.1, where vision rank 0 runs"
+
+
+def test_an_older_torch_gets_the_later_names_of_collectives() -> None:
+    """All that the spans of collectives are put around."""
+    assert all(hasattr(torch.distributed, name) for name in traffic._BLOCKING)
+    assert inspect.signature(torch.distributed.reduce_scatter_single) == inspect.signature(
+        torch.distributed.reduce_scatter_tensor
+    )

@@ -60,7 +60,7 @@ def test_rows_are_found_on_a_bare_machine(tmp_path: Path) -> None:
     assert states["between_steps_bytes"] == states["dry_run_least_bytes"]
     beside = found["full_depth", "1 samples, recompute none, beside plain"]
     assert beside["plain"]["tflop"] == beside["tflop"] > 0 and beside["step_ms"] > 0
-    assert len(found["profile", "8 samples, recompute mlp"]["kernels"]) == 25
+    assert len(found["profile", "4 samples, recompute full"]["kernels"]) == 25
     steps = found["processes", "steps by shared memory"]
     assert steps["loss_error"] < 1e-5 and len(set(steps["losses"])) == len(steps["losses"])
     assert 0 < found["parity", "1+1 float32"]["update"] < 1e-3

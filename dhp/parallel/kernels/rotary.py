@@ -196,8 +196,8 @@ def _form_of(
     dtype: torch.dtype,
     compiled: bool,
 ) -> Form | None:
-    """The first form that gives what `function` gives of states in `dtype` with angles in a format. Forms are distinguished
-    written out, and only the one that it is gets compiled, which takes seconds."""
+    """The first form that gives what `function` gives of states in `dtype` with angles in a format. Forms are tried as
+    they are written out: compiling takes seconds, and only the one that is found gets compiled."""
     shape, axis = ((1, _HEADS, _TOKENS, _WIDTH), 1) if has_axis else ((_TOKENS, _HEADS, _WIDTH), -2)
     trials = []
     for turned in _TURNED:
