@@ -1,5 +1,5 @@
-"""The peers: the plain transformers model under PyTorch DDP and FSDP2, DeepSpeed ZeRO-3 and transformers' tensor
-parallelism.
+"""The peers: the plain transformers model under PyTorch DDP and FSDP2, DeepSpeed's ZeRO-3 and AutoSP and transformers'
+tensor parallelism.
 
 As fast as they can honestly be made: the tower attends to all segments of a layer in one call, rows carry no mask, the
 head runs on target tokens only. So what is compared is how the work is spread, not how a kernel is called.
@@ -33,6 +33,7 @@ from dhp.parallel.attention.segments import attend_segments
 from dhp.parallel.recompute.saved_tensors import SavedTensors
 from dhp.parallel.tensor.loss import token_loss_sum
 from dhp.parallel.traffic import count_collectives
+from experiments.layouts.autosp import SplitObjective
 from experiments.layouts.hosts import enter
 from experiments.layouts.work import Run
 
@@ -156,7 +157,16 @@ def zero3(model_name: str) -> Step:
     return Step(objective, step)
 
 
-PEERS = {"plain": plain, "ddp": ddp, "fsdp2": fsdp2, "transformers-tp": tensor_parallel, "deepspeed-zero3": zero3}
+def sequence_parallel(model_name: str) -> Step:
+    """DeepSpeed's AutoSP: each rank its share of every sample's patches and tokens, gradients summed by DDP."""
+    objective = nn.parallel.DistributedDataParallel(SplitObjective(load(model_name)))
+    return _stepper(objective, adamw(objective), lambda rows: rows, dist.get_world_size())
+
+
+PEERS = {
+    "plain": plain, "ddp": ddp, "fsdp2": fsdp2, "transformers-tp": tensor_parallel, "deepspeed-zero3": zero3,
+    "deepspeed-autosp": sequence_parallel,
+}  # fmt: skip
 
 
 def _own(rows: list[Inputs]) -> list[Inputs]:
