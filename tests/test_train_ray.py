@@ -22,9 +22,9 @@ STEPS = 3
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 FIELDS = (
-    "kind step epoch loss grad_norm lr tokens target_tokens vision_tokens samples images cached_images clips step_s "
-    "data_s busy_s comm_s rank_pace tokens_per_s flops mfu memory_bytes activation_bytes comm_bytes dist_ratio "
-    "pad_ratio sp_ratio skipped_samples skipped_steps sample_digest"
+    "kind step epoch loss grad_norm stage_norms lr tokens target_tokens vision_tokens samples images cached_images "
+    "clips step_s data_s busy_s comm_s rank_pace tokens_per_s flops mfu memory_bytes activation_bytes comm_bytes "
+    "dist_ratio pad_ratio sp_ratio skipped_samples skipped_steps sample_digest"
 ).split()
 
 
@@ -140,6 +140,8 @@ def test_every_step_equals_plain_transformers(
         assert told["loss"] == pytest.approx(plain_step(model, batch), rel=1e-5)
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         assert told["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert told["stage_norms"].keys() == {"vision", "text"} and min(told["stage_norms"].values()) > 0
+        assert sum(one**2 for one in told["stage_norms"].values()) == pytest.approx(norm**2, rel=1e-5)
         optimizer.step()
     trained = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32)
     wanted = {name: p.detach() for name, p in model.named_parameters()}

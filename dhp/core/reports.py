@@ -51,6 +51,8 @@ class StageReport:
     spent: of busy_s, by kind of method: forward, backward, optimizer. Added by the worker too.
 
     finite: whether the step's loss and gradient are. If not, no rank has updated anything.
+
+    stage_norm: of this stage's gradient alone, the same on all its ranks; grad_norm is of all stages together.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class StageReport:
     comm_s: float | None = None
     spent: Mapping[str, Spent] = field(default_factory=dict)
     finite: bool = True
+    stage_norm: float | None = None
 
 
 @dataclass(frozen=True)

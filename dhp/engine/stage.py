@@ -167,7 +167,8 @@ class StageEngine(EvaluatingEngine):
         comm_s = None if self.device.type == "cuda" else take_waited()
         sent = take_sent()
         measured = (usage, self.take_notes(), short)
-        return StageReport(self.rank, loss, norm, rates, peak, sent, *measured, comm_s=comm_s, finite=finite)
+        norms = {"stage_norm": math.sqrt(self._norm_sq), "finite": finite}
+        return StageReport(self.rank, loss, norm, rates, peak, sent, *measured, comm_s=comm_s, **norms)
 
     def take_notes(self) -> tuple[str, ...]:
         """Notes for the run's log since the last call."""

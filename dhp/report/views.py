@@ -72,7 +72,7 @@ def learning_views(record: Record, links: Mapping[int, str]) -> Iterator[Drawing
     ]
     if accuracy:
         yield line_chart("accuracy", "Held-out tokens that are the likeliest", accuracy, "share of 1", zero=True)
-    norms = [Line("all parts", *_series(steps, "grad_norm"), links=links)]
+    norms = [Line("all together", *_series(steps, "grad_norm"), links=links), *_by_name(steps, "stage_norms", 1.0)]
     yield line_chart("grad_norm", "Norm of the gradient before clipping", norms, "nats a token", zero=True)
     rates = _by_name(steps, "lr", 1.0)
     if rates:

@@ -57,6 +57,7 @@ def step_metrics(
         epoch=info.done,
         loss=sum(shares) if info.total_weight else None,
         grad_norm=next(iter(reports.values()))[0].grad_norm,
+        stage_norms={name: norm for name, of in reports.items() if (norm := of[0].stage_norm) is not None} or None,
         lr={group: rate for of in reports.values() for group, rate in of[0].lr.items()},
         tokens=info.tokens,
         target_tokens=info.target_tokens,

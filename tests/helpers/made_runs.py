@@ -55,6 +55,7 @@ def make_run(
             step=step,
             loss=loss(step),
             grad_norm=1.0,
+            stage_norms={"vision": 0.6, "text": 0.8},
             lr={"text": 1e-3},
             tokens=500,
             vision_tokens=300,

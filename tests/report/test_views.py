@@ -36,7 +36,8 @@ def test_without_memory_there_is_no_chart_of_it(tmp_path: Path) -> None:
 def test_held_out_loss_is_drawn_with_the_loss(tmp_path: Path) -> None:
     charts = {one.name: one for one in learning_views(read_run(make_run(tmp_path / "run")), {})}
     assert list(charts) == ["loss", "accuracy", "grad_norm", "lr"]
-    assert "held out: held_out" in {one.text for one in charts["loss"].shapes if isinstance(one, Label)}
+    labels = {name: {one.text for one in chart.shapes if isinstance(one, Label)} for name, chart in charts.items()}
+    assert "held out: held_out" in labels["loss"] and {"all together", "vision", "text"} <= labels["grad_norm"]
 
 
 def test_many_ranks_have_bars_for_the_first_and_the_last(tmp_path: Path) -> None:

@@ -53,7 +53,10 @@ def test_a_stage_is_as_busy_as_its_ranks_in_the_mean() -> None:
     assert (metrics.step_s, metrics.data_s, metrics.tokens_per_s, metrics.mfu) == (2.0, 0.5, 45.0, 0.25)
     assert metrics.comm_bytes == {"vision": {"handoff": 16}, "text": {"handoff": 16}}
     assert (metrics.pad_ratio, metrics.skipped_samples, metrics.skipped_steps) == (pytest.approx(0.1), 4, 1)
-    assert metrics.sample_digest is None
+    assert metrics.sample_digest is None and metrics.stage_norms is None
+    norms = {"vision": 0.7, "text": 2.4}
+    by_stage = [[replace(report(0, None), stage_norm=norm)] for norm in norms.values()]
+    assert told(*by_stage).stage_norms == norms
 
 
 def test_the_seconds_of_ranks_are_held_against_their_work() -> None:
