@@ -167,8 +167,10 @@ class StageEngine(EvaluatingEngine):
         comm_s = None if self.device.type == "cuda" else take_waited()
         sent = take_sent()
         measured = (usage, self.take_notes(), short)
-        norms = {"stage_norm": math.sqrt(self._norm_sq), "finite": finite}
-        return StageReport(self.rank, loss, norm, rates, peak, sent, *measured, comm_s=comm_s, **norms)
+        own = math.sqrt(self._norm_sq)
+        return StageReport(
+            self.rank, loss, norm, rates, peak, sent, *measured, comm_s=comm_s, finite=finite, stage_norm=own
+        )
 
     def take_notes(self) -> tuple[str, ...]:
         """Notes for the run's log since the last call."""
