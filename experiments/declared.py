@@ -46,6 +46,10 @@ def _sparse(rows: Sequence[Row]) -> list[float]:
     return of([row for row in rows if row.get("ranks") == most])
 
 
+def _fitting(rows: Sequence[Row]) -> list[float]:
+    return [float(row["fits"]) for row in rows if "fits" in row]
+
+
 def _intact(rows: Sequence[Row]) -> list[float]:
     return [
         float(row["completed"] and row["identical"])
@@ -119,6 +123,10 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     ),
     "jsonl_index": (Figure("the lines are indexed in {}", "index, s", column("seconds"), " s"),),
     "kernels": (Figure("dhp's kernels make a step {} as fast", "dhp's kernels", column("ratio")),),
+    "layout_choice": (
+        Figure("{} of models, GPUs and row lengths have a layout that fits", "have a layout, %", _fitting, share=True),
+        Figure("the first one reaches {} of the peak by data sheets", "planned MFU", column("mfu", fits=True), ""),
+    ),
     "layouts": (
         Figure("in one host's memory TP takes {} SP+TP's step", "TP over SP+TP", _layouts("TP", "SP+TP", False), " ×",
                f"1.26 to 1.37 × on 8 H100, {RAY}"),

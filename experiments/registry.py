@@ -89,6 +89,10 @@ EXPERIMENTS = (
         quick="--only qwen2_5_vl --steps 1", processes=1,
     ),
     Experiment(
+        "layout_choice", "Which layout when: by model, GPUs and length of a row?", 10,
+        quick="--models 3b --devices 8 --tokens 4096", quick_minutes=2, processes=1,
+    ),
+    Experiment(
         "layouts", "How fast are dhp's layouts and their peers on the same work?", 60,
         ("--sizes 1k 4k --rounds 2 --steps 4", "--sizes 9k 16k --rounds 1 --steps 2", _LINKS),
         "--sizes 1k --shapes vision-dominated --rounds 1 --steps 1 --only ddp DP SP+TP TP", 3, 4,

@@ -1,4 +1,5 @@
-"""The peer AutoSP does the work of the plain model; what DeepSpeed's own classes lack for that is lacking still."""
+"""The peer AutoSP does the work of the plain model; what DeepSpeed's own classes lack for that is lacking still. And the
+picture of all peers is that of the rows."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.layouts import autosp
+from dhp.report.drawing import Box
+from experiments.layouts import autosp, chart
 from experiments.layouts.peers import Objective, inputs_of, load
 from experiments.layouts.work import make_batch, make_model
+from tests.helpers.figures import rows
 from tests.helpers.ranks import run_on_ranks
 
 
@@ -65,3 +68,31 @@ def test_deepspeed_finds_no_attention_in_the_tower_by_itself(tmp_path: Path) -> 
 
     found = detect_model_sp_info(load(str(make_model(tmp_path, "balanced"))))
     assert found.vit_attn_modules == [] == found.llm_attn_modules
+
+
+def _row(layout: str, peer: bool, patches: int, step_s: float, command: str) -> dict[str, object]:
+    fields = {"layout": layout, "peer": peer, "patches": patches, "step_s": step_s, "command": command}
+    return fields | {"shape": "vision-dominated"}
+
+
+def test_the_picture_has_the_run_with_most_peers_and_two_colours() -> None:
+    few = [_row("ddp", True, 1024, 1.0, "few"), _row("DP", False, 1024, 2.0, "few")]
+    most = [
+        _row(layout, peer, patches, patches / 1024, "most")
+        for patches in (4096, 1024)
+        for layout, peer in (("ddp", True), ("fsdp2", True), ("SP+TP", False))
+    ]
+    slow = [one | {"command": "most --links"} for one in most]
+    assert chart.chosen([*few, *most, *few, *slow]) == most
+    boxes = [shape for shape in chart.drawing([*few, *most, *slow]).shapes if isinstance(shape, Box)]
+    assert [box.title.partition(" seconds")[0] for box in boxes[:4]] == [
+        "1,024: DDP: 1", "1,024: FSDP2: 1", "1,024: dhp SP+TP: 1", "4,096: DDP: 4"
+    ]  # fmt: skip
+    assert [box.colour for box in boxes[:4]] == [chart.PEER, chart.PEER, chart.OURS, chart.PEER]
+
+
+def test_the_picture_of_the_documents_is_that_of_the_rows() -> None:
+    """Else: `python -m experiments.layouts.chart`."""
+    drawn = chart.as_file(chart.drawing(rows("layouts")))
+    assert chart.PICTURE.read_text(encoding="utf-8") == drawn
+    assert drawn.startswith('<svg xmlns="http://www.w3.org/2000/svg"') and "<script" not in drawn
