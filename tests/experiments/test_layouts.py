@@ -1,4 +1,4 @@
-"""The peer AutoSP does the work of the plain model; what DeepSpeed's own classes lack for that is lacking still. And the
+"""The peer AutoSP does the work of the plain model; what DeepSpeed's own classes lack for that is lacking still. The
 picture of all peers is that of the rows."""
 
 from __future__ import annotations
