@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 from dhp.core.batch import TokenRange
 
 Shard = tuple[TokenRange, ...]
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"  # of segments, again from the first behind the last
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,20 @@ class ShardPlan:
     @property
     def ulysses(self) -> int:
         return len(self.shards[0])
+
+    def draw(self, width: int = 64) -> str:
+        """A line a rank, as figure 5 of LongVILA has it: the letter of the segment where the rank holds tokens, a dot
+        where others do. width: columns, each of as many tokens; a column shows its first token."""
+        tokens = sum(self.lengths)
+        columns = min(width, tokens)
+        letters = [_LETTERS[n % len(_LETTERS)] for n, length in enumerate(self.lengths) for _ in range(length)]
+        lines = []
+        for ring, ulysses in product(range(self.ring), range(self.ulysses)):
+            own = set(self.positions(ring, ulysses))
+            shown = (column * tokens // columns for column in range(columns))
+            row = "".join(letters[at] if at in own else "." for at in shown)
+            lines.append(f"ring {ring} ulysses {ulysses}  {row}  {len(own):,} tokens")
+        return "\n".join(lines)
 
     def rank_tokens(self, ring_rank: int) -> tuple[int, ...]:
         """Tokens of each Ulysses rank of a ring rank."""
