@@ -23,6 +23,8 @@ from dhp.config.yaml_files import named_file
 from dhp.core.command import own_command
 from dhp.core.errors import ClusterError, ConfigError, DhpError, PartFailed
 
+PLUGIN = "--plugin"
+
 
 def make_parser(command: str, about: str | None) -> argparse.ArgumentParser:
     """The parser of `dhp command`. about: its help, laid out as it is to be shown."""
@@ -34,6 +36,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """PATH, and where its configuration comes from."""
     parser.add_argument("path", metavar="PATH", type=Path, help="a run, a checkpoint, or a model's directory")
     add_configuration(parser, "FILE.yaml, overrides")
+
+
+def add_plugins(parser: argparse.ArgumentParser) -> None:
+    """--plugin, of a command without a configuration that could name plugins."""
+    words = "an importable module that registers the model's family; several times for several"
+    parser.add_argument(PLUGIN, metavar="MODULE", action="append", default=[], dest="plugins", help=words)
 
 
 def add_configuration(parser: argparse.ArgumentParser, settings: str) -> None:

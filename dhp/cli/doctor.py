@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from dhp.cli.common import add_configuration, make_parser
+from dhp.cli.common import PLUGIN, add_configuration, add_plugins, make_parser
 from dhp.core.command import own_command
 from dhp.core.errors import ConfigError
 
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     model.add_argument("--make", metavar="FAMILY", help="write a tiny random model of it to out=DIR")
     machine = subjects.add_parser("machine", help="this machine")
     machine.add_argument("--try", action="store_true", dest="tries", help="collectives and shared memory too")
+    add_plugins(model)
     subjects.add_parser("loss", help="the first step of a configuration beside the plain model")
     for subject in (model, machine):
         subject.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     if given.make is not None:
         return _make(given.make, given.path)
     from dhp.doctor.diagnose import examine  # brings modeling code along, which takes seconds
+    from dhp.models.plugins import import_plugins
 
+    import_plugins(given.plugins, PLUGIN)
     diagnosis = examine(given.path)
     print(diagnosis.as_json() if given.json else diagnosis.as_table())
     return 0 if diagnosis.trainable else 1

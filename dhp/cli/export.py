@@ -1,4 +1,4 @@
-"""`python -m dhp export RUN_OR_CHECKPOINT OUT_DIR [--adapter] [--base DIR]`."""
+"""`python -m dhp export RUN_OR_CHECKPOINT OUT_DIR [--adapter] [--base DIR] [--plugin MODULE]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.checkpoint.manifest import read_about
-from dhp.cli.common import make_parser
+from dhp.cli.common import PLUGIN, add_plugins, make_parser
 from dhp.core.errors import ConfigError
 from dhp.trainer.export import adapters_in, export_whole, read_parts
 
@@ -22,7 +22,12 @@ def main(arguments: Sequence[str]) -> int:
         "--adapter", action="store_true", help="the adapters alone, as peft loads them; else they are merged"
     )
     parser.add_argument("--base", help="the model that adapters were trained beside, if it lies elsewhere now")
+    add_plugins(parser)
     given = parser.parse_args(arguments)
+    if given.plugins:
+        from dhp.models.plugins import import_plugins
+
+        import_plugins(given.plugins, PLUGIN)
     checkpoint = find_checkpoint(given.checkpoint)
     about = read_about(checkpoint, ("step", "parts", "settings"))
     adapters = adapters_in(about)

@@ -14,6 +14,7 @@ from dhp.config.devices import GIB, known_devices
 from dhp.config.parts import DECODER, encoders, parts
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
+from dhp.models.plugins import import_plugins
 from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.explain import TooLarge, equations, too_large
 from dhp.trainer.forecast.freed import Held, freed
@@ -114,6 +115,7 @@ def find_plan(asked: Asked, say: Callable[[str], None]) -> Outcome:
             f"{asked.named} has stages ({', '.join(config.stages)}), which differ in what is trained and in their "
             "data: plan each by itself, as a FILE.yaml without `stages` and with that stage's settings"
         )
+    import_plugins(config.plugins)
     machine, notes = find_machine(asked.request, config)
     subject = read_subject(config, say)
     samples, table, _ = find_samples(asked.request, subject.plain, subject.family, say)

@@ -24,14 +24,15 @@ _OF_THE_CALLER = {
 }
 _ADDRESS = "cluster.address"
 _HERE = ("local", "auto")
+_PLUGINS = "plugins"
 
 
 def compose_recorded(file: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in a run's config.yaml, with `overrides` of the command line, which alone say what is written
     where and whether http addresses are fetched.
 
-    Raises ConfigError for anything but plain values, and for the address of a cluster that the command line does not
-    name: a server at that address may run commands here.
+    Raises ConfigError for anything but plain values, and for the address of a cluster and for plugins that the command
+    line does not name: a server at that address may run commands here, and a module's code is run as it is imported.
     """
     values = plain_values(file)
     given = {override.partition("=")[0].lstrip("+") for override in overrides}
@@ -41,6 +42,12 @@ def compose_recorded(file: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(
             f"{file} says {_ADDRESS}={address}, and who answers there may run commands here. If you know that cluster, "
             f"add {_ADDRESS}={address}; else add {_ADDRESS}=local"
+        )
+    plugins = values.get(_PLUGINS)
+    if plugins and _PLUGINS not in given:
+        named = f"{_PLUGINS}=[{','.join(map(str, plugins))}]" if isinstance(plugins, list) else f"{_PLUGINS}=[NAME]"
+        raise ConfigError(
+            f"{file} names modules whose code would run here, {_PLUGINS}={plugins}. If you know them, add {named}"
         )
     own = [f"{key}={value}" for key, value in _OF_THE_CALLER.items() if key not in given]
     return compose_config(file.stem, str(file.parent), [*own, *overrides])

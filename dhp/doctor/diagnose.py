@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoModelForImageTextToText, PreTrainedConfig
 from transformers.utils import logging
 
 from dhp.config.layout import PARALLELISMS, resolve_part
@@ -19,7 +19,7 @@ from dhp.doctor.trial import Outcome, SampleMaker, run_parts, run_whole
 from dhp.models.contract.find import small_twin
 from dhp.models.contract.twin_model import exact_experts
 from dhp.models.family import Family
-from dhp.models.pretrained import name_accelerator
+from dhp.models.pretrained import name_accelerator, read_model_config
 from dhp.models.registry import load_family
 from dhp.trainer.model_checks import check_part, check_plan
 
@@ -111,10 +111,7 @@ def examine(source: str) -> Diagnosis:
 
     Raises ModelError where there is no configuration that transformers can read.
     """
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{source}: no usable model configuration: {error}") from error
+    config = read_model_config(source)
     name = config.model_type
     try:
         family = load_family(source)

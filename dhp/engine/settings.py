@@ -75,6 +75,8 @@ class StageSettings:
     features: where what the stage makes of pictures is kept; None: nowhere.
 
     objective: the name of what a step minimizes (`dhp.objectives.registry`).
+
+    plugins: modules that register the model's family (`dhp.models.plugins`).
     """
 
     spec: StageSpec
@@ -105,3 +107,4 @@ class StageSettings:
     state_bytes: int = EXACT_STATES
     host_moments: bool = False
     objective: str = "sft"
+    plugins: tuple[str, ...] = ()

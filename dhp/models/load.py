@@ -18,11 +18,12 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from dhp.core.errors import ModelError
 from dhp.core.parameters import is_inside
+from dhp.models.pretrained import read_model_config
 
 ReadPlan = Callable[[nn.Module, Mapping[str, str]], dict[str, str]]
 
@@ -51,7 +52,7 @@ class _OneMesh:
 
 def model_class(model_name: str) -> type[PreTrainedModel]:
     """The transformers class that `config.json` of `model_name` names."""
-    config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+    config = read_model_config(model_name)
     try:
         return AutoModelForImageTextToText._model_mapping[type(config)]
     except KeyError:

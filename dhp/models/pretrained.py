@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,34 @@ def config_source(model_name: str) -> str:
         f"{model_name}: its configuration cannot be read ({failure}), and dhp ships no shape of it. "
         f"Give a directory with a config.json, or one of {', '.join(known)}"
     )
+
+
+def read_model_config(model_name: str) -> Any:
+    """The configuration in a directory or of a hub id. Raises ModelError where transformers can read none."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        text = f"{model_name}: no usable model configuration: {error}"
+        kind = _model_type(model_name)
+        if kind is not None and kind not in CONFIG_MAPPING:
+            text = (
+                f"{model_name}: transformers {version('transformers')} has no model_type {kind!r}, and code that comes "
+                "with a model is not run. Of a family of your own, name the module that registers it: "
+                "plugins=[MODULE] in a configuration, --plugin MODULE of doctor model and export "
+                "(examples/new_family/README.md)"
+            )
+        raise ModelError(text) from error
+
+
+def _model_type(model_name: str) -> str | None:
+    """What a directory's config.json says; None: nothing."""
+    try:
+        found = json.loads((Path(model_name) / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _readable(model_name: str, local_files_only: bool = False) -> str | None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dhp.core.errors import ModelError
+from dhp.models.pretrained import read_model_config
 
 if TYPE_CHECKING:
     from dhp.models.family import Family
@@ -40,12 +41,7 @@ def load_family(model_name: str) -> Family:
     A family without an adapter of its own is run by transformers' contract (dhp/models/contract). Raises ModelError
     when there is no readable config.json, and for a family that cannot be run so.
     """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{model_name}: no usable model configuration: {error}") from error
+    config = read_model_config(model_name)
     try:
         if config.model_type in FAMILIES and not _is_unusual(config):
             _refuse_dropout(config)

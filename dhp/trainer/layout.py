@@ -8,6 +8,7 @@ from dhp.config.layout import GIVEN, LAYOUTS
 from dhp.config.ranges import require_choice
 from dhp.config.schema import Config
 from dhp.core.process import say_nothing
+from dhp.models.plugins import import_plugins
 
 
 def with_layout(
@@ -19,6 +20,7 @@ def with_layout(
     """A composed configuration with its layout planned, where `layout` asks for that. overrides: of the command line;
     None: those of this process's. new_run: run_dir must be free for it. Raises ConfigError where no layout fits."""
     require_choice("layout", config.layout, LAYOUTS)
+    import_plugins(config.plugins)
     if config.layout == GIVEN:
         return config
     from dhp.trainer.forecast.auto import plan_layout  # it imports torch

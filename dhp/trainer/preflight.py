@@ -21,6 +21,7 @@ from dhp.core.process import say_nothing
 from dhp.data.remote.places import missing_place, remote_of
 from dhp.data.remote.transfer import check_address
 from dhp.data.sample.chat import read_template
+from dhp.models.plugins import import_plugins
 
 if TYPE_CHECKING:
     from dhp.trainer.plan import RunPlan
@@ -39,6 +40,7 @@ def prepare(
     say("checking the configuration")
     for note in environment_notes(os.environ) if new_run else ():
         say(note)
+    import_plugins(config.plugins)
     try:
         config = resolve(config, reads)
     except ConfigError as error:

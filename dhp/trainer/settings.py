@@ -67,6 +67,7 @@ def feed_settings(
         sequence_groups=decoder(config).sequence_groups,
         even_calls=decoder(config).zero_stage == 3,
         drawing=tuple(name for name, adapters in adapters_of(config).items() if adapters.dropout),
+        plugins=tuple(config.plugins),
     )
 
 
@@ -210,6 +211,7 @@ def stage_settings(
         resume_states=states,
         deterministic=config.training.deterministic,
         objective=config.training.objective,
+        plugins=tuple(config.plugins),
     )
 
 

@@ -54,6 +54,18 @@ def test_a_cluster_is_joined_only_if_the_command_line_names_it(address: str, tmp
     assert compose_recorded(file).cluster.address == "auto"
 
 
+def test_modules_are_imported_only_if_the_command_line_names_them(tmp_path: Path) -> None:
+    """A record that names one could run any code that lies in a folder of this machine's PYTHONPATH."""
+    file = tmp_path / "config.yaml"
+    file.write_text("plugins: [antigravity, this]\n")
+    with pytest.raises(ConfigError, match=r"modules whose code would run here.*add plugins=\[antigravity,this\]"):
+        compose_recorded(file)
+    assert compose_recorded(file, ["plugins=[my_family]"]).plugins == ["my_family"]
+    assert compose_recorded(file, ["plugins=[]"]).plugins == []
+    file.write_text("plugins: []\n")
+    assert compose_recorded(file).plugins == []
+
+
 def test_a_record_says_not_where_is_written_and_what_is_fetched(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     writing = [f"training.checkpoint_dir={folder}", f"data.cache_dir={folder}", f"memory.cache_dir={folder}"]

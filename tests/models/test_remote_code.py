@@ -71,7 +71,9 @@ def change(file: Path, **values: object) -> None:
 def test_an_unknown_models_own_code_is_not_run(evil: Path, tmp_path: Path) -> None:
     change(evil / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Evil"})
     for load in (load_family, examine):
-        with pytest.raises(ModelError):
+        with pytest.raises(
+            ModelError, match="no model_type 'evil', and code that comes with a model is not run.*plugins="
+        ):
             load(str(evil))
     assert not (tmp_path / "PWNED").exists()
 

@@ -22,7 +22,9 @@ def generic(config: Any, model_name: str = "") -> Family:
     """The family of that configuration. model_name: the directory in which its processor is found, when samples are
     read. Raises ModelError with what is missing."""
     contract = find_contract(config)
-    note = "" if is_declared(config) else NOTE.format(family=config.model_type, source=model_name or "PATH")
+    source, own = model_name or "PATH", type(config).__module__
+    source += "" if own.startswith("transformers.") else f" --plugin {own}"
+    note = "" if is_declared(config) else NOTE.format(family=config.model_type, source=source)
     try:
         decoder = ContractDecoder(config, contract)
     except AttributeError as error:

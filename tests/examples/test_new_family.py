@@ -1,0 +1,57 @@
+"""The walk of examples/new_family: a family in one file is supported, trained split, and equals the whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.pages import Followed, follow
+from tests.helpers.runs import ROOT
+
+PAGE = (ROOT / "examples" / "new_family" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def followed(examples: Path, programs: Path) -> Followed:
+    return follow(PAGE, examples / "new_family", programs)
+
+
+def test_the_doctor_finds_it_equal_to_the_whole_model(followed: Followed) -> None:
+    lines = followed.shown("dhp doctor model model").splitlines()
+    rows = {line[:14].strip(): line[14:] for line in lines if line[:1] != " "}
+    assert (rows["family"], rows["trainable"]) == ("mixer_vl", "yes")
+    assert all(rows[name].startswith("equal to the whole model") for name in ("in two parts", "packed rows"))
+    assert "sequence" in rows["vision"] and "tensor" in rows["text"]
+
+
+def test_two_actors_a_part_have_the_losses_of_one(followed: Followed) -> None:
+    worlds = [json.loads((followed.folder / "runs" / name / "summary.json").read_text())["world"] for name in RUNS]
+    split, whole = worlds
+    assert (split["vision"]["ulysses"], split["text"]["tensor"]) == (2, 2)
+    assert (whole["vision"]["num_actors"], whole["text"]["num_actors"]) == (1, 1)
+    *steps, said = followed.shown("python losses.py").splitlines()
+    assert len(steps) == 3 and said == "equal"
+    metrics = [(followed.folder / "runs" / name / "metrics.jsonl").read_text().splitlines() for name in RUNS]
+    losses = [[json.loads(line)["loss"] for line in of_run] for of_run in metrics]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][2] < losses[0][0] - 0.5
+
+
+RUNS = ("split", "whole")
+
+
+def test_other_losses_are_told_apart(followed: Followed, tmp_path: Path) -> None:
+    """The negative control of the script that compares."""
+    lines = (followed.folder / "runs" / "split" / "metrics.jsonl").read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | {"loss": json.loads(lines[1])["loss"] * 1.001})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    command = [sys.executable, "losses.py", "runs/split", str(tmp_path)]
+    done = subprocess.run(command, cwd=followed.folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "not equal")
+
+
+def test_what_is_exported_is_the_family_in_plain_transformers(followed: Followed) -> None:
+    assert followed.shown("python -c").startswith("MixerVlForConditionalGeneration(")

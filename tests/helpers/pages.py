@@ -1,0 +1,80 @@
+"""Follows a page as its reader would: each line of its shell blocks, from top to bottom, in one folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers import forks, shared_ray
+from tests.helpers.runs import ROOT
+
+LIMIT_S = 600
+# A command that starts actors joins the Ray that tests share, and its process is a fork of one with the imports done.
+_COMMAND = """\
+#!/bin/sh
+case "$1" in
+    train|evaluate|generate) exec "{python}" -m dhp "$@" cluster.address={address} cluster.threads_per_actor=1 ;;
+    *) exec "{python}" -m dhp "$@" ;;
+esac
+"""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What came of a page. printed: by each line of shell, as the page has it."""
+
+    folder: Path
+    printed: Mapping[str, str]
+
+    def shown(self, beginning: str) -> str:
+        """What the one line with that beginning printed."""
+        (found,) = [text for line, text in self.printed.items() if line.startswith(beginning)]
+        return found
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Language and text of each fenced block."""
+    return re.findall(r"```(\w*)\n(.*?)```", page, re.DOTALL)
+
+
+def follow(page: str, folder: Path, programs: Path, more: Mapping[str, str] | None = None) -> Followed:
+    """Write the page's files, which have their name on the first line, and run its shell. programs: a folder for a
+    command `dhp`. more: by a line's beginning, words to add to it, as for a run that is shorter than the page's."""
+    environment = _environment(programs)
+    printed = {}
+    for language, text in blocks(page):
+        name = re.match(r"# (\S+)\n", text)
+        if language in ("python", "yaml") and name is not None:
+            (folder / name[1]).write_text(text, encoding="utf-8")
+        for line in text.splitlines() if language == "sh" else ():
+            added = " ".join(words for beginning, words in (more or {}).items() if line.startswith(beginning))
+            printed[line] = _run(f"{line} {added}".strip(), folder, environment)
+    return Followed(folder, printed)
+
+
+def _run(line: str, folder: Path, environment: dict[str, str]) -> str:
+    """What the line prints; a variable that it exports is there for the lines after it."""
+    variable = re.fullmatch(r"export (\w+)=.*", line)
+    words = ["bash", "-c", line if variable is None else f"{line}; printenv {variable[1]}"]
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    if variable is not None:
+        environment[variable[1]] = done.stdout.strip()
+    return done.stdout
+
+
+def _environment(programs: Path) -> dict[str, str]:
+    address, joining = shared_ray.join()
+    (programs / "dhp").write_text(_COMMAND.format(python=sys.executable, address=address))
+    (programs / "dhp").chmod(0o755)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, **forks.environment(), **joining, "PATH": path}
+    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT)])
+    return environment
