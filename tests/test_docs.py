@@ -13,6 +13,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "experiments" / "EXPERIMENTS.md"]
+PAGES += sorted((ROOT / "examples").rglob("*.md"))
 
 # Import name → name on the package index, where the two differ.
 DISTRIBUTIONS = {

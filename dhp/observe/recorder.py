@@ -52,12 +52,13 @@ class Recorder:
         restarts: int = 0,
         goes_on: Callable[[BaseException], bool] = lambda error: False,
         report: Callable[[Path], str | None] = lambda run_dir: None,
+        plugins: Sequence[str] = (),
     ):
         """config: what config.yaml will be. resumed_from: the checkpoint that the run continues; done: the steps before
         it. resume: how to go on after the newest checkpoint, for a run that did not complete. say: prints a line before
         there is progress. loggers: get every step too. restarts: of the run, before this
         attempt of it. goes_on: whether another attempt may follow an error; the closing table is its matter then.
-        report: makes a page of the record when it is whole; what is to be said of it."""
+        report: makes a page of the record when it is whole; what is to be said of it. plugins: of its configuration."""
         self.run_dir, self._config = run_dir, config
         self.checkpoint = self._resumed_from = resumed_from
         self.best: str | None = None  # which checkpoint is, by training.best_metric
@@ -71,6 +72,7 @@ class Recorder:
         self._ranks: RankWriter | None = None
         self._events: EventWriter | None = None
         self._concluded, self._goes_on, self._report = False, goes_on, report
+        self._plugins = plugins
         self._evaluated: Sequence[EvalMetrics] = ()
         self.beside = Beside(Planned())
         self._stragglers = Stragglers()
@@ -264,7 +266,7 @@ class Recorder:
         line = self.beside.line()
         page = self._report(self.run_dir) if self._steps.last is not None else None
         more |= ({} if line is None else {"planned": line}) | ({} if page is None else {"report": page})
-        return closing_table(summary, self.run_dir.absolute(), self.checkpoint, self.best, **more)
+        return closing_table(summary, self.run_dir.absolute(), self.checkpoint, self.best, self._plugins, **more)
 
     def _close(self) -> RecordError | None:
         """Close all files, whatever the others do; the first failure."""

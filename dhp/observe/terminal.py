@@ -191,12 +191,18 @@ _DEGREES = tuple(axis.name for axis in AXES)
 
 
 def closing_table(
-    summary: Summary, run_dir: str | Path, checkpoint: str | Path | None = None, best: str | None = None, **more: str
+    summary: Summary,
+    run_dir: str | Path,
+    checkpoint: str | Path | None = None,
+    best: str | None = None,
+    plugins: Sequence[str] = (),
+    **more: str,
 ) -> str:
     """Aligned lines `name  value`, at most 20 with two of `more` (further rows, name to text).
 
     `checkpoint` is the newest checkpoint's directory; without one there is nothing to export or to generate with, and
-    these rows are left out. best: which checkpoint is the best by training.best_metric, where one is.
+    these rows are left out. best: which checkpoint is the best by training.best_metric, where one is. plugins:
+    that these two have to name.
     """
     run_dir = Path(run_dir)
     rows: dict[str, str] = {"status": summary.status}
@@ -224,8 +230,10 @@ def closing_table(
     rows["curves"] = shlex.join(["tensorboard", "--logdir", str(run_dir)])
     if checkpoint is not None:
         rows["checkpoint"] = str(checkpoint)
-        rows["export"] = shlex.join(own_command("export", str(checkpoint), "OUT_DIR"))
-        rows["ask"] = shlex.join(own_command("generate", f"checkpoint={checkpoint}", "prompt=TEXT"))
+        options = [f"--plugin={name}" for name in plugins]
+        rows["export"] = shlex.join(own_command("export", *options, str(checkpoint), "OUT_DIR"))
+        settings = [f"plugins=[{','.join(plugins)}]"] if plugins else []
+        rows["ask"] = shlex.join(own_command("generate", f"checkpoint={checkpoint}", *settings, "prompt=TEXT"))
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 

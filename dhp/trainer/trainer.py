@@ -53,7 +53,7 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
         interval, degrees, text = config.training.log_interval, world(config), to_yaml(config)
         loggers = make_loggers(config, run_dir, start.checkpoint is not None)
         about = (run_dir, interval, degrees, text, *begun)
-        recorder = Recorder(*about, resume, say, loggers, restarts(), goes_on, write_page)
+        recorder = Recorder(*about, resume, say, loggers, restarts(), goes_on, write_page, config.plugins)
         with recorder, ending_on_error():
             plan = plan_run(config)
             if plan.family.note:

@@ -45,3 +45,11 @@ def test_what_stays_of_a_command(
     left = [path.name for path in tmp_path.glob("dhp-*")]
     assert bool(left) is stays
     assert f"the actors' logs stay in {tmp_path / left[0]}" in capsys.readouterr().err if stays else True
+
+
+@pytest.mark.parametrize("command", [["doctor", "model"], ["export", "out"]])
+def test_a_plugin_that_is_not_there_is_told_by_its_option(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, str(tmp_path), "--plugin", "my_familly"]) == 1
+    assert "ModelError: --plugin=my_familly: there is no module my_familly here." in capsys.readouterr().err

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from examples.lora.pictures import COLOURS, RADII, make_sample
-from tests.helpers.pages import Followed, follow
+from tests.helpers.pages import Followed, copy_examples, follow
 from tests.helpers.runs import ROOT
 
 PAGE = (ROOT / "examples" / "lora" / "README.md").read_text(encoding="utf-8")
 HELD_OUT = 48
 SHORT = {"dhp train": "training.max_steps=4 training.eval_steps=2 training.save_steps=2 training.log_interval=1"}
+
+
+def followed(folder: Path, more: Mapping[str, str] | None = None) -> Followed:
+    """The page, in a copy of the examples below `folder`. more: see `follow`."""
+    return follow(PAGE, copy_examples(folder) / "lora", folder, more)
 
 
 def check(found: Followed, steps: int, best: int) -> None:
@@ -35,13 +41,13 @@ def check(found: Followed, steps: int, best: int) -> None:
     assert compared.endswith(f"{HELD_OUT} of {HELD_OUT} answers of plain transformers are those of dhp\n")
 
 
-def test_its_commands_work(examples: Path, programs: Path) -> None:
-    check(follow(PAGE, examples / "lora", programs, SHORT), steps=4, best=4)
+def test_its_commands_work(tmp_path: Path) -> None:
+    check(followed(tmp_path, SHORT), steps=4, best=4)
 
 
 @pytest.mark.slow
-def test_it_learns_what_is_asked(examples: Path, programs: Path, tmp_path: Path) -> None:
-    found = follow(PAGE, Path((examples / "lora").rename(tmp_path / "lora")), programs)
+def test_it_learns_what_is_asked(tmp_path: Path) -> None:
+    found = followed(tmp_path)
     check(found, steps=96, best=96)
     lines = [json.loads(line) for line in (found.folder / "answers.jsonl").read_text().splitlines()]
     exact = sum(line["exact"] for line in lines)

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.pages import Followed, follow
+from tests.helpers.pages import Followed, copy_examples, follow
 from tests.helpers.runs import ROOT
 
 PAGE = (ROOT / "examples" / "new_family" / "README.md").read_text(encoding="utf-8")
+RUNS = ("split", "whole")
 
 
 @pytest.fixture(scope="module")
-def followed(examples: Path, programs: Path) -> Followed:
-    return follow(PAGE, examples / "new_family", programs)
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    folder = tmp_path_factory.mktemp("walk")
+    return follow(PAGE, copy_examples(folder) / "new_family", folder)
 
 
 def test_the_doctor_finds_it_equal_to_the_whole_model(followed: Followed) -> None:
@@ -38,9 +40,6 @@ def test_two_actors_a_part_have_the_losses_of_one(followed: Followed) -> None:
     metrics = [(followed.folder / "runs" / name / "metrics.jsonl").read_text().splitlines() for name in RUNS]
     losses = [[json.loads(line)["loss"] for line in of_run] for of_run in metrics]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][2] < losses[0][0] - 0.5
-
-
-RUNS = ("split", "whole")
 
 
 def test_other_losses_are_told_apart(followed: Followed, tmp_path: Path) -> None:

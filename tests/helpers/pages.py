@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -78,3 +79,8 @@ def _environment(programs: Path) -> dict[str, str]:
     environment = {**os.environ, **forks.environment(), **joining, "PATH": path}
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT)])
     return environment
+
+
+def copy_examples(folder: Path) -> Path:
+    """The folder `examples` in a new place, below `folder`."""
+    return Path(shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__")))

@@ -44,6 +44,15 @@ def test_a_completed_run():
     ]
 
 
+def test_commands_of_what_comes_next_name_the_plugins() -> None:
+    summary = Summary(status="completed", steps=1)
+    table = closing_table(summary, "runs/x", "runs/x/checkpoints/step_1", plugins=["mine", "yours"])
+    assert table.splitlines()[-2:] == [
+        f"export         {CALLED} export --plugin=mine --plugin=yours runs/x/checkpoints/step_1 OUT_DIR",
+        f"ask            {CALLED} generate checkpoint=runs/x/checkpoints/step_1 'plugins=[mine,yours]' prompt=TEXT",
+    ]
+
+
 def test_a_failed_run_without_a_checkpoint():
     summary = Summary(status="failed", error="rank 1 died\nTraceback …", steps=3, resumed_from="step_2")
     table = closing_table(summary, "runs/x", skipped_samples="2 (a.png, b.png)")

@@ -36,6 +36,7 @@ def test_the_embedded_default_passes(tiny_assets: Path, tmp_path: Path) -> None:
         (["data.data_registry.shapes.data_path=/nowhere"], ["data_path=/nowhere"]),
         ([f"data.data_registry.shapes.annotation_path=/{'x' * 300}"], ["annotation_path=/xxx", "does not exist"]),
         (["data.datasets=['shapes%50']", "data.data_registry.shapes.data_path=/nowhere"], ["data_path=/nowhere"]),
+        (["plugins=[my_familly]"], ["plugins=my_familly: there is no module my_familly here", "PYTHONPATH=FOLDER"]),
         (["data.datasets=[shape]"], ["shape is not in data.data_registry", "shapes"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",
