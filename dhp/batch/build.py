@@ -34,7 +34,7 @@ from dhp.data.sampling.sampler import RANDOM, BalanceSettings, BatchLayout, Samp
 from dhp.data.sampling.step_loads import make_sampler
 from dhp.models.family import Family
 from dhp.models.flops import TrainedShare
-from dhp.models.plugins import import_plugins
+from dhp.models.plugins import import_on_rank
 from dhp.models.positions import find_positions
 from dhp.models.pretrained import load_image_processor, load_tokenizer
 from dhp.models.registry import load_family
@@ -120,7 +120,7 @@ def _open_lengths(settings: BatchReaderSettings, dataset: Dataset, preprocess: P
 
 def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
     """The family, ready to read samples, and the tokenizer. Raises ModelError for a model without the needed parts."""
-    import_plugins(settings.plugins)
+    import_on_rank(settings.plugins)
     family = load_family(settings.model_name).having(settings.encoders)
     family.processor.load()
     tokenizer = load_tokenizer(settings.model_name, settings.data.chat_template)

@@ -41,7 +41,7 @@ from dhp.engine.saving import ShareSaver
 from dhp.engine.settings import StageSettings
 from dhp.engine.transfer import to_device
 from dhp.models.export import persistent_buffers
-from dhp.models.plugins import import_plugins
+from dhp.models.plugins import import_on_rank
 from dhp.models.registry import load_family
 from dhp.models.token_dropout import TokenDropout
 from dhp.models.types import LayerParts
@@ -69,7 +69,7 @@ class StageEngine(EvaluatingEngine):
         self.settings, self.spec = settings, settings.spec
         self._set_up_torch()
         self.mesh: DeviceMesh = build_mesh(settings.device, settings.spec.degrees)
-        import_plugins(settings.plugins)
+        import_on_rank(settings.plugins)
         self.family = load_family(settings.model_name).having(settings.graph.parts())
         self.model: PreTrainedModel = self.load_slice()
         # Before anything rounds them: nothing trains them, and a checkpoint has them as the model came.

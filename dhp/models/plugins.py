@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import pkgutil
 import re
+import socket
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +38,11 @@ def import_plugins(names: Sequence[str], said: str = "plugins") -> None:
                 "AutoConfig.register(model_type, Config) and AutoModelForImageTextToText.register(Config, Model), as "
                 "examples/new_family/mixer_vl.py does"
             )
+
+
+def import_on_rank(names: Sequence[str]) -> None:
+    """The same in an actor, whose node may lack what the driver's has. Errors name the node."""
+    import_plugins(names, f"on the node {socket.gethostname()}, plugins")
 
 
 def _imported(name: str, said: str) -> ModuleType:

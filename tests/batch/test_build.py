@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.vision_utils import get_vision_position_ids
 
-from dhp.batch.build import BatchReaderSettings
+from dhp.batch.build import BatchReaderSettings, open_model
 from dhp.batch.build import make_reader as make_real_feed
 from dhp.batch.encoder_shards import Split
 from dhp.batch.row_shards import SequenceGroups, choose_groups
@@ -243,6 +243,13 @@ def test_a_video_file_reaches_a_plain_model_as_it_reaches_the_ranks(tmp_path: Pa
         own = model(**named, use_cache=False).loss
         given = model(**named, position_ids=positions, use_cache=False).loss
     assert torch.equal(own, given)
+
+
+def test_a_plugin_that_the_reader_lacks_is_named_with_its_node(tiny_assets: Path) -> None:
+    model_name, layout = str(tiny_assets / "model"), BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
+    settings = BatchReaderSettings(model_name, DataConfig(), layout, {"vision": Split()}, 0, plugins=("plugin_far",))
+    with pytest.raises(ModelError, match="^on the node .*, plugins=plugin_far: there is no module plugin_far"):
+        open_model(settings)
 
 
 def test_a_packed_row_has_no_padding_and_no_target_across_samples(made_model: str) -> None:

@@ -3,13 +3,14 @@ imported."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from dhp.core.errors import ConfigError, ModelError
-from dhp.models.plugins import import_plugins
+from dhp.models.plugins import import_on_rank, import_plugins
 
 FAMILY = """
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
@@ -86,3 +87,10 @@ def test_a_module_that_is_no_family_is_refused(text: str, told: str, folder: Pat
 def test_a_module_of_another_kind_registers_nothing() -> None:
     with pytest.raises(ModelError, match="registers no vision-language model"):
         import_plugins(["json"])
+
+
+def test_a_rank_names_its_node() -> None:
+    with pytest.raises(
+        ModelError, match=f"^on the node {socket.gethostname()}, plugins=plugin_far: there is no module"
+    ):
+        import_on_rank(["plugin_far"])
