@@ -441,6 +441,12 @@ def gpu_check() -> Sentences:
     yield page, f"{states['dry_run_least_bytes'] / 1e9:.1f} and {states['dry_run_most_bytes'] / 1e9:.1f}"
 
 
+def layout_choice() -> Sentences:
+    found = rows("layout_choice")
+    mfus = [row["mfu"] for row in found if row["fits"]]
+    yield INDEX, f"{len(mfus)} of {len(found)} cases fit, at {min(mfus):.0%} to {max(mfus):.0%} MFU"
+
+
 def make_train() -> Sentences:
     """Of the quickstart's own run; no file of results/ has it."""
     shown = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -452,7 +458,7 @@ HELD: list[Callable[[], Sentences]] = [
     overhead, families, compile_, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts,
     long_context, longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline,
     partition_search, partition, published, plan_accuracy, checkpoint, soak, chaos,
-    sight, gpu_check, make_train,
+    sight, gpu_check, layout_choice, make_train,
 ]  # fmt: skip
 
 
@@ -477,7 +483,7 @@ def test_every_experiment_has_rows_or_says_that_it_has_none() -> None:
 
 def test_every_file_of_results_is_held() -> None:
     # Those of gpu_check are a table, which its own test holds; balance's sweeps are held by PAPERS.md's.
-    elsewhere = {"families", "families_speed_even", "gpu", "balance_sweeps"}
+    elsewhere = {"families", "families_speed_even", "gpu", "balance_sweeps", "balance_preprocessing"}
     files = {file.stem for file in (ROOT / "results").glob("*.jsonl")} - elsewhere
     held = {function.__name__.strip("_") for function in HELD} - {"make_train", "gpu_check"}
     assert {name.replace("families_speed", "families") for name in files} == held

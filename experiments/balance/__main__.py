@@ -17,10 +17,12 @@ from dhp.data.balance.methods import METHODS, PADDED
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from experiments.balance.bounds import least_packs
+from experiments.balance.preprocessing import preprocessing_rows
 from experiments.balance.sets import made, read
 from experiments.balance.sweeps import SWEEPS, sweep_rows
 
 MADE = "made 1.2M"
+COMMAND = "python -m experiments.balance --dp 8 --preprocessing"
 PER_MODALITY = "balanced"  # its images go to any vision rank of the step
 
 
@@ -59,7 +61,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="samples a batch of the methods that fix it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sweep", nargs="+", choices=SWEEPS, help="ISF alone, by its settings, at the first of --dp")
+    parser.add_argument("--preprocessing", action="store_true", help="one made set by tiles, resolutions, processors")
     given = parser.parse_args()
+    if given.preprocessing:
+        for row in preprocessing_rows(given.dp[0], given.seed):
+            print(json.dumps(row | {"command": COMMAND}), flush=True)
+        return
     source = ", ".join(file.stem for file in given.lengths) or MADE
     loads = read(given.lengths) if given.lengths else made(given.seed)
     limits = Limits(given.vision, given.text, given.samples)

@@ -31,7 +31,7 @@ def with_table(page: str, rows: Sequence[Row]) -> str:
 def _line(row: Row) -> str:
     head = [row["model"].upper(), row["devices"], f"{row['tokens']:,}"]
     if not row["fits"]:
-        return _cells([*head, "nothing fits", "", "", "", "", ""])
+        return _cells([*head, f"nothing fits; {', or '.join(row['instead'][:2])} would", "", "", "", "", ""])
     recompute = "; ".join(_short(row[f"{part}_recompute"]) for part in ("text", "vision"))
     doubt = "" if row["sure"] else "?"
     figures = [f"{row['tokens_s_device']:,}", f"{row['mfu']:.0%}", f"{row['gib']}{doubt}"]

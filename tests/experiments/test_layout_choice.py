@@ -21,13 +21,14 @@ def test_a_million_tokens_a_step_whatever_the_row() -> None:
 
 
 def test_rows_are_written_with_what_is_uncertain() -> None:
-    nothing = {"model": "72b", "devices": 8, "tokens": 4096, "fits": False, "instead": ["more devices"]}
+    instead = ["devices=16", "device=b200", "more"]
+    nothing = {"model": "72b", "devices": 8, "tokens": 4096, "fits": False, "instead": instead}
     head, line, fitting, lacking = table([ROW, nothing, {"made_on": {}}]).splitlines()
     assert head.count("|") == line.count("|") == fitting.count("|") == lacking.count("|")
     assert fitting == (
         "| 7B | 8 | 16,384 | data 8, zero 3 fsdp | ulysses 8 | mixed: none, light; none | 6,135 | 38% | 70.4? |"
     )
-    assert lacking.startswith("| 72B | 8 | 4,096 | nothing fits |")
+    assert lacking.startswith("| 72B | 8 | 4,096 | nothing fits; devices=16, or device=b200 would |")
     page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     assert with_table(with_table(page, [ROW]), [nothing]) == with_table(page, [nothing])
     with pytest.raises(ValueError, match="each on a line of its own"):

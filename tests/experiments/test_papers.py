@@ -22,6 +22,14 @@ TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 IDS = {f"{letter}{number}" for letter, most in zip("ABCDE", (40, 52, 9, 44, 7)) for number in range(1, most + 1)}
 WHY_NOT = {"A14", "A24", "A25", "A38", "B35", "D9", "D33", "D37", "D39", "D44"}
 InRow = Callable[[str, str], tuple[str, str]]
+PARTS = ("vision", "text")
+# Of papers' tables, preprocessing of which `experiments.balance` has rows.
+BY_WAY = {
+    "B42": [f"InternVL, at most {most} tiles" for most in (1, 4, 6, 12)],
+    "B44": [f"InternVL, tiles of {side}" for side in (224, 336, 448)],
+    "B46": ["LLaVA-1.6"],
+    "B47": ["Qwen2-VL"],
+}
 STATES = ("there", "partly", "missing", "why not")
 FOLDERS = ("configs/", "docs/", "examples/", "experiments/", "results/", "scripts/", "tests/")
 
@@ -174,6 +182,10 @@ def of_balance(in_row: InRow) -> Sentences:
     passes = rows("balance_sweeps", sweep="passes")
     lines = [", ".join(short(row[f"dist_{part}"], 3) for row in passes) for part in ("vision", "text")]
     yield in_row("B45", f"{', '.join(str(row['passes']) for row in passes)} passes: vision {lines[0]}, text {lines[1]}")
+    for number, ways in BY_WAY.items():
+        for method in ("isf", "balanced"):
+            found = [one("balance_preprocessing", preprocessing=way, method=method) for way in ways]
+            yield in_row(number, ", ".join("/".join(short(row[f"dist_{part}"], 3) for part in PARTS) for row in found))
     isf, balanced = (one("convergence", summary=name) for name in ("isf", "balanced"))
     below = f"ISF {short(-isf['difference'], 2)}, of `balanced` {short(-balanced['difference'], 2)}"
     yield in_row("B51", f"{below} below random batches', three seeds whose deviation is ")

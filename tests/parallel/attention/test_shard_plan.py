@@ -13,7 +13,7 @@ ring 1 ulysses 1  ....................................bbbbbbbbbbbbbbbb..........
 
 
 def test_a_zigzag_of_two_segments_on_two_by_two_ranks() -> None:
-    """Each ring rank has the first and the last quarter of each segment, or the two between; the page shows the same."""
+    """Each ring rank has the first and last quarter of each segment, or the two between; the page shows the same."""
     assert zigzag_plan([16, 48], 2, 2).draw() == ZIGZAG
     assert ZIGZAG in (ROOT / "docs" / "developers" / "attention.md").read_text(encoding="utf-8")
 
