@@ -17,7 +17,7 @@ from dhp.data.balance.methods import METHODS, PADDED
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from experiments.balance.bounds import least_packs
-from experiments.balance.preprocessing import preprocessing_rows
+from experiments.balance.preprocessing import passes_rows, preprocessing_rows
 from experiments.balance.sets import made, read
 from experiments.balance.sweeps import SWEEPS, sweep_rows
 
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--preprocessing", action="store_true", help="one made set by tiles, resolutions, processors")
     given = parser.parse_args()
     if given.preprocessing:
-        for row in preprocessing_rows(given.dp[0], given.seed):
+        for row in chain(preprocessing_rows(given.dp[0], given.seed), passes_rows(given.dp[0], given.seed)):
             print(json.dumps(row | {"command": COMMAND}), flush=True)
         return
     source = ", ".join(file.stem for file in given.lengths) or MADE

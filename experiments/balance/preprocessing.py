@@ -22,6 +22,7 @@ from dhp.data.balance.methods import METHODS, PADDED
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from experiments.balance.sets import LONGEST
+from experiments.balance.sweeps import sweep_rows
 
 SAMPLES, SIZES = 100_000, 2_000  # of the set; different sizes in it
 PUBLISHED = ("random", "isf", "balanced")
@@ -100,15 +101,29 @@ def made_loads(way: Way, seed: int) -> Loads:
     return Loads(vision, (text + tokens).clip(16))
 
 
+def limits_of(loads: Loads) -> Limits:
+    """Rows of the decoder as long as its longest sample, but 4,096 at least; the tower's limit goes with it, as both
+    means do."""
+    text = max(LONGEST, int(loads.text.max()))
+    return Limits(max(int(loads.vision.max()), round(text * float(loads.vision.mean() / loads.text.mean()))), text)
+
+
+def passes_rows(dp: int, seed: int) -> Iterator[dict[str, Any]]:
+    """ISF's Dist by its passes, for each number of tiles and each resolution: two panels of OmniBal's figure 4."""
+    for way in (way for way in WAYS if way.table in (10, 12)):
+        loads = made_loads(way, seed)
+        for row in sweep_rows("passes", way.name, loads, limits_of(loads), dp, seed):
+            kept = {key: row[key] for key in ("passes", "packs", "dist_vision", "dist_text")}
+            yield {"preprocessing": way.name, "table": way.table, "sweep": "passes", "dp": dp} | kept
+
+
 def preprocessing_rows(dp: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Of each way and method the paper's columns. Rows of the decoder are as long as its longest sample, but 4,096 at
-    least; the tower's limit goes with it, as both means do."""
+    """Of each way and method the paper's columns."""
     for way in WAYS:
         loads = made_loads(way, seed)
-        text = max(LONGEST, int(loads.text.max()))
-        vision = max(int(loads.vision.max()), round(text * float(loads.vision.mean() / loads.text.mean())))
+        limits = limits_of(loads)
         for name in PUBLISHED:
-            packs = METHODS[name](loads, Limits(vision, text), dp, seed)
+            packs = METHODS[name](loads, limits, dp, seed)
             found = measure_balance(packs, loads, dp, padded=name in PADDED, dispatched=name == "balanced")
             yield {
                 "preprocessing": way.name, "table": way.table, "unit": way.unit, "method": name, "dp": dp,
