@@ -182,7 +182,10 @@ def of_balance(in_row: InRow) -> Sentences:
     passes = rows("balance_sweeps", sweep="passes")
     lines = [", ".join(short(row[f"dist_{part}"], 3) for row in passes) for part in ("vision", "text")]
     yield in_row("B45", f"{', '.join(str(row['passes']) for row in passes)} passes: vision {lines[0]}, text {lines[1]}")
-    for way, named in (("InternVL, at most 12 tiles", "text with 12 tiles"), ("InternVL, tiles of 224", "tiles of 224")):
+    for way, named in {
+        "InternVL, at most 12 tiles": "text with 12 tiles",
+        "InternVL, tiles of 224": "tiles of 224",
+    }.items():
         swept = rows("balance_preprocessing", preprocessing=way, sweep="passes")
         yield in_row("B45", f"{named} {', '.join(short(row['dist_text'], 3) for row in swept)}")
     for number, ways in BY_WAY.items():
