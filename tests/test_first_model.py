@@ -35,17 +35,20 @@ def test_every_block_is_followed() -> None:
     assert files == ["make_pictures.py", "first.yaml", "ask.py"]
 
 
+@pytest.mark.slow
 def test_the_sample_that_is_shown_is_the_first(followed: Followed) -> None:
     (sample,) = [json.loads(text) for language, text in blocks(PAGE) if language == "json"]
     assert json.loads((followed.folder / "train.jsonl").read_text().splitlines()[0]) == sample
 
 
+@pytest.mark.slow
 def test_inspect_shows_what_is_learned(followed: Followed) -> None:
     told = followed.shown("dhp inspect sample")
     assert "⟦The circle is yellow." in told and "<image> × 16" in told
     assert "192" in followed.shown("dhp inspect data")
 
 
+@pytest.mark.slow
 def test_it_learns_and_its_table_says_what_comes_next(followed: Followed) -> None:
     told = followed.shown("dhp train")
     summary = json.loads((followed.folder / "runs" / "first" / "summary.json").read_text())
@@ -55,6 +58,7 @@ def test_it_learns_and_its_table_says_what_comes_next(followed: Followed) -> Non
     assert {"held", "curves", "export", "ask"} <= set(rows)
 
 
+@pytest.mark.slow
 def test_held_out_questions_are_answered(followed: Followed) -> None:
     lines = [json.loads(line) for line in (followed.folder / "answers.jsonl").read_text().splitlines()]
     exact = sum(line["exact"] for line in lines)
@@ -62,6 +66,7 @@ def test_held_out_questions_are_answered(followed: Followed) -> None:
     assert f"{exact} of 48 answers are exact" in followed.shown("dhp generate checkpoint=runs/first dataset")
 
 
+@pytest.mark.slow
 def test_with_pictures_of_others_it_answers_worse(followed: Followed) -> None:
     told = followed.shown("dhp evaluate loss")
     (own_loss, own), (others_loss, others) = sentences("own", told), sentences("others", told)
@@ -73,6 +78,7 @@ def test_with_pictures_of_others_it_answers_worse(followed: Followed) -> None:
     assert [row[0] for row in rows] == ["own", "others"]
 
 
+@pytest.mark.slow
 def test_plain_transformers_give_the_same_tokens(followed: Followed) -> None:
     answer = json.loads((followed.folder / "answer.json").read_text())
     ids, text = re.fullmatch(r"(\[.*\]) (.*)\n", followed.shown("python ask.py")).groups()

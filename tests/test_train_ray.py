@@ -167,6 +167,7 @@ def test_an_export_is_an_ordinary_model_directory(exported: Path, run_dir: Path,
     assert dhp(["export", str(run_dir), str(exported)]) == 1  # not over something that is there
 
 
+@pytest.mark.slow
 def test_the_same_configuration_gives_the_same_bits(outcome: Outcome, tiny_assets: Path, run_dir: Path) -> None:
     again = run_dir.with_name("again")
     assert train(*tiny(tiny_assets, again, *FIRST)).status == 0

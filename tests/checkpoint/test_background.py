@@ -16,6 +16,7 @@ from dhp.core.errors import CheckpointError
 from dhp.core.reports import SavedShare
 from tests.checkpoint.test_round_trip import STEPS, assert_same_tensors
 from tests.helpers.layouts import Case, Running, make_reader
+from tests.helpers.rows import slow_but
 
 
 def test_copies_are_of_the_moment_and_their_memory_is_kept(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(CASES, CASES[0], CASES[2]), ids=str)
 def test_ranks_that_train_on_write_what_they_had(case: Case, made_model: str, tmp_path: Path) -> None:
     feed = make_reader(made_model, case, STEPS)
     with Running(made_model, case) as running:

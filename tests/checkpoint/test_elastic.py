@@ -21,6 +21,7 @@ from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings
 from tests.checkpoint.test_round_trip import MOMENTS, train
 from tests.helpers.layouts import Case, Trained
+from tests.helpers.rows import slow, slow_but
 
 AT, STEPS = 2, 4  # saved after so many steps; steps of the run
 PLAIN = "plain"
@@ -147,7 +148,7 @@ def assert_goes_on(saved: Saved, tmp_path: Path, before: Case, after: Case, rtol
     assert rest.losses[: compared - AT] == pytest.approx(whole.losses[AT:compared], rel=rtol)
 
 
-@pytest.mark.parametrize(("before", "after"), FAST)
+@pytest.mark.parametrize(("before", "after"), slow_but(FAST, FAST[0], FAST[1], FAST[3]))
 def test_a_layout_goes_on_in_another(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, LAYOUTS[before], LAYOUTS[after], 1e-5)
 
@@ -158,7 +159,7 @@ def test_every_layout_goes_on_in_every_other(saved: Saved, tmp_path: Path, befor
     assert_goes_on(saved, tmp_path, LAYOUTS[before], LAYOUTS[after], 1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [(PLAIN, "zero"), ("zero", "fsdp"), ("fsdp", PLAIN)])
+@pytest.mark.parametrize(("before", "after"), [(PLAIN, "zero"), slow("zero", "fsdp"), slow("fsdp", PLAIN)])
 def test_rounded_weights_go_on_from_their_masters(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, ROUNDED[before], ROUNDED[after], 1e-3)
 
@@ -174,7 +175,7 @@ def saved_experts(qwen3_vl_moe_model: str, tmp_path_factory: pytest.TempPathFact
     return Saved(qwen3_vl_moe_model, tmp_path_factory.mktemp("experts"))
 
 
-@pytest.mark.parametrize(("before", "after"), [("shared out", "cut"), ("cut", "shared out")])
+@pytest.mark.parametrize(("before", "after"), [slow("shared out", "cut"), ("cut", "shared out")])
 def test_experts_go_on_elsewhere(saved_experts: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved_experts, tmp_path, EXPERTS[before], EXPERTS[after], 1e-5)
 
@@ -193,12 +194,12 @@ def test_adapters_of_every_layout_go_on_in_every_other(saved: Saved, tmp_path: P
     assert_goes_on(saved, tmp_path, LORA[before], LORA[after], 1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [(PLAIN, "ulysses, tensor"), ("ulysses, tensor", "fsdp")])
+@pytest.mark.parametrize(("before", "after"), [(PLAIN, "ulysses, tensor"), slow("ulysses, tensor", "fsdp")])
 def test_adapters_go_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, LORA[before], LORA[after], 1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [(PLAIN, "ulysses, tensor"), ("ulysses, tensor", "ring, replicas")])
+@pytest.mark.parametrize(("before", "after"), [(PLAIN, "ulysses, tensor"), slow("ulysses, tensor", "ring, replicas")])
 def test_dropout_goes_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     """The other layout drops what the undisturbed run does, which is not nothing."""
     assert_goes_on(saved, tmp_path, DROPPING[before], DROPPING[after], 1e-5)
@@ -218,7 +219,7 @@ def test_a_frozen_part_goes_on_in_another_layout(saved: Saved, tmp_path: Path, b
     assert_goes_on(saved, tmp_path, FROZEN[before], FROZEN[after], 1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [("pipeline", PLAIN), ("pipeline, fsdp", "pipeline")])
+@pytest.mark.parametrize(("before", "after"), [("pipeline", PLAIN), slow("pipeline, fsdp", "pipeline")])
 def test_a_part_whose_first_stage_is_frozen_goes_on(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     """The stage that takes steps counts them, and what is not cut is written by one replica."""
     first, _ = saved.run(FIRST_FROZEN[before])
@@ -227,7 +228,7 @@ def test_a_part_whose_first_stage_is_frozen_goes_on(saved: Saved, tmp_path: Path
     assert_goes_on(saved, tmp_path, FIRST_FROZEN[before], FIRST_FROZEN[after], 1e-5)
 
 
-@pytest.mark.parametrize("after", [PLAIN, "zero", "fsdp", "halves"])
+@pytest.mark.parametrize("after", [PLAIN, slow("zero"), "fsdp", "halves"])
 def test_a_rounded_run_keeps_what_a_single_precision_one_had(saved: Saved, tmp_path: Path, after: str) -> None:
     """Its weights are no rounded ones, and have no masters beside them."""
     first, _ = saved.run(LAYOUTS[PLAIN])

@@ -16,6 +16,7 @@ from dhp.core.errors import CheckpointError
 from dhp.core.parameters import AdapterSettings
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, Running, Trained, make_reader
+from tests.helpers.rows import slow_but
 
 # The second leaves the vision part as it is, so that its optimizer has taken fewer steps than the run.
 STEPS = [mixed_step(), step_without_image(), step_with_one_window(), mixed_step()]
@@ -39,6 +40,7 @@ CASES += [
     Case(Degrees(ulysses=2), Degrees(tensor=2), 2, "bfloat16", zero_stage=1, lora=LORA, trainable=("projector",)),
     Case(Degrees(data=2), Degrees(data=2), 2, "float32", 3, text_zero_stage=3, fsdp=True, lora=LORA),
 ]
+QUICK = [CASES[at] for at in (0, 1, 5, 9, 11, 12, 14)]  # those of three ranks, of sequences and of 16 bits are slow
 UNDISTURBED = [CASES[1], CASES[3], CASES[6]]  # of each engine one in which saving is held against never having saved
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -74,7 +76,7 @@ def assert_same_end(folder: Path, mine: tuple[str, Trained], theirs: tuple[str, 
         assert_same_tensors(folder / mine[0] / part / kind, folder / theirs[0] / part / kind)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(CASES, *QUICK), ids=str)
 def test_two_steps_and_two_more_are_four(case: Case, made_model: str, tmp_path: Path) -> None:
     whole = train(made_model, case, range(4), tmp_path / "whole", early=tmp_path / "first")
     rest = train(made_model, case, range(2, 4), tmp_path / "rest", resume=tmp_path / "first")
@@ -146,6 +148,7 @@ def assert_written_alike(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.slow
 def test_a_pipeline_goes_on_and_writes_what_one_process_does(case: Case, tied_model: str, tmp_path: Path) -> None:
     """Its embedding is its head, which the first stage writes and both read."""
     test_two_steps_and_two_more_are_four(case, tied_model, tmp_path)

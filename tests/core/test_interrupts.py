@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dhp.core.process import asked_to_stop, deferring, end, go_on, interruptible, was_interrupted
+from tests.helpers.rows import slow
 from tests.helpers.runs import LIMIT_S, ROOT, processes_of, tiny, train
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
@@ -101,7 +102,7 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", BOTH)
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
 def test_imports_are_interrupted_in_one_line(tiny_assets: Path, tmp_path: Path, number: signal.Signals) -> None:
     def interrupt(process: subprocess.Popen[str]) -> None:
         wait_for(lambda: b"libtorch" in Path(f"/proc/{process.pid}/maps").read_bytes())
@@ -112,7 +113,7 @@ def test_imports_are_interrupted_in_one_line(tiny_assets: Path, tmp_path: Path, 
     assert not (tmp_path / "run").exists() and outcome.left == ()
 
 
-@pytest.mark.parametrize("program", ["gcs_server", "raylet/raylet"])
+@pytest.mark.parametrize("program", ["gcs_server", slow("raylet/raylet")])
 def test_the_start_of_ray_is_interrupted(tiny_assets: Path, tmp_path: Path, program: str) -> None:
     run_dir = tmp_path / "run"
 

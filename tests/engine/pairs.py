@@ -1,7 +1,8 @@
 """Which features of a layout each row of a table has, and which pairs of them cannot stand together.
 
-Mistakes in layouts come where two features meet; those that take three are for `-m grid` and tests/fuzz. So what always
-runs is a table in which each pair meets once (tests/engine/pair_rows.py), held complete by tests/engine/test_pairs.py.
+Mistakes in layouts come where two features meet; those that take three are for `-m grid` and tests/fuzz. So what runs
+before each merge is a table in which each pair meets once (tests/engine/pair_rows.py), held complete by
+tests/engine/test_pairs.py; `make test` has rows of it with each feature, `-m slow` the others.
 """
 
 from __future__ import annotations
@@ -81,6 +82,12 @@ def pairs_of(row: Row) -> set[Pair]:
     """Of features that a row holds together."""
     found = features_of(row)
     return {frozenset(pair) for pair in combinations(found, 2) if not found & LEAVES or set(pair) & LEAVES}
+
+
+def shown_by(row: Row) -> set[str]:
+    """Features of which a row would show a mistake."""
+    found = features_of(row)
+    return found & LEAVES or found
 
 
 def wanted_pairs() -> set[Pair]:

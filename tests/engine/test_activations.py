@@ -21,6 +21,7 @@ from dhp.trainer.recompute import arrange
 from dhp.trainer.run_shape import usage_of
 from tests.helpers.layouts import Case, Fault, Running, graph_of, make_reader, settings
 from tests.helpers.ranks import LocalGroup
+from tests.helpers.rows import slow
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
@@ -67,7 +68,7 @@ def test_each_of_four_ranks_keeps_a_quarter(encode: Callable, recompute: str, de
     assert encode(degrees, recompute) == pytest.approx([alone / 4] * 4, rel=0.1)
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "vision_ahead"])
+@pytest.mark.parametrize("schedule", ["sequential", slow("vision_ahead")])
 def test_a_plan_takes_what_the_planner_expects(made_model: str, schedule: str) -> None:
     case = Case(Degrees(ulysses=2), Degrees(tensor=2), 2, "float32", schedule=schedule, packing=True)
     samples = [make_sample([(1, 16, 16)], 40, 20, seed, IMAGE_TOKEN) for seed in range(2)]

@@ -26,7 +26,7 @@ from tests.helpers.layouts import (
     compare_rounding,
     train,
 )
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow
 
 ONE = Degrees()
 TEXT = (("text", AdapterSettings(4, 8.0)),)
@@ -39,7 +39,7 @@ CASES = [
     Case(ONE, ONE, 2, lora=TEXT, frozen=("vision", "projector"), groups=FASTER),
     on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 2, lora=BOTH, packing=True)),
     on_demand(Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, lora=TEXT, frozen=("vision",), groups=FASTER)),
-    Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=BOTH, packing=True),  # more ranks than key and value heads
+    slow(Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=BOTH, packing=True)),  # more ranks than key and value heads
     Case(ONE, Degrees(tensor=2), 2, lora=SOME, trainable=("projector", "layers.1"), checkpointing=True),
     on_demand(Case(Degrees(ring=2), Degrees(data=2), 2, lora=BOTH, zero_stage=2, text_zero_stage=3, fsdp=True)),
     on_demand(Case(ONE, Degrees(data=2, tensor=2), 2, lora=TEXT, text_zero_stage=3, fsdp=True, recompute="mlp")),
@@ -111,7 +111,7 @@ def _compiled(settings: StageSettings) -> StageSettings:
 
 
 COMPILED = [
-    Case(ONE, ONE, 2, lora=TEXT, frozen=("vision", "projector"), packing=True),
+    slow(Case(ONE, ONE, 2, lora=TEXT, frozen=("vision", "projector"), packing=True)),
     *(pytest.param(Case(ONE, Degrees(data=2), 2, lora=own), marks=pytest.mark.families) for own in (BOTH, SOME, DORA)),
 ]
 
@@ -144,6 +144,7 @@ def test_an_adapter_that_is_not_cut_as_its_matrix_shows(fault: type[InspectedTex
     assert found.gradient > 1e-2, found
 
 
+@pytest.mark.slow
 def test_what_is_recomputed_drops_out_what_it_dropped_before(four_layers_model: str) -> None:
     dropping = (("text", AdapterSettings(4, 8.0, dropout=0.3)),)
     choices = ("none", "all", "linear", "mlp", "light")

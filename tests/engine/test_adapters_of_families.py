@@ -12,6 +12,7 @@ from dhp.models import lora as adapters
 from tests.engine.test_declared_families import Made, made, run
 from tests.engine.test_parity import assert_exact
 from tests.helpers.layouts import FIRST_OUT, Case
+from tests.helpers.rows import slow_but
 from tests.helpers.tiny_families import FAMILIES
 
 __all__ = ["made"]  # a fixture
@@ -27,7 +28,7 @@ def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
 
 
-@pytest.mark.parametrize("name", [*ALWAYS, *OTHERS])
+@pytest.mark.parametrize("name", [*slow_but(ALWAYS, "gemma3"), *OTHERS])
 def test_equals_peft_on_the_plain_model(name: str, made: dict[str, Made]) -> None:
     assert_exact(run(made[name], CASE))
 

@@ -18,6 +18,7 @@ from tests.engine.test_declared_families import ExactText, ExactVision
 from tests.engine.test_parity import assert_exact
 from tests.helpers.families import Maker
 from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedAudio, compare
+from tests.helpers.rows import slow, slow_but
 from tests.helpers.tiny_families import save_family
 
 ONE, TWO = Degrees(), Degrees(data=2)
@@ -62,7 +63,7 @@ ALWAYS = [
 ]
 
 
-@pytest.mark.parametrize("case", ALWAYS, ids=str)
+@pytest.mark.parametrize("case", slow_but(ALWAYS, ALWAYS[1], ALWAYS[3]), ids=str)
 def test_equals_the_plain_model(case: Case, made: Made) -> None:
     assert_exact(run(made, case))
 
@@ -81,7 +82,7 @@ def test_equals_the_plain_model_of_which_less_is_trained(trained: dict, made: Ma
 HEARD = (("audio", AdapterSettings(2, 4.0)), ("text", AdapterSettings(4, 4.0)))
 
 
-@pytest.mark.parametrize("audio", [TWO, SEQUENCE], ids=str)
+@pytest.mark.parametrize("audio", [slow(TWO), SEQUENCE], ids=str)
 def test_adapters_equal_pefts_on_the_plain_model(audio: Degrees, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
     case = Case(ONE, Degrees(tensor=2), 2, packing=True, audio=audio, lora=HEARD, frozen=("vision",))

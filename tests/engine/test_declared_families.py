@@ -24,6 +24,7 @@ from dhp.models.registry import load_family
 from tests.engine.test_parity import assert_exact
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare
+from tests.helpers.rows import slow_but
 from tests.helpers.tiny import make_sample
 from tests.helpers.tiny_families import BEGIN, END, FAMILIES, IMAGE, VIDEO, save_family
 
@@ -219,9 +220,10 @@ ALWAYS = [
     ("glm4v", Case(Degrees(ring=2), Degrees(tensor=2), 2)),  # frames by their lengths; gate and up in one matrix
     ("kimi_k25", Case(Degrees(ulysses=2), Degrees(), 2, packing=True)),  # patches by rows of the picture
 ]
+QUICK = [ALWAYS[0], ALWAYS[3], ALWAYS[4]]
 
 
-@pytest.mark.parametrize(("name", "case"), ALWAYS, ids=[name for name, _ in ALWAYS])
+@pytest.mark.parametrize(("name", "case"), slow_but(ALWAYS, *QUICK), ids=[name for name, _ in ALWAYS])
 def test_each_mechanism_equals_the_plain_model(name: str, case: Case, made: dict[str, Made]) -> None:
     assert_exact(run(made[name], case))
 

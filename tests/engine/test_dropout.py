@@ -25,7 +25,7 @@ from tests.engine.test_parity import assert_exact, assert_exact_in_single_precis
 from tests.helpers.batches import awkward_steps, mixed_step, step_with_one_window
 from tests.helpers.layouts import FIRST_OUT, Case, Fault, InspectedText, compare, compare_rounding, train
 from tests.helpers.norms import exact_norms
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow, slow_but
 
 ONE = Degrees()
 TEXT = (("text", AdapterSettings(4, 8.0, dropout=0.1)),)
@@ -81,7 +81,7 @@ def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(CASES, CASES[0], CASES[1], CASES[2]), ids=str)
 def test_equals_the_plain_model(case: Case, four_layers_model: str) -> None:
     exact = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
     exact(compare(four_layers_model, case, awkward_steps()))
@@ -107,6 +107,7 @@ def test_in_bfloat16(four_layers_model: str) -> None:
     assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
 
 
+@pytest.mark.slow
 def test_compiled_layers_equal_the_plain_model(four_layers_model: str) -> None:
     case = Case(ONE, ONE, 2, lora=BOTH, packing=True)
     assert_exact(compare(four_layers_model, case, awkward_steps()[:1], Fault(CompiledVision, CompiledText)))
@@ -129,7 +130,7 @@ def test_no_generator_is_asked(four_layers_model: str) -> None:
     assert_exact(compare(four_layers_model, case, awkward_steps(), Fault(text=Watched)))
 
 
-@pytest.mark.parametrize("choice", ["none", "linear", "mlp", "light"])
+@pytest.mark.parametrize("choice", [slow("none"), slow("linear"), slow("mlp"), "light"])
 def test_what_is_recomputed_drops_out_what_it_dropped_before(choice: str, four_layers_model: str) -> None:
     case = Case(ONE, Degrees(tensor=2), 1, lora=BOTH, recompute="all", stages=2, schedule="1f1b")
     plain = train(four_layers_model, case, [mixed_step()])

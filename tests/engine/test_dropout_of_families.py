@@ -11,6 +11,7 @@ from tests.engine.test_declared_families import EXACTLY, Made, made, run, stayin
 from tests.engine.test_parity import assert_exact
 from tests.helpers.alike import assert_alike
 from tests.helpers.layouts import FIRST_OUT, Case, train
+from tests.helpers.rows import slow_but
 from tests.helpers.tiny_families import FAMILIES
 
 __all__ = ["made"]  # a fixture
@@ -27,7 +28,7 @@ def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
 
 
-@pytest.mark.parametrize("name", [*ALWAYS, *OTHERS])
+@pytest.mark.parametrize("name", [*slow_but(ALWAYS, "kimi_k25"), *OTHERS])
 def test_decoders_equal_the_plain_model(name: str, made: dict[str, Made]) -> None:
     assert_exact(run(made[name], Case(ONE, Degrees(tensor=2), 2, packing=True, lora=TEXT, recompute="mlp")))
 

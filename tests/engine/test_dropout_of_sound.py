@@ -18,6 +18,7 @@ from tests.engine.test_audio import EXACTLY, Made, made
 from tests.engine.test_declared_families import staying_double
 from tests.helpers.alike import assert_alike
 from tests.helpers.layouts import FIRST_OUT, Case, train
+from tests.helpers.rows import slow_but
 
 __all__ = ["made"]  # a fixture
 ONE = Degrees()
@@ -35,7 +36,7 @@ def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
 
 
-@pytest.mark.parametrize("case", HEARING, ids=str)
+@pytest.mark.parametrize("case", slow_but(HEARING, HEARING[1]), ids=str)
 def test_towers_of_sound_are_alike(case: Case, made: Made) -> None:
     with staying_double():
         alone = Case(ONE, ONE, 1, packing=True, audio=ONE, lora=SOUND, frozen=("vision",))

@@ -13,7 +13,7 @@ from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.layouts import Case, Fault, InspectedText, compare, compare_rounding
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
@@ -54,7 +54,7 @@ def test_llava_equals_the_plain_model(case: Case, llava_model: str) -> None:
 HEAD_NORMS = [
     Case(ONE, Degrees(tensor=2), micro_batches=2),  # with one micro-batch, summing sums again would not show
     on_demand(Case(ONE, Degrees(data=2, tensor=4), micro_batches=2, packing=True, checkpointing=True)),
-    Case(ONE, Degrees(tensor=8), micro_batches=3),  # ranks share key heads, and so parts of the gradient of their norm
+    slow(Case(ONE, Degrees(tensor=8), micro_batches=3)),  # ranks share key heads, and so parts of the gradient of their norm
 ]
 
 

@@ -26,6 +26,7 @@ from tests.helpers.answers import (
     plain_logits,
 )
 from tests.helpers.layouts import Case, Fault
+from tests.helpers.rows import slow, slow_but
 from tests.helpers.tiny import IMAGE_TOKEN
 
 ONE = Degrees()
@@ -57,7 +58,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("text", LAYOUTS, ids=str)
+@pytest.mark.parametrize("text", slow_but(LAYOUTS, LAYOUTS[1], LAYOUTS[2], LAYOUTS[3], LAYOUTS[4]), ids=str)
 def test_greedy_tokens_are_those_of_plain_transformers(text: Degrees, attending_model: str) -> None:
     vision = Degrees(ulysses=2) if text == Degrees(ring=2) else ONE
     found = answer(attending_model, Case(vision, text, 1, "float32"), prompts(), NEW)
@@ -68,7 +69,7 @@ def test_greedy_tokens_are_those_of_plain_transformers(text: Degrees, attending_
         assert len(set(wanted)) > 3  # or a mistake could go unseen
 
 
-@pytest.mark.parametrize("text", [ONE, Degrees(ring=2), Degrees(ulysses=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("text", [ONE, Degrees(ring=2), slow(Degrees(ulysses=2, tensor=2))], ids=str)
 def test_logits_are_the_plain_models(text: Degrees, attending_model: str) -> None:
     found = answer(attending_model, Case(ONE, text, 1), prompts(), NEW)
     for sample, told in zip(prompts(), found, strict=True):
@@ -76,7 +77,7 @@ def test_logits_are_the_plain_models(text: Degrees, attending_model: str) -> Non
         assert float((told.logits - wanted).abs().max() / wanted.abs().max()) < 1e-12
 
 
-@pytest.mark.parametrize("text", [Degrees(ring=3), Degrees(ulysses=3), ONE], ids=str)
+@pytest.mark.parametrize("text", [Degrees(ring=3), slow(Degrees(ulysses=3)), ONE], ids=str)
 def test_prompts_of_few_tokens(text: Degrees, attending_model: str) -> None:
     samples = [make_text(tokens, tokens) for tokens in (1, 2, 3, 4, 7)]
     found = answer(attending_model, Case(ONE, text, 1, "float32"), samples, NEW)
@@ -96,6 +97,7 @@ def test_an_answer_ends_with_any_of_the_tokens_that_end_one(attending_model: str
         assert all(one.token_ids == told.tokens for one in told.answers)
 
 
+@pytest.mark.slow
 def test_drawn_tokens_are_the_same_in_every_layout(attending_model: str) -> None:
     drawn = [
         [
@@ -199,7 +201,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize(("fixture", "text"), FAMILIES, ids=str)
+@pytest.mark.parametrize(("fixture", "text"), slow_but(FAMILIES, FAMILIES[0], FAMILIES[2]), ids=str)
 def test_other_families(fixture: str, text: Degrees, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(fixture)
     samples = [make_prompt([(1, 8, 6), (1, 4, 12)], 9, 5), make_text(20, 6)]

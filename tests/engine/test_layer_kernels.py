@@ -19,6 +19,7 @@ from experiments.families.work import Ours
 from experiments.pair import join_alone
 from tests.helpers.families import Maker
 from tests.helpers.flash_attention import flash_attn_interface
+from tests.helpers.rows import slow
 from tests.helpers.tiny_families import FAMILIES, save_family
 
 EXACT = 1e-9  # of each gradient's norm, in float64
@@ -62,7 +63,7 @@ QUICK = "qwen2_5_vl"
 OTHERS = [pytest.param(name, marks=pytest.mark.families) for name in FAMILIES if name != QUICK]
 
 
-@pytest.mark.parametrize("name", [QUICK, *OTHERS])
+@pytest.mark.parametrize("name", [slow(QUICK), *OTHERS])
 def test_compiled_layers_give_the_same_gradients(name: str, tmp_path: Path, uncompiled_kernels: None) -> None:
     model = str(save_family(name, tmp_path))
     wanted = gradients(model)

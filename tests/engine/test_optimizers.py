@@ -11,7 +11,7 @@ from dhp.models import lora as adapters
 from tests.engine.test_parity import assert_exact
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedText, compare
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow
 
 ONE = Degrees()
 GROUPS = (GroupRule("fast", (Selector("layers.1"),), learning_rate=3e-3, weight_decay=0.0),)
@@ -24,7 +24,7 @@ MUON = [
     on_demand(Case(ONE, Degrees(tensor=2), stages=2, schedule="1f1b", optimizer="muon")),
     on_demand(Case(ONE, Degrees(ring=2), 1, packing=True, optimizer="muon", groups=GROUPS)),
     on_demand(Case(ONE, Degrees(tensor=2), optimizer="muon", lora=ADAPTERS, trainable=("projector",))),
-    Case(Degrees(data=2, tensor=2), Degrees(data=3), 2, zero_stage=2, text_zero_stage=3, fsdp=True, optimizer="muon"),
+    slow(Case(Degrees(data=2, tensor=2), Degrees(data=3), 2, zero_stage=2, text_zero_stage=3, fsdp=True, optimizer="muon")),
     on_demand(
         Case(Degrees(data=2), Degrees(data=2, tensor=2), zero_stage=3, text_zero_stage=2, fsdp=True, optimizer="muon")
     ),

@@ -11,12 +11,13 @@ import pytest
 from dhp.data.sample.sample import Sample
 from dhp.models import lora as adapters
 from tests.engine import test_deepstack, test_families
-from tests.engine.pair_rows import ROWS
-from tests.engine.pairs import FEATURES, Row, apart, features_of, pairs_of, wanted_pairs
+from tests.engine.pair_rows import MORE, QUICK, ROWS
+from tests.engine.pairs import FEATURES, Row, apart, features_of, pairs_of, shown_by, wanted_pairs
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import FIRST_OUT, Fault, InspectedText, InspectedVision, compare, compare_rounding
 from tests.helpers.norms import exact_norms, use_exact_norms, use_exact_turns
+from tests.helpers.rows import slow
 from tests.helpers.tiny import save_llava, save_llava_with_experts, save_model, save_qwen3_vl
 
 FOUR = {"num_hidden_layers": 4}  # so that there is something to cut into stages of two chunks
@@ -57,7 +58,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return _MADE[name]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", [*QUICK, *map(slow, MORE)], ids=str)
 def test_equals_the_plain_model(row: Row, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
     if row.case.dtype == "bfloat16":
@@ -74,6 +75,11 @@ def test_each_pair_of_features_is_in_a_row() -> None:
     met = set().union(*map(pairs_of, ROWS))
     missing = wanted_pairs() - met
     assert not missing, f"in no row: {sorted(' with '.join(sorted(pair)) for pair in missing)}"
+
+
+def test_each_feature_is_in_a_quick_row() -> None:
+    missing = set(FEATURES) - set().union(*map(shown_by, QUICK))
+    assert not missing, f"in no quick row, which is what `make test` runs: {sorted(missing)}"
 
 
 def test_no_row_has_a_pair_that_cannot_stand_together() -> None:

@@ -8,7 +8,7 @@ import torch
 from dhp.core.axes import Degrees
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Errors, compare, train
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow
 
 ONE = Degrees()
 
@@ -53,7 +53,7 @@ EXACT = [
             ONE, Degrees(data=2, tensor=2), 4, schedule="vision_ahead", text_zero_stage=3, checkpointing=True, fsdp=True
         )
     ),
-    Case(Degrees(data=2, tensor=2), Degrees(data=3), 2, "float64", 2, packing=True, text_zero_stage=2, fsdp=True),
+    slow(Case(Degrees(data=2, tensor=2), Degrees(data=3), 2, "float64", 2, packing=True, text_zero_stage=2, fsdp=True)),
     on_demand(
         Case(Degrees(ulysses=2), Degrees(data=3, tensor=2), 1, zero_stage=3, text_zero_stage=2, packing=True, fsdp=True)
     ),
@@ -69,7 +69,7 @@ SINGLE = [
     on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 4, dtype="float32", zero_stage=1, schedule="vision_ahead")),
     on_demand(Case(Degrees(data=2, ulysses=2), Degrees(tensor=2), dtype="float32", zero_stage=1)),
     on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 1, dtype="float32", zero_stage=2)),
-    Case(Degrees(data=3), ONE, 3, dtype="float32", zero_stage=3),
+    slow(Case(Degrees(data=3), ONE, 3, dtype="float32", zero_stage=3)),
     on_demand(Case(ONE, Degrees(data=2), 3, dtype="float32", text_zero_stage=1)),
     Case(ONE, Degrees(data=3), 1, dtype="float32", text_zero_stage=3, packing=True),
     on_demand(
@@ -119,7 +119,7 @@ def test_zero_of_a_head_that_is_the_embedding(stage: int, few_keys_model: str) -
 
 REPEATED = [
     Case(Degrees(data=2), Degrees(tensor=2), dtype="float32", zero_stage=1),
-    Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=2),
+    slow(Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=2)),
 ]
 
 
@@ -139,7 +139,7 @@ SHARED_KEYS = [
     on_demand(Case(Degrees(ulysses=2), Degrees(tensor=8), micro_batches=1)),
     on_demand(Case(ONE, Degrees(data=2, tensor=4))),
     on_demand(Case(ONE, Degrees(tensor=4), micro_batches=1, packing=True)),
-    Case(ONE, Degrees(data=2, tensor=4), text_zero_stage=3, fsdp=True),
+    slow(Case(ONE, Degrees(data=2, tensor=4), text_zero_stage=3, fsdp=True)),
 ]
 
 

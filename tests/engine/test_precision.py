@@ -18,7 +18,7 @@ from tests.helpers import layouts
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import Case, InspectedText, InspectedVision, compare_rounding, graph_of, settings
 from tests.helpers.ranks import LocalGroup
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow
 
 ONE = Degrees()
 CUT = Case(Degrees(data=2), Degrees(data=2, tensor=2), 4, "bfloat16", 3, text_zero_stage=3, packing=True, fsdp=True)
@@ -51,7 +51,7 @@ def test_rounding_is_that_of_one_process(case: Case, made_model: str) -> None:
     assert ratios.update < 2.5, ratios
 
 
-@pytest.mark.parametrize("case", [CASES[0], CUT], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], slow(CUT)], ids=str)
 def test_weights_stored_in_16_bits_are_read_as_they_are(case: Case, made_model: str, tmp_path: Path) -> None:
     """And widened where they are cut: every rank's masters begin as the same numbers as those of one process."""
     folder = Path(shutil.copytree(made_model, tmp_path / "rounded"))

@@ -26,7 +26,7 @@ from tests.helpers.layouts import (
     compare_rounding,
     make_reader,
 )
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
@@ -81,7 +81,7 @@ def test_every_mesh_equals_the_plain_model(case: Case, attending_model: str) -> 
 
 SOME = [
     Case(Degrees(ulysses=2), Degrees(ulysses=3), 1, packing=True),
-    Case(Degrees(data=2), Degrees(ring=2, ulysses=2), 2),
+    slow(Case(Degrees(data=2), Degrees(ring=2, ulysses=2), 2)),
     on_demand(Case(ONE, Degrees(ring=2, tensor=2), 2, stages=2, schedule="1f1b", packing=True)),
     on_demand(Case(Degrees(ring=2), Degrees(data=2, ulysses=2), 1, packing=True, recompute="light")),
     Case(ONE, Degrees(ring=4), 2, recompute="offload"),
@@ -113,7 +113,7 @@ def long_and_short() -> list[list[Sample]]:
 
 
 GROUPED = [
-    Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 1, sequence_groups="auto"),
+    slow(Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 1, sequence_groups="auto")),
     on_demand(Case(ONE, Degrees(ulysses=4), 1, packing=True, sequence_groups="auto")),
     Case(Degrees(data=2), Degrees(ring=3), 2, sequence_groups="auto"),
     on_demand(Case(ONE, Degrees(ring=2, tensor=2), 1, stages=2, sequence_groups="auto")),

@@ -21,6 +21,7 @@ from dhp.models.registry import load_family
 from dhp.trainer.run_shape import usage_of
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Fault, Running, make_reader, rules_of
+from tests.helpers.rows import slow
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample, save_llava_with_experts
 from tests.helpers.tiny_families import save_family
 
@@ -69,7 +70,7 @@ def bytes_of(usage: StageUsage) -> tuple[object, ...]:
     return usage.peak_bytes, usage.before_bytes, usage.after_bytes, usage.rows, layers
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16"])
 @pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
 def test_every_byte_is_that_of_a_real_step(model: str, dtype: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(model)
@@ -95,7 +96,7 @@ def test_of_a_tensor_rank(made_model: str) -> None:
         assert bytes_of(own) == bytes_of(usage), (choice, part)
 
 
-@pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
+@pytest.mark.parametrize("model", ["made_model", slow("qwen3_vl_model")])
 def test_of_a_tensor_rank_with_sharded_norms(model: str, request: pytest.FixtureRequest) -> None:
     """Each layer keeps less than without, and what is traced is what a rank keeps."""
     path, sharded = request.getfixturevalue(model), {"sharded_norms": True}
@@ -108,7 +109,7 @@ def test_of_a_tensor_rank_with_sharded_norms(model: str, request: pytest.Fixture
         assert own.peak_bytes < whole.peak_bytes and own.layers[0].held_bytes < whole.layers[0].held_bytes
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole norms", "sharded norms"])
+@pytest.mark.parametrize("sharded", [False, slow(True)], ids=["whole norms", "sharded norms"])
 def test_of_a_tensor_rank_with_adapters(made_model: str, sharded: bool) -> None:
     """The embedding is frozen: it keeps nothing for backward."""
     own = {part: AdapterSettings(4, 4.0) for part in ("vision", "text")}

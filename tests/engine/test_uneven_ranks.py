@@ -22,6 +22,7 @@ from tests.helpers import ranks
 from tests.helpers.batches import mixed_step, step_without_image
 from tests.helpers.families import Maker
 from tests.helpers.layouts import FIRST_OUT, Case, _slotted, compare, make_sharder
+from tests.helpers.rows import slow_but
 from tests.helpers.tiny_families import FAMILIES
 
 ONE, TWO = Degrees(), Degrees(data=2)
@@ -65,7 +66,7 @@ ALWAYS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "case"), ALWAYS, ids=str)
+@pytest.mark.parametrize(("name", "case"), slow_but(ALWAYS, ALWAYS[0], ALWAYS[5]), ids=str)
 def test_ranks_call_alike(name: str, case: Case, made: dict[str, Made]) -> None:  # noqa: F811
     check(made[name], case, uneven_steps(made[name].folder))
 

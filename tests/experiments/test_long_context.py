@@ -24,6 +24,7 @@ def test_a_row_is_all_text_and_all_learned() -> None:
     assert (len(row.input_ids), row.target_tokens, row.pixels) == (100, 99, ())
 
 
+@pytest.mark.slow
 def test_plain_keeps_most_and_ranks_share(model: str) -> None:
     plain = on_ranks(1, _longest, model, Way("plain", plain=True), BUDGET)
     alone = on_ranks(1, _longest, model, Way("offload", recompute="offload", mlp_chunks=4), BUDGET)

@@ -15,6 +15,7 @@ from experiments.plan_accuracy.memory import any_machine, layout_of, memory_scor
 from experiments.plan_accuracy.models import SHAPES, Load, make_samples, save_model
 from experiments.plan_accuracy.plot import draw
 from experiments.plan_accuracy.scores import kendall, regret
+from tests.helpers.rows import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,10 @@ def test_samples_have_what_their_load_says() -> None:
     assert sample.target_tokens == load.targets and len(sample.pixels[0]) == 4 * load.features
 
 
-@pytest.mark.parametrize("name", ["replicas", "chain", "experts, 16 bits", "LoRA, frozen tower", "offload", "FSDP2"])
+TRIED = ["replicas", "chain", "experts, 16 bits", "LoRA, frozen tower", "offload", "FSDP2"]
+
+
+@pytest.mark.parametrize("name", slow_but(TRIED, "replicas", "offload", "FSDP2"))
 def test_a_case_resolves_and_a_plan_knows_its_bytes(name: str, models: Path) -> None:
     expected = layout_of(CASES[name], models).expected(any_machine())
     assert all(own.peak.total > own.states.weights > 0 or own.peak.total > 0 for own in expected.memory.values())

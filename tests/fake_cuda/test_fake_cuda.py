@@ -14,6 +14,7 @@ import pytest
 
 from experiments.fake_cuda.device import compile_guard
 from tests.helpers.tiny import save_model, save_qwen3_vl_moe
+from tests.helpers.rows import slow_but
 
 Answers = dict[str, dict[str, Any]]
 
@@ -55,6 +56,10 @@ EXPERTS = {
     "experts over 2 ranks, full": ["text.num_actors=2", "text.expert=2", "text.recompute=full"],
 }
 CASES = BOTH | LORA | PIPELINE | EXPERTS
+QUICK = (
+    *("float32", "bfloat16, tensor 2, light", "ring 2", "row shared by 2", "fsdp, stage 3", "offload, chunks"),
+    *("lora 16", "pipeline 2, tied", "experts over 2 ranks, light"),
+)
 TOWER_LAYERS, LAYERS, LAYERS_OF_EXPERTS = 2, 2, 2  # of experts: of three
 OF_EACH_EXPERT = 48  # rows from each rank: 96 tokens visit 2 of 4
 

@@ -7,6 +7,7 @@ worth speaking of, and compute with what that group left in torch's and transfor
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -164,6 +165,7 @@ def _serve(pipe: Any) -> None:
     """One rank's process: joins a group, serves its calls."""
     import torch
 
+    gc.freeze()  # what the fork server imported is no garbage; DeepSpeed's collections took a second to look through it
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = "0"
     target = None

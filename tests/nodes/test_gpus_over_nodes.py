@@ -25,6 +25,7 @@ def layout(address: str, folder: Path, data: int, tensor: int) -> Layout:
 
 
 @pytest.mark.usefixtures("recwarn")
+@pytest.mark.slow
 def test_a_tensor_group_of_four_does_not_fit_into_nodes_of_two(two_nodes: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Cluster(layout(two_nodes, tmp_path, 1, 4)).__enter__()

@@ -69,6 +69,7 @@ def failure(group: ActorGroup, seconds: list[float]) -> PartFailed:
     return caught.value
 
 
+@pytest.mark.slow
 def test_each_fault_of_another_node_is_named(lost: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, second = lost
     group, lookout = start(tmp_path)

@@ -15,6 +15,7 @@ from dhp.data.sample.sample import Sample
 from dhp.models import lora as adapters
 from tests.helpers.batches import awkward_steps, mixed_step, step_without_image
 from tests.helpers.layouts import FIRST_OUT, UPDATE, Case, Oracle, Running, make_reader
+from tests.helpers.rows import slow_but
 
 ONE = Degrees()
 LORA = (("text", AdapterSettings(2, 4.0, dropout=0.4)),)
@@ -31,7 +32,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(CASES, CASES[0], CASES[1], CASES[4], CASES[6]), ids=str)
 def test_the_plain_models_loss_and_no_trace_of_it(
     case: Case, four_layers_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

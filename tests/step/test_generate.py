@@ -17,6 +17,7 @@ from dhp.step.step import answer_batch
 from tests.helpers.answers import RecordingText, make_prompt, make_text, plain_answer
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Fault, Running, make_reader, make_sharder
+from tests.helpers.rows import slow_but
 
 ONE = Degrees()
 NEW = Sampling(5)
@@ -31,7 +32,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(CASES, CASES[0], CASES[3], CASES[5]), ids=str)
 def test_answers_between_steps(case: Case, four_layers_model: str) -> None:
     model, steps = four_layers_model, awkward_steps()[:2]
     samples = [make_prompt([(1, 8, 6)], 9, 1), make_text(20, 2), make_prompt([(1, 4, 4), (1, 4, 8)], 3, 3)]

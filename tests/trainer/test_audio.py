@@ -107,6 +107,7 @@ def test_its_first_loss_is_the_plain_models(whole: tuple[Path, Outcome], folder:
     assert lines_of(whole[0])[0]["loss"] == pytest.approx(loss / targets, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(whole: tuple[Path, Outcome], folder: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(whole[0], run_dir)
@@ -132,6 +133,7 @@ def test_its_export_is_an_ordinary_model(whole: tuple[Path, Outcome], folder: Pa
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_stages_of_its_tower_train_the_same(whole: tuple[Path, Outcome], folder: Path, tmp_path: Path) -> None:
     stages = ("audio.parallelism=pipeline", "audio.num_actors=2", "training.max_steps=2")
     ended = train(*settings(folder, tmp_path / "run", *stages))

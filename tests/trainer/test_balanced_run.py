@@ -54,6 +54,7 @@ def test_two_epochs_show_every_sample_twice_without_padding(outcome: Outcome, ru
     assert sorted(of_text)[len(of_text) // 2] < 0.05 and all(0 <= ratio < 1 for ratio in of_text)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_mid_epoch_goes_on_with_the_samples_it_has_not_seen(
     outcome: Outcome, run_dir: Path, settings: list[str], tiny_assets: Path, tmp_path: Path
 ) -> None:

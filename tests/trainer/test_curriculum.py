@@ -37,6 +37,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForImageTextToText.from_pretrained(folder).state_dict()
 
 
+@pytest.mark.slow
 def test_a_course_goes_on_in_the_stage_that_was_stopped(tiny_assets: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     arguments = tiny(tiny_assets, root, *ONE_ACTOR_EACH, f"+{FIRST}", f"+{SECOND}")

@@ -16,6 +16,7 @@ from dhp.trainer.graph import make_graph
 from dhp.trainer.memory import RankBytes, rank_bytes
 from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
+from tests.helpers.rows import slow
 from tests.helpers.runs import tiny, train
 
 VISION, TEXT, TEXT_RANK = 98_528, 127_552, 63_936  # parameters; tests/models/test_shape.py adds them up
@@ -51,6 +52,7 @@ def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path
     assert "8 samples = text.data 1 × micro_batch_size 4 × 2 micro-batches" in printed
 
 
+@pytest.mark.slow
 def test_a_dry_run_names_the_form_of_a_part_that_has_another(tmp_path: Path) -> None:
     asked = ("text.state_bytes=12", f"run_dir={tmp_path / 'run'}")
     printed = dry_run(prepared("qwen2_5_vl_32b", *asked))
@@ -77,7 +79,7 @@ TOWER = 20_000 * 32 * 2 * 1280
     ("name", "device", "activations"),
     [
         ("32b_8gpus", "70.7 GB", 8192 * (64 * 2 * 5120 + INSIDE_32B) + TOWER),
-        ("72b_32gpus", "56.9 GB", 8192 * (80 * 2 * 8192 + INSIDE_72B) + TOWER),
+        slow("72b_32gpus", "56.9 GB", 8192 * (80 * 2 * 8192 + INSIDE_72B) + TOWER),
     ],
 )
 def test_large_models_on_fewer_devices_fit_with_a_row_of_16k(
@@ -93,7 +95,7 @@ def test_large_models_on_fewer_devices_fit_with_a_row_of_16k(
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [("3b", "33.9 GB"), ("7b", "51.7 GB"), ("32b", "57.7 GB"), ("72b", "29.7 GB")]
+    ("name", "device"), [("3b", "33.9 GB"), slow("7b", "51.7 GB"), slow("32b", "57.7 GB"), slow("72b", "29.7 GB")]
 )
 def test_each_ready_made_configuration_passes_without_a_download(name: str, device: str, tmp_path: Path) -> None:
     printed = dry_run(prepared(f"qwen2_5_vl_{name}", f"run_dir={tmp_path / 'run'}"))

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from dhp.checkpoint.manifest import check_checkpoint
+from tests.helpers.rows import slow
 from tests.helpers.runs import ONE_ACTOR_EACH, processes_of, tiny, train, wait_for_steps
 
 FOUR = ["training.batch_size=4", "training.micro_batch_size=2", "training.max_steps=2", "data.shuffle=false"]
@@ -83,7 +84,7 @@ def test_a_killed_rank_ends_the_run_by_name(tiny_assets: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("number", "layout", "again"),
-    [(signal.SIGINT, (), "training.resume=auto"), (signal.SIGTERM, ONE_ACTOR_EACH, "overwrite=true")],
+    [(signal.SIGINT, (), "training.resume=auto"), slow(signal.SIGTERM, ONE_ACTOR_EACH, "overwrite=true")],
 )
 def test_an_interrupted_run_says_so_and_nothing_that_a_second_one_did_in_its_directory(
     tiny_assets: Path, tmp_path: Path, number: signal.Signals, layout: tuple[str, ...], again: str

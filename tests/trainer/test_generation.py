@@ -41,6 +41,7 @@ def generated(out: Path, *arguments: str) -> str:
     return str(told["text"])
 
 
+@pytest.mark.slow
 def test_a_runs_checkpoint_answers_in_another_layout(
     first_run: tuple[Path, Outcome], tiny_assets: Path, tmp_path: Path
 ) -> None:

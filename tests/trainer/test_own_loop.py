@@ -18,6 +18,7 @@ def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_the_example_trains_as_the_command_does(tiny_assets: Path, tmp_path: Path) -> None:
     source = EXAMPLE.read_text()
     body = source[source.index("def main") : source.index("if __name__")].strip().splitlines()

@@ -139,6 +139,7 @@ def served(tiny_assets: Path) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_run_from_an_unsteady_server_equals_one_from_the_disk(served: str, tiny_assets: Path, tmp_path: Path) -> None:
     found = {}
     for name, more in (("near", []), ("far", there(served))):

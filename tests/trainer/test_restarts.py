@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.rows import slow
 from tests.helpers.runs import FIRST, ONE_ACTOR_EACH, processes_of, tiny, train, wait_for_steps
 
 STEPS = 80  # so many that a fault comes before the last one, as fast as they are
@@ -59,8 +60,8 @@ def the_control_store(process: subprocess.Popen[str]) -> int:
     ("victim", "kind", "said"),
     [
         (a_rank, "died", " died during "),
-        (the_driver, "killed", "the driver was ended by SIGKILL while "),
-        (the_control_store, "cluster", "Ray's gcs_server (its control store, process "),
+        slow(the_driver, "killed", "the driver was ended by SIGKILL while "),
+        slow(the_control_store, "cluster", "Ray's gcs_server (its control store, process "),
     ],
 )
 def test_it_goes_on_from_its_newest_checkpoint(
@@ -98,6 +99,7 @@ def test_it_goes_on_from_its_newest_checkpoint(
     ]
 
 
+@pytest.mark.slow
 def test_on_a_shared_cluster_the_devices_of_a_killed_driver_are_reserved_again(
     tiny_assets: Path, tmp_path: Path, undisturbed: list[tuple[int, float]]
 ) -> None:
@@ -119,6 +121,7 @@ def test_a_refused_run_is_not_started_again_and_leaves_nothing(tiny_assets: Path
     assert outcome.status == 1 and outcome.stderr.count("ConfigError: ") == 1 and not run_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_supervised_run(tiny_assets: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 

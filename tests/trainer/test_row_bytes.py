@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,17 @@ from dhp.engine.traced_rows import TracedRows
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.trainer.row_bytes import CHOICES, PartBytes, RowBytes, layers_to_trace, of_all_layers, trace_bytes
+from tests.helpers.rows import slow_but
 
 TEXT = (TracedRows(256, 64, 32), TracedRows(777, 192, 301))
 TOWER = (TracedRows(0, patches=1024, windows=64), TracedRows(0, patches=64 * 48, windows=64))
 DEEP = 20  # layers
 ROWS = {"text": TEXT, "vision": TOWER}
+TRACED = [
+    (model, *form, part)
+    for model, form, part in product(("made_model", "qwen3_vl_model"), (("bfloat16", 1), ("float32", 2)), ROWS)
+]
+QUICK = [("made_model", "bfloat16", 1, "text"), ("qwen3_vl_model", "float32", 2, "vision")]
 
 
 def tracer(model: str, family: Family, part: str, dtype: str, tensor: int) -> Callable[..., Traced]:
@@ -39,9 +46,7 @@ def assert_equal(found: PartBytes, usage: StageUsage, rows: TracedRows) -> None:
     assert costs.held_bytes(usage.choices) == usage.before_bytes + total + usage.after_bytes
 
 
-@pytest.mark.parametrize("part", ROWS)
-@pytest.mark.parametrize(("dtype", "tensor"), [("bfloat16", 1), ("float32", 2)])
-@pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
+@pytest.mark.parametrize(("model", "dtype", "tensor", "part"), slow_but(TRACED, *QUICK))
 def test_equal_to_a_trace(model: str, dtype: str, tensor: int, part: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(model)
     family = load_family(path)
@@ -69,9 +74,7 @@ def deep(path: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("part", ROWS)
-@pytest.mark.parametrize(("dtype", "tensor"), [("bfloat16", 1), ("float32", 2)])
-@pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
+@pytest.mark.parametrize(("model", "dtype", "tensor", "part"), slow_but(TRACED, *QUICK))
 def test_some_layers_tell_of_all(
     model: str, dtype: str, tensor: int, part: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

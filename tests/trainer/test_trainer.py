@@ -102,6 +102,7 @@ def stop_a_rank(run_dir: Path, process: subprocess.Popen[str], listening: set[st
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's tables of processes and sockets")
+@pytest.mark.slow
 def test_a_frozen_rank_ends_the_run_and_nothing_ever_listened_beyond_this_host(
     tiny_assets: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from dhp.parallel.attention.visibility import PLAIN, LayerRule
 from tests.helpers.attention import Attention, dense_results, sharded_results, whole_results
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rows import slow, slow_but
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (3, 1)]
 DOCUMENTS = [(24,), (5, 9, 2), (1, 1, 13, 1), (3, 30, 4, 1, 7)]  # of one token; over two and over all ranks; odd
@@ -48,21 +49,21 @@ def errors(ring: int, ulysses: int, cases: list[Attention]) -> dict[Attention, f
     return found
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+@pytest.mark.parametrize(("ring", "ulysses"), slow_but(MESHES, (1, 1), (2, 1), (1, 2), (2, 2)))
 def test_equals_dense_attention_in_double_precision(ring: int, ulysses: int) -> None:
     found = errors(ring, ulysses, layouts(ring, ulysses))
     worst = max(found, key=lambda case: found[case])
     assert found[worst] < 1e-12, worst
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("ring", "ulysses"), [slow(4, 1), slow(2, 2), (1, 4)])
 def test_equals_dense_attention_in_single_precision(ring: int, ulysses: int) -> None:
     found = errors(ring, ulysses, [replace(case, dtype=torch.float32) for case in layouts(ring, ulysses)])
     worst = max(found, key=lambda case: found[case])
     assert found[worst] < 1e-5, worst
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("ring", "ulysses"), [slow(4, 1), (2, 2), slow(1, 4)])
 def test_rounding_in_16_bits_is_that_of_one_rank(ring: int, ulysses: int) -> None:
     """The error of flash attention's own tests: at most 2.5 × that of dense attention in the same format."""
     cases = [replace(case, dtype=torch.bfloat16) for case in layouts(ring, ulysses) if sum(case.lengths) > 20]
@@ -85,7 +86,7 @@ LAYERS = [
 LONG = (3, 290, 4)  # more queries than a masked call takes
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2), slow(3, 1)])
 def test_windows_chunks_and_soft_caps_equal_dense_attention(ring: int, ulysses: int) -> None:
     cases = [
         Attention((3, 30, 4, 1, 7), ring, ulysses, 4, 2, layout=layout, layer=layer)

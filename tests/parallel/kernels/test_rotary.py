@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dhp.parallel.kernels import rotary
 from dhp.parallel.kernels.rotary import in_one_pass
+from tests.helpers.rows import slow_but
 
 CPU = torch.device("cpu")
 HALVES, NEIGHBOURS = ("halves",) * 3, ("neighbours",) * 3
@@ -80,11 +82,13 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
     rotary._compiled.cache_clear()
 
 
-@pytest.mark.parametrize("compiled", COMPILING.values(), ids=COMPILING)
-@pytest.mark.parametrize(("function", "places"), FUNCTIONS.values(), ids=FUNCTIONS)
-def test_it_gives_what_the_library_gives(
-    function: Callable[..., Any], places: tuple[str, ...], compiled: bool, counter: CompileCounter
-) -> None:
+WAYS = [*product(FUNCTIONS, COMPILING)]
+QUICK = [(name, how) for name, how in WAYS if how == "written" or name in ("halves", "neighbours")]
+
+
+@pytest.mark.parametrize(("name", "how"), slow_but(WAYS, *QUICK))
+def test_it_gives_what_the_library_gives(name: str, how: str, counter: CompileCounter) -> None:
+    function, compiled = FUNCTIONS[name][0], COMPILING[how]
     for dtype, near in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
         values, angles = states_of(function, 7, dtype)
         ours = in_one_pass(function, CPU, dtype, compiled)

@@ -21,6 +21,7 @@ from dhp.trainer.forecast.samples import EqualSamples, Samples
 from dhp.trainer.forecast.stage_bytes import rows_of_stage
 from dhp.trainer.plan import plan_run
 from dhp.trainer.row_bytes import CHOICES
+from tests.helpers.rows import slow
 
 
 def question_of(model: str, *overrides: str) -> Question:
@@ -31,7 +32,7 @@ def question_of(model: str, *overrides: str) -> Question:
 
 
 @pytest.mark.parametrize("layout", [(), ("text.parallelism=pipeline",)], ids=["tensor", "pipeline"])
-@pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
+@pytest.mark.parametrize("model", ["made_model", slow("qwen3_vl_model")])
 def test_kinds_of_layers_sum_to_layers(model: str, layout: tuple[str, ...], request: pytest.FixtureRequest) -> None:
     asked = question_of(request.getfixturevalue(model), *layout)
     found = counted_costs(asked)
@@ -54,7 +55,7 @@ def test_kinds_of_layers_sum_to_layers(model: str, layout: tuple[str, ...], requ
 @pytest.mark.parametrize(
     "frozen", [(), ("training.frozen=[vision,projector]", "text.lora.rank=4")], ids=["all", "lora"]
 )
-@pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
+@pytest.mark.parametrize("model", ["made_model", slow("qwen3_vl_model")])
 def test_a_profile_of_them_takes_what_ranks_report(
     model: str, frozen: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
