@@ -66,6 +66,7 @@ def test_the_command_works_in_another_folder(installed: dict[str, str], tmp_path
     assert words.stdout == "--config-name=tiny\n"
 
 
+@pytest.mark.slow
 def test_a_shipped_configuration_is_planned_in_another_folder(installed: dict[str, str], tmp_path: Path) -> None:
     done = run("dhp", "train", "--config-name=tiny", "training.dry_run=true", where=tmp_path, **installed)
     assert done.returncode == 0, done.stderr

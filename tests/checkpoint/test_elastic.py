@@ -148,7 +148,7 @@ def assert_goes_on(saved: Saved, tmp_path: Path, before: Case, after: Case, rtol
     assert rest.losses[: compared - AT] == pytest.approx(whole.losses[AT:compared], rel=rtol)
 
 
-@pytest.mark.parametrize(("before", "after"), slow_but(FAST, FAST[0], FAST[1], FAST[3]))
+@pytest.mark.parametrize(("before", "after"), slow_but(FAST, FAST[0], FAST[1]))
 def test_a_layout_goes_on_in_another(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, LAYOUTS[before], LAYOUTS[after], 1e-5)
 
@@ -228,7 +228,7 @@ def test_a_part_whose_first_stage_is_frozen_goes_on(saved: Saved, tmp_path: Path
     assert_goes_on(saved, tmp_path, FIRST_FROZEN[before], FIRST_FROZEN[after], 1e-5)
 
 
-@pytest.mark.parametrize("after", [PLAIN, slow("zero"), "fsdp", "halves"])
+@pytest.mark.parametrize("after", [PLAIN, slow("zero"), slow("fsdp"), "halves"])
 def test_a_rounded_run_keeps_what_a_single_precision_one_had(saved: Saved, tmp_path: Path, after: str) -> None:
     """Its weights are no rounded ones, and have no masters beside them."""
     first, _ = saved.run(LAYOUTS[PLAIN])
@@ -238,6 +238,7 @@ def test_a_rounded_run_keeps_what_a_single_precision_one_had(saved: Saved, tmp_p
     assert not differing(masters(tmp_path / "back"), masters(first))
 
 
+@pytest.mark.slow
 def test_a_single_precision_run_takes_the_masters_of_a_rounded_one(saved: Saved, tmp_path: Path) -> None:
     """Of a bfloat16 checkpoint the weights are rounded; a float32 run begins with what they were rounded from."""
     first, _ = saved.run(ROUNDED["zero"])
@@ -246,6 +247,7 @@ def test_a_single_precision_run_takes_the_masters_of_a_rounded_one(saved: Saved,
         assert not differing(tensors(tmp_path / str(number)), tensors(first)), name
 
 
+@pytest.mark.slow
 def test_halves_and_whole_masters_are_the_same_weights(saved: Saved, tmp_path: Path) -> None:
     first, _ = saved.run(ROUNDED["zero"])
     train(saved.model, ROUNDED["halves"], [], tmp_path / "halves", resume=first)

@@ -18,6 +18,7 @@ from dhp.config.generation import GenerateRequest
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.trainer.preflight import prepare
+from tests.helpers.rows import slow_but
 
 ONE_TEXT = ("text.parallelism=none", "text.num_actors=1")
 FROZEN = ("training.frozen=[vision,projector]", "vision.zero_stage=0")
@@ -53,10 +54,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "12 bytes of states": ("text.parallelism=sequence", "text.dtype=bfloat16", "text.state_bytes=12", *FSDP),
     "adapters": ("text.lora.rank=2", "text.lora.dropout=0.1", "training.resume=auto", "data.on_bad_sample=skip"),
 }
+QUICK = ("all limits", "kept features", "evaluated", "interleaved", "a shared row by FSDP2", "adapters")
 LAID_OUT = {"interleaved": ONE_TEXT, "1f1b": ONE_TEXT}  # a pipeline cannot answer, as generate says
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, *QUICK))
 def test_any_run_is_evaluated_and_asked(kind: str, tmp_path: Path, tiny_assets: Path) -> None:
     run_dir = tmp_path / "run"
     checkpoint = run_dir / "checkpoints" / "step_1"

@@ -68,6 +68,7 @@ def _degrees() -> Any:
     return Degrees(data=2, ring=2)
 
 
+@pytest.mark.slow
 def test_a_model_that_knows_nothing_finds_nothing(tmp_path: Path, tiny_assets: Path) -> None:
     Image.new("RGB", (56, 56), (250, 10, 10)).save(tmp_path / "red.png")
     own = ["--image", str(tmp_path / "red.png"), "--question", "Which?", "--answer", "red"]

@@ -60,6 +60,7 @@ def test_the_datasets_are_measured_and_the_longest_row_is_named(
     assert line(again, "1 ") == line(shown, "1 ")
 
 
+@pytest.mark.slow
 def test_what_is_written_trains(capsys: pytest.CaptureFixture[str], tiny_assets: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / f"plan.{name}" for name in ("yaml", "json", "png")}
     flags = [f"--write={files['yaml']}", f"--json={files['json']}", f"--plot={files['png']}"]

@@ -33,6 +33,7 @@ def test_equals_peft_on_the_plain_model(name: str, made: dict[str, Made]) -> Non
     assert_exact(run(made[name], CASE))
 
 
+@pytest.mark.slow
 def test_experts_trained_whole_beside_adapters(made: dict[str, Made]) -> None:
     """Of a group of replicas that share experts out, each has all adapters, those of shared experts among them."""
     case = Case(Degrees(), Degrees(data=2, expert=2), 2, packing=True, lora=BOTH[1:], trainable=("mlp.experts",))

@@ -69,7 +69,7 @@ def test_equals_the_plain_model(case: Case, made: Made) -> None:
 
 
 LESS = [
-    {"frozen": ("audio", "audio_tower.proj?")},
+    slow({"frozen": ("audio", "audio_tower.proj?")}),
     {"trainable": ("audio_tower.proj*",)},
 ]
 

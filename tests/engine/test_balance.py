@@ -20,6 +20,7 @@ from tests.engine.test_parity import assert_exact, assert_exact_in_single_precis
 from tests.helpers.layouts import Case, Fault, compare
 from tests.helpers.norms import exact_norms
 from tests.helpers.oracle import Oracle
+from tests.helpers.rows import slow
 from tests.helpers.tiny import EXPERTS, save_llava_with_experts
 
 COEFFICIENT = 0.3
@@ -61,8 +62,8 @@ CASES = [
     Case(ONE, ONE, micro_batches=1, packing=True),
     Case(Degrees(ulysses=2), Degrees(data=2, expert=2), micro_batches=2, checkpointing=True),
     Case(ONE, Degrees(tensor=2), micro_batches=1),
-    Case(ONE, Degrees(data=2), micro_batches=2, text_zero_stage=3, fsdp=True),
-    Case(ONE, Degrees(data=2), micro_batches=2, dtype="float32", text_zero_stage=3, packing=True),
+    slow(Case(ONE, Degrees(data=2), micro_batches=2, text_zero_stage=3, fsdp=True)),
+    slow(Case(ONE, Degrees(data=2), micro_batches=2, dtype="float32", text_zero_stage=3, packing=True)),
 ]
 
 

@@ -14,6 +14,7 @@ from dhp.engine.settings import StageSettings
 from tests.engine.test_parity import assert_exact
 from tests.helpers.batches import mixed_step, step_with_one_window
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare
+from tests.helpers.rows import slow
 
 VERBS = ("forward_step", "backward_step", "grad_norm_sq", "optimizer_step")
 
@@ -43,7 +44,7 @@ class Text(ByParcel):
 
 
 CASES = [
-    Case(Degrees(), Degrees(data=2), micro_batches=4, schedule="vision_ahead"),
+    slow(Case(Degrees(), Degrees(data=2), micro_batches=4, schedule="vision_ahead")),
     Case(Degrees(data=2), Degrees(data=2), micro_batches=2, packing=True),
     Case(Degrees(data=2), Degrees(), micro_batches=4, packing=True, stages=2, schedule="1f1b"),
 ]

@@ -23,6 +23,7 @@ from dhp.planner.traffic import DividedAttention, DividedMatrices, DividedWeight
 from dhp.step.schedule import Forward, last_backwards
 from dhp.step.stages import InFlight
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_reader
+from tests.helpers.rows import slow
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 VISION, TEXT = "vision", "text"
@@ -94,7 +95,7 @@ def all_reduced(ranks: int, nbytes: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("ring", "ulysses", "patches"), [(1, 4, PATCHES), (2, 2, PATCHES), (4, 1, PATCHES), (2, 2, 3 * PATCHES)]
+    ("ring", "ulysses", "patches"), [slow(1, 4, PATCHES), (2, 2, PATCHES), (4, 1, PATCHES), slow(2, 2, 3 * PATCHES)]
 )
 def test_a_divided_image_is_sent_in_full_attention_layers_only(
     made_model: str, ring: int, ulysses: int, patches: int
@@ -187,6 +188,7 @@ def test_zero_sums_gradients_and_gathers_weights(made_model: str, stage: int) ->
         assert [sent["all_gather"] for sent in found.update[part]] == [parameters * 4 // 2] * 2
 
 
+@pytest.mark.slow
 def test_zero_3_gathers_weights_twice_and_scatters_gradients(made_model: str) -> None:
     case = Case(Degrees(data=2), Degrees(data=2), 1, "float32", 3, text_zero_stage=3)
     found = traffic(made_model, case, [large_image()] * 2)
@@ -207,7 +209,15 @@ def test_stages_of_a_pipeline_sum_only_what_they_hold(made_model: str) -> None:
     assert sum(found.parameters[stage] for stage in ("text.0", "text.1")) < TEXT_PARAMETERS
 
 
-WEIGHTS = [(0, False, 4), (1, False, 4), (2, False, 4), (2, True, 4), (3, True, 4), (0, False, 2), (3, True, 2)]
+WEIGHTS = [
+    slow(0, False, 4),
+    (1, False, 4),
+    slow(2, False, 4),
+    slow(2, True, 4),
+    (3, True, 4),
+    slow(0, False, 2),
+    slow(3, True, 2),
+]
 
 
 @pytest.mark.parametrize(("stage", "fsdp", "weight_bytes"), WEIGHTS)
@@ -237,7 +247,7 @@ def test_divided_weights_are_sent_as_the_planner_has_it(
     assert gathered == sum(map(Collective.sent_bytes, weights.update()))
 
 
-@pytest.mark.parametrize(("choice", "again"), [("mlp", 0), ("linear", 1), ("all", 1)])
+@pytest.mark.parametrize(("choice", "again"), [("mlp", 0), slow("linear", 1), ("all", 1)])
 def test_recomputed_layers_sum_behind_attention_again(made_model: str, choice: str, again: int) -> None:
     """What is behind the MLP is no input of its backward."""
     case = Case(ONE, Degrees(tensor=2), 1)

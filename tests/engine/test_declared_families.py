@@ -24,7 +24,7 @@ from dhp.models.registry import load_family
 from tests.engine.test_parity import assert_exact
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare
-from tests.helpers.rows import slow_but
+from tests.helpers.rows import slow, slow_but
 from tests.helpers.tiny import make_sample
 from tests.helpers.tiny_families import BEGIN, END, FAMILIES, IMAGE, VIDEO, save_family
 
@@ -208,7 +208,7 @@ def test_videos_equal_the_plain_model(name: str, layout: str, made: dict[str, Ma
     assert_exact(run(Made(made[name].folder, with_videos(name)), OF_VIDEOS[layout]))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "glm46v"])
+@pytest.mark.parametrize("name", [slow("qwen3_5"), "glm46v"])
 def test_videos_by_token_equal_the_plain_model(name: str, made: dict[str, Made]) -> None:
     assert_exact(run(Made(made[name].folder, with_videos(name)), Case(Degrees(ulysses=2), Degrees(), 1, packing=True)))
 

@@ -17,7 +17,7 @@ from dhp.data.sample.sample import Sample
 from tests.engine.test_parity import assert_exact
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare
 from tests.helpers.norms import exact_norms, use_exact_norms
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
@@ -25,7 +25,7 @@ CASES = [
     Case(ONE, ONE, 2, stages=2, schedule="1f1b"),
     on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 2, packing=True)),
     on_demand(Case(Degrees(ring=2, ulysses=2), ONE, 1, packing=True, checkpointing=True)),
-    Case(ONE, ONE, 2, packing=True, stages=4, schedule="1f1b"),  # a feature a stage
+    slow(Case(ONE, ONE, 2, packing=True, stages=4, schedule="1f1b")),  # a feature a stage
     on_demand(Case(Degrees(data=2), Degrees(data=2), 2, packing=True, stages=4, schedule="1f1b")),
     on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 4, packing=True, stages=2, chunks=2, schedule="interleaved")),
     on_demand(Case(Degrees(tensor=2), Degrees(data=2, tensor=2), 2, stages=2, schedule="gpipe", checkpointing=True)),

@@ -20,7 +20,7 @@ from tests.engine.test_parity import assert_exact, assert_exact_in_single_precis
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare, compare_rounding, train
 from tests.helpers.norms import ROUTERS, exact_norms, use_exact_norms
 from tests.helpers.oracle import Oracle
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
@@ -47,7 +47,8 @@ EXACT = [
     on_demand(Case(ONE, Degrees(data=2, tensor=4), micro_batches=2, packing=True, recompute="light")),
     on_demand(Case(ONE, Degrees(data=2, expert=2), micro_batches=2)),
     Case(ONE, Degrees(data=4, expert=2), micro_batches=1, packing=True, checkpointing=True),
-    Case(Degrees(data=2), Degrees(data=4, expert=4), micro_batches=2, packing=True),  # replicas without any sample
+    # Replicas without any sample.
+    slow(Case(Degrees(data=2), Degrees(data=4, expert=4), micro_batches=2, packing=True)),
     on_demand(Case(ONE, Degrees(data=2, expert=2), micro_batches=2, schedule="1f1b", stages=2, recompute="light")),
     on_demand(Case(ONE, Degrees(ring=2, tensor=2), micro_batches=2, mlp_chunks=5)),
     Case(ONE, Degrees(data=2, expert=2), micro_batches=2, frozen=("text",)),  # a replica without image goes back too
@@ -119,7 +120,7 @@ def qwen_steps() -> list[list[Sample]]:
 
 QWEN = [
     on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), micro_batches=2, stages=2)),
-    Case(Degrees(data=2), Degrees(data=2, expert=2), packing=True),
+    slow(Case(Degrees(data=2), Degrees(data=2, expert=2), packing=True)),
 ]
 
 
@@ -153,7 +154,7 @@ class BiasedOracle(Oracle):
         bias_routers(self.model)
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, slow(False)])
 def test_a_rank_whose_experts_nobody_visits(packing: bool, experts_model: str) -> None:
     case = Case(ONE, Degrees(data=2, expert=2), packing=packing)
     assert_exact(compare(experts_model, case, steps(), Fault(text=BiasedText), BiasedOracle))

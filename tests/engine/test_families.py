@@ -54,7 +54,9 @@ def test_llava_equals_the_plain_model(case: Case, llava_model: str) -> None:
 HEAD_NORMS = [
     Case(ONE, Degrees(tensor=2), micro_batches=2),  # with one micro-batch, summing sums again would not show
     on_demand(Case(ONE, Degrees(data=2, tensor=4), micro_batches=2, packing=True, checkpointing=True)),
-    slow(Case(ONE, Degrees(tensor=8), micro_batches=3)),  # ranks share key heads, and so parts of the gradient of their norm
+    slow(
+        Case(ONE, Degrees(tensor=8), micro_batches=3)
+    ),  # ranks share key heads, and so parts of the gradient of their norm
 ]
 
 

@@ -24,6 +24,7 @@ from tests.engine.test_declared_families import ExactVision
 from tests.helpers.answers import RecordingText, answer, plain_logits
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Fault
+from tests.helpers.rows import slow
 from tests.helpers.tiny_families import FAMILIES, IMAGE, save_family
 
 NEW = Sampling(6)
@@ -60,7 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[s
 
 
 LAYOUTS = {"one": Degrees(), "ulysses": Degrees(ulysses=2), "ring": Degrees(ring=2), "tensor": Degrees(tensor=2)}
-SOME = [("gemma3", "ulysses"), ("gemma4", "tensor"), ("llava_clip", "ring")]
+SOME = [slow("gemma3", "ulysses"), slow("gemma4", "tensor"), ("llava_clip", "ring")]
 
 
 def check(name: str, layout: str, made: dict[str, tuple[str, list[Sample]]]) -> None:

@@ -24,7 +24,11 @@ MUON = [
     on_demand(Case(ONE, Degrees(tensor=2), stages=2, schedule="1f1b", optimizer="muon")),
     on_demand(Case(ONE, Degrees(ring=2), 1, packing=True, optimizer="muon", groups=GROUPS)),
     on_demand(Case(ONE, Degrees(tensor=2), optimizer="muon", lora=ADAPTERS, trainable=("projector",))),
-    slow(Case(Degrees(data=2, tensor=2), Degrees(data=3), 2, zero_stage=2, text_zero_stage=3, fsdp=True, optimizer="muon")),
+    slow(
+        Case(
+            Degrees(data=2, tensor=2), Degrees(data=3), 2, zero_stage=2, text_zero_stage=3, fsdp=True, optimizer="muon"
+        )
+    ),
     on_demand(
         Case(Degrees(data=2), Degrees(data=2, tensor=2), zero_stage=3, text_zero_stage=2, fsdp=True, optimizer="muon")
     ),

@@ -13,7 +13,7 @@ from dhp.core.batch import Bundle, StepInfo
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow
 
 ONE = Degrees()
 CASES = [
@@ -23,7 +23,7 @@ CASES = [
     on_demand(Case(Degrees(ulysses=2), Degrees(data=2), 4, stages=4, schedule="gpipe", checkpointing=True)),
     on_demand(Case(ONE, Degrees(data=2, tensor=2), 4, stages=2, chunks=2, schedule="interleaved", packing=True)),
     Case(Degrees(ring=2), ONE, 4, stages=2, chunks=2, schedule="interleaved", recompute="mlp:0-1,all:3"),
-    Case(ONE, ONE, 3, stages=4, schedule="1f1b"),
+    slow(Case(ONE, ONE, 3, stages=4, schedule="1f1b")),
     on_demand(
         Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, stages=2, schedule="1f1b", text_zero_stage=3, fsdp=True)
     ),

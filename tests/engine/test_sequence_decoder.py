@@ -26,7 +26,7 @@ from tests.helpers.layouts import (
     compare_rounding,
     make_reader,
 )
-from tests.helpers.rows import on_demand, slow
+from tests.helpers.rows import on_demand, slow, slow_but
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
@@ -84,7 +84,7 @@ SOME = [
     slow(Case(Degrees(data=2), Degrees(ring=2, ulysses=2), 2)),
     on_demand(Case(ONE, Degrees(ring=2, tensor=2), 2, stages=2, schedule="1f1b", packing=True)),
     on_demand(Case(Degrees(ring=2), Degrees(data=2, ulysses=2), 1, packing=True, recompute="light")),
-    Case(ONE, Degrees(ring=4), 2, recompute="offload"),
+    slow(Case(ONE, Degrees(ring=4), 2, recompute="offload")),
     on_demand(Case(Degrees(ulysses=2), Degrees(ring=2, tensor=2), 1, recompute="light:0-1,all:2-3", mlp_chunks=3)),
     on_demand(Case(ONE, Degrees(data=2), 2, mlp_chunks=4, packing=True)),
 ]
@@ -113,14 +113,14 @@ def long_and_short() -> list[list[Sample]]:
 
 
 GROUPED = [
-    slow(Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 1, sequence_groups="auto")),
+    Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 1, sequence_groups="auto"),
     on_demand(Case(ONE, Degrees(ulysses=4), 1, packing=True, sequence_groups="auto")),
     Case(Degrees(data=2), Degrees(ring=3), 2, sequence_groups="auto"),
     on_demand(Case(ONE, Degrees(ring=2, tensor=2), 1, stages=2, sequence_groups="auto")),
 ]
 
 
-@pytest.mark.parametrize("case", GROUPED, ids=str)
+@pytest.mark.parametrize("case", slow_but(GROUPED, GROUPED[2]), ids=str)
 def test_short_samples_on_fewer_ranks_equal_the_plain_model(case: Case, attending_model: str) -> None:
     assert_exact(compare(attending_model, case, long_and_short()))
 

@@ -14,7 +14,7 @@ from tests.engine import test_deepstack
 from tests.engine.test_parity import assert_exact
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow_but
 
 ONE, TWO = Degrees(), Degrees(tensor=2)
 CASES = [
@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(CASES, CASES[0], CASES[2]), ids=str)
 def test_equals_the_plain_model(case: Case, four_layers_model: str) -> None:
     assert_exact(compare(four_layers_model, case, awkward_steps()))
 

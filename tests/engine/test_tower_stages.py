@@ -16,12 +16,12 @@ from tests.engine import test_deepstack
 from tests.engine.test_parity import assert_exact
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedVision, compare
-from tests.helpers.rows import on_demand
+from tests.helpers.rows import on_demand, slow
 
 ONE = Degrees()
 CASES = [
     Case(ONE, ONE, 2, tower_stages=2),
-    Case(Degrees(tensor=2), Degrees(tensor=2), 4, tower_stages=2, stages=2, schedule="1f1b", packing=True),
+    slow(Case(Degrees(tensor=2), Degrees(tensor=2), 4, tower_stages=2, stages=2, schedule="1f1b", packing=True)),
     on_demand(
         Case(Degrees(ulysses=2), Degrees(tensor=2), 4, tower_stages=2, stages=2, chunks=2, schedule="interleaved")
     ),

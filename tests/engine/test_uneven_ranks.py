@@ -66,7 +66,7 @@ ALWAYS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "case"), slow_but(ALWAYS, ALWAYS[0], ALWAYS[5]), ids=str)
+@pytest.mark.parametrize(("name", "case"), slow_but(ALWAYS, ALWAYS[0]), ids=str)
 def test_ranks_call_alike(name: str, case: Case, made: dict[str, Made]) -> None:  # noqa: F811
     check(made[name], case, uneven_steps(made[name].folder))
 
@@ -128,6 +128,7 @@ def rows_of_unlike_runs(model: str) -> list[list[Sample]]:
     return [[make([], 1, 1), make([], 2, 2), make([0], 2, 3), make([1, 2], 2, 4)]] * 2
 
 
+@pytest.mark.slow
 def test_layers_that_take_each_sample_by_itself_are_called_alike(made: dict[str, Made]) -> None:  # noqa: F811
     model = made["qwen3_5"]
     steps = rows_of_unlike_runs(model.folder)

@@ -49,6 +49,7 @@ def read(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path: Path) -> None:
     planted = {name: Row(name, PLANTED, name) for name in ("raising", "dying", "hanging", "deviating")}
     absent = Row("absent", "experiments.gpu_check.no_such_module")

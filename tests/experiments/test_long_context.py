@@ -32,6 +32,7 @@ def test_plain_keeps_most_and_ranks_share(model: str) -> None:
     assert 0 < plain < alone < shared
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_same_in_each_way(model: str) -> None:
     told = on_ranks(2, inference._measure, model, 96, 2, 1)
     tokens = {way: found for way, ((found, *_),) in told.items()}

@@ -33,6 +33,7 @@ from experiments.partition.replay import Setting, Shape, measure_units, run_in_t
 from experiments.partition.shapes import INTERNLM2_20B, INTERNVIT, MODELS, model_named
 from experiments.partition_search.__main__ import at
 from experiments.recompute.work import deal, make_model, make_samples
+from tests.helpers.rows import slow
 
 MAIN = "InternViT 6B + InternLM2 20B"
 SMALL = Shape(tower=32, tower_layers=3, decoder=32, decoder_layers=4, side=8, words=6)
@@ -113,7 +114,7 @@ def test_a_cut_is_the_stages_of_both_parts(small_model: str) -> None:
     assert stages_of(units, [1, 3]) == Stages(2, 1, (1,), (), shared=False)
 
 
-@pytest.mark.parametrize("frozen", ["", VISION, TEXT])
+@pytest.mark.parametrize("frozen", ["", slow(VISION), TEXT])
 def test_cuts_of_a_chain_have_the_same_loss(small_model: str, frozen: str) -> None:
     setting = Setting(stages=3, micro_batches=3, frozen=frozen)
     with join_alone():

@@ -35,6 +35,7 @@ def rows(model: planned.Model) -> list[dict]:
     return planned.planned_rows(CELLS, Fitted(), model, searches=("planned", "planned, larger batch"))
 
 
+@pytest.mark.slow
 def test_a_row_stands_beside_the_best_cell_of_its_length(rows: list[dict]) -> None:
     named = {(row["search"], row["state_bytes"], row["patches"]): row for row in rows}
     assert set(named) == {
@@ -86,6 +87,7 @@ def test_a_length_without_a_layout_has_no_figure() -> None:
     assert (row["predicted"], row["ratio"], row["met"]) == (None, None, False)
 
 
+@pytest.mark.slow
 def test_curves_and_their_panel(tmp_path: Path, rows: list[dict]) -> None:
     found = curves(rows)
     assert list(found) == list(COLOURS)

@@ -7,14 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.fake_cuda.device import compile_guard
-from tests.helpers.tiny import save_model, save_qwen3_vl_moe
 from tests.helpers.rows import slow_but
+from tests.helpers.tiny import save_model, save_qwen3_vl_moe
 
 Answers = dict[str, dict[str, Any]]
 
@@ -82,27 +83,43 @@ def _change(config: Path, **tower: Any) -> None:
     config.write_text(json.dumps(said))
 
 
+class Probed(Answers):
+    """What each case did. The quick ones are asked all in one process, and so are the others: loading the guard and
+    torch takes most of the time."""
+
+    def __init__(self, library: Path, models: dict[str, str]):
+        super().__init__()
+        self._library, self._models = library, models
+
+    def __missing__(self, case: str) -> dict[str, Any]:
+        names = QUICK if case in QUICK else [name for name in CASES if name not in QUICK]
+        self.update(probe(self._library, self._models, names))
+        return self[case]
+
+
 @pytest.fixture(scope="module")
 def probed(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """What each case did, all in one process: loading the guard and torch takes most of the time."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is needed to compile the stub of a device; install a C++ compiler to run these tests")
-    library = compile_guard(tmp_path_factory.mktemp("guard"))
+    return Probed(compile_guard(tmp_path_factory.mktemp("guard")), models)
+
+
+def probe(library: Path, models: dict[str, str], names: Sequence[str]) -> Answers:
     asked = [
         {
             "model": models[name],
-            "keys": keys,
+            "keys": CASES[name],
             "parts": ["vision", "text"] if name in BOTH else ["text"],
             "read": OF_EACH_EXPERT,
         }
-        for name, keys in CASES.items()
+        for name in names
     ]
     command = [sys.executable, "-m", "tests.fake_cuda.probe", str(library), json.dumps(asked)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return dict(zip(CASES, answers, strict=True))
+    return dict(zip(names, answers, strict=True))
 
 
 def waits(answer: dict[str, Any]) -> dict[str, dict[str, int]]:
@@ -110,7 +127,7 @@ def waits(answer: dict[str, Any]) -> dict[str, dict[str, int]]:
     return {phase: found for phase, found in answer["syncs"].items() if phase[-1].isdigit()}
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if "experts over" not in name])
+@pytest.mark.parametrize("case", slow_but([name for name in CASES if "experts over" not in name], *QUICK[:-1]))
 def test_the_host_waits_for_nothing_in_a_micro_batch_but_to_hand_over(case: str, probed: Answers) -> None:
     """The trainers never wait; handing over, which is the worker's, waits once a call that returns tensors."""
     assert waits(probed[case]) == {}
@@ -119,7 +136,7 @@ def test_the_host_waits_for_nothing_in_a_micro_batch_but_to_hand_over(case: str,
     )
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if "experts over" in name])
+@pytest.mark.parametrize("case", slow_but([name for name in CASES if "experts over" in name], QUICK[-1]))
 def test_experts_on_other_ranks_make_the_host_wait_once_a_layer_and_forward(case: str, probed: Answers) -> None:
     """For the sizes of the exchange; a recomputed layer, and backward, know them."""
     found = waits(probed[case])
@@ -129,13 +146,13 @@ def test_experts_on_other_ranks_make_the_host_wait_once_a_layer_and_forward(case
         assert place.startswith("to host at parallel/expert/shares.py:") and times == LAYERS_OF_EXPERTS
 
 
-def test_each_way_of_waiting_is_seen(probed: Answers) -> None:
-    for answer in probed.values():
-        kinds = sorted(place.split(" at ")[0] for place in answer["syncs"]["control"])
-        assert kinds == ["bincount", "boolean index", "item", "nonzero", "to device", "to host", "to host"]
+@pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
+def test_each_way_of_waiting_is_seen(case: str, probed: Answers) -> None:
+    kinds = sorted(place.split(" at ")[0] for place in probed[case]["syncs"]["control"])
+    assert kinds == ["bincount", "boolean index", "item", "nonzero", "to device", "to host", "to host"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
 def test_the_host_waits_for_the_norm_and_the_loss_once_a_step(case: str, probed: Answers) -> None:
     syncs, (*others, last) = probed[case]["syncs"], probed[case]["stages"]
     norms = {stage: sum(syncs.get(f"{stage} norm", {}).values()) for stage in (*others, last)}
@@ -144,7 +161,7 @@ def test_the_host_waits_for_the_norm_and_the_loss_once_a_step(case: str, probed:
     assert sum(syncs.get(f"{last} update", {}).values()) == 1, syncs
 
 
-@pytest.mark.parametrize("case", BOTH)
+@pytest.mark.parametrize("case", slow_but(BOTH, *QUICK[:-3]))
 def test_what_crosses_to_the_device_is_packed(case: str, probed: Answers) -> None:
     transfers, targets = probed[case]["transfers"], probed[case]["targets"]
     for m in (0, 1):

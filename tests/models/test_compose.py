@@ -43,6 +43,7 @@ from dhp.models.compose import compose
 from dhp.models.compose_text import add_image_token, written_with_images
 from dhp.tiny.family import make_family
 from dhp.tiny.model import make_tokenizer
+from tests.helpers.rows import slow
 
 SIDE, PATCH = 56, 14
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -91,7 +92,7 @@ def save_decoder(name: str, folder: Path, rows: int | None = None) -> str:
 
 @pytest.mark.parametrize(
     ("tower", "decoder", "tokens"),
-    [("clip", "llama", 16), ("siglip", "qwen2", 16), ("dino", "mistral", 16), ("clip", "qwen3", 16)],
+    [("clip", "llama", 16), ("siglip", "qwen2", 16), slow("dino", "mistral", 16), slow("clip", "qwen3", 16)],
 )
 def test_both_halves_keep_their_weights_and_it_can_be_trained(
     tower: str, decoder: str, tokens: int, tmp_path: Path

@@ -71,6 +71,7 @@ def test_nothing_is_fetched_and_no_script_runs(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in text and "@media print" in text and "width=device-width" in text
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_are_two_megabytes_at_most(tmp_path: Path) -> None:
     page = write_report([make_run(tmp_path / "run", steps=10_000)], tmp_path / "report.html")
     assert page.stat().st_size <= 2_000_000

@@ -50,6 +50,7 @@ def test_it_is_exported_merged_and_as_an_adapter(trained: tuple[Path, Outcome], 
     assert any("q_proj" in name for name in moved) and not any("blocks" in name for name in moved)
 
 
+@pytest.mark.slow
 def test_its_checkpoints_are_evaluated_with_their_adapters(trained: tuple[Path, Outcome]) -> None:
     run_dir, _ = trained
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

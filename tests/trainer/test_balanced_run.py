@@ -41,6 +41,7 @@ def lines_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_epochs_show_every_sample_twice_without_padding(outcome: Outcome, run_dir: Path) -> None:
     assert outcome.status == 0, outcome.stderr
     assert outcome.left == ()

@@ -17,6 +17,7 @@ from dhp.trainer.expected_step import expected_step
 from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.partition import LayerCuts
 from dhp.trainer.plan import RunPlan, plan_run
+from tests.helpers.rows import slow
 from tests.trainer.test_partition import FROZEN_TOWER, config_of
 
 TOWER = ("vision.parallelism=pipeline", "vision.num_actors=2", "vision.zero_stage=0", "vision.dtype=bfloat16")
@@ -43,7 +44,7 @@ def step_s(model: str, *overrides: str) -> float:
     return step.step_s
 
 
-@pytest.mark.parametrize("frozen", [(), FROZEN_TOWER], ids=["trained", "frozen"])
+@pytest.mark.parametrize("frozen", [slow(()), FROZEN_TOWER], ids=["trained", "frozen"])
 def test_the_step_is_as_short_as_under_the_best_of_all_cuts(four_layers_model: str, frozen: tuple[str, ...]) -> None:
     """Played with both actors on the shared device, which the search takes for one."""
     inside = range(1, LAYERS)
@@ -122,7 +123,7 @@ def test_more_stages_than_layers_are_refused(four_layers_model: str, given: str,
 AUTO = ("text.recompute=auto", "vision.recompute=auto", "cluster.device=cpu")
 
 
-@pytest.mark.parametrize("vision", ["auto", "none", "mlp"])
+@pytest.mark.parametrize("vision", ["auto", slow("none"), slow("mlp")])
 def test_a_budget_is_kept_by_both_parts(four_layers_model: str, monkeypatch: pytest.MonkeyPatch, vision: str) -> None:
     seen: list[Any] = []
 

@@ -75,11 +75,12 @@ INSIDE_72B = 16 * 8192 + 8 + 2 * (2 * 8192 + 2 * 1024) + 8 * 29568 // 8 + 4 * 64
 TOWER = 20_000 * 32 * 2 * 1280
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device", "activations"),
     [
         ("32b_8gpus", "70.7 GB", 8192 * (64 * 2 * 5120 + INSIDE_32B) + TOWER),
-        slow("72b_32gpus", "56.9 GB", 8192 * (80 * 2 * 8192 + INSIDE_72B) + TOWER),
+        ("72b_32gpus", "56.9 GB", 8192 * (80 * 2 * 8192 + INSIDE_72B) + TOWER),
     ],
 )
 def test_large_models_on_fewer_devices_fit_with_a_row_of_16k(

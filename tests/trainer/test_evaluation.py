@@ -68,6 +68,7 @@ def test_epochs_that_end_with_a_checkpoint(every: int, steps: int, ends: set[int
     assert set(session._epoch_ends(steps)) == ends
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_checkpoints_of_its_epochs_alone(tiny_assets: Path, tmp_path: Path) -> None:
     asked = ["data.datasets=['shapes%5']", "training.max_steps=null", "training.num_epochs=3", "training.save_epochs=2"]
     ended = train(*tiny(tiny_assets, tmp_path / "run", *ONE_ACTOR_EACH, *asked, "training.save_final=false"))
@@ -180,6 +181,7 @@ def test_without_a_metric_old_ones_go_as_soon_as_a_newer_one_is_whole(tmp_path: 
     assert [path.name for path in checkpoints(tmp_path)] == ["step_3", "step_2"]
 
 
+@pytest.mark.slow
 def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> None:
     asked = ["data.eval_datasets=['shapes%10']", "training.eval_steps=1", "training.best_metric=eval_loss"]
     run = ["training.max_steps=2", "training.save_steps=1", "training.save_total_limit=1"]

@@ -51,6 +51,7 @@ def summary(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_broken_image_ends_the_run_by_name(tiny_assets: Path, broken_set: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     outcome = train(*tiny(tiny_assets, run_dir, *on(broken_set)), own_ray=True)

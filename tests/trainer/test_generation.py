@@ -55,6 +55,7 @@ def test_a_runs_checkpoint_answers_in_another_layout(
     assert generated(tmp_path / "b.json", *exported) == wanted
 
 
+@pytest.mark.slow
 def test_a_run_answers_with_its_evaluations_and_its_adapters_answer_afterwards(
     tiny_assets: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from dhp.models.registry import load_family
 from dhp.trainer.layer_work import ATTENTION_BACKWARD, Passes, TextLoad, decoder_passes, recomputed, tower_passes
 from dhp.trainer.row_bytes import PartBytes, trace_bytes
 from dhp.trainer.tower_units import TowerLoad, tower_pieces
+from tests.helpers.rows import slow
 
 LENGTHS, TARGETS = (300, 212), 128
 LOAD = TextLoad(sum(LENGTHS), sum(length**2 for length in LENGTHS), TARGETS)
@@ -87,7 +88,7 @@ def test_attention_exchanges_again_where_it_runs_again(made_model: str) -> None:
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2), Degrees(ulysses=2)], ids=str)
-@pytest.mark.parametrize("model", ["made_model", "qwen3_vl_model"])
+@pytest.mark.parametrize("model", ["made_model", slow("qwen3_vl_model")])
 def test_all_ranks_of_a_tower_do_the_operations_of_a_step(
     model: str, degrees: Degrees, request: pytest.FixtureRequest
 ) -> None:

@@ -27,6 +27,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
+@pytest.mark.slow
 def test_a_real_measurement(made_model: str, tmp_path: Path, idle: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "LIMIT_S", 0.2)
     said: list[str] = []

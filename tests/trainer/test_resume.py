@@ -125,6 +125,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole: Path, stopped: Path, tiny_asse
     assert "step 3/4" in outcome.stderr and "step 2/4" not in outcome.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_in_another_layout(whole: Path, stopped: Path, tiny_assets: Path) -> None:
     """With three replicas for a step's two rows, one of which has an empty place each step."""
     other = ["vision.num_actors=1", "vision.zero_stage=0", "text.num_actors=3", "text.parallelism=data"]

@@ -79,6 +79,7 @@ def test_a_step_without_any_sample_leaves_the_model_as_it_was(
     assert second["loss"] == pytest.approx(plain_loss(tiny_assets / "model", batch), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_not_finite_ends_the_run_before_the_weights_are_lost(tiny_assets: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     hopeless = [*ONE_ACTOR_EACH, *CONSTANT_RATE, "training.learning_rate=1e30", "training.max_nonfinite_steps=0"]

@@ -96,6 +96,7 @@ def test_backend_is_nccl_only_where_each_rank_has_a_gpu() -> None:
 
 
 @pytest.mark.usefixtures("local_ray")
+@pytest.mark.slow
 def test_three_bundles_of_two_actors_fit_on_one_gpu() -> None:
     """Shares rounded up to Ray's units would leave the sixth actor waiting for ever."""
     import ray

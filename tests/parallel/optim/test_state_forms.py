@@ -30,6 +30,7 @@ from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.optim.replicated import Replicated
 from dhp.parallel.tensor.slices import as_dtensors, cut_of, use_local_slices
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rows import slow, slow_but
 from tests.parallel.optim.plain_states import PlainStates
 
 MICRO, SEED, DECAY, BETAS, EPS = 2, 5, 0.1, (0.9, 0.999), 1e-8
@@ -183,8 +184,8 @@ def assert_equal(found: Mapping[str, list[Tensor]], expected: Mapping[str, list[
             assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), name
 
 
-@pytest.mark.parametrize("nbytes", [16, 12, 10])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("nbytes", [slow(16), 12, 10])
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, Layout(0, 2, 2), Layout(2, 2), Layout(3, 4, 2)), ids=str)
 def test_every_layout_has_the_states_of_one_process_to_the_bit(layout: Layout, nbytes: int, tmp_path: Path) -> None:
     steps, replicas = 3, layout.ranks // layout.tensor
     norms, states = plain(nbytes, replicas, steps)
@@ -231,8 +232,8 @@ def _summed(layout: Layout, nbytes: int) -> float:
     return (rank.optimizer.norm_sq() / sum(torch.Size(shape).numel() for shape in SHAPES.values())) ** 0.5
 
 
-@pytest.mark.parametrize("nbytes", FORMS)
-@pytest.mark.parametrize("layout", [Layout(0, 1), Layout(0, 2, 2), Layout(3, 2)], ids=str)
+@pytest.mark.parametrize("nbytes", slow_but(FORMS, 18, 10))
+@pytest.mark.parametrize("layout", [Layout(0, 1), slow(Layout(0, 2, 2)), Layout(3, 2)], ids=str)
 def test_a_resumed_run_goes_on_to_the_bit(layout: Layout, nbytes: int, tmp_path: Path) -> None:
     straight, half, resumed = (tmp_path / name for name in ("straight", "half", "resumed"))
     run_on_ranks(_train, layout.ranks, layout, nbytes, range(4), str(straight))
@@ -241,7 +242,7 @@ def test_a_resumed_run_goes_on_to_the_bit(layout: Layout, nbytes: int, tmp_path:
     assert_equal(read(resumed), read(straight))
 
 
-@pytest.mark.parametrize("layout", [Layout(0, 1), Layout(3, 2)], ids=str)
+@pytest.mark.parametrize("layout", [slow(Layout(0, 1)), Layout(3, 2)], ids=str)
 @pytest.mark.parametrize(("was", "now"), [(18, 12), (12, 18), (16, 10), (10, 16), (12, 10), (18, 16)])
 def test_a_form_is_read_into_another(layout: Layout, was: int, now: int, tmp_path: Path) -> None:
     saved, converted = tmp_path / "saved", tmp_path / "converted"

@@ -185,6 +185,7 @@ def layout_of(file: Path) -> Mapping[str, object]:
     return {"layout": values["layout"], **degrees}
 
 
+@pytest.mark.slow
 def test_a_run_plans_and_goes_on_in_its_layout(tiny_assets: Path, tmp_path: Path) -> None:
     arguments = tiny(tiny_assets, tmp_path / "run", "layout=free", "cluster.devices=2", "training.save_steps=1")
     first = train(*arguments, "training.max_steps=1")

@@ -27,6 +27,7 @@ from dhp.trainer.forecast.held import held_keys
 from dhp.trainer.forecast.layouts import PartLayout, PlanChecks, Refused, part_layouts
 from dhp.trainer.forecast.whole_run import WholeRun
 from dhp.trainer.preflight import prepare
+from tests.helpers.rows import slow
 from tests.helpers.runs import ONE_ACTOR_EACH
 from tests.helpers.tiny_omni import save_omni
 
@@ -67,7 +68,7 @@ def summary(section: PartConfig) -> tuple[Any, ...]:
     return (*split, section.expert, section.zero_stage, engine, section.sequence_sharded_norms)
 
 
-@pytest.mark.parametrize("devices", [4, 6])
+@pytest.mark.parametrize("devices", [4, slow(6)])
 @pytest.mark.parametrize("name", ["vision", "text"])
 def test_a_run_starts_in_each_layout_and_says_why_not_in_others(tiny_assets: Path, name: str, devices: int) -> None:
     config = composed(tiny_assets)

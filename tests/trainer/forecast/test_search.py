@@ -59,6 +59,7 @@ def test_what_is_found_fits_and_the_fastest_is_first(made_model: str) -> None:
         assert plan.config.training.batch_size == 16
 
 
+@pytest.mark.slow
 def test_quick_figures_are_those_of_the_whole_forecast(made_model: str) -> None:
     """What a search leaves out is left out by these. Layouts without a pipeline: stages are cut evenly in them."""
     space = space_of(made_model, 4, 2.0**30)
@@ -78,6 +79,7 @@ def test_quick_figures_are_those_of_the_whole_forecast(made_model: str) -> None:
         assert pair.peak_bytes >= whole.peak.total * 0.999  # it adds what is never together
 
 
+@pytest.mark.slow
 def test_little_memory_finds_layouts_that_divide_more(made_model: str) -> None:
     roomy, tight = found_for(made_model, 4, 2.0**30), found_for(made_model, 4, 14 * 2.0**20)
     assert tight.candidates and tight.fit < roomy.fit
@@ -91,6 +93,7 @@ def test_nothing_fits_names_the_smallest(made_model: str) -> None:
     assert found.tight.found.peak.total > 2.0**20
 
 
+@pytest.mark.slow
 def test_held_keys_stay(made_model: str) -> None:
     space = space_of(made_model, 4, 2.0**30, rows_held=True)
     text = replace(space.config.text, tensor=2, zero_stage=0)
