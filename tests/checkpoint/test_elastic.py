@@ -214,7 +214,7 @@ def test_dropout_goes_on_in_every_other_layout(saved: Saved, tmp_path: Path, bef
     assert_goes_on(saved, tmp_path, DROPPING[before], DROPPING[after], 1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [*permutations(FROZEN)])
+@pytest.mark.parametrize(("before", "after"), slow_but(permutations(FROZEN), (PLAIN, "pipeline")))
 def test_a_frozen_part_goes_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, FROZEN[before], FROZEN[after], 1e-5)
 

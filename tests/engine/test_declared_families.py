@@ -220,7 +220,7 @@ ALWAYS = [
     ("glm4v", Case(Degrees(ring=2), Degrees(tensor=2), 2)),  # frames by their lengths; gate and up in one matrix
     ("kimi_k25", Case(Degrees(ulysses=2), Degrees(), 2, packing=True)),  # patches by rows of the picture
 ]
-QUICK = [ALWAYS[0], ALWAYS[3], ALWAYS[4]]
+QUICK = [ALWAYS[3], ALWAYS[4]]
 
 
 @pytest.mark.parametrize(("name", "case"), slow_but(ALWAYS, *QUICK), ids=[name for name, _ in ALWAYS])

@@ -94,6 +94,7 @@ def test_16_bits_round_as_one_process_does(text: Degrees, experts_model: str) ->
     assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_is_the_same_to_the_bit(experts_model: str) -> None:
     """However rows arrive; and ranks with the same experts have the same weights."""
     case = Case(ONE, Degrees(data=4, expert=2), dtype="float32", micro_batches=1)

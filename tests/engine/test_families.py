@@ -79,6 +79,7 @@ def test_norms_of_heads_get_the_gradient_of_all_heads(
     assert_exact(compare(head_norms_model, case, steps(), Fault(text=ExactNorms)))
 
 
+@pytest.mark.slow
 def test_norms_of_heads_in_bfloat16(head_norms_model: str) -> None:
     case = Case(ONE, Degrees(tensor=2), 3, dtype="bfloat16", packing=True)
     ratios = compare_rounding(head_norms_model, case, steps())

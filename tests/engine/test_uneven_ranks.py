@@ -22,7 +22,7 @@ from tests.helpers import ranks
 from tests.helpers.batches import mixed_step, step_without_image
 from tests.helpers.families import Maker
 from tests.helpers.layouts import FIRST_OUT, Case, _slotted, compare, make_sharder
-from tests.helpers.rows import slow_but
+from tests.helpers.rows import slow, slow_but
 from tests.helpers.tiny_families import FAMILIES
 
 ONE, TWO = Degrees(), Degrees(data=2)
@@ -91,7 +91,7 @@ def check(model: Made, case: Case, steps: list[list[Sample]]) -> None:
 LORA = (("vision", AdapterSettings(2, 4.0)), ("text", AdapterSettings(2, 4.0)))
 BEGINS_FROZEN = [
     Case(ONE, TWO, 2, text_zero_stage=2, fsdp=True, frozen=("embed_tokens",), packing=True, checked=True),
-    Case(TWO, TWO, 2, text_zero_stage=2, zero_stage=2, fsdp=True, lora=LORA, checked=True),
+    slow(Case(TWO, TWO, 2, text_zero_stage=2, zero_stage=2, fsdp=True, lora=LORA, checked=True)),
 ]
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from experiments.experts.__main__ import compare
 
 
-@pytest.mark.slow
 def test_each_way_holds_half_of_the_experts_and_sends_what_it_must() -> None:
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     rows = {row["text"]: row for row in compare(1, 24, **sizes)}

@@ -85,6 +85,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
+@pytest.mark.slow
 def test_adapters_alone_are_kept_and_the_plain_loop_keeps_as_much() -> None:
     rows = {row["train"]: row for row in lora.measure(1)}
     assert list(rows) == ["all", "lora_text", "lora_both"]

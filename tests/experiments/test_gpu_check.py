@@ -138,6 +138,7 @@ def test_a_section_without_time_takes_none_of_the_next(tmp_path: Path, monkeypat
     assert "error" in hung and late["no time"] and after["ok"]
 
 
+@pytest.mark.slow
 def test_a_fresh_row_has_a_process_of_its_own(tmp_path: Path) -> None:
     rows = [Row(name, PLANTED, "who", fresh=name == "fresh") for name in ("first", "second", "fresh", "last")]
     out = tmp_path / "gpu.jsonl"

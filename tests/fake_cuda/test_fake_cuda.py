@@ -84,7 +84,7 @@ def _change(config: Path, **tower: Any) -> None:
 
 
 class Probed(Answers):
-    """What each case did. The quick ones are asked all in one process, and so are the others: loading the guard and
+    """What each case did. The quick ones are tried all in one process, and so are the others: loading the guard and
     torch takes most of the time."""
 
     def __init__(self, library: Path, models: dict[str, str]):

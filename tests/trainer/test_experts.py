@@ -53,6 +53,7 @@ def overrides(model: Path, *more: str) -> list[str]:
     return [f"vision.model_name={model}", f"text.model_name={model}", *one, *more]
 
 
+@pytest.mark.slow
 def test_a_run_trains_saves_and_is_exported(tiny_assets: Path, model: Path, tmp_path: Path) -> None:
     steps = ["training.max_steps=3", "training.batch_size=4", "training.micro_batch_size=1", "cluster.device=cpu"]
     outcome = train(*tiny(tiny_assets, tmp_path / "run", *overrides(model, *SHARED, *steps)))

@@ -58,7 +58,8 @@ CHANGES = [
 
 @pytest.mark.parametrize(("override", "said", "why"), CHANGES)
 def test_a_change_is_refused_and_where_it_is_asked_for_said(override: str, said: str, why: str) -> None:
-    start, now = start_of(config_of()), config_of(override)
+    plain, now = config_of(), config_of(override)
+    start = start_of(plain)
     start.check(kept_settings(now))
     with pytest.raises(CheckpointError) as caught:
         check_recipe(now, start)
@@ -68,7 +69,7 @@ def test_a_change_is_refused_and_where_it_is_asked_for_said(override: str, said:
     lines = start.changes(recipe(now), free_layout(now))
     assert len(lines) == 2 and lines[0].startswith(said)
     assert lines[1] == "else the recipe is that of step_4"
-    assert start.changes(recipe(config_of()), free_layout(config_of())) == ["the recipe is that of step_4"]
+    assert start.changes(recipe(plain), free_layout(plain)) == ["the recipe is that of step_4"]
 
 
 def test_a_run_may_be_longer_where_its_rates_do_not_know_its_end() -> None:
