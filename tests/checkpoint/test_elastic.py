@@ -160,6 +160,7 @@ def test_every_layout_goes_on_in_every_other(saved: Saved, tmp_path: Path, befor
 
 
 @pytest.mark.parametrize(("before", "after"), [(PLAIN, "zero"), slow("zero", "fsdp"), slow("fsdp", PLAIN)])
+@pytest.mark.slow
 def test_rounded_weights_go_on_from_their_masters(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, ROUNDED[before], ROUNDED[after], 1e-3)
 

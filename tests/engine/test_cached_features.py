@@ -154,6 +154,7 @@ def test_one_rank_without_company_gives_the_same_bits(made_model: str, tmp_path:
 STAGED = Case(Degrees(ulysses=2), ONE, 2, stages=2, schedule="1f1b", frozen=FROZEN, packing=True)
 
 
+@pytest.mark.slow
 def test_features_that_enter_several_layers(qwen3_vl_model: str, tmp_path: Path) -> None:
     """Qwen3-VL's tower hands over four tensors, which enter the decoder at two of its stages."""
     steps = [[make_sample([(1, 4, 6), (1, 8, 8)], 5, 3, 7, 505), make_sample([(1, 4, 4)], 6, 4, 8, 505)]]

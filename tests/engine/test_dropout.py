@@ -88,6 +88,7 @@ def test_equals_the_plain_model(case: Case, four_layers_model: str) -> None:
 
 
 @pytest.mark.parametrize("case", OTHERS["llava_model"], ids=str)
+@pytest.mark.slow
 def test_images_of_one_size_equal_the_plain_model(case: Case, llava_model: str) -> None:
     """Layers see a class token beside the patches."""
     assert_exact(compare(llava_model, case, images_of_one_size()))

@@ -88,6 +88,7 @@ def test_equals_the_plain_model_in_single_precision(case: Case, experts_model: s
 
 
 @pytest.mark.parametrize("text", [Degrees(data=2, expert=2), on_demand(Degrees(tensor=2))], ids=str)
+@pytest.mark.slow
 def test_16_bits_round_as_one_process_does(text: Degrees, experts_model: str) -> None:
     case = Case(ONE, text, dtype="bfloat16", packing=True)
     ratios = compare_rounding(experts_model, case, steps(), together=True)

@@ -175,6 +175,7 @@ def test_states_that_are_cut_too(case: Case, few_keys_model: str) -> None:
 
 
 @pytest.mark.parametrize("text", [Degrees(ring=2, ulysses=2)], ids=str)
+@pytest.mark.slow
 def test_in_16_bits_it_rounds_no_more_than_one_process(text: Degrees, attending_model: str) -> None:
     ratios = compare_rounding(attending_model, Case(Degrees(ulysses=2), text, 2, "bfloat16"), steps())
     assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios

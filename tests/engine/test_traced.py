@@ -97,6 +97,7 @@ def test_of_a_tensor_rank(made_model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["made_model", slow("qwen3_vl_model")])
+@pytest.mark.slow
 def test_of_a_tensor_rank_with_sharded_norms(model: str, request: pytest.FixtureRequest) -> None:
     """Each layer keeps less than without, and what is traced is what a rank keeps."""
     path, sharded = request.getfixturevalue(model), {"sharded_norms": True}
@@ -110,6 +111,7 @@ def test_of_a_tensor_rank_with_sharded_norms(model: str, request: pytest.Fixture
 
 
 @pytest.mark.parametrize("sharded", [False, slow(True)], ids=["whole norms", "sharded norms"])
+@pytest.mark.slow
 def test_of_a_tensor_rank_with_adapters(made_model: str, sharded: bool) -> None:
     """The embedding is frozen: it keeps nothing for backward."""
     own = {part: AdapterSettings(4, 4.0) for part in ("vision", "text")}

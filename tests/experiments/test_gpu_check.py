@@ -85,6 +85,7 @@ def test_what_cannot_be_imported_is_said_once(tmp_path: Path, monkeypatch: pytes
     assert [row["row"] for row in read(out)] == ["lacking", "totals", "unanswered"]
 
 
+@pytest.mark.slow
 def test_a_row_that_lacks_a_module_costs_no_process(tmp_path: Path) -> None:
     workshop = Workshop("cpu", tmp_path)
     try:

@@ -88,6 +88,7 @@ def test_a_mistake_in_a_later_stage_is_told_before_the_first_begins(tiny_assets:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_first_stage_may_raise_positions_without_a_copy_of_its_weights(tiny_assets: Path, tmp_path: Path) -> None:
     config = compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}"])
     config.stages = {"far": StageEntry(rope_theta=7e4)}
