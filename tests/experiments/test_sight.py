@@ -137,6 +137,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sets]:
 CHANCE = 0.6
 
 
+@pytest.mark.slow
 def test_a_small_run_learns_from_its_pictures(small: tuple[Path, Sets]) -> None:
     found = shares(*small, STEPS, BATCH)
     assert found["right"] >= 0.8
