@@ -24,6 +24,8 @@ class PartShape:
 
     states: numbers that the optimizer keeps of each one that is trained, on average. factors: further ones, which every
     rank has whole, in all.
+
+    orthogonalizing: operations of a step in which Muon makes momenta of per_rank's matrices orthogonal.
     """
 
     total: int
@@ -33,6 +35,7 @@ class PartShape:
     quantized: int = 0
     states: float = len(MOMENTS)
     factors: int = 0
+    orthogonalizing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class HeldParameter:
 def sum_shape(parameters: Iterable[HeldParameter], selects: bool, optimizer: str = ADAMW) -> PartShape:
     """Of these parameters together. selects: not all of the run's are trained."""
     total = per_rank = replicated = trained = quantized = states = factors = 0
+    operations = 0.0
     for one in parameters:
         total += one.total
         per_rank += one.own
@@ -67,8 +71,17 @@ def sum_shape(parameters: Iterable[HeldParameter], selects: bool, optimizer: str
         each, whole = states_of(optimizer, one.shape, one.matrix)
         states += one.own * one.trains * each
         factors += whole * one.trains
+        if optimizer == MUON and one.matrix and one.trains:
+            operations += _orthogonalizing(one.shape) * one.own / one.total
     average = states / trained if trained else float(len(MOMENTS))
-    return PartShape(total, per_rank, replicated, trained if selects else None, quantized, average, factors)
+    return PartShape(total, per_rank, replicated, trained if selects else None, quantized, average, factors, operations)
+
+
+def _orthogonalizing(shape: Sequence[int]) -> float:
+    """Operations of Newton and Schulz's five iterations on a matrix: three products each, X Xᵀ, its square, and that
+    times X."""
+    least, most = sorted(shape)
+    return 5.0 * (4 * least**2 * most + 2 * least**3)
 
 
 def states_of(optimizer: str, shape: Sequence[int], matrix: bool) -> tuple[int, int]:

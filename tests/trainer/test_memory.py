@@ -134,7 +134,9 @@ def test_numbers_that_each_optimizer_keeps() -> None:
     other = HeldParameter(("b",), 30, 30, False, True, False, (3, 10))
     frozen = HeldParameter(("c",), 20, 20, False, False, False, (2, 10), True)
     assert sum_shape([matrix, other, frozen], True) == PartShape(150, 100, 50, 80)
-    assert sum_shape([matrix, other, frozen], True, "muon") == PartShape(150, 100, 50, 80, states=110 / 80)
+    assert sum_shape([matrix, other, frozen], True, "muon") == PartShape(
+        150, 100, 50, 80, states=110 / 80, orthogonalizing=15_000.0
+    )
     factors = PartShape(150, 100, 50, 80, states=0.0, factors=20 + 13)
     assert sum_shape([matrix, other, frozen], True, "adafactor") == factors
     vector = HeldParameter(("d",), 8, 8, False, True, False, (8,))

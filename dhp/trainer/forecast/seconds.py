@@ -217,6 +217,8 @@ def once_a_step(
         updated = traffic / rates.elementwise
     else:
         updated = trained / (degrees.shards if section.zero_stage else 1) / rates.update
+    # Of matrices that are cut, each is put together and made orthogonal on one of the ranks.
+    updated += shape.orthogonalizing / (degrees.shards if section.zero_stage else 1) / rates.products
     sent = sum(one.seconds(rates) for one in weights.update())
     if section.zero_stage >= 2:
         return updated, sent

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dhp.core.errors import ConfigError
+from dhp.models.hidden_matrices import hidden_matrices
 from dhp.planner.costs import predicted_bytes
 from dhp.planner.rates import Channel, Rates
 from dhp.trainer.activations import expected_activations
@@ -51,6 +52,21 @@ def test_a_step_takes_its_operations_by_the_rate(made_model: str) -> None:
     assert found.step_s == pytest.approx(sum(kinds.values())) and kinds["bubble"] == pytest.approx(0, abs=1e-12)
     twice = ask(plan, machine(replace(RATES, products=5e11, attention=5e11)))
     assert twice.step_s == pytest.approx(2 * found.step_s)
+
+
+def test_an_update_by_muon_takes_its_products(made_model: str) -> None:
+    """Five times three products of every hidden matrix; cut over replicas' shards, each rank its share of them."""
+    muon = ("training.optimizer=muon", "text.zero_engine=fsdp", "vision.zero_engine=fsdp")
+    plan = plan_run(config_of(made_model, *ONE, *muon))
+    shapes = {one.name: one.shape for one in count_model(plan).parameters}
+    matrices = (sorted(shapes[name]) for name in hidden_matrices(shapes, plan.family))
+    operations = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in matrices)
+    whole = ask(plan).kinds()["update"]
+    assert whole * 1e12 == pytest.approx(operations)
+    assert ask(plan_run(config_of(made_model, *ONE))).kinds()["update"] == 0
+    cut = ("text.num_actors=2", "text.tensor=1", "text.data=2", "text.zero_stage=3")
+    cut += ("vision.num_actors=2", "vision.ulysses=2", "vision.zero_stage=2")
+    assert ask(plan_run(config_of(made_model, *muon, *cut))).kinds()["update"] == pytest.approx(whole / 2)
 
 
 def test_seconds_that_a_driver_takes_come_on_top(made_model: str) -> None:
