@@ -8,9 +8,9 @@
 #   python3 -m pip install --no-index --no-deps --find-links WHEELS --target SITE transformers
 #   PYTHONPATH=SITE scripts/gpu_check.sh
 # Rows that need bitsandbytes, peft, deepspeed or triton are skipped where these are missing. `--from SECTION` goes on
-# where a run ended, `--out FILE` writes elsewhere; `python -m experiments.gpu_check.report` makes a table of the rows.
+# where a run ended, `--patience 2` gives each section twice its time (with `--limit` and GPU_CHECK_S, seconds), `--out FILE` writes elsewhere; `python -m experiments.gpu_check.report` makes a table of the rows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=python3
 if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
-exec timeout 480 "$python" -m experiments.gpu_check --device cuda --out results/gpu.jsonl "$@"
+exec timeout "${GPU_CHECK_S:-550}" "$python" -m experiments.gpu_check --device cuda --out results/gpu.jsonl "$@"

@@ -434,6 +434,7 @@ def gpu_check() -> Sentences:
         kernels[name] for name in ("RMS norm", "rotary positions of the tower", "gate in a fresh process")
     )
     yield page, f"RMS norm takes {norm['fused_ms']:.2f} ms in place of {norm['own_ms']:.2f}"
+    yield page, f"{rotary['compiled_forward_ms']:.2f} in place of {rotary['own_forward_ms']:.2f} forward"
     yield page, f"{rotary['compiled_backward_ms']:.2f} in place of {rotary['own_backward_ms']:.2f} backward"
     yield page, f"a compiled gate {gate['fused_ms']:.2f} in place of {gate['own_ms']:.2f}"
     states = one("gpu", row="states")

@@ -114,8 +114,8 @@ class Config:
     plugins: list[str] = field(default_factory=list)
     """Python modules of your own that register a model family with transformers, by their names as in an import. Each
     must be importable here and on every node: installed, or in a folder of PYTHONPATH. Nothing that lies in a model's
-    directory or in a checkpoint is run, and the plugins that a run recorded are imported only if the command names
-    them. Empty: none."""
+    directory or in a checkpoint is run, and what a run recorded, evaluate, generate and plan --from import only if the
+    command names it; a configuration that you start from is trusted. Empty: none."""
 
     tiny_assets: Optional[str] = None
     """Directory in which the tiny model and dataset are made when absent. Null: nothing is made."""

@@ -52,7 +52,8 @@ class StageReport:
 
     finite: whether the step's loss and gradient are. If not, no rank has updated anything.
 
-    stage_norm: of this stage's gradient alone, the same on all its ranks; grad_norm is of all stages together.
+    stage_norm: of this stage's gradient alone, the same on all its ranks; a weight that two stages hold counts in one.
+    None where nothing of it is trained, or the step had no data for it. grad_norm is of all stages together.
     """
 
     rank: int

@@ -169,7 +169,7 @@ class StageEngine(EvaluatingEngine):
         comm_s = None if self.device.type == "cuda" else take_waited()
         sent = take_sent()
         measured = (usage, self.take_notes(), short)
-        own = math.sqrt(self._norm_sq)
+        own = math.sqrt(self._norm_sq) if self.spec.trains and self.is_active(info) else None
         return StageReport(
             self.rank, loss, norm, rates, peak, sent, *measured, comm_s=comm_s, finite=finite, stage_norm=own
         )

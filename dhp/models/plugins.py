@@ -7,7 +7,9 @@ import os
 import pkgutil
 import re
 import socket
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +49,8 @@ def import_on_rank(names: Sequence[str]) -> None:
 
 def _imported(name: str, said: str) -> ModuleType:
     try:
-        return import_module(name)
+        with redirect_stdout(sys.stderr):  # what it prints is no part of a command's answer
+            return import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise ModelError(f"{said}={name}: {_not_found(error.name)}") from error
@@ -69,9 +72,10 @@ def _not_found(missing: str) -> str:
 
 
 def _registers(module: ModuleType) -> bool:
-    """Whether a registered class is the module's, or of a module below it."""
+    """Whether a registered class is the module's, or of another module of its package."""
     from transformers import AutoModelForImageTextToText
 
     own = {id(value) for value in vars(module).values()}
     registered = AutoModelForImageTextToText._model_mapping._extra_content.values()
-    return any(id(kind) in own or f"{kind.__module__}.".startswith(f"{module.__name__}.") for kind in registered)
+    package = module.__name__.partition(".")[0]
+    return any(id(kind) in own or kind.__module__.partition(".")[0] == package for kind in registered)

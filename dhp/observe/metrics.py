@@ -40,8 +40,9 @@ class StepMetrics:
     grad_norm: float | None = None
     """Norm of all gradients of all stages together, before clipping. Unit: nats a token for a unit of weight."""
     stage_norms: Mapping[str, float] | None = None
-    """Norm of each stage's gradients, before clipping, by stage; their squares sum up to that of grad_norm. Unit: nats
-    a token for a unit of weight."""
+    """Norm of each stage's gradients, before clipping, by stage; their squares sum up to that of grad_norm. A
+    weight that two stages hold counts in one. Unit: nats a token for a unit of weight. Null: stages without gradients
+    are left out."""
     lr: Mapping[str, float] | None = None
     """Learning rate in this step, by group of parameters: a part's name, or a group of training.groups. Unit: a
     factor."""

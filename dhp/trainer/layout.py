@@ -20,6 +20,8 @@ def with_layout(
     """A composed configuration with its layout planned, where `layout` asks for that. overrides: of the command line;
     None: those of this process's. new_run: run_dir must be free for it. Raises ConfigError where no layout fits."""
     require_choice("layout", config.layout, LAYOUTS)
+    if config.plugins:
+        say(f"importing {', '.join(config.plugins)}")
     import_plugins(config.plugins)
     if config.layout == GIVEN:
         return config

@@ -118,7 +118,8 @@ def _figures(row: Row) -> str:
     if "skipped" in row:
         return str(row["skipped"])
     found = ((name, write(row[key])) for key, (name, write) in FIGURES.items() if row.get(key) is not None)
-    return ", ".join(f"{name} {value}" for name, value in found)
+    beside = ["the plain model does not fit"] if row.get("plain", {}).get("fits") is False else []
+    return ", ".join([*(f"{name} {value}" for name, value in found), *beside])
 
 
 def main() -> int:

@@ -94,7 +94,7 @@ SECTIONS = (
     Section("probe", 40.0, (_row("machine", "probe.check_machine"), _row("registry", "probe.check_registry"))),
     Section(
         "kernels",
-        40.0,
+        50.0,
         (
             _row("gate in a fresh process", "elementwise.check_gate", fresh=True),
             _row("varlen, head dim 80", "kernels.check_varlen", 80, False),
@@ -120,19 +120,19 @@ SECTIONS = (
             _depth(8, "full"),
             _beside(4, "full"),
             _beside(1, "none"),
-            _compiled(1),
-            _compiled(4),
             _depth(4, "mlp"),
+            _compiled(1),
             _depth(4, "none"),
             _depth(8, "mlp"),
             _depth(8, "light"),
             _depth(8, "none"),
+            _compiled(4),
         ),
     ),
-    Section("profile", 30.0, (_row("4 samples, recompute full", "profile", 4, "full", fresh=True),)),
+    Section("profile", 50.0, (_row("4 samples, recompute full", "profile", 4, "full"),)),
     Section(
         "processes",
-        50.0,
+        70.0,
         (
             _row("hand-over by shared memory", "processes.check_hand_over", SHARED),
             _row("hand-over by CUDA IPC", "processes.check_hand_over", MAPPED),
@@ -140,7 +140,7 @@ SECTIONS = (
             _row("steps by CUDA IPC", "processes.check_steps", MAPPED, 8),
         ),
     ),
-    Section("parity", 80.0, tuple(_row(f"{name} {kind}", "parity", name, kind) for name, kind in PARITY)),
+    Section("parity", 90.0, tuple(_row(f"{name} {kind}", "parity", name, kind) for name, kind in PARITY)),
     Section(
         "recompute",
         40.0,
@@ -153,7 +153,7 @@ SECTIONS = (
     Section("waits", 20.0, tuple(_row(name, "waits", name) for name in IN_ONE_PROCESS)),
     Section(
         "determinism",
-        20.0,
+        30.0,
         (
             _row("as it is", "determinism", False),
             _row("training.deterministic", "determinism", True, fresh=True),

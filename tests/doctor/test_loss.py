@@ -14,7 +14,6 @@ from dhp.doctor.plain import PlainStep
 from tests.helpers.runs import train
 
 
-@pytest.mark.slow
 def test_the_first_step_of_a_layout_is_the_plain_models(tiny_assets: Path) -> None:
     done = train("doctor", "loss", "--config-name=tiny", f"tiny_assets={tiny_assets}", module="dhp")
     assert (done.status, done.left) == (0, ()), done.stdout + done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.rows import slow
 from tests.helpers.runs import FIRST, ONE_ACTOR_EACH, processes_of, tiny, train, wait_for_steps
 
 STEPS = 80  # so many that a fault comes before the last one, as fast as they are
@@ -55,13 +56,12 @@ def the_control_store(process: subprocess.Popen[str]) -> int:
     return next(pid for pid, command in processes_of(process).items() if "gcs_server" in command.split(" ")[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "kind", "said"),
     [
         (a_rank, "died", " died during "),
-        (the_driver, "killed", "the driver was ended by SIGKILL while "),
-        (the_control_store, "cluster", "Ray's gcs_server (its control store, process "),
+        slow(the_driver, "killed", "the driver was ended by SIGKILL while "),
+        slow(the_control_store, "cluster", "Ray's gcs_server (its control store, process "),
     ],
 )
 def test_it_goes_on_from_its_newest_checkpoint(

@@ -25,7 +25,8 @@ def compile_layers(layers: Sequence[nn.Module], eager_classes: Collection[str]) 
 def compile_apart(function: FunctionType) -> Callable[..., Any]:
     """`function` compiled for one kind of call, as often as it is asked for. torch counts the graphs that it makes of
     a function by the function's code object and runs it as it is behind eight, so each kind gets a code object."""
-    return torch.compile(FunctionType(function.__code__.replace(), function.__globals__), dynamic=True)
+    own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
+    return torch.compile(own, dynamic=True)
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,19 +7,21 @@ operations are as fast, and a form that keeps less has to compute the activation
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dhp.parallel.kernels.compile import compile_apart
 from dhp.parallel.kernels.proof import Trial, random_states
 
 Function = Callable[..., Any]
 _ROWS, _WIDTH = 64, 256  # of the states of a trial
 _APART, _TOGETHER = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
 _ACTIVATIONS = ("act_fn", "activation_fn")
-_KEPT: dict[tuple[type, str], Function] = {}
+_KEPT: dict[tuple[Any, ...], Function] = {}
 
 
 def is_gated(module: nn.Module) -> bool:
@@ -40,7 +42,7 @@ def forward(module: nn.Module) -> Function:
             gate, up = module.gate_up_proj(states).chunk(2, -1)
         else:
             gate, up = module.gate_proj(states), module.up_proj(states)
-        return module.down_proj(_compiled(getattr(module, name))(gate, up))
+        return module.down_proj(_gated(getattr(module, name), gate, up))
 
     return run
 
@@ -59,15 +61,16 @@ def trial(module: nn.Module) -> Trial:
         }
         return type(module).forward(SimpleNamespace(**matrices, **dict.fromkeys(_ACTIVATIONS, act)), gate)
 
-    return Trial(own, _compiled(act), random_states(*[(_ROWS, _WIDTH)] * 2))
+    return Trial(own, partial(_gated, act), random_states(*[(_ROWS, _WIDTH)] * 2))
 
 
-def _compiled(act: nn.Module) -> Function:
-    """One for all modules with the same activation."""
-    key = (type(act), repr(act))
+def _gated(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    """act(gate) · up. Compiled once for all modules with the same activation, and for each number of axes, with
+    gradients and without: of each a compiler makes graphs for one row and for more."""
+    key = (type(act), repr(act), gate.ndim, gate.dtype, torch.is_grad_enabled(), gate.requires_grad)
     if key not in _KEPT:
-        _KEPT[key] = torch.compile(lambda gate, up: act(gate) * up, dynamic=True)
-    return _KEPT[key]
+        _KEPT[key] = compile_apart(lambda gate, up: act(gate) * up)
+    return _KEPT[key](gate, up)
 
 
 def _activation(module: nn.Module) -> Any:

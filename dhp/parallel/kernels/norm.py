@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dhp.config.rules import COMPILED, TORCH
 from dhp.parallel.kernels.compile import compile_apart
@@ -26,7 +27,7 @@ _ROWS, _WIDTH = 64, 256  # of the states of a trial; of a norm without weights t
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor | None, eps: float, offset: float, compiled: bool) -> Tensor:
-        function = _compiled(normed, offset) if compiled else normed
+        function = _compiled(normed, offset, states.ndim) if compiled else normed
         # Detached: for a compiler, tensors that need gradients are others than those that do not.
         output, inverse = function(states.detach(), None if weight is None else weight.detach(), eps, offset)
         ctx.save_for_backward(states, inverse, weight)
@@ -34,9 +35,10 @@ class _Norm(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         states, inverse, weight = ctx.saved_tensors
-        function = _compiled(gradients, ctx.offset) if ctx.compiled else gradients
+        function = _compiled(gradients, ctx.offset, states.ndim) if ctx.compiled else gradients
         fixed = None if weight is None else weight.detach()
         of_states, of_weight = function(gradient, states.detach(), inverse, fixed, ctx.offset, ctx.needs_input_grad[1])
         return of_states, of_weight, None, None, None
@@ -73,7 +75,8 @@ def _factor(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _compiled(function: Function, offset: float) -> Function:
+def _compiled(function: Function, offset: float, axes: int) -> Function:
+    """One for each number of axes too: of each a compiler makes graphs for one row, for one head, and for more."""
     return compile_apart(function)
 
 

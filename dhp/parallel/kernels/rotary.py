@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dhp.parallel.kernels.compile import compile_apart
 from dhp.parallel.kernels.proof import Trial, is_proved, random_states
@@ -55,6 +56,7 @@ class _Turn(torch.autograd.Function):
         return _function(form, False, compiled)(states.detach(), cos, sin, form, False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         function = _function(ctx.form, True, ctx.compiled)
         return function(gradient, *ctx.saved_tensors, ctx.form, True), None, None, None, None

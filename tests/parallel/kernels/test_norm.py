@@ -121,7 +121,16 @@ def test_the_compiler_never_gives_up(name: str, monkeypatch: pytest.MonkeyPatch)
         (forward,) = proved(module, "compiled", torch.bfloat16)
         for trained in (True, False):
             module.requires_grad_(trained)
-            for shape in ((1, 64, 48), (1, 301, 4, 48), (1, 1, 48)):
+            # Packed and padded rows, heads, one head of a rank, answers of one prompt and of several.
+            for shape in (
+                (1, 64, 48),
+                (3, 50, 48),
+                (1, 301, 4, 48),
+                (2, 9, 1, 48),
+                (1, 1, 48),
+                (4, 1, 48),
+                (4, 1, 1, 48),
+            ):
                 states = torch.randn(shape).bfloat16()
                 torch.autograd.grad(forward(states.requires_grad_()), states, torch.ones(shape).bfloat16())
                 with torch.no_grad():

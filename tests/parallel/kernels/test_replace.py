@@ -98,7 +98,7 @@ def test_a_kernel_that_deviates_or_fails_is_left_out(
     as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     layer = _Layer()
-    monkeypatch.setattr(gate, "_compiled", lambda act: lambda gate, up: F.gelu(gate) * up)
+    monkeypatch.setattr(gate, "_gated", lambda act, gate, up: F.gelu(gate) * up)
     monkeypatch.setattr(F, "rms_norm", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel")))
     assert on_a_gpu(layer)[("gate", "plain")] == 2
     assert "norm of Qwen2RMSNorm: no torch kernel (RuntimeError: no kernel)" in capsys.readouterr().out
@@ -239,3 +239,17 @@ def test_a_norm_that_means_its_eps_otherwise_is_left_alone(dtype: torch.dtype) -
     for kind in (RootThenEpsRMSNorm, OtherEpsRMSNorm):
         assert on_a_cpu(nn.Sequential(kind(48)), dtype) == {("norm", "plain"): 1}
     assert on_a_cpu(nn.Sequential(Qwen2RMSNorm(48)), dtype) == {("norm", "written"): 1}
+
+
+def test_the_compiler_never_gives_up_on_gates(as_on_a_gpu: None) -> None:
+    """Packed and padded rows, answers of one prompt and of several, with gradients, without, and of frozen layers."""
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        layer = _Layer()
+        on_a_gpu(layer)
+        for trained in (True, False):
+            layer.requires_grad_(trained)
+            for shape in ((1, 64, 16), (3, 50, 16), (1, 1, 16), (4, 1, 16), (77, 16), (1, 16)):
+                layer.mlp(torch.randn(shape, requires_grad=True)).sum().backward()
+                layer.mlp(torch.randn(shape))
+                with torch.no_grad():
+                    layer.mlp(torch.randn(shape))
