@@ -114,6 +114,28 @@ def test_every_step_says_what_its_ranks_sent(outcome: Outcome, run_dir: Path) ->
         assert set(vision) >= {"all_gather", "all_reduce", "handoff"} and set(text) == {"all_reduce", "handoff"}
 
 
+def test_every_sample_has_its_loss(tiny_assets: Path, run_dir: Path, batches: list[dict[str, Tensor]]) -> None:
+    """Of the first step, as the plain model has them one by one; of all steps, none is left out."""
+    lines = [json.loads(line) for line in (run_dir / "ranks.jsonl").read_text().splitlines()]
+    for line, told in zip(lines, metrics(run_dir), strict=True):
+        assert {name: len(of) for name, of in line["losses"].items()} == {
+            name: len(of) for name, of in line["samples"].items()
+        }
+        found = [loss for of in line["losses"].values() for loss in of]
+        assert len(found) == told["samples"] and min(found) <= told["loss"] <= max(found)
+    model = AutoModelForImageTextToText.from_pretrained(tiny_assets / "model", dtype=torch.float32)
+    alone = []
+    for key in sorted({key.rpartition("/")[0] for key in batches[0]}):
+        named = {name.rpartition("/")[2]: t for name, t in batches[0].items() if name.startswith(f"{key}/")}
+        labels = named.pop("labels")[:, 1:]
+        with torch.no_grad():
+            logits = model(**named, use_cache=False).logits[:, :-1]
+        sums = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none").sum(-1)
+        alone += (sums / (labels != -100).sum(-1)).tolist()
+    first = [loss for of in lines[0]["losses"].values() for loss in of]
+    assert sorted(first) == pytest.approx(sorted(alone), rel=1e-3)  # four digits are written
+
+
 def plain_step(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
     """Loss of a step of `inspect`, gradients left on the model: Σ token losses / all targets of the file."""
     keys = sorted({key.rpartition("/")[0] for key in batch})

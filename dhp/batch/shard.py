@@ -274,6 +274,7 @@ def _count(
         measure_s=0.0,
         clips=sum(len(s.clips) for s in flat),
         cached_images=sum(one.tensors is not None for s in flat for one in s.features),
+        order=tuple(tuple(tuple((s.dataset, s.position - 1) for s in row) for row in rows) for rows in samples.samples),
     )
 
 

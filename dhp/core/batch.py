@@ -131,7 +131,8 @@ class StepInfo:
     no longer than a rank's even share of their row; None where none do.
 
     sample_digest: of which samples it has (`dhp.data.sampling.step_ids.digest`); "": not known. rows: of its samples in
-    their annotations (from 0, ascending), by dataset.
+    their annotations (from 0, ascending), by dataset. order: [micro-batch][text replica], of each sample in the order
+    of `TextInput.samples` its dataset and its row there, without those left out.
 
     work: what each shard of a part has to compute, relative to the part's others, by part.
     """
@@ -156,6 +157,7 @@ class StepInfo:
     sp_ratio: float | None = None
     sample_digest: str = ""
     rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    order: tuple[tuple[tuple[tuple[str, int], ...], ...], ...] = ()
     work: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -289,11 +291,7 @@ class StepData:
 
 @dataclass(frozen=True)
 class Batch:
-    """`StepData` as the driver has it: refs of what ranks receive.
-
-    info: its `StepInfo`. work: as there. routes: for each part whose rows go where the data
-    say, a route for each micro-batch.
-    """
+    """`StepData` as the driver has it: refs of what ranks receive. info: its `StepInfo`. work, routes: as there."""
 
     info: Any
     work: Mapping[str, Sequence[Sequence[Any]]]

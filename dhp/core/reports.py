@@ -26,6 +26,17 @@ class Spent:
 
 
 @dataclass(frozen=True)
+class SampleLosses:
+    """Losses of the samples in a rank's rows, by micro-batch, in the order of `dhp.core.batch.TextInput.samples`.
+
+    sums: of those target tokens of each sample that this rank has, nats. targets: how many these are.
+    """
+
+    sums: Mapping[int, tuple[float, ...]]
+    targets: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class StageReport:
     """One rank's report after its optimizer step.
 
@@ -54,6 +65,9 @@ class StageReport:
 
     stage_norm: of this stage's gradient alone, the same on all its ranks; a weight that two stages hold counts in one.
     None where nothing of it is trained, or the step had no data for it. grad_norm is of all stages together.
+
+    samples: losses of single samples, on the first tensor rank of each shard where the head is; None elsewhere, and for
+    an objective in which they have no meaning.
     """
 
     rank: int
@@ -70,6 +84,7 @@ class StageReport:
     spent: Mapping[str, Spent] = field(default_factory=dict)
     finite: bool = True
     stage_norm: float | None = None
+    samples: SampleLosses | None = None
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,15 @@ def json_safe(value: Any) -> Any:
         return {key: json_safe(inner) for key, inner in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    return [json_safe(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def from_json(value: Any) -> Any:
     """The inverse of `json_safe`. Other text stays text."""
     if isinstance(value, dict):
         return {key: from_json(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [from_json(inner) for inner in value]
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 

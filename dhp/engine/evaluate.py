@@ -12,6 +12,7 @@ from dhp.core.batch import Bundle, StepInfo
 from dhp.core.generation import Answer, PromptInput
 from dhp.core.reports import EvaluatedShare
 from dhp.core.tracing import forget
+from dhp.engine.sample_losses import SampleLossKeeper
 from dhp.models.lora import without_dropout
 from dhp.parallel.optim.base import StageOptimizer
 
@@ -22,6 +23,7 @@ class EvaluatingEngine(ABC):
     model: PreTrainedModel
     device: torch.device
     optimizer: StageOptimizer
+    by_sample: SampleLossKeeper | None = None  # where losses are computed
 
     @abstractmethod
     def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:

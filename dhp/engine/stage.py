@@ -166,13 +166,11 @@ class StageEngine(EvaluatingEngine):
         else:
             self.optimizer.drop()
         loss, peak = self.take_loss(), self._peak_memory()
+        samples = None if self.by_sample is None else self.by_sample.take()
         comm_s = None if self.device.type == "cuda" else take_waited()
-        sent = take_sent()
-        measured = (usage, self.take_notes(), short)
+        first = (self.rank, loss, norm, rates, peak, take_sent(), usage, self.take_notes(), short)
         own = math.sqrt(self._norm_sq) if self.spec.trains and self.is_active(info) else None
-        return StageReport(
-            self.rank, loss, norm, rates, peak, sent, *measured, comm_s=comm_s, finite=finite, stage_norm=own
-        )
+        return StageReport(*first, comm_s=comm_s, finite=finite, stage_norm=own, samples=samples)
 
     def take_notes(self) -> tuple[str, ...]:
         """Notes for the run's log since the last call."""

@@ -22,6 +22,7 @@ from dhp.core.reports import KernelUse
 from dhp.engine.build import DEEPSPEED, place_kernels
 from dhp.engine.generate import Generator
 from dhp.engine.nonfinite import breaking
+from dhp.engine.sample_losses import SampleLossKeeper
 from dhp.engine.shard_norms import shard_decoder
 from dhp.engine.stage import StageEngine
 from dhp.engine.transfer import gradient_of, joined, move_with_plans, rows_of, to_device
@@ -88,6 +89,8 @@ class TextEngine(StageEngine):
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
         self._objective = find_objective(self.settings.objective)
         self._position = MeshPosition.of(self.mesh)
+        shard = self._position.ring_rank * self.spec.degrees.ulysses + self._position.ulysses_rank
+        self.by_sample = SampleLossKeeper(self._objective, shard) if self.sends else None
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []
         self._right: list[Tensor] = []
@@ -118,7 +121,7 @@ class TextEngine(StageEngine):
                 states = self.family.decoder.run(self.model, part, inputs, **extra)
             if not part.last:
                 return states
-            share = self._share(states.flatten(0, 1), chosen, work.total_weight)
+            share = self._share(states.flatten(0, 1), chosen, work, micro_batch)
             return share + self._share_of_balance(logits, work) if logits and work.samples else share
 
         output = self.forward(inputs.input_ids.numel(), micro_batch, compute)
@@ -175,12 +178,13 @@ class TextEngine(StageEngine):
         self._right.clear()
         return int(right.sum()), len(right)
 
-    def _share(self, states: Tensor, chosen: Chosen, total: float) -> Tensor:
+    def _share(self, states: Tensor, chosen: Chosen, work: TextInput, micro_batch: int) -> Tensor:
         """These rows' share of the objective; while evaluating, also what of them is right."""
         head = Head(self.model.get_output_embeddings(), self.family.decoder.logits)
         if torch.is_grad_enabled():
-            return self._objective.share(head, states, chosen, total)
-        judged = self._objective.judge(head, states, chosen, total)
+            losses = None if self.by_sample is None else self.by_sample.room(micro_batch, work)
+            return self._objective.share(head._replace(losses=losses), states, chosen, work.total_weight)
+        judged = self._objective.judge(head, states, chosen, work.total_weight)
         self._right.append(judged.right)
         return judged.share
 
@@ -279,8 +283,7 @@ class TextEngine(StageEngine):
         """The plan of which tokens see each other."""
         backend, blocks = self.settings.attention_backend, work.blocks
         rule = self.family.decoder.block_rule or "bounded"
-        varlen = backend == FLASH_ATTENTION_2
-        varlen = varlen or (work.lengths is not None and has_varlen(self.device, self.dtype))
+        varlen = backend == FLASH_ATTENTION_2 or (work.lengths is not None and has_varlen(self.device, self.dtype))
         if work.shards:
             shards = plan_of_shards(work.lengths or (), work.shards, self.spec.degrees.ring)
             few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS

@@ -32,14 +32,17 @@ class CrossEntropy(Objective):
     def choose(self, columns: Mapping[str, Tensor]) -> Chosen:
         return find_targets(columns["targets"])
 
+    def counted(self, columns: Mapping[str, Tensor]) -> Tensor | None:
+        return columns["targets"] != IGNORED
+
     def share(self, head: Head, states: Tensor, chosen: Chosen, total: float) -> Tensor:
         """The head runs on the positions that have a target only: image and prompt tokens never cost a row of
         logits."""
         positions, tokens = chosen
         if not len(tokens):  # one row keeps the head, its collectives and every parameter in the graph
             return token_loss_sum(head.matrix, states[:1], tokens.new_zeros(1), rule=head.rule, factor=0.0)
-        rows = states.index_select(0, positions)
-        return token_loss_sum(head.matrix, rows, tokens, rule=head.rule, factor=1 / (total or 1))
+        rows, factor = states.index_select(0, positions), 1 / (total or 1)
+        return token_loss_sum(head.matrix, rows, tokens, rule=head.rule, factor=factor, losses=head.losses)
 
     def judge(self, head: Head, states: Tensor, chosen: Chosen, total: float) -> Judged:
         """Counted are targets; right is one that has the highest logit."""

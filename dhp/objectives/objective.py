@@ -25,10 +25,15 @@ Chosen = tuple[Tensor, ...]
 
 
 class Head(NamedTuple):
-    """The decoder's last matrix, whole or this tensor rank's slice of it, and what the model makes of its output."""
+    """The decoder's last matrix, whole or this tensor rank's slice of it, and what the model makes of its output.
+
+    losses: gets the loss of each token that `Objective.counted` names, in their order, in one tensor or several; None:
+    nobody asks for them.
+    """
 
     matrix: nn.Linear
     rule: LogitRule = PLAIN
+    losses: list[Tensor] | None = None
 
 
 class Judged(NamedTuple):
@@ -61,6 +66,11 @@ class Objective(ABC):
     def choose(self, columns: Mapping[str, Tensor]) -> Chosen:
         """From the columns [rows, tokens] of a rank's tokens, on the host, what `share` and `judge` need on the
         device."""
+
+    def counted(self, columns: Mapping[str, Tensor]) -> Tensor | None:
+        """Which tokens a sample's loss is the mean of, bool [rows, tokens], on the host: those whose losses `share` adds
+        to `Head.losses`. None: a loss of a single sample has no meaning here, and `share` adds none."""
+        return None
 
     @abstractmethod
     def share(self, head: Head, states: Tensor, chosen: Chosen, total: float) -> Tensor:

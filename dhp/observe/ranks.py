@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dhp.core.files import replaced
 from dhp.core.reports import StageReport
+from dhp.core.text import from_json, json_safe
 
 FILE = "ranks.jsonl"
 MOST_RANKS = 64  # of which every step is kept: of more ranks, every second step or less
@@ -34,6 +36,9 @@ class RankLine:
     on CPUs."""
     samples: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """By dataset, the rows of the step's samples in its annotations, from 0. Unit: rows."""
+    losses: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    """By dataset, for each row of `samples` the mean loss of the sample's target tokens, before the step. Unit: nats a
+    token. Null: of a sample without target tokens, or left out; no datasets where losses are not measured by sample."""
 
 
 def rank_line(
@@ -41,6 +46,7 @@ def rank_line(
     reports: Mapping[str, Sequence[StageReport]],
     work: Mapping[str, Sequence[float]],
     samples: Mapping[str, Sequence[int]],
+    losses: Mapping[str, Sequence[float | None]] = MappingProxyType({}),
 ) -> RankLine:
     """The line about a step. work: by stage, of each rank, in any unit; stages of which it is not known are left
     out."""
@@ -53,6 +59,7 @@ def rank_line(
             name: [one for one in of if one is not None] for name, of in memory.items() if of and None not in of
         },
         samples=samples,
+        losses={name: [None if one is None else _rounded(one) for one in of] for name, of in losses.items()},
     )
 
 
@@ -80,7 +87,7 @@ class RankWriter:
         """Record one step."""
         ranks = sum(len(next(iter(of.values()), ())) for of in line.seconds.values())
         if line.step % max(1, ceil(ranks / MOST_RANKS)) == 0:
-            self._file.write(json.dumps(asdict(line), separators=(",", ":")) + "\n")
+            self._file.write(json.dumps(json_safe(asdict(line)), separators=(",", ":")) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -103,7 +110,10 @@ def read_rank_lines(run_dir: Path) -> list[RankLine]:
     path = run_dir / FILE
     known = {one.name for one in fields(RankLine)}
     lines = _whole_lines(path) if path.exists() else ()
-    return [RankLine(**{key: value for key, value in line.items() if key in known}) for _, line in lines]
+    return [
+        RankLine(**{key: from_json(value) if key == "losses" else value for key, value in line.items() if key in known})
+        for _, line in lines
+    ]
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

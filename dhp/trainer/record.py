@@ -17,6 +17,7 @@ from dhp.observe.recorder import Recorder
 from dhp.observe.stragglers import Pace, RankShare, pace
 from dhp.report.page import FILE, write_report
 from dhp.step.stages import Stages
+from dhp.trainer.sample_losses import mean_losses
 
 MOST_STEPS = 20_000  # of which a page is made at the end of a run: of more, reading them would hold it up
 MOST_BYTES = 2**28  # of what it is made of
@@ -34,7 +35,8 @@ def record_step(
     for line in left_out(info):
         recorder.say(line)
     recorder.record(metrics)
-    recorder.record_ranks(rank_line(metrics.step, reports, _work(info, reports, stages), info.rows))
+    losses = mean_losses(info, reports, stages)
+    recorder.record_ranks(rank_line(metrics.step, reports, _work(info, reports, stages), info.rows, losses))
     for message in info.skipped[:SKIPPED_SHOWN]:
         recorder.note(SKIPPED, metrics.step, text=message)
     recorder.compare_ranks(rank_shares(info, reports, stages))

@@ -24,6 +24,18 @@ def test_a_line_has_each_rank_and_its_share_of_the_work() -> None:
     )
 
 
+def test_losses_stand_beside_their_samples_and_are_read_as_they_were(tmp_path: Path) -> None:
+    losses = {"shapes": [1.234567, None, float("inf")]}
+    line = rank_line(3, {"text": [report(0)]}, {}, {"shapes": (4, 9, 11)}, losses)
+    assert line.losses == {"shapes": [1.235, None, float("inf")]}
+    writer = RankWriter(tmp_path)
+    writer.write(line)
+    writer.close()
+    text = (tmp_path / "ranks.jsonl").read_text()
+    assert '"losses":{"shapes":[1.235,null,"Infinity"]}' in text  # JSON has no word for it
+    assert read_rank_lines(tmp_path)[0].losses == line.losses
+
+
 def test_on_gpus_collectives_are_not_known_and_memory_is() -> None:
     line = rank_line(1, {"text": [report(0, None, 7), report(1, None, 8)]}, {}, {})
     assert set(line.seconds["text"]) == {"forward", "backward"} and line.memory_bytes == {"text": [7, 8]}

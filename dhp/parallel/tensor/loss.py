@@ -32,6 +32,7 @@ def token_loss_sum(
     chunk_rows: int = CHUNK_ROWS,
     rule: LogitRule = PLAIN,
     factor: float | Tensor = 1.0,
+    losses: list[Tensor] | None = None,
 ) -> Tensor:
     """Σ −factor × log softmax(logits)[targets] of the logits that `rule` makes of head(states), a scalar in float32
     (float64 for float64 states).
@@ -40,11 +41,13 @@ def token_loss_sum(
     [rows]. `head.weight` is whole, or this rank's slice of the vocabulary (`dhp.parallel.tensor.slices`, or a
     DTensor). Raises ValueError for any other split, and for a head with a bias, which no known family has.
 
+    losses: gets the loss of each row without its factor, a tensor a chunk, on each tensor rank.
+
     The result may be added to, but not multiplied: its gradient must be 1, and whatever the loss is multiplied by is
     given as `factor`. So nothing passes over the head's gradient a second time. Backward raises otherwise.
     """
     weight, first, group, _ = _own_head(head)
-    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule, factor)
+    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule, factor, losses)
 
 
 @torch.no_grad()
@@ -123,6 +126,7 @@ class _TokenLossSum(torch.autograd.Function):
         chunk_rows: int,
         rule: LogitRule,
         factor: float | Tensor,
+        kept: list[Tensor] | None,
     ) -> Tensor:
         exact = torch.float64 if states.dtype == torch.float64 else torch.float32
         total = states.new_zeros((), dtype=exact)
@@ -134,6 +138,8 @@ class _TokenLossSum(torch.autograd.Function):
         ):
             losses, slopes = _chunk(rows, weight, target - first, group, exact, rule, of_rows)
             total += (losses * of_rows).sum()
+            if kept is not None:
+                kept.append(losses)
             slopes = slopes.to(rows.dtype)
             torch.mm(slopes, weight, out=grad)
             # A single chunk's product is rounded once, as autograd's own is; several are summed before they are.
@@ -151,7 +157,7 @@ class _TokenLossSum(torch.autograd.Function):
             made.data[:1, :1].mul_(gradient)
         if ctx.group is not None:  # each rank has the part that its own vocabulary gives
             grad_states = sum_in_place(grad_states.clone(), ctx.group)
-        return grad_states, grad_weight, None, None, None, None, None, None
+        return grad_states, grad_weight, None, None, None, None, None, None, None
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
