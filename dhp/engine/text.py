@@ -89,8 +89,7 @@ class TextEngine(StageEngine):
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
         self._objective = find_objective(self.settings.objective)
         self._position = MeshPosition.of(self.mesh)
-        shard = self._position.ring_rank * self.spec.degrees.ulysses + self._position.ulysses_rank
-        self.by_sample = SampleLossKeeper(self._objective, shard) if self.sends else None
+        self.by_sample = SampleLossKeeper(self._objective, self._position.number) if self.sends else None
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []
         self._right: list[Tensor] = []

@@ -68,8 +68,8 @@ class Objective(ABC):
         device."""
 
     def counted(self, columns: Mapping[str, Tensor]) -> Tensor | None:
-        """Which tokens a sample's loss is the mean of, bool [rows, tokens], on the host: those whose losses `share` adds
-        to `Head.losses`. None: a loss of a single sample has no meaning here, and `share` adds none."""
+        """Which tokens a sample's loss is the mean of, bool [rows, tokens], on the host: those whose losses `share`
+        adds to `Head.losses`. None: a loss of a single sample has no meaning here, and `share` adds none."""
         return None
 
     @abstractmethod

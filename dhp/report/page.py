@@ -15,11 +15,14 @@ from dhp.report.pictures import Gallery
 from dhp.report.record import Record, read_run
 from dhp.report.split import Times, times_of
 from dhp.report.tables import (
+    SampleLoss,
     answers_table,
     differences_table,
     events_table,
     figures,
+    highest_losses,
     links_table,
+    losses_table,
     opened_steps,
     safe,
     samples_table,
@@ -55,7 +58,8 @@ def drawings(records: Sequence[Record]) -> list[Drawing]:
 
 def run_page(record: Record) -> str:
     """The page about one run."""
-    times, opened, gallery = times_of(record), opened_steps(record), Gallery(record.config)
+    times, highest, gallery = times_of(record), highest_losses(record), Gallery(record.config)
+    opened = opened_steps(record, highest)
     links = {step: f"#step-{step}" for step in opened}
     parts = [
         _bound(record, times),
@@ -63,6 +67,7 @@ def run_page(record: Record) -> str:
         _section("Where a step's time went", [] if times is None else time_views(times), _TIME),
         _section("Memory", memory_views(record), _MEMORY),
         _section("Learning", learning_views(record, links), _LEARNING),
+        _highest(highest, opened, gallery),
         _samples(record, opened, gallery),
         _section("Load and speed", load_views(record), links_table(record, times)),
         f"<section><h2>Events</h2>{events_table(record)}</section>",
@@ -131,6 +136,17 @@ def _facts(record: Record, times: Times | None) -> str:
     )
     broken = f"<p>{record.broken} lines of metrics.jsonl could not be read.</p>" if record.broken else ""
     return f'<section><table class="facts">{rows}</table>{broken}</section>'
+
+
+def _highest(highest: Sequence[SampleLoss], opened: dict[int, str], gallery: Gallery) -> str:
+    if not highest:
+        return ""
+    return (
+        "<section><h2>Samples of highest loss</h2><p>Mean of a sample's learned tokens before the step, in the last "
+        "epoch, or the last quarter of the steps of a run of less than two; each sample once, with its latest. A high "
+        "one may be hard, or labelled wrong.</p>"
+        f"{losses_table(highest, opened, gallery)}</section>"
+    )
 
 
 def _samples(record: Record, opened: dict[int, str], gallery: Gallery) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from itertools import zip_longest
@@ -25,7 +26,7 @@ MOST_ROWS = 100  # samples of a step that are listed
 DRAWN = 4  # samples of a step that are drawn
 MOST_EVENTS = 200
 MOST_ANSWERS = 60
-HIGHEST = 10  # steps that stand out by a number
+HIGHEST = 10  # steps that stand out by a number, and samples by their loss
 AROUND = 10  # steps on each side, beside which one stands out
 _PLACES = ("run_dir", "training.checkpoint_dir")  # keys that differ between any two runs
 
@@ -68,16 +69,59 @@ def figures(record: Record, times: Times | None) -> dict[str, str]:
     return found
 
 
-def opened_steps(record: Record) -> dict[int, str]:
-    """The steps whose samples are listed, and why: those whose loss, gradient norm or
-    time is largest beside the steps around them, those that
-    updated nothing, and others evenly."""
+@dataclass(frozen=True)
+class SampleLoss:
+    """A sample's loss in a step, nats a token. row: in the annotations of its dataset, from 0."""
+
+    loss: float
+    step: int
+    dataset: str
+    row: int
+
+
+def highest_losses(record: Record) -> list[SampleLoss]:
+    """The samples of highest loss, each with its latest one: of the last epoch of a run of two or more, else of the
+    last quarter of its steps, because in the untrained beginning most are high."""
+    first = _late(record.steps)
+    latest: dict[tuple[str, int], SampleLoss] = {}
+    for line in record.ranks:
+        for name, rows in line.samples.items() if line.step >= first else ():
+            for row, loss in zip(rows, line.losses.get(name, ()), strict=False):
+                if isinstance(row, int) and isinstance(loss, int | float):
+                    latest[name, row] = SampleLoss(loss, line.step, name, row)
+    finite = lambda one: one.loss if math.isfinite(one.loss) else math.inf
+    return sorted(latest.values(), key=lambda one: (-finite(one), one.step, one.dataset, one.row))[:HIGHEST]
+
+
+def _late(steps: Sequence[StepMetrics]) -> int:
+    """The first step whose samples' losses count."""
+    last = steps[-1]
+    if last.epoch is None or last.epoch < 2:
+        return last.step - (last.step - steps[0].step) // 4
+    return next(one.step for one in steps if one.epoch is not None and one.epoch > last.epoch - 1)
+
+
+def losses_table(found: Sequence[SampleLoss], opened: Mapping[int, str], gallery: Gallery) -> str:
+    """These samples as they are, their steps linked to where they are listed."""
+    rows = []
+    for one in found:
+        step = f'<a href="#step-{one.step}">{one.step}</a>' if one.step in opened else safe(one.step)
+        shown = gallery.sample(one.dataset, one.row)
+        rows.append([_number(one.loss), step, safe(one.dataset), safe(one.row), shown])
+    return table(["loss", "step", "dataset", "row, from 0", ""], rows, "samples")
+
+
+def opened_steps(record: Record, highest: Sequence[SampleLoss] = ()) -> dict[int, str]:
+    """The steps whose samples are listed, and why: those whose loss, gradient norm or time is largest beside the steps
+    around them, those of the `highest` samples, those that updated nothing, and others evenly."""
     samples = {line.step for line in record.ranks if line.samples}
     steps = [one for one in record.steps if one.step in samples]
     found: dict[int, str] = {}
     for name, why in (("loss", "high loss"), ("grad_norm", "large gradient"), ("step_s", "slow")):
         for step in _outstanding(steps, name):
             found[step] = f"{found[step]}, {why}" if step in found else why
+    for step in {one.step for one in highest}.intersection(one.step for one in steps):
+        found.setdefault(step, "a sample of high loss")
     for event in record.events:
         if event.event == NONFINITE and event.step in samples:
             found[event.step] = "updated nothing"

@@ -40,6 +40,8 @@ def make_run(
     data_s: float = 0.0,
     flops: Callable[[int], int] = lambda step: 1000,
     loss: Callable[[int], float] = lambda step: 6.0 / step**0.5,
+    losses: Callable[[int], Mapping[str, list[Any]]] = lambda step: {},
+    epoch: Callable[[int], float | None] = lambda step: None,
     saves: Mapping[int, float] | None = None,
     config: Mapping[str, Any] | None = None,
     status: str | None = "completed",
@@ -53,6 +55,7 @@ def make_run(
         busy = {name: sum((of[0] for of in kinds.values()), 0.0) for name, kinds in seconds(step).items()}
         metrics = StepMetrics(
             step=step,
+            epoch=epoch(step),
             loss=loss(step),
             grad_norm=1.0,
             stage_norms={"vision": 0.6, "text": 0.8},
@@ -70,7 +73,8 @@ def make_run(
         )
         lines.append(asdict(metrics))
         samples = {"shapes": [step, step + 1]}
-        ranks.append(asdict(RankLine(step=step, seconds=seconds(step), work=work(step), samples=samples)))
+        known = {"seconds": seconds(step), "work": work(step), "samples": samples, "losses": losses(step)}
+        ranks.append(asdict(RankLine(step=step, **known)))
     lines.append(asdict(EvalMetrics(step=steps, dataset="held_out", loss=2.0, accuracy=0.5)))
     _write(run_dir / "metrics.jsonl", lines)
     _write(run_dir / "ranks.jsonl", ranks)

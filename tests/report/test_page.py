@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from dhp.core.errors import RecordError
 from dhp.report.page import drawings, write_report
@@ -71,9 +73,32 @@ def test_nothing_is_fetched_and_no_script_runs(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in text and "@media print" in text and "width=device-width" in text
 
 
+def test_samples_of_highest_loss_are_shown_behind_the_curves(tmp_path: Path) -> None:
+    """With their picture and text, and a way to their step; lines that are not as a run writes them do no harm."""
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    turns = [{"from": "human", "value": "<image>Which <b>?"}, {"from": "gpt", "value": "A wrong answer."}]
+    samples = [{"image": "red.png", "conversations": turns}] * 22
+    (tmp_path / "shapes.json").write_text(json.dumps(samples))
+    entry = {"annotation_path": str(tmp_path / "shapes.json"), "data_path": str(tmp_path)}
+    config = {"data": {"data_registry": {"shapes": entry}}}
+    run_dir = make_run(tmp_path / "run", losses=lambda step: {"shapes": [step / 10, None]}, config=config)
+    *before, last = (run_dir / "ranks.jsonl").read_text().splitlines()
+    line = json.loads(last)
+    line["samples"]["<i>"], line["losses"] = ["<s>", 1], line["losses"] | {"<i>": ["x", 9.0, 1], "other": [1]}
+    (run_dir / "ranks.jsonl").write_text("\n".join([*before, json.dumps(line), ""]))
+    out = write_report([run_dir], tmp_path / "report.html")
+    page, text = structure(out), out.read_text()
+    assert page.headings[2:5] == ["Learning", "Samples of highest loss", "Samples of steps"]
+    own = text[text.index("Samples of highest loss") : text.index("Samples of steps")]
+    assert own.index("<td>9</td>") < own.index('<td>2</td><td><a href="#step-20">20</a></td><td>shapes</td><td>20</td>')
+    assert own.count('<img src="data:image/jpeg') == 5 and "Which &lt;b&gt;?" in own and "A wrong answer." in own
+    assert {one[1:] for one in page.addresses if one.startswith("#")} <= set(page.ids) and "<i>" not in own
+
+
 @pytest.mark.slow
 def test_ten_thousand_steps_are_two_megabytes_at_most(tmp_path: Path) -> None:
-    page = write_report([make_run(tmp_path / "run", steps=10_000)], tmp_path / "report.html")
+    losses = lambda step: {"shapes": [1.0 / step, 2.0]}
+    page = write_report([make_run(tmp_path / "run", steps=10_000, losses=losses)], tmp_path / "report.html")
     assert page.stat().st_size <= 2_000_000
 
 

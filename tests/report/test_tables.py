@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 from dhp.observe.metrics import AnswerMetrics
 from dhp.report.pictures import Gallery
 from dhp.report.record import Record, read_run
 from dhp.report.split import times_of
 from dhp.report.tables import (
+    HIGHEST,
     MOST_EVENTS,
     MOST_OPENED,
     answers_table,
     differences_table,
     events_table,
     figures,
+    highest_losses,
     links_table,
+    losses_table,
     opened_steps,
     samples_table,
 )
@@ -37,6 +42,37 @@ def test_steps_that_stand_out_are_opened(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stands_out_most(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", steps=50, loss=lambda step: float("nan") if step == 20 else 1.0)
     assert opened_steps(record_of(run_dir))[20] == "high loss"
+
+
+def test_the_samples_of_highest_loss_are_late_ones_each_with_its_latest(tmp_path: Path) -> None:
+    """Rows of a step are its number and the next, so each row comes twice; in the beginning all losses are high."""
+
+    def losses(step: int) -> dict[str, list[Any]]:
+        high = {37: float("nan"), 34: 5.0, 35: 4.0}  # row 35 had the highest in step 34: step 35 replaces it
+        return {"shapes": [high.get(step, 100.0 if step < 30 else step / 100), 9.0 if step == 34 else None]}
+
+    record = record_of(make_run(tmp_path / "run", steps=40, losses=losses))
+    found = highest_losses(record)
+    assert [(one.step, one.row) for one in found[:4]] == [(37, 37), (34, 34), (35, 35), (40, 40)]
+    assert math.isnan(found[0].loss) and [one.loss for one in found[1:4]] == [5.0, 4.0, 0.4]
+    assert len(found) == HIGHEST and min(one.step for one in found) == 31
+    text = losses_table(found, {34: "a sample of high loss"}, Gallery({}))
+    assert '<td>5</td><td><a href="#step-34">34</a></td><td>shapes</td><td>34</td>' in text
+    assert "<td>nan</td><td>37</td>" in text
+    opened = opened_steps(record, found)
+    assert opened[34] == "a sample of high loss" and {one.step for one in found} <= set(opened)
+
+
+def test_of_a_run_of_several_epochs_the_last_one_counts(tmp_path: Path) -> None:
+    losses = lambda step: {"shapes": [1.0 / step, None]}
+    record = record_of(make_run(tmp_path / "run", steps=8, losses=losses, epoch=lambda step: step / 4))
+    assert [one.step for one in highest_losses(record)] == [5, 6, 7, 8]
+    longer = record_of(make_run(tmp_path / "longer", steps=40, losses=losses, epoch=lambda step: step / 8))
+    assert [one.step for one in highest_losses(longer)] == list(range(33, 41))
+
+
+def test_a_run_of_before_has_no_losses_of_samples(tmp_path: Path) -> None:
+    assert highest_losses(record_of(make_run(tmp_path / "run"))) == []
 
 
 def test_an_opened_step_lists_its_samples(tmp_path: Path) -> None:

@@ -92,6 +92,11 @@ class MeshPosition:
         ring, ulysses = mesh["ring"], mesh["ulysses"]
         return cls(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
 
+    @property
+    def number(self) -> int:
+        """Its number among the ranks that share a row, Ulysses innermost."""
+        return self.ring_rank * dist.get_world_size(self.ulysses_group) + self.ulysses_rank
+
 
 def plan_segments(
     lengths: Sequence[int],
