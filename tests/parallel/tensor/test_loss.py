@@ -182,3 +182,15 @@ def test_a_loss_that_is_multiplied_has_no_way_back() -> None:
     with pytest.raises(RuntimeError, match="give what by as `factor`"):
         (token_loss_sum(head, states, targets) / 7).backward()
     (token_loss_sum(head, states, targets, factor=1 / 7) + states.sum()).backward()
+
+
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_losses_of_rows_are_kept_without_their_factor(chunk: int) -> None:
+    states, weight, targets = inputs(13, 11, torch.float64)
+    head, kept = nn.Linear(HIDDEN, 11, bias=False), []
+    head.weight = nn.Parameter(weight)
+    token_loss_sum(head, states, targets, chunk, factor=1 / 7, losses=kept).backward()
+    assert [len(part) for part in kept] == ([4, 4, 4, 1] if chunk == 4 else [13])
+    expected = nn.functional.cross_entropy(states @ weight.T, targets, reduction="none").detach()
+    torch.testing.assert_close(torch.cat(kept), expected, rtol=1e-12, atol=1e-14)
+    assert not any(part.requires_grad for part in kept)
