@@ -1,21 +1,17 @@
 """Metrics of each step: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard."""
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary as TensorBoardSummary
-from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dhp.core.files import write_whole
 from dhp.core.text import from_json, json_safe
+from dhp.observe.tensorboard_events import numbers_event, texts_event
 
 # Kinds of lines: about an optimizer step, about an evaluation, about an answer that was generated then.
 TRAIN, EVAL, ANSWER = "train", "eval", "answer"
@@ -188,20 +184,19 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> dict[str, float]:
         """Record one step; its numbers by the names that TensorBoard has."""
         numbers = flat(asdict(metrics))
-        self._append(metrics, _event(metrics.step, numbers))
+        self._append(metrics, numbers_event(metrics.step, numbers))
         return numbers
 
     def write_evaluation(self, metrics: EvalMetrics, alone: bool) -> dict[str, float]:
         """Record an evaluation on one dataset; its numbers by the names that TensorBoard has. alone: on no other."""
         numbers = metrics.numbers(alone)
-        self._append(metrics, _event(metrics.step, numbers))
+        self._append(metrics, numbers_event(metrics.step, numbers))
         return numbers
 
     def write_answer(self, metrics: AnswerMetrics) -> None:
         """Record an answer, for TensorBoard as text."""
         texts = {"prompt": metrics.prompt, "reference": metrics.reference, "answer": metrics.answer}
-        text = "\n\n".join(f"{name}:\n\n{_quoted(said)}" for name, said in texts.items())
-        self._append(metrics, _text_event(metrics.step, f"{ANSWER}/{metrics.dataset}/{metrics.number}", text))
+        self._append(metrics, texts_event(metrics.step, f"{ANSWER}/{metrics.dataset}/{metrics.number}", texts))
 
     def close(self) -> None:
         """Write what TensorBoard's queue still holds, and close both files. May be called again."""
@@ -275,24 +270,6 @@ def _is_step_until(line: str, last: int, evaluates: bool) -> bool:
         return False
     values = json.loads(line)
     return values["step"] < last or values["step"] == last and (values["kind"] == TRAIN or not evaluates)
-
-
-def _event(step: int, numbers: Mapping[str, float]) -> Event:
-    values = [TensorBoardSummary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
-    return Event(wall_time=time.time(), step=step, summary=TensorBoardSummary(value=values))
-
-
-def _text_event(step: int, tag: str, text: str) -> Event:
-    """For TensorBoard's page of texts, which reads Markdown."""
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-    tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
-    value = TensorBoardSummary.Value(tag=tag, metadata=metadata, tensor=tensor)
-    return Event(wall_time=time.time(), step=step, summary=TensorBoardSummary(value=[value]))
-
-
-def _quoted(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 
 def _scalars(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
