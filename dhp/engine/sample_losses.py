@@ -32,6 +32,7 @@ class SampleLossKeeper:
     def __init__(self, objective: Objective, shard: int):
         self._objective, self._shard = objective, shard
         self._kept: dict[int, _Kept] = {}
+        self._sent = torch.zeros(0)
 
     def room(self, micro_batch: int, work: TextInput) -> list[Tensor] | None:
         """Where to leave the losses of a micro-batch's tokens (`dhp.objectives.objective.Head.losses`). A forward that
@@ -45,13 +46,17 @@ class SampleLossKeeper:
         self._kept[micro_batch] = _Kept(len(work.samples), tuple(zip(owners, counts, strict=True)), losses)
         return losses
 
+    def send(self) -> None:
+        """Begin to copy what was kept to the host. Before the step's loss is waited for, and for this with it."""
+        parts = [part for one in self._kept.values() for part in one.losses]
+        self._sent = torch.cat(parts).to("cpu", non_blocking=True) if parts else torch.zeros(0)
+
     def take(self) -> SampleLosses | None:
-        """What was kept since the last time; None: nothing. Called when the step's loss has been waited for."""
+        """What was kept since the last time; None: nothing. Once it was sent and the step's loss was waited for."""
         kept, self._kept = self._kept, {}
         if not kept:
             return None
-        parts = [part for one in kept.values() for part in one.losses]
-        on_host = torch.cat(parts).cpu().double() if parts else torch.zeros(0)
+        on_host = self._sent.double()
         each = on_host.split([sum(count for _, count in one.spans) for one in kept.values()])
         sums = {m: _sums(one, losses) for (m, one), losses in zip(kept.items(), each, strict=True)}
         return SampleLosses(sums, {m: _targets(one) for m, one in kept.items()})

@@ -157,14 +157,15 @@ class StageEngine(EvaluatingEngine):
         update = self.settings.update
         norm, coefficient = clip_coefficient([self._norm_sq, *other_norms_sq], update.max_grad_norm)
         rates = rates_at(info.step, self._groups, update)
-        usage, short = None, False
-        if self.measuring is not None:
-            usage, short = self.measuring.take(self.optimizer.gradient_bytes())
+        gradients = self.optimizer.gradient_bytes
+        usage, short = (None, False) if self.measuring is None else self.measuring.take(gradients())
         finite = math.isfinite(norm)
         if finite and self.is_active(info):
             self.optimizer.step(rates, coefficient)
         else:
             self.optimizer.drop()
+        if self.by_sample is not None:
+            self.by_sample.send()
         loss, peak = self.take_loss(), self._peak_memory()
         samples = None if self.by_sample is None else self.by_sample.take()
         comm_s = None if self.device.type == "cuda" else take_waited()

@@ -32,7 +32,7 @@ class Fused:
     given by name come behind the others, and writes outputs like those numbered `outputs`. Backward reads the outputs'
     gradients and the arguments numbered `again`, and writes gradients of those numbered `slopes`.
 
-    made: the target makes the function, without arguments. name: of its kernels. takes: an operation that makes the
+    made: the target makes the function, with any arguments. name: of its kernels. takes: an operation that makes the
     first argument, right before, and that a compiler is assumed to put into the same kernel: forward then reads one
     tensor less, and backward does not write and read the gradient that it adds to another one.
     """

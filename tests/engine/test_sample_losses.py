@@ -105,9 +105,11 @@ def test_sums_by_hand() -> None:
     padded += [torch.tensor([1.0]), torch.tensor([2.0, 4.0])]
     packed += [torch.tensor([8.0])]
     shared += [torch.tensor([16.0, 32.0])]
+    keeper.send()
     assert keeper.take() == SampleLosses(
         {0: (1.0, 6.0), 1: (0.0, 8.0), 2: (0.0, 0.0, 48.0)}, {0: (1, 2), 1: (0, 1), 2: (0, 0, 2)}
     )
+    keeper.send()
     assert keeper.take() is None
 
 
@@ -117,12 +119,14 @@ def test_a_forward_that_is_repeated_counts_once() -> None:
         room = keeper.room(0, row([[5]], None, (1,)))
         assert room is not None
         room.append(torch.tensor([loss]))
+    keeper.send()
     assert keeper.take() == SampleLosses({0: (2.0,)}, {0: (1,)})
 
 
 def test_a_row_without_samples_has_no_losses() -> None:
     keeper = SampleLossKeeper(CrossEntropy(), 0)
     assert keeper.room(0, row([[IGNORED]], (1,), ())) == []
+    keeper.send()
     assert keeper.take() == SampleLosses({0: ()}, {0: ()})
 
 

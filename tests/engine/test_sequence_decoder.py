@@ -210,7 +210,8 @@ class LocalAttention(InspectedText):
         spans = [span for shard in work.shards for span in shard]
         numbers = iter(range(len(spans)))
         shards = tuple(tuple((next(numbers), 0, count) for _, _, count in shard) for shard in work.shards)
-        work = replace(work, lengths=tuple(count for _, _, count in spans), shards=shards)
+        lengths = tuple(count for _, _, count in spans)
+        work = replace(work, lengths=lengths, shards=shards, samples=lengths)
         return super().forward_step(micro_batch, chunk, work, *received)
 
 

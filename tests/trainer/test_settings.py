@@ -43,7 +43,7 @@ def test_how_prompts_are_written_reaches_the_dataset_actor(tmp_path: Path) -> No
 
 
 NOTHING_AS_BY_DEFAULT = [
-    *("seed=11", "memory.accounting=true", "memory.budget_gib=1", "cluster.device=cpu"),
+    *("seed=11", "memory.accounting=true", "memory.budget_gib=1", "cluster.device=cpu", "plugins=[mine]"),
     *("vision.model_name=a/model", "text.model_name=a/model"),
     *("vision.parallelism=sequence", "vision.num_actors=24", "vision.data=2", "vision.ring=3", "vision.ulysses=2"),
     *(
@@ -80,6 +80,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
     found = {s.name: stage_settings(config, graph, s, "cuda", 40, Path("step_7"), rules) for s in graph.stages}
     shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11}
     shared |= {"rules": rules, "features": None, "resume_states": True, "deterministic": True, "objective": "sft"}
+    shared |= {"plugins": ("mine",)}
     shared |= {"compiled": False}  # as it must be with what else is asked for
     shared |= {"exclusive_sums": True}  # stages that share GPUs
     shared |= {"graph": graph, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts
@@ -172,6 +173,7 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "exchange": "",
         "objective": "sft",
         "drawing": (),
+        "plugins": ("mine",),
     }
 
 

@@ -67,10 +67,14 @@ def trial(module: nn.Module) -> Trial:
 def _gated(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     """act(gate) · up. Compiled once for all modules with the same activation, and for each number of axes, with
     gradients and without: of each a compiler makes graphs for one row and for more."""
-    key = (type(act), repr(act), gate.ndim, gate.dtype, torch.is_grad_enabled(), gate.requires_grad)
+    return _compiled(act, gate.ndim, gate.dtype, torch.is_grad_enabled(), gate.requires_grad)(gate, up)
+
+
+def _compiled(act: nn.Module, *kind: Any) -> Function:
+    key = (type(act), repr(act), *kind)
     if key not in _KEPT:
         _KEPT[key] = compile_apart(lambda gate, up: act(gate) * up)
-    return _KEPT[key](gate, up)
+    return _KEPT[key]
 
 
 def _activation(module: nn.Module) -> Any:
