@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if {"exported", "renamed_projector", "renamed_lora", "renamed_all"} & set(given.ways) - {"scratch"}:
         if "scratch" not in given.ways and given.seeds:
             parser.error("exported and renamed_… start from what scratch trains: name it in --ways too")
+    if given.folder is not None:
+        given.folder.mkdir(parents=True, exist_ok=True)
     found = read_rows(given.read)
     command = " ".join(["python -m experiments.sight", *(sys.argv[1:] if arguments is None else arguments)])
     for row in rows(given):

@@ -73,7 +73,7 @@ def round_of_pairs(count: int) -> list[int]:
 def held_out_answers(kind: str, rounds: int) -> list[str]:
     """Answers of a held-out set, in an order in which the next sample's answer says nothing of one's own: among all
     samples, each pair of an answer and the next one's is equally frequent."""
-    answers = KINDS[kind].answers
+    answers = KINDS[kind].asked
     return [answers[one] for one in round_of_pairs(len(answers))] * rounds
 
 

@@ -15,9 +15,14 @@ PALETTE = {
     "blue": (35, 70, 215),
     "yellow": (240, 210, 30),
     "black": (20, 20, 20),
+    "orange": (245, 125, 15),
+    "purple": (130, 20, 150),
+    "brown": (115, 65, 30),
+    "grey": (110, 110, 110),
+    "teal": (0, 115, 125),
 }
 COLOURS = tuple(PALETTE)
-SHAPES = ("circle", "square", "triangle", "cross", "bar")
+SHAPES = ("circle", "square", "triangle", "cross", "bar", "ring", "frame", "diamond", "pole", "corner")
 COUNTS = ("one", "two", "three", "four")
 PLACES = {"left": (0, 1), "right": (2, 1), "top": (1, 0), "bottom": (1, 2), "middle": (1, 1)}  # cells: column, row
 WORDS = ("cat", "sun", "box", "key", "dog")
@@ -27,28 +32,35 @@ SIDE, CELL = 84, 28  # pixels of a picture and of a cell
 
 @dataclass(frozen=True)
 class Kind:
-    """A question, its answers, and what together with an answer makes a combination."""
+    """A question, its answers, and what together with an answer makes a combination. Of these, one with each of the
+    first `held` answers is kept from training: of many, so that what is beside an answer says little about it."""
 
     question: str
     answers: tuple[str, ...]
     beside: tuple[str, ...]
-    offset: int
+    offset: int = 0
+    held: int = 5
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The answers of held-out questions."""
+        return self.answers[: self.held]
 
     def holds_out(self, answer: str, beside: str) -> bool:
         """Whether the combination is kept from training."""
-        return (self.answers.index(answer) + self.beside.index(beside)) % len(self.beside) == self.offset
+        return answer in self.asked and self.held_out_with(answer) == beside
 
     def held_out_with(self, answer: str) -> str:
         """What makes a held-out combination with an answer."""
-        return next(one for one in self.beside if self.holds_out(answer, one))
+        return self.beside[(self.answers.index(answer) + self.offset) % len(self.beside)]
 
 
 KINDS = {
-    "shape": Kind("Which shape?", SHAPES, COLOURS, 0),
-    "colour": Kind("Which colour?", COLOURS, SHAPES, 0),  # the same combinations
-    "count": Kind("How many?", COUNTS, SHAPES, 0),
-    "place": Kind("Where?", tuple(PLACES), COLOURS, 1),
-    "word": Kind("Which word?", WORDS, COLOURS, 2),
+    "shape": Kind("Which shape?", SHAPES, COLOURS),
+    "colour": Kind("Which colour?", COLOURS, SHAPES),  # the same combinations
+    "count": Kind("How many?", COUNTS, SHAPES),
+    "place": Kind("Where?", tuple(PLACES), COLOURS, 5),
+    "word": Kind("Which word?", WORDS, COLOURS, 3),
 }
 
 
@@ -122,16 +134,27 @@ def _ground(tint: int) -> Image.Image:
 
 
 def _shape(pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, r: float, fill: tuple[int, ...]) -> None:
-    if shape == "circle":
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
-    elif shape == "square":
-        pen.rectangle((x - r, y - r, x + r, y + r), fill=fill)
-    elif shape == "triangle":
-        pen.polygon([(x, y - r), (x + r, y + r), (x - r, y + r)], fill=fill)
-    else:
+    box, edge = (x - r, y - r, x + r, y + r), round(r / 3)
+    match shape:
+        case "circle":
+            pen.ellipse(box, fill=fill)
+        case "square":
+            pen.rectangle(box, fill=fill)
+        case "ring":
+            pen.ellipse(box, outline=fill, width=edge)
+        case "frame":
+            pen.rectangle(box, outline=fill, width=edge)
+        case "triangle":
+            pen.polygon([(x, y - r), (x + r, y + r), (x - r, y + r)], fill=fill)
+        case "diamond":
+            pen.polygon([(x, y - r), (x + r, y), (x, y + r), (x - r, y)], fill=fill)
+        case "corner":
+            pen.rectangle((x - r, y - r, x - r / 3, y + r), fill=fill)
+            pen.rectangle((x - r, y + r / 3, x + r, y + r), fill=fill)
+    if shape in ("bar", "cross"):
         pen.rectangle((x - r, y - r / 3, x + r, y + r / 3), fill=fill)
-        if shape == "cross":
-            pen.rectangle((x - r / 3, y - r, x + r / 3, y + r), fill=fill)
+    if shape in ("pole", "cross"):
+        pen.rectangle((x - r / 3, y - r, x + r / 3, y + r), fill=fill)
 
 
 def texts() -> list[str]:

@@ -30,7 +30,8 @@ def plain_answers(model: Path, annotations: Path, limit: int, max_new_tokens: in
     for sample in json.loads(annotations.read_text(encoding="utf-8"))[:limit]:
         pixels = processor(images=[Image.open(annotations.parent / sample["image"])], return_tensors="pt")
         places = "<|image_pad|>" * (int(pixels["image_grid_thw"].prod()) // processor.merge_size**2)
-        question = sample["conversations"][0]["value"].replace("<image>", f"<|vision_start|>{places}<|vision_end|>")
+        # The newline behind the tag belongs to the tag, as docs/data.md has it.
+        question = sample["conversations"][0]["value"].replace("<image>\n", f"<|vision_start|>{places}<|vision_end|>")
         prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         kinds = (ids == plain.config.image_token_id).long()
