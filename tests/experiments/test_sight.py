@@ -123,17 +123,17 @@ def test_rows_of_earlier_runs_are_judged(tmp_path: Path, capsys: pytest.CaptureF
     assert "at least 95% exact" in said.err
 
 
-STEPS, BATCH = 120, 16
+STEPS, BATCH = 300, 16
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sets]:
-    """A model with random weights, and questions about colours alone."""
+    """A model with random weights, and questions about shapes alone."""
     folder = tmp_path_factory.mktemp("sight")
-    return make_model(folder / "model", 0), make_sets(folder / "sets", 0, STEPS * BATCH, 1, ("colour",))
+    return make_model(folder / "model", 0), make_sets(folder / "sets", 0, STEPS * BATCH, 1, ("shape",))
 
 
-# Half of the target tokens end an answer. Without the picture one of five colours is right: 60% of the tokens.
+# Half of the target tokens end an answer. With other pictures one of five answers is right at most: 60% of the tokens.
 CHANCE = 0.6
 
 
