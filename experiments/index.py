@@ -7,6 +7,7 @@ from pathlib import Path
 
 from experiments.declared import FIGURES
 from experiments.figures import sentence
+from experiments.marks import put_between
 from experiments.registry import EXPERIMENTS, Experiment
 from experiments.running import MADE
 
@@ -17,13 +18,9 @@ BEGIN, END = "<!-- sentences: begin -->", "<!-- sentences: end -->"
 
 def indexed(page: str, results: Path) -> str:
     """The page with the table as the rows in `results` have it. Raises ValueError for a page without its place."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page has no place for the table: {BEGIN} and, behind it, {END}")
     lines = [f"| {one.name} | {words} |" for one in EXPERIMENTS if (words := _words(one, results)) is not None]
     table = "\n".join(["| experiment | what its rows say |", "|---|---|", *lines])
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return put_between(page, BEGIN, END, table)
 
 
 def _words(one: Experiment, results: Path) -> str | None:

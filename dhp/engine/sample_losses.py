@@ -40,10 +40,10 @@ class SampleLossKeeper:
         counted = self._objective.counted(work.tensors)
         if counted is None:
             return None
-        owners, sizes = zip(*_spans(work, self._shard), strict=True)
-        counts = [int(part.sum()) for part in counted.flatten().split(sizes)]
-        losses: list[Tensor] = []
-        self._kept[micro_batch] = _Kept(len(work.samples), tuple(zip(owners, counts, strict=True)), losses)
+        spans, losses = _spans(work, self._shard), list[Tensor]()
+        parts = counted.flatten().split([size for _, size in spans])
+        counts = tuple((sample, int(part.sum())) for (sample, _), part in zip(spans, parts, strict=True))
+        self._kept[micro_batch] = _Kept(len(work.samples), counts, losses)
         return losses
 
     def send(self) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.marks import put_between
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- gpu_check: begin -->", "<!-- gpu_check: end -->"
@@ -93,11 +95,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def with_table(page: str, rows: Sequence[Row]) -> str:
     """The page with this table in it. Raises ValueError for a page without the marks."""
-    before, begin, rest = page.partition(f"{BEGIN}\n")
-    _, end, after = rest.partition(f"\n{END}")
-    if not begin or not end:
-        raise ValueError(f"the page has no {BEGIN} with {END} behind it, each on a line of its own")
-    return f"{before}{begin}{table(rows)}{end}{after}"
+    return put_between(page, BEGIN, END, table(rows))
 
 
 def _verdict(row: Row) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.marks import put_between
+
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- layout_choice: begin -->", "<!-- layout_choice: end -->"
 _HEAD = "| model | H100s | tokens of a row | text | vision | recompute (text; vision) | tokens/s a GPU | MFU | GiB |"
@@ -21,11 +23,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def with_table(page: str, rows: Sequence[Row]) -> str:
     """The page with this table in it. Raises ValueError for a page without the marks."""
-    before, begin, rest = page.partition(f"{BEGIN}\n")
-    _, end, after = rest.partition(f"\n{END}")
-    if not begin or not end:
-        raise ValueError(f"the page has no {BEGIN} with {END} behind it, each on a line of its own")
-    return f"{before}{begin}{table(rows)}{end}{after}"
+    return put_between(page, BEGIN, END, table(rows))
 
 
 def _line(row: Row) -> str:

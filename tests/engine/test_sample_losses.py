@@ -126,8 +126,9 @@ def test_a_forward_that_is_repeated_counts_once() -> None:
 def test_a_row_without_samples_has_no_losses() -> None:
     keeper = SampleLossKeeper(CrossEntropy(), 0)
     assert keeper.room(0, row([[IGNORED]], (1,), ())) == []
+    assert keeper.room(1, row([[]], (2,), (2,), shards=((), ((0, 0, 2),)))) == []  # others have all of the row
     keeper.send()
-    assert keeper.take() == SampleLosses({0: ()}, {0: ()})
+    assert keeper.take() == SampleLosses({0: (), 1: (0.0,)}, {0: (), 1: (0,)})
 
 
 def test_an_objective_without_losses_by_sample_reports_none() -> None:

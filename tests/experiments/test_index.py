@@ -28,5 +28,5 @@ def test_other_rows_make_it_stale(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["", BEGIN, END, f"{END} {BEGIN}"])
 def test_a_page_without_its_place_is_refused(page: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no place for the table"):
+    with pytest.raises(ValueError, match="each on a line of its own"):
         indexed(page, tmp_path)
