@@ -21,7 +21,8 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
 
 def rows(given: argparse.Namespace) -> Iterator[Row]:
     """Of every seed and way. Layouts are compared with the first seed alone."""
-    size = Size(given.steps, given.adapt_steps, given.layout_steps, given.samples, given.rounds, given.plain)
+    steps = given.steps, given.canary_steps or given.steps, given.adapt_steps, given.layout_steps
+    size = Size(*steps, given.samples, given.rounds, given.plain)
     for seed in given.seeds:
         with tempfile.TemporaryDirectory(prefix="dhp-sight-", dir=given.folder) as folder:
             ways = [way for way in given.ways if way != "layouts" or seed == given.seeds[0]]
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only what was read")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=4000, help="from scratch")
+    parser.add_argument("--canary-steps", type=int, help="of each canary; by default as many as from scratch")
     parser.add_argument("--adapt-steps", type=int, default=150, help="with other names of colours")
     parser.add_argument("--layout-steps", type=int, default=30)
     parser.add_argument("--samples", type=int, default=30000, help="to train on")

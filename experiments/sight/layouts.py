@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # In 64 bits: in 32, rounding alone grows over the steps, and a mistake of its size would not be told from it.
-_BOTH = ["vision.dtype=float64", "text.dtype=float64", "data.eval_datasets=[]"]
+_BOTH = ["vision.dtype=float64", "text.dtype=float64", "data.eval_datasets=[]", "training.micro_batch_size=16"]
 _PIPELINED = ["training.schedule=1f1b", "training.micro_batch_size=8"]
 
 

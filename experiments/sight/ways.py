@@ -27,10 +27,11 @@ WAYS = ("scratch", "exported", *ADAPTING, *CANARIES, "layouts")
 
 @dataclass(frozen=True)
 class Size:
-    """Optimizer steps from scratch, with other names of colours, and of each layout; samples to train on; rounds of
-    held-out questions; questions that the exported model answers by plain transformers."""
+    """Optimizer steps from scratch, of a canary, with other names of colours, and of each layout; samples to train on;
+    rounds of held-out questions; questions that the exported model answers by plain transformers."""
 
     steps: int
+    canary_steps: int
     adapt_steps: int
     layout_steps: int
     samples: int
@@ -63,8 +64,9 @@ class Seed:
         began, adapts = time.monotonic(), way in ADAPTING
         names = RENAMED if adapts else ""
         start, steps = (self._trained, self._size.adapt_steps) if adapts else (self._start, self._size.steps)
-        settings = [*ADAPTING.get(way, ()), f"training.max_steps={steps}", *self._place(start, names)]
         fault = way if way in CANARIES else ""
+        steps = self._size.canary_steps if fault else steps
+        settings = [*ADAPTING.get(way, ()), f"training.max_steps={steps}", *self._place(start, names)]
         taken = train(self._folder / way, settings, fault)
         trained_s = time.monotonic() - began
         model = export(self._folder / way, self._folder / f"exported-{way}")
