@@ -31,14 +31,14 @@ class SplitObjective(nn.Module):
         split_tower(model.model.visual)
         split_decoder(model.model.language_model)
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """A scalar."""
+    def forward(self, inputs: dict[str, Tensor], factor: float) -> Tensor:
+        """A scalar. factor: that the sum is multiplied by."""
         named = {name: tensor for name, tensor in inputs.items() if name != "labels"}
         hidden = self.model.model(**named, use_cache=False).last_hidden_state[0]
         labels = F.pad(inputs["labels"][0, 1:], (0, 1), value=-100)
         targets = _own_rows(labels, 0, value=-100)
         wanted = targets != -100
-        return F.cross_entropy(self.model.lm_head(hidden[wanted]), targets[wanted], reduction="sum")
+        return factor * F.cross_entropy(self.model.lm_head(hidden[wanted]), targets[wanted], reduction="sum")
 
 
 def join_deepspeed() -> None:

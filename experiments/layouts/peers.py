@@ -60,15 +60,15 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self._split_head = model, split_head
 
-    def forward(self, inputs: Inputs) -> Tensor:
-        """A scalar."""
+    def forward(self, inputs: Inputs, factor: float) -> Tensor:
+        """A scalar. factor: that the sum is multiplied by."""
         named = {name: tensor for name, tensor in inputs.items() if name != "labels"}
         hidden = self.model.model(**named, use_cache=False).last_hidden_state[:, :-1]
         targets = inputs["labels"][:, 1:]
         wanted = targets != -100
         if self._split_head:
-            return token_loss_sum(self.model.lm_head, hidden[wanted], targets[wanted])
-        return F.cross_entropy(self.model.lm_head(hidden[wanted]), targets[wanted], reduction="sum")
+            return token_loss_sum(self.model.lm_head, hidden[wanted], targets[wanted], factor=factor)
+        return factor * F.cross_entropy(self.model.lm_head(hidden[wanted]), targets[wanted], reduction="sum")
 
 
 def load(model_name: str, tensor: int = 1) -> nn.Module:
@@ -149,7 +149,7 @@ def zero3(model_name: str) -> Step:
     engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
 
     def step(rows: list[Inputs], targets: int) -> Tensor:
-        loss = sum(engine(row) for row in _own(rows)) * dist.get_world_size() / targets
+        loss = sum(engine(row, dist.get_world_size() / targets) for row in _own(rows))
         engine.backward(loss)
         engine.step()
         return loss.detach()
@@ -182,7 +182,7 @@ def _stepper(
     """mean: by how many ranks the gradients will be divided."""
 
     def step(rows: list[Inputs], targets: int) -> Tensor:
-        loss = sum(objective(row) for row in own(rows)) * mean / targets
+        loss = sum(objective(row, mean / targets) for row in own(rows))
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()

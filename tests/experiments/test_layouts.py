@@ -6,13 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dhp.report.drawing import Box
 from experiments.layouts import autosp, chart
-from experiments.layouts.peers import Objective, inputs_of, load
+from experiments.layouts.peers import PEERS, Objective, inputs_of, load
 from experiments.layouts.work import make_batch, make_model
 from tests.helpers.figures import rows
 from tests.helpers.ranks import run_on_ranks
@@ -22,7 +23,7 @@ def _gradients(model: str, split: bool) -> dict[str, Tensor]:
     """Of one sample, summed over ranks."""
     (inputs, *_) = map(inputs_of, make_batch("1k"))
     objective = autosp.SplitObjective(load(model)) if split else Objective(load(model), split_head=False)
-    loss = objective(inputs)
+    loss = objective(inputs, 0.5)
     loss.backward()
     found = {name.replace(".inner.attn.inner", ""): p.grad for name, p in objective.named_parameters()} | {"loss": loss}
     if split:
@@ -41,6 +42,25 @@ def test_its_loss_and_gradients_are_the_plain_models(tmp_path: Path) -> None:
     """305 tokens, of which the two ranks have 153 and 152."""
     for errors in run_on_ranks(_errors, 2, str(make_model(tmp_path, "vision-dominated"))):
         assert max(errors.values()) < 2e-5, {name: error for name, error in errors.items() if error >= 2e-5}
+
+
+def _losses(kind: str, model: str) -> list[float]:
+    """Of two steps, summed over ranks where each has its share."""
+    samples = make_batch("1k")
+    step, rows = PEERS[kind](model), [inputs_of(sample) for sample in samples]
+    targets = sum(sample.target_tokens for sample in samples)
+    losses = torch.stack([step(rows, targets) for _ in range(2)])
+    dist.all_reduce(losses)
+    return [float(loss) / dist.get_world_size() for loss in losses]
+
+
+def test_the_steps_of_peers_are_the_plain_models(tmp_path: Path) -> None:
+    """The update too: of the second step's loss."""
+    model = str(make_model(tmp_path, "vision-dominated"))
+    (wanted,) = run_on_ranks(_losses, 1, "plain", model)
+    for kind in ("ddp", "transformers-tp"):
+        for found in run_on_ranks(_losses, 2, kind, model):
+            assert found == pytest.approx(wanted, rel=1e-5), kind
 
 
 def _own_gather() -> list[bool]:
