@@ -54,12 +54,12 @@ def cases(folder: Path) -> list[Case]:
             slowed=Slowed("dhp.engine.text", tuple(f"TextEngine.{name}" for name in _STEPS), "text-1", times=1.5),
         ),
         Case("tower", "heavy part", bound=(*_LARGE, *_ONE), changed=_LARGE),
-        Case("decoder", "heavy part", bound=(*_WIDE, *_ONE_TEXT), changed=_WIDE),
-        Case("link", "link", slowed=Slowed("dhp.core.collectives", ("CallRecord.note",), "text", seconds=0.003)),
+        Case("decoder", "heavy part", bound=(*_WIDE, *_ONE_TEXT), changed=(*_WIDE, "text.parallelism=data")),
+        Case("link", "link", slowed=Slowed("dhp.core.collectives", ("CallRecord.note",), "text", seconds=0.006)),
         Case(
             "saves",
             "save",
-            bound=("training.save_steps=2", "training.save_in_background=false"),
+            bound=(*_ONE, *_ONE_TEXT, "training.save_steps=2", "training.save_in_background=false"),
             changed=("training.save_steps=null",),
         ),
         Case(
