@@ -9,8 +9,8 @@ from pathlib import Path
 
 from dhp.tiny.pictures import make_dataset
 
-LONG_TURNS = 60  # of the long sample
-LONG_EVERY = 32  # samples
+LONG_TURNS, LONG_EVERY = 60, 32  # turns of the long sample, one of so many
+TALK_TURNS = 15  # of every sample, where the decoder is to have most work
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,15 @@ class Case:
 _STEPS = ("forward_step", "backward_step")
 _ONE = ("vision.num_actors=1", "vision.parallelism=none", "vision.zero_stage=0")
 _ONE_TEXT = ("text.num_actors=1", "text.parallelism=none")
+_ANNOTATIONS = "data.data_registry.shapes.annotation_path"
+_SMALL = ("data.max_pixels=3136", "data.min_pixels=784")
 _LARGE = ("data.min_pixels=200704", "data.max_pixels=200704")  # 448 × 448
 
 
 def cases(folder: Path) -> list[Case]:
     """All of them. folder: where the data of the long sample are written."""
-    long = with_long_samples(folder)
+    long, talks = (with_long_samples(folder, *how) for how in ((LONG_TURNS, LONG_EVERY), (TALK_TURNS, 1)))
+    talking = (f"{_ANNOTATIONS}={talks}", "data.max_tokens=4096", *_SMALL)
     return [
         Case("reader", "data", slowed=Slowed("dhp.batch.reader", ("BatchReader.read",), "data", seconds=0.6)),
         Case(
@@ -54,35 +57,33 @@ def cases(folder: Path) -> list[Case]:
             slowed=Slowed("dhp.engine.text", tuple(f"TextEngine.{name}" for name in _STEPS), "text-1", times=1.5),
         ),
         Case("tower", "heavy part", bound=(*_LARGE, *_ONE), changed=_LARGE),
-        Case("decoder", "heavy part", bound=(*_WIDE, *_ONE_TEXT), changed=(*_WIDE, "text.parallelism=data")),
+        Case("decoder", "heavy part", bound=(*talking, *_ONE_TEXT), changed=(*talking, "text.parallelism=data")),
         Case("link", "link", slowed=Slowed("dhp.core.collectives", ("CallRecord.note",), "text", seconds=0.006)),
         Case(
             "saves",
             "save",
             bound=(*_ONE, *_ONE_TEXT, "training.save_steps=2", "training.save_in_background=false"),
-            changed=("training.save_steps=null",),
+            changed=(*_ONE, *_ONE_TEXT, "training.save_steps=null"),
         ),
         Case(
             "long sample",
             "long sample",
-            bound=(f"data.data_registry.shapes.annotation_path={long}", "data.max_tokens=4096"),
+            bound=(f"{_ANNOTATIONS}={long}", "data.max_tokens=4096"),
             changed=("data.max_tokens=4096",),
         ),
         Case("healthy", "", bound=(*_LARGE, *_ONE, *_ONE_TEXT)),
     ]
 
 
-_WIDE = ("training.batch_size=64", "training.micro_batch_size=32", "data.max_pixels=3136", "data.min_pixels=784")
-
-
-def with_long_samples(folder: Path) -> Path:
-    """Annotations of the tiny dataset in which one sample in `LONG_EVERY` has many turns; their path."""
-    make_dataset(folder / "data")
+def with_long_samples(folder: Path, turns: int, every: int) -> Path:
+    """Annotations of the tiny dataset in which one sample in `every` has so many turns; their path."""
+    if not (folder / "data").exists():
+        make_dataset(folder / "data")
     annotations = json.loads((folder / "data" / "annotations.json").read_text())
-    for number in range(0, len(annotations), LONG_EVERY):
-        turns = annotations[number]["conversations"]
-        annotations[number]["conversations"] = [*turns[:2], *_talk(turns) * LONG_TURNS]
-    path = folder / "data" / "long.json"
+    for number in range(0, len(annotations), every):
+        first = annotations[number]["conversations"]
+        annotations[number]["conversations"] = [*first[:2], *_talk(first) * turns]
+    path = folder / "data" / f"{turns}-turns.json"
     path.write_text(json.dumps(annotations))
     return path
 
