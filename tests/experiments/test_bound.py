@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dhp.config.command_line import compose_config
 from experiments.bound.__main__ import INJECT
-from experiments.bound.cases import LONG_EVERY, cases, with_long_samples
+from experiments.bound.cases import cases, with_long_samples
 
 CODE = """
 import time, sys
@@ -37,9 +37,9 @@ def test_cases_name_functions_and_keys_that_are_there(tmp_path: Path) -> None:
 
 
 def test_one_sample_in_so_many_is_long(tmp_path: Path) -> None:
-    samples = json.loads(with_long_samples(tmp_path).read_text())
+    samples = json.loads(with_long_samples(tmp_path, 60, 32).read_text())
     lengths = [len(sample["conversations"]) for sample in samples]
-    assert [number for number, length in enumerate(lengths) if length > 50] == [*range(0, len(samples), LONG_EVERY)]
+    assert [number for number, length in enumerate(lengths) if length > 50] == [*range(0, len(samples), 32)]
 
 
 def test_a_function_takes_longer_in_the_processes_that_are_named(tmp_path: Path) -> None:
