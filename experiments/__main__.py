@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dhp.cli.experiments import read_arguments
 from dhp.config.suggestions import did_you_mean, nearest
 from experiments.index import PAGE, indexed
+from experiments.layouts import chart
 from experiments.registry import BY_NAME, EXPERIMENTS, Experiment
 from experiments.running import MADE, RESULTS, ROOT, Outcome, run
 
@@ -21,7 +22,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if asked.what == "index":
         PAGE.write_text(indexed(PAGE.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
-        print(PAGE.relative_to(ROOT))
+        chart.main()
+        print(f"{PAGE.relative_to(ROOT)}\n{chart.PICTURE.relative_to(ROOT)}")
         return 0
     if asked.name == "all":
         return _run_all(asked.quick, more)

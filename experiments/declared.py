@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.figures import Figure, Row, Values, column, percent, ratio
+from experiments.sight.scores import AIMED
 
 RAY, LONG, OMNI = "Ray system, README", "LongVILA", "OmniBal"
 ALIKE = ("command", "shape", "patches")
@@ -63,6 +64,36 @@ def _equal(rows: Sequence[Row]) -> list[float]:
     return [float(number < row["equal"]) for row in found for number in range(row["chains"])]
 
 
+def _mfu(device: str, fused: str) -> Values:
+    return column("mfu", phase="step", samples=8, device=device, fused=fused)
+
+
+def _seen(which: str) -> Values:
+    """The least share of exact answers of a seed's kinds with right pictures, and the most with exchanged ones above
+    chance."""
+
+    def values(rows: Sequence[Row]) -> list[float]:
+        own = [row for row in rows if row.get("what") == "scratch"]
+        if which == "right":
+            return [row["right"][kind] for row in own for kind in AIMED]
+        return [100 * (row["exchanged"][kind] - row["chance"][kind]) for row in own for kind in AIMED]
+
+    return values
+
+
+def _named(rows: Sequence[Row]) -> list[float]:
+    return [float(row["named"] == row["kind"]) for row in rows if "named" in row]
+
+
+def _same(rows: Sequence[Row]) -> list[float]:
+    exported = [row for row in rows if row.get("what") == "exported"]
+    return [float(number < row["same"]) for row in exported for number in range(row["asked"])]
+
+
+def _right_kernels(rows: Sequence[Row]) -> list[float]:
+    return [float(row["ok"]) for row in rows if row.get("section") == "kernels" and "ok" in row]
+
+
 def _longest(layout: str) -> Values:
     return column("ratio_to_one_rank", layout=layout, ranks=4, counted="device", recompute="none")
 
@@ -84,6 +115,11 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                _speedups("balanced"), " ×", f"1.5 to 1.8 × on many ranks, {OMNI}"),
         Figure("ISF makes {}", "ISF", _speedups("isf")),
         Figure("packing alone {}", "packing alone", _speedups("random_packed")),
+    ),
+    "bound": (
+        Figure("{} runs are named rightly", "named rightly, %", _named, share=True),
+        Figure("the gain that the report expects is {} the one that the change gave", "expected over gained",
+               column("ratio")),
     ),
     "chaos": (
         Figure("{} faults end to the bit as if nothing had been", "ends to the bit, %", _intact, share=True),
@@ -114,8 +150,15 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     ),
     "families": (Figure("families make {} a plain loop's samples/s", "over a plain loop's", column("ratio")),),
     "finetuning": (
+        Figure("a step with a frozen tower is {} as fast as full training", "frozen tower",
+               column("speed_ratio", question="frozen", train="nothing")),
         Figure("a step that trains the projector alone is {} as fast", "projector alone",
                column("speed_ratio", question="frozen", train="projector")),
+        Figure("with adapters on text it takes {} the time of peft in a plain loop", "adapters over peft's",
+               column("to_plain", question="lora", train="lora_text")),
+    ),
+    "gpu_check": (
+        Figure("{} kernels that ran on a GPU are right", "right kernels, %", _right_kernels, share=True),
     ),
     "handoff": (
         Figure("64 MB are on their way {} as long as one copy takes", "hand-off over copy",
@@ -167,6 +210,8 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("{} random chains are cut as well as by brute force", "as by brute force, %", _equal, share=True),
     ),
     "plan_accuracy": (
+        Figure("what autograd keeps of a stage is {} off", "kept bytes, % off",
+               percent(column("saved_error", mode="memory")), "%"),
         Figure("live bytes of a stage are {} off", "live bytes, % off",
                percent(column("live_error", mode="memory")), "%"),
         Figure("seconds of a step {}", "step, % off", percent(column("error", mode="time")), "%"),
@@ -184,6 +229,20 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                column("auto_vs_full", mode="speed", plan="auto, selected operations")),
         Figure("whole layers alone {}", "whole layers",
                column("auto_vs_full", mode="speed", plan="auto, whole layers")),
+    ),
+    "roofline": (
+        Figure("simulated, a step of Qwen2.5-VL 3B reaches {} of the peak of an H100", "MFU, H100",
+               _mfu("H100", "compiled"), ""),
+        Figure("{} of an H200's", "MFU, H200", _mfu("H200", "compiled"), ""),
+        Figure("with the library's own elementwise code {} of an H100's", "MFU, H100, library's code",
+               _mfu("H100", "none"), ""),
+    ),
+    "sight": (
+        Figure("on combinations that training never had, {} of the answers are exact with right pictures",
+               "right pictures", _seen("right"), ""),
+        Figure("with exchanged ones they are {} off chance", "exchanged, points", _seen("exchanged"), " points"),
+        Figure("{} answers of plain transformers are the same", "exported, %", _same, share=True),
+        Figure("losses of layouts are {} off one actor's", "layouts", column("off", what="layout"), ""),
     ),
     "soak": (
         Figure("the driver grows by {} a step", "driver, bytes a step", column("growth_bytes_a_step", process="driver"),

@@ -1,4 +1,4 @@
-"""The table of EXPERIMENTS.md that is made of results/: each experiment's sentence, the published figure beside it."""
+"""The table of EXPERIMENTS.md: of each experiment its question and the sentence of its rows in results/."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ BEGIN, END = "<!-- sentences: begin -->", "<!-- sentences: end -->"
 
 def indexed(page: str, results: Path) -> str:
     """The page with the table as the rows in `results` have it. Raises ValueError for a page without its place."""
-    lines = [f"| {one.name} | {words} |" for one in EXPERIMENTS if (words := _words(one, results)) is not None]
-    table = "\n".join(["| experiment | what its rows say |", "|---|---|", *lines])
+    lines = [f"| [{one.name}]({one.name}/README.md) | {one.question} | {_words(one, results)} |" for one in EXPERIMENTS]
+    table = "\n".join(["| experiment | question | what its rows say |", "|---|---|---|", *lines])
     return put_between(page, BEGIN, END, table)
 
 
-def _words(one: Experiment, results: Path) -> str | None:
-    """The sentence of the rows that are kept; None without rows, or without a declared sentence."""
+def _words(one: Experiment, results: Path) -> str:
+    """The sentence of the rows that are kept, or what the experiment says where there are none."""
     file = results / f"{one.result}.jsonl"
     if not file.exists():
-        return None
+        return f"{one.says} (no rows kept)."
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return sentence(FIGURES.get(one.name, ()), [row for row in rows if MADE not in row])
+    return sentence(FIGURES.get(one.name, ()), [row for row in rows if MADE not in row]) or "no sentence yet."

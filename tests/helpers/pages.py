@@ -18,9 +18,17 @@ LIMIT_S = 600
 # A command that starts actors joins the Ray that tests share, and its process is a fork of one with the imports done.
 _COMMAND = """\
 #!/bin/sh
-case "$1" in
-    train|evaluate|generate) exec "{python}" -m dhp "$@" cluster.address={address} cluster.threads_per_actor=1 ;;
+case "$1 $2" in
+    train*|evaluate*|generate*|"doctor loss") exec "{python}" -m dhp "$@" cluster.address={address} cluster.threads_per_actor=1 ;;
     *) exec "{python}" -m dhp "$@" ;;
+esac
+"""
+_PYTHON = """\
+#!/bin/sh
+case "$1 $2" in
+    "-m dhp") shift 2; exec dhp "$@" ;;
+    "-m dhp.train_ray") shift 2; exec dhp train "$@" ;;
+    *) exec "{python}" "$@" ;;
 esac
 """
 
@@ -46,7 +54,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
 def follow(page: str, folder: Path, programs: Path, more: Mapping[str, str] | None = None) -> Followed:
     """Write the page's files, which have their name on the first line, and run its shell. programs: a folder for a
     command `dhp`. more: by a line's beginning, words to add to it, as for a run that is shorter than the page's."""
-    environment = _environment(programs)
+    environment = environment_of(programs)
     printed = {}
     for language, text in blocks(page):
         name = re.match(r"# (\S+)\n", text)
@@ -54,11 +62,11 @@ def follow(page: str, folder: Path, programs: Path, more: Mapping[str, str] | No
             (folder / name[1]).write_text(text, encoding="utf-8")
         for line in text.splitlines() if language == "sh" else ():
             added = " ".join(words for beginning, words in (more or {}).items() if line.startswith(beginning))
-            printed[line] = _run(f"{line} {added}".strip(), folder, environment)
+            printed[line] = run_line(f"{line} {added}".strip(), folder, environment)
     return Followed(folder, printed)
 
 
-def _run(line: str, folder: Path, environment: dict[str, str]) -> str:
+def run_line(line: str, folder: Path, environment: dict[str, str]) -> str:
     """What the line prints; a variable that it exports is there for the lines after it."""
     variable = re.fullmatch(r"export (\w+)=.*", line)
     words = ["bash", "-c", line if variable is None else f"{line}; printenv {variable[1]}"]
@@ -71,10 +79,13 @@ def _run(line: str, folder: Path, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def _environment(programs: Path) -> dict[str, str]:
+def environment_of(programs: Path) -> dict[str, str]:
+    """Of a shell in which `dhp`, and `python -m dhp`, join the Ray that tests share. programs: a folder for them."""
     address, joining = shared_ray.join()
     (programs / "dhp").write_text(_COMMAND.format(python=sys.executable, address=address))
-    (programs / "dhp").chmod(0o755)
+    (programs / "python").write_text(_PYTHON.format(python=sys.executable))
+    for name in ("dhp", "python"):
+        (programs / name).chmod(0o755)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, **forks.environment(), **joining, "PATH": path}
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT)])
