@@ -30,6 +30,16 @@ def roofline() -> Sentences:
     yield PERFORMANCE, f"{share:.0%} of the time is elementwise work"
 
 
+def bound() -> Sentences:
+    page = "experiments/bound/README.md"
+    for row in rows("bound"):
+        if row["kind"]:
+            figures = f"{row['expected']:.0%} | {row['gained']:.0%} | {row['ratio']:.2f}"
+            yield page, f"| {row['case']} | {row['named']} | {figures} |"
+    assert all(row["named"] == row["kind"] for row in rows("bound"))
+    assert all(1 / 1.5 <= row["ratio"] <= 1.5 for row in rows("bound") if row["kind"])
+
+
 def overhead() -> Sentences:
     single, four = ([row["ratio"] for row in rows("overhead", micro_batches=n)] for n in (1, 4))
     yield PERFORMANCE, f"over all rounds on record {span(single)} ×"
@@ -280,7 +290,7 @@ def make_train() -> Sentences:
 
 
 HELD: list[Callable[[], Sentences]] = [
-    overhead, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
+    overhead, bound, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
     longest_sequence, recompute, layouts, roofline, checkpoint, soak, chaos, sight, gpu_check, make_train,
 ]  # fmt: skip
 
