@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dhp.core.process import INTERRUPTED, begin_command
@@ -41,9 +42,21 @@ def main(config: Config, arguments: Sequence[str] = ()) -> None:
 
         status = supervise(config, arguments)
         if status:  # else a sweep goes on with its next job
+            _report_failure(config)
             sys.exit(status)
     else:
         _run(config)
+
+
+def _report_failure(config: Config) -> None:
+    """Write the page of a run that is not started again: its last attempt did not know that it was the last."""
+    run_dir = Path(config.run_dir)
+    written, page = run_dir / "metrics.jsonl", run_dir / "report.html"
+    if written.exists() and not (page.exists() and page.stat().st_mtime >= written.stat().st_mtime):
+        from dhp.trainer.record import write_page
+
+        if (shown := write_page(run_dir)) is not None:
+            print(f"report: {shown}", file=sys.stderr, flush=True)
 
 
 def _run(config: Config) -> None:

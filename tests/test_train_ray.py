@@ -15,7 +15,10 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from dhp.__main__ import main as dhp
+from dhp.config.command_line import compose_config
+from dhp.train_ray import main
 from dhp.trainer.reports import NO_MFU
+from tests.helpers.made_runs import make_run
 from tests.helpers.runs import FIRST, Outcome, tiny, train
 
 STEPS = 3
@@ -199,3 +202,18 @@ def test_the_same_configuration_gives_the_same_bits(outcome: Outcome, tiny_asset
         for file in (run_dir / "checkpoints" / f"step_{STEPS}" / part).glob("*.safetensors"):
             mine, theirs = load_file(file), load_file(again / "checkpoints" / f"step_{STEPS}" / part / file.name)
             assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
+def test_a_supervised_run_that_is_given_up_has_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last attempt did not know that it was the last. One that an attempt wrote is left alone."""
+    run_dir = tmp_path / "run"
+    make_run(run_dir)
+    config = compose_config("tiny", None, [f"run_dir={run_dir}", "training.max_restarts=1"])
+    monkeypatch.setattr("dhp.supervise.launch.supervise", lambda config, arguments: 1)
+    for shown in (f"report: {run_dir / 'report.html'}\n", ""):
+        with pytest.raises(SystemExit) as ended:
+            main(config)
+        assert ended.value.code == 1 and capsys.readouterr().err == shown
+        assert (run_dir / "report.html").stat().st_size > 1000

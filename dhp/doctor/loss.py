@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -75,7 +78,7 @@ def compare_first_step(config: Config, say: Callable[[str], None] = say_line) ->
     with TemporaryDirectory(prefix="dhp-doctor-") as folder:
         config = prepare(_one_step(config, Path(folder)))
         say("training the first step as configured")
-        run(config, say)
+        _run_quietly(config, say)
         (metrics,) = read_metrics(config.run_dir)
     if metrics.loss is None or metrics.grad_norm is None:
         raise ConfigError("the first step has no token that is learned: there is no loss to compare")
@@ -89,6 +92,18 @@ def compare_first_step(config: Config, say: Callable[[str], None] = say_line) ->
     plain = plain_step(model_name(config), getattr(torch, dtype), device, family, rules, samples)
     why = f"{', '.join(adapted)} trains adapters, which the plain model does not have" if adapted else ""
     return FirstStep(metrics.loss, None if adapted else metrics.grad_norm, plain, TOLERANCE[dtype], why)
+
+
+def _run_quietly(config: Config, say: Callable[[str], None]) -> None:
+    """Train without the closing table, which names a directory that is gone by then."""
+    terminal = sys.stdout
+
+    def shown(line: str) -> None:
+        with redirect_stdout(terminal):
+            say(line)
+
+    with redirect_stdout(StringIO()):
+        run(config, shown)
 
 
 def _require_comparable(config: Config) -> None:

@@ -17,6 +17,7 @@ from tests.helpers.runs import train
 def test_the_first_step_of_a_layout_is_the_plain_models(tiny_assets: Path) -> None:
     done = train("doctor", "loss", "--config-name=tiny", f"tiny_assets={tiny_assets}", module="dhp")
     assert (done.status, done.left) == (0, ()), done.stdout + done.stderr
+    assert "run directory" not in done.stdout  # it is gone by then
     *_, loss_line, norm_line, last = done.stdout.splitlines()
     assert last.startswith("the first step is the plain model's")
     for line, name in ((loss_line, "loss"), (norm_line, "gradient norm")):

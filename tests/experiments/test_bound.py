@@ -13,6 +13,7 @@ from pathlib import Path
 from dhp.config.command_line import compose_config
 from experiments.bound.__main__ import INJECT
 from experiments.bound.cases import cases, with_long_samples
+from tests.helpers.figures import ROOT
 
 CODE = """
 import time, sys
@@ -48,7 +49,7 @@ def test_a_function_takes_longer_in_the_processes_that_are_named(tmp_path: Path)
     for processes, slow in (("", True), ("text-1", False)):
         environment = {
             **os.environ,
-            "PYTHONPATH": str(INJECT),
+            "PYTHONPATH": f"{INJECT}:{ROOT}",
             "DHP_SLOWED": json.dumps(plan | {"processes": processes}),
         }
         command = [sys.executable, "-c", CODE.format(folder=str(tmp_path))]

@@ -21,7 +21,7 @@ from experiments.chaos.judge import judge
 from experiments.chaos.points import Point, names, points
 from experiments.chaos.run import INJECT, Observed, Watch
 from experiments.chaos.scenarios import USERS_FILES, flip_bit
-from tests.helpers.runs import Outcome
+from tests.helpers.runs import ROOT, Outcome
 
 VERDICT = {"part": "text", "rank": 1, "step": 3, "action": "grad_norm_sq", "state": "training", "at": 12.5}
 
@@ -56,7 +56,7 @@ def test_the_signal_comes_at_the_call_that_is_due_and_once(tmp_path: Path, when:
     (tmp_path / "plain" / "module.py").write_text(MODULE)
     fired = tmp_path / "fired"
     point = Point("a", "plain.module:Counter.count", when, "driver", ("supervisor",), 2)
-    environment = {**os.environ, "PYTHONPATH": f"{INJECT}:{tmp_path}", **point.environment(fired)}
+    environment = {**os.environ, "PYTHONPATH": f"{INJECT}:{tmp_path}:{ROOT}", **point.environment(fired)}
     run = lambda: subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
     struck = run()
     assert (struck.returncode, struck.stdout.split()) == (-9, printed.split())

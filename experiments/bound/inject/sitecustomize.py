@@ -3,11 +3,11 @@ named by the environment, take longer in processes of one kind. dhp itself knows
 dhp."""
 
 import functools
-import importlib.machinery
 import json
 import os
-import sys
 import time
+
+from experiments.on_import import wrap_on_import
 
 VARIABLE = "DHP_SLOWED"
 
@@ -34,28 +34,6 @@ def slowed(function, plan):
     return wrapper
 
 
-class _Finder:
-    """Finds one module as the others do, and wraps functions of it once it is there."""
-
-    def __init__(self, plan):
-        self._plan = plan
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self._plan["module"]:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-
-        def execute_and_wrap(module):
-            execute(module)
-            for function in self._plan["functions"]:
-                *owners, own = function.split(".")
-                owner = functools.reduce(getattr, owners, module)
-                setattr(owner, own, slowed(getattr(owner, own), self._plan))
-
-        spec.loader.exec_module = execute_and_wrap
-        return spec
-
-
 if __name__ == "sitecustomize" and VARIABLE in os.environ:
-    sys.meta_path.insert(0, _Finder(json.loads(os.environ[VARIABLE])))
+    _plan = json.loads(os.environ[VARIABLE])
+    wrap_on_import(_plan["module"], _plan["functions"], functools.partial(slowed, plan=_plan))

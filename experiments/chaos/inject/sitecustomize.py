@@ -3,13 +3,13 @@ named by the environment, is wrapped as its module is imported; in the first pro
 a signal is raised there, once. dhp itself knows nothing of it. Imports nothing of dhp."""
 
 import functools
-import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
 import threading
 import time
+
+from experiments.on_import import wrap_on_import
 
 VARIABLE = "DHP_CHAOS_POINT"
 DURING_S = 0.002  # after the call began
@@ -80,28 +80,7 @@ class Strike:
         self.strike()
 
 
-class _Finder:
-    """Finds one module as the others do, and wraps a function of it once it is there."""
-
-    def __init__(self, plan):
-        self._module, self._function = plan["target"].split(":")
-        self._strike = Strike(plan)
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self._module:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-
-        def execute_and_wrap(module):
-            execute(module)
-            *owners, own = self._function.split(".")
-            owner = functools.reduce(getattr, owners, module)
-            setattr(owner, own, self._strike.around(getattr(owner, own)))
-
-        spec.loader.exec_module = execute_and_wrap
-        return spec
-
-
 if __name__ == "sitecustomize" and VARIABLE in os.environ:
-    sys.meta_path.insert(0, _Finder(json.loads(os.environ[VARIABLE])))
+    _plan = json.loads(os.environ[VARIABLE])
+    _module, _function = _plan["target"].split(":")
+    wrap_on_import(_module, [_function], Strike(_plan).around)

@@ -4,9 +4,9 @@ when the fault is met. dhp itself knows nothing of it. Imports nothing of dhp.""
 
 import dataclasses
 import functools
-import importlib.machinery
 import os
-import sys
+
+from experiments.on_import import wrap_on_import
 
 VARIABLE, MET = "DHP_SIGHT_FAULT", "DHP_SIGHT_MET"
 
@@ -66,27 +66,6 @@ FAULTS = {
 }
 
 
-class _Finder:
-    """Finds one module as the others do, and replaces a function of it once it is there."""
-
-    def __init__(self, fault):
-        self._module, self._function, self._put_in = FAULTS[fault]
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self._module:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-
-        def execute_and_replace(module):
-            execute(module)
-            *owners, own = self._function.split(".")
-            owner = functools.reduce(getattr, owners, module)
-            setattr(owner, own, self._put_in(getattr(owner, own)))
-
-        spec.loader.exec_module = execute_and_replace
-        return spec
-
-
 if __name__ == "sitecustomize" and VARIABLE in os.environ:
-    sys.meta_path.insert(0, _Finder(os.environ[VARIABLE]))
+    _module, _function, _put_in = FAULTS[os.environ[VARIABLE]]
+    wrap_on_import(_module, [_function], _put_in)
