@@ -1,5 +1,5 @@
-"""Wraps functions of a module as it is imported: faults that an experiment puts in from outside. Imports nothing of dhp,
-for it is there in each process of a run from its start."""
+"""Wraps functions of a module as it is imported: faults that an experiment puts in from outside. Imports nothing of
+dhp, for it is there in each process of a run from its start."""
 
 import functools
 import importlib.machinery

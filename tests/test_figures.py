@@ -211,7 +211,10 @@ def layouts() -> Sentences:
         name: ", ".join(f"{found[name, size]['step_s'] / found['ddp', size]['step_s']:.2f}" for size in (1024, 4096))
         for name in {layout for layout, _ in found}
     }
-    yield PERFORMANCE, f"DP {by_ddp['DP']}, SP+TP {by_ddp['SP+TP']}, dhp's ZeRO-3 {by_ddp['ZeRO-3']}; FSDP2 {by_ddp['fsdp2']}, "
+    yield (
+        PERFORMANCE,
+        f"DP {by_ddp['DP']}, SP+TP {by_ddp['SP+TP']}, dhp's ZeRO-3 {by_ddp['ZeRO-3']}; FSDP2 {by_ddp['fsdp2']}, ",
+    )
     yield PERFORMANCE, f"DeepSpeed ZeRO-3 {by_ddp['deepspeed-zero3']}, DeepSpeed AutoSP {by_ddp['deepspeed-autosp']}, "
     yield PERFORMANCE, f"transformers' TP {by_ddp['transformers-tp']} (two idle cores"
 
