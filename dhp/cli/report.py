@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dhp.cli.common import make_parser
 from dhp.core.errors import ConfigError
+from dhp.core.text import harmless
 from dhp.report.bound import sentence
 from dhp.report.page import FILE, write_report
-from dhp.report.record import read_run
+from dhp.report.record import Record, read_run
 from dhp.report.split import times_of
 
 
@@ -28,6 +29,19 @@ def main(arguments: Sequence[str]) -> int:
     for run in given.runs:
         record = read_run(run)
         head = f"{record.name}: " if len(given.runs) > 1 else ""
-        print(head + sentence(record, times_of(record)))
+        for said in [*_exceptions(record), sentence(record, times_of(record))]:
+            print(head + said)
     print(path)
     return 0
+
+
+def _exceptions(record: Record) -> Iterator[str]:
+    """What the sentence about the times leaves out: that the run did not complete, and what of it cannot be read."""
+    if record.status != "completed":
+        why = (
+            "it goes on, or was killed" if record.summary is None else harmless(str(record.summary.get("error") or ""))
+        )
+        yield f"{record.status} after step {record.steps[-1].step}" + (f": {why}" if why else "")
+    if record.broken:
+        lines = "1 line" if record.broken == 1 else f"{record.broken} lines"
+        yield f"left out: {lines} of metrics.jsonl that cannot be read"

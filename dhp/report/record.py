@@ -64,8 +64,10 @@ def read_run(run_dir: Path) -> Record:
         raise RecordError(f"{run_dir} has no metrics.jsonl, so it is no run's directory{stages}")
     lines = read_record(run_dir)
     steps = _of(lines, StepMetrics)
+    summary = _json(run_dir / "summary.json")
     if not steps:
-        raise RecordError(f"{run_dir}/metrics.jsonl has no step yet: there is nothing to report on")
+        ended = f". The run {summary.get('status')}: {summary['error']}" if summary and summary.get("error") else ""
+        raise RecordError(f"{run_dir}/metrics.jsonl has no step yet: there is nothing to report on{ended}")
     return Record(
         run_dir=run_dir,
         config=_config(run_dir / "config.yaml"),
@@ -75,7 +77,7 @@ def read_run(run_dir: Path) -> Record:
         ranks=[line for line in read_rank_lines(run_dir) if line.step <= steps[-1].step],
         events=read_events(run_dir),
         faults=[found for path in sorted((run_dir / "faults").glob("*.json")) if (found := _json(path)) is not None],
-        summary=_json(run_dir / "summary.json"),
+        summary=summary,
         broken=_count(run_dir / "metrics.jsonl") - len(lines),
     )
 

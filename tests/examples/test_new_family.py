@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.pages import Followed, copy_examples, follow
+from tests.helpers.pages import Followed, copy_examples, environment_of, follow, run_line
 from tests.helpers.runs import ROOT
 
 PAGE = (ROOT / "examples" / "new_family" / "README.md").read_text(encoding="utf-8")
@@ -40,6 +40,16 @@ def test_two_actors_a_part_have_the_losses_of_one(followed: Followed) -> None:
     metrics = [(followed.folder / "runs" / name / "metrics.jsonl").read_text().splitlines() for name in RUNS]
     losses = [[json.loads(line)["loss"] for line in of_run] for of_run in metrics]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][2] < losses[0][0] - 0.5
+
+
+def test_the_text_is_true_of_what_the_blocks_leave(followed: Followed, tmp_path: Path) -> None:
+    """The commands between the blocks: the first step beside the plain model's, and an answer."""
+    environment = environment_of(tmp_path)
+    said = run_line("dhp doctor loss family.yaml", followed.folder, environment)
+    assert said.splitlines()[-1].startswith("the first step is the plain model's")
+    ask = "dhp generate checkpoint=runs/split prompt=What? max_new_tokens=2"
+    assert run_line(f"{ask} plugins=[mixer_vl]", followed.folder, environment)
+    assert "plugins=[mixer_vl]" in run_line(f"! {ask} 2>&1", followed.folder, environment)
 
 
 def test_other_losses_are_told_apart(followed: Followed, tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ LIMIT_S = 600
 # A command that starts actors joins the Ray that tests share, and its process is a fork of one with the imports done.
 _COMMAND = """\
 #!/bin/sh
-case "$1 $2" in
-    train*|evaluate*|generate*|"doctor loss") exec "{python}" -m dhp "$@" cluster.address={address} cluster.threads_per_actor=1 ;;
+case "$*" in
+    *--help*|*--cfg*|*cluster.address=*) exec "{python}" -m dhp "$@" ;;
+    train*|evaluate*|generate*|"doctor loss"*)
+        exec "{python}" -m dhp "$@" cluster.address={address} cluster.threads_per_actor=1 ;;
     *) exec "{python}" -m dhp "$@" ;;
 esac
 """
@@ -79,16 +81,17 @@ def run_line(line: str, folder: Path, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def environment_of(programs: Path) -> dict[str, str]:
-    """Of a shell in which `dhp`, and `python -m dhp`, join the Ray that tests share. programs: a folder for them."""
-    address, joining = shared_ray.join()
+def environment_of(programs: Path, starts_actors: bool = True) -> dict[str, str]:
+    """Of a shell in which `dhp`, and `python -m dhp`, join the Ray that tests share. programs: a folder for them.
+    starts_actors: whether any of its commands does; else neither that Ray nor the server of forks is started."""
+    address, joining = shared_ray.join() if starts_actors else ("local", {})
     (programs / "dhp").write_text(_COMMAND.format(python=sys.executable, address=address))
     (programs / "python").write_text(_PYTHON.format(python=sys.executable))
     for name in ("dhp", "python"):
         (programs / name).chmod(0o755)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, **forks.environment(), **joining, "PATH": path}
-    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT)])
+    environment = {**os.environ, **(forks.environment() if starts_actors else {}), **joining, "PATH": path}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))
     return environment
 
 

@@ -51,5 +51,9 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
 def test_a_run_without_a_step_has_nothing_to_report(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", steps=2)
     (run_dir / "metrics.jsonl").write_text("")
-    with pytest.raises(RecordError, match="no step yet"):
+    (run_dir / "summary.json").unlink()
+    with pytest.raises(RecordError, match="no step yet: there is nothing to report on$"):
+        read_run(run_dir)
+    (run_dir / "summary.json").write_text('{"status": "failed", "error": "PartFailed: text rank 1 died"}')
+    with pytest.raises(RecordError, match=r"report on\. The run failed: PartFailed: text rank 1 died$"):
         read_run(run_dir)
