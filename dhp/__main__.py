@@ -8,6 +8,7 @@ from importlib import import_module
 
 from dhp.cli.commands import COMMANDS, usage
 from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.command import own_command
 from dhp.core.errors import DhpError
 from dhp.core.process import INTERRUPTED
 from dhp.core.text import harmless
@@ -24,7 +25,9 @@ def main(arguments: Sequence[str]) -> int:
         print(VERSION)
         return 0
     if name not in COMMANDS:
-        print(f"{name} is no command of dhp{did_you_mean([nearest(name, COMMANDS)])}\n\n{usage()}", file=sys.stderr)
+        hint = did_you_mean([nearest(name, COMMANDS)])
+        more = f" {' '.join(own_command())} --help lists all" if hint else f"\n\n{usage()}"
+        print(f"{name} is no command of dhp{hint}{more}", file=sys.stderr)
         return 2
     if name == "train":
         from dhp.train_ray import start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -80,7 +81,7 @@ STAND_FOR = {
 STANDS = re.compile(rf"(?<![\w/])({'|'.join(map(re.escape, STAND_FOR))})(?!\w)")
 OPEN = re.compile(r"…|<\w|\b(?!RAY_)[A-Z][A-Z_]+\b")  # stands for something still
 SHORT = "training.max_steps=2 training.log_interval=1 training.warmup_ratio=0"
-# By a line's beginning, what is added so that it is short. Where several fit, all; the last one of a key counts.
+# By a line's beginning, what is added so that it is short. Where several fit, all; a later one of a key counts.
 ADDED = {
     "python -m dhp.train_ray my_configs/": SHORT,
     "python -m dhp.train_ray mine.yaml": SHORT,
@@ -94,12 +95,14 @@ ADDED = {
     "python -m dhp.train_ray --config-name=qwen2_5_vl_3b data=captions": "training.dry_run=true",
     "python -m dhp evaluate needle": "--frames 16 --needles 1",
     "python -m dhp generate": "max_new_tokens=4",
+    "python -m dhp generate checkpoint=runs/first dataset=held_out": "dataset=held_out%2",
 }
+BESIDE = ("run_dir=", "--frames")  # a line is run once where a page has it with one of these behind it as well
 TRAINS = re.compile(r"python -m dhp\.train_ray (?!.*(dry_run|--help|--cfg))")
 QUICK = (
     "python -m dhp.train_ray --help data.balance",
     "python -m dhp inspect sample --config-name=tiny index=3",
-    "dhp experiments list",
+    "python -m dhp experiments list",
 )
 
 
@@ -134,14 +137,23 @@ def inline(text: str) -> Iterator[str]:
 
 def here() -> list[str]:
     """Those that this file runs, runs of training first, since others look at what they leave."""
-    found = dict.fromkeys(line for line in commands() if not any(map(line.startswith, ELSEWHERE)))
-    return sorted(found, key=lambda line: not TRAINS.match(line))
+    lines = [line for line in commands() if not any(map(line.startswith, ELSEWHERE))]
+    found = dict.fromkeys(re.sub(r"^dhp (?!train)", "python -m dhp ", line) for line in lines)  # the same program
+    runs = [
+        line for line in found if not any(other.startswith(tuple(f"{line} {key}" for key in BESIDE)) for other in found)
+    ]
+    return sorted(runs, key=lambda line: not TRAINS.match(line))
 
 
 def changed(line: str) -> str:
     """The line with what makes it short."""
-    added = " ".join(words for beginning, words in ADDED.items() if line.startswith(beginning))
-    return f"{line} {added}" if added and not re.search("--help|--cfg|dry_run", line) else line
+    if re.search("--help|--cfg|dry_run", line):
+        return line
+    for words in (words for beginning, words in ADDED.items() if line.startswith(beginning)):
+        for key in re.findall(r"\S+(?==)", words):
+            line = re.sub(rf" {re.escape(key)}=\S+", "", line)
+        line = f"{line} {words}"
+    return line
 
 
 def readers(page: str, name: str, assets: Path) -> str:
@@ -232,6 +244,10 @@ def test_experiments_take_the_arguments_that_are_shown(monkeypatch: pytest.Monke
 def test_every_command_works(folder: Path, tmp_path: Path) -> None:
     """The reader's home is the folder, and a running cluster is there: the Ray that tests share."""
     environment = {**environment_of(tmp_path), "HOME": str(folder), "RAY_ADDRESS": shared_ray.join()[0]}
+    (tmp_path / "ray").write_text(
+        f'#!/bin/sh\nunset RAY_AUTH_TOKEN\nexec "{Path(sys.executable).with_name("ray")}" "$@"\n'
+    )
+    (tmp_path / "ray").chmod(0o755)  # or it would find that Ray's token, and make none
     for line in here():
         run_line(changed(line), folder, environment)
         if "run_dir=runs/first" in line:

@@ -15,6 +15,7 @@ from typing import Any
 
 from dhp.checkpoint.files import read_json, sync, write_text, writing
 from dhp.checkpoint.manifest import ABOUT, MODEL, file_checksum, write_about
+from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import CheckpointError, ConfigError
 from dhp.core.fencing import TakenOver, require_own
 from dhp.core.files import remove
@@ -154,7 +155,12 @@ def find_checkpoint(run_or_checkpoint: Path) -> Path:
     Raises CheckpointError when there is none.
     """
     if not run_or_checkpoint.is_dir():
-        raise CheckpointError(f"{run_or_checkpoint} is no directory; give a run directory or a checkpoint in it")
+        beside = [one.name for one in sorted(run_or_checkpoint.parent.glob("*")) if one.is_dir()]
+        meant = nearest(run_or_checkpoint.name, beside)
+        hint = did_you_mean([str(run_or_checkpoint.with_name(meant)) if meant else None])
+        raise CheckpointError(
+            f"{run_or_checkpoint} is no directory{hint or '; give a run directory or a checkpoint in it'}"
+        )
     if (run_or_checkpoint / ABOUT).is_file():
         return run_or_checkpoint
     for parent in (run_or_checkpoint / "checkpoints", run_or_checkpoint):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.config.command_line import compose_config
@@ -19,6 +20,7 @@ from dhp.config.parts import parts
 from dhp.config.recorded import compose_recorded, require_named_addresses
 from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
+from dhp.config.suggestions import did_you_mean, nearest
 from dhp.config.yaml_files import named_file
 from dhp.core.command import own_command
 from dhp.core.errors import ClusterError, ConfigError, DhpError, PartFailed
@@ -26,10 +28,22 @@ from dhp.core.errors import ClusterError, ConfigError, DhpError, PartFailed
 PLUGIN = "--plugin"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names what a mistyped word or flag most likely meant."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace(", key=value", "")  # which argparse calls required with a word that is missing
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        flag = re.search(r"unrecognized arguments:.*?(--[\w-]+)", message)
+        known = re.findall(r"[\w-]+", choice[2]) if choice else re.findall(r"--[\w-]+", self.format_usage())
+        mistyped = choice or flag
+        super().error(message + (did_you_mean([nearest(mistyped[1], known)]) if mistyped else ""))
+
+
 def make_parser(command: str, about: str | None) -> argparse.ArgumentParser:
     """The parser of `dhp command`. about: its help, laid out as it is to be shown."""
     layout, called = argparse.RawDescriptionHelpFormatter, " ".join(own_command(command))
-    return argparse.ArgumentParser(prog=called, description=about, formatter_class=layout)
+    return _Parser(prog=called, description=about, formatter_class=layout)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -48,9 +48,11 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["checkpoint"]:
         return inspect_checkpoint(arguments[1:])
     parser = make_parser("inspect", main.__doc__)
-    parser.add_argument("what", choices=list(_OWN))
+    parser.add_argument("what", choices=[*_OWN, "checkpoint"])
     add_configuration(parser, "FILE.yaml, own keys, overrides")
     given = parser.parse_intermixed_args(arguments)
+    if given.what == "checkpoint":
+        parser.error("checkpoint comes first, and its path next: inspect checkpoint PATH [--verify]")
     (name, path), settings = named_file(given.settings, given.config_name, given.config_path)
     if name is None:
         raise ConfigError("name a FILE.yaml, or --config-name=NAME, as tiny")

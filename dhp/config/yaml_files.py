@@ -236,7 +236,11 @@ def named_file(
         raise ConfigError(f"{' and '.join([*files, *given])} all name the configuration; give one")
     file = Path(files[0]).expanduser()
     if not file.is_file():
-        raise ConfigError(f"{files[0]} does not exist ({file.absolute()}); give a YAML file, or --config-name=NAME")
+        beside = nearest(file.name, sorted(one.name for one in file.parent.glob("*.yaml")))
+        hint = did_you_mean([str(file.with_name(beside)) if beside else None])
+        raise ConfigError(
+            f"{files[0]} does not exist ({file.absolute()}){hint or '; give a YAML file, or --config-name=NAME'}"
+        )
     if file.suffix != ".yaml":
         raise ConfigError(f"{files[0]}: Hydra reads files that end with .yaml; rename it to {file.stem}.yaml")
     return (file.stem, str(file.parent)), [part for part in arguments if part != files[0]]

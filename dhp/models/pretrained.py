@@ -42,7 +42,8 @@ def read_model_config(model_name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        text = f"{model_name}: no usable model configuration: {error}"
+        asked = "" if Path(model_name).is_dir() else " (there is no such directory, so the hub was asked)"
+        text = f"{model_name}: no usable model configuration{asked}: {error}"
         kind = _model_type(model_name)
         if kind is not None and kind not in CONFIG_MAPPING:
             text = (

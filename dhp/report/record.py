@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dhp.config.recorded import plain_values
+from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import RecordError
 from dhp.observe.events import END, Event, read_events
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_record
@@ -58,6 +59,11 @@ class Record:
 
 def read_run(run_dir: Path) -> Record:
     """Read a run's directory. Raises RecordError where there is no run, or it has no step yet."""
+    if not run_dir.exists():
+        beside = nearest(run_dir.name, sorted(path.parent.name for path in run_dir.parent.glob("*/metrics.jsonl")))
+        raise RecordError(
+            f"{run_dir} does not exist{did_you_mean([str(run_dir.with_name(beside)) if beside else None])}"
+        )
     if not (run_dir / "metrics.jsonl").is_file():
         inside = sorted(path.parent for path in run_dir.glob("*/metrics.jsonl")) if run_dir.is_dir() else []
         stages = f". Its stages have one each: dhp report {' '.join(map(str, inside))}" if inside else ""

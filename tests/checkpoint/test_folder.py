@@ -93,6 +93,9 @@ def test_no_checkpoint_is_said(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is no directory"):
         find_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"runs/frist is no directory; did you mean .*/runs/first\?$"):
+        find_checkpoint(tmp_path / "runs" / "frist")
 
 
 @pytest.mark.parametrize(

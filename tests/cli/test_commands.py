@@ -43,7 +43,32 @@ def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]
 
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["exprot"]) == 2
-    assert "exprot is no command of dhp; did you mean export?" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told == f"exprot is no command of dhp; did you mean export? {' '.join(own_command())} --help lists all\n"
+    assert main(["nothing"]) == 2  # like none of them: all are shown
+    assert capsys.readouterr().err.startswith("nothing is no command of dhp\n\nusage: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["inspect", "chekpoint", "runs/x"], "did you mean checkpoint?"),
+        (["inspect", "smaple", "--config-name=tiny"], "did you mean sample?"),
+        (["inspect", "--config-name=tiny", "checkpoint"], "inspect checkpoint PATH [--verify]"),
+        (["doctor", "modle", "x"], "did you mean model?"),
+        (["report", "runs/x", "--pngs", "y"], "unrecognized arguments: --pngs y; did you mean --png?"),
+        (["export", "a", "b", "--adaptr"], "did you mean --adapter?"),
+        (["experiments", "lst"], "did you mean list?"),
+        (["evaluate", "loss"], "arguments are required: PATH\n"),
+        (["report", "runs/x", "--zzzz"], "unrecognized arguments: --zzzz\n"),
+    ],
+)
+def test_a_mistyped_word_or_flag_names_the_nearest(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", [["dhp", "train"], ["dhp.train_ray"]])

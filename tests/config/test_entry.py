@@ -63,7 +63,9 @@ def test_a_file_is_a_configuration(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["no.yaml"], "no.yaml does not exist ("),
+        (["no.yaml"], "; give a YAML file, or --config-name=NAME"),
+        (["my_recepts.yaml"], "my_recepts.yaml does not exist ("),
+        (["my_recepts.yaml"], "/my_recepts.yaml); did you mean my_receipts.yaml?"),
         (["a.yaml", "b.yaml"], "a.yaml and b.yaml all name the configuration; give one"),
         (["a.yaml", "--config-name=tiny"], "a.yaml and --config-name=tiny all name the configuration"),
         (["a.yaml", "-cp", "."], "a.yaml and --config-path=. all name the configuration"),
@@ -71,7 +73,8 @@ def test_a_file_is_a_configuration(tmp_path):
     ],
 )
 def test_a_file_that_is_none_or_not_alone(capsys, tmp_path, arguments, told):
-    (tmp_path / "a.yml").write_text("seed: 7\n")
+    for name in ("a.yml", "my_receipts.yaml"):
+        (tmp_path / name).write_text("seed: 7\n")
     assert told in refused(capsys, *arguments)
 
 

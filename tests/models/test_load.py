@@ -231,5 +231,7 @@ def test_no_family_is_refused_as_its_library_has_it(model_type: str) -> None:
 
 
 def test_a_directory_without_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no usable model configuration"):
+    with pytest.raises(ModelError, match="no usable model configuration: "):
         load_family(str(tmp_path))
+    with pytest.raises(ModelError, match=r"no usable model configuration \(there is no such directory, so the hub was"):
+        load_family(str(tmp_path / "nowhere"))
