@@ -26,6 +26,7 @@ OWN_TESTS = {
     "new_family": "tests/examples/test_new_family.py",
     "two_nodes": "tests/nodes/test_example.py",
 }
+DRY_RUN = "as others below; each costs ten seconds: tests/trainer/test_dry_run.py"
 # By a line's beginning, who runs it, or its like, or why nobody here can.
 ELSEWHERE = {
     "git clone": "nothing is there to clone from before it is published",
@@ -52,6 +53,9 @@ ELSEWHERE = {
     "python -m experiments": "minutes to hours; that their arguments are taken is tested below",
     "dhp experiments run": "tests/experiments/test_running.py runs a made one, and all quick ones",
     "dhp experiments index": "writes into experiments/; tests/experiments/test_index.py holds the page to it",
+    "python -m dhp.train_ray --config-name=qwen2_5_vl_32b training.dry_run=true text.host_moments": DRY_RUN,
+    "python -m dhp.train_ray --config-name=qwen2_5_vl_32b_8gpus": DRY_RUN,
+    "python -m dhp.train_ray --config-name=qwen2_5_vl_72b_32gpus": DRY_RUN,
     "python -m dhp.train_ray plan.yaml": "tests/cli/test_plan.py",
     "python -m dhp.train_ray llama_factory.yaml": "is refused, as a test below sees",
     "python -m dhp.train_ray --config-name=tiny 'training.loggers": "needs accounts; tests/observe/test_loggers.py",

@@ -57,7 +57,7 @@ class CheckpointError(DhpError):
 
 
 class RecordError(DhpError):
-    """A run directory that cannot be written: its disk is full or gone."""
+    """A run directory that cannot be written, as its disk is full or gone, or read, as it is no run's."""
 
 
 class ClusterError(DhpError):

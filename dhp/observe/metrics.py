@@ -9,6 +9,7 @@ from typing import Any
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from dhp.core.errors import RecordError
 from dhp.core.files import write_whole
 from dhp.core.text import from_json, json_safe
 from dhp.observe.tensorboard_events import numbers_event, texts_event
@@ -232,9 +233,19 @@ def read_metrics(run_dir: str | Path) -> list[StepMetrics]:
 
 def read_record(run_dir: str | Path) -> list[Line]:
     """All lines of a run, oldest first, as written, without those that are not whole. Raises FileNotFoundError without
-    a metrics.jsonl."""
-    lines = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    return [_line(json.loads(line)) for line in lines if _is_whole(line)]
+    a metrics.jsonl, RecordError where a line has other fields than this version of dhp writes."""
+    path = Path(run_dir) / "metrics.jsonl"
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if _is_whole(line):
+            try:
+                found.append(_line(json.loads(line)))
+            except (KeyError, TypeError) as error:
+                raise RecordError(
+                    f"{path}, line {number}: another version of dhp, or another program, wrote it: {error}. Read it by "
+                    "the version that wrote it"
+                ) from error
+    return found
 
 
 def read_evaluations(lines: Sequence[Line], step: int | None = None) -> list[EvalMetrics]:

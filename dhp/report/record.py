@@ -59,6 +59,8 @@ class Record:
 
 def read_run(run_dir: Path) -> Record:
     """Read a run's directory. Raises RecordError where there is no run, or it has no step yet."""
+    if run_dir.is_file():
+        raise RecordError(f"{run_dir} is a file: give the run's directory, as {run_dir.parent}")
     if not run_dir.exists():
         beside = nearest(run_dir.name, sorted(path.parent.name for path in run_dir.parent.glob("*/metrics.jsonl")))
         raise RecordError(
@@ -66,7 +68,7 @@ def read_run(run_dir: Path) -> Record:
         )
     if not (run_dir / "metrics.jsonl").is_file():
         inside = sorted(path.parent for path in run_dir.glob("*/metrics.jsonl")) if run_dir.is_dir() else []
-        stages = f". Its stages have one each: dhp report {' '.join(map(str, inside))}" if inside else ""
+        stages = f". Runs, or a run's stages, are in it: dhp report {' '.join(map(str, inside))}" if inside else ""
         raise RecordError(f"{run_dir} has no metrics.jsonl, so it is no run's directory{stages}")
     lines = read_record(run_dir)
     steps = _of(lines, StepMetrics)

@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dhp.core.errors import RecordError
 from dhp.observe.metrics import (
     AnswerMetrics,
     EvalMetrics,
@@ -82,6 +83,19 @@ def test_text_among_numbers_reads_back_equal(tmp_path):
     writer.close()
     (back,) = read_metrics(tmp_path)
     assert back.rank_pace["text"]["rank"] == "text rank 1" and math.isnan(back.rank_pace["text"]["max"])
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [('{"kind": "train"}', "'step'"), ('{"step": 2, "kind": "train", "new": 1}', "'new'"), ('{"step": 2}', "'kind'")],
+)
+def test_lines_of_another_version_are_refused_by_number(tmp_path, line, why):
+    with closing(MetricsWriter(tmp_path)) as writer:
+        writer.write(StepMetrics(step=1))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(RecordError, match=f"metrics.jsonl, line 2: another version of dhp.*{why}.*Read it by"):
+        read_metrics(tmp_path)
 
 
 def test_tensorboard_reads_the_scalars(tmp_path):

@@ -46,9 +46,11 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "stage_1")
     with pytest.raises(RecordError, match=r"stage_2 does not exist; did you mean .*runs/stage_1\?$"):
         read_run(tmp_path / "runs" / "stage_2")
+    with pytest.raises(RecordError, match=r"metrics.jsonl is a file: give the run's directory, as .*stage_1$"):
+        read_run(tmp_path / "runs" / "stage_1" / "metrics.jsonl")
     with pytest.raises(RecordError, match=r"zzz does not exist$"):
         read_run(tmp_path / "runs" / "zzz")
-    with pytest.raises(RecordError, match=r"Its stages have one each: dhp report .*stage_1"):
+    with pytest.raises(RecordError, match=r"Runs, or a run's stages, are in it: dhp report .*stage_1"):
         read_run(tmp_path / "runs")
 
 
