@@ -16,6 +16,7 @@ def _part(part: str, parallelism: str, *more: str) -> list[str]:
 LAYOUTS = {
     "one": _BOTH,
     "seq2-tp2": [*_BOTH, *_part("vision", "sequence", "ulysses=2"), *_part("text", "tensor", "tensor=2")],
+    "text-seq2": [*_BOTH, *_part("text", "sequence", "ulysses=2")],
     "data2": [*_BOTH, *_part("vision", "data"), *_part("text", "data")],
     "pipeline2": [*_BOTH, *_part("text", "pipeline", "pipeline=2"), *_PIPELINED],
     "chain2": [
