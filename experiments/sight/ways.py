@@ -42,11 +42,12 @@ class Size:
 class Seed:
     """Models, data and runs of one seed, in a folder."""
 
-    def __init__(self, folder: Path, seed: int, size: Size):
+    def __init__(self, folder: Path, seed: int, size: Size, trained: Path | None = None):
+        """trained: what an earlier run exported of this seed, in the place of what `scratch` trains."""
         self._folder, self._seed, self._size = folder, seed, size
         self._sets: Sets = make_sets(folder / "sets", seed, size.samples, size.rounds)
         self._start = make_model(folder / "start", seed)
-        self._trained = folder / "exported-scratch"
+        self._trained = trained or folder / "exported-scratch"
         self._said: list[Said] = []
 
     def rows(self, ways: Sequence[str]) -> Iterator[Row]:
@@ -82,16 +83,21 @@ class Seed:
         place = self._place(model, names)
         loss = losses(model, place)
         row: dict[str, Any] = {f"loss_{which}": round(loss[of], 4) for which, of in LOSSES.items()}
-        for which in LOSSES:
-            lines = answers(model, which, self._folder / f"{model.name}-{which}.jsonl", place)
-            row[which] = by_kind(self._sets.asked, (line["exact"] for line in lines))
-            if which == "right" and model == self._trained:
-                self._said = [Said(line["answer"], line["tokens"]) for line in lines]
+        row |= {which: self._ask(model, which, place) for which in LOSSES}
         return row | {"chance": chances(self._sets.asked)}
+
+    def _ask(self, model: Path, which: str, place: Sequence[str]) -> dict[str, float]:
+        """Exact answers of each kind to the held-out questions with either pictures."""
+        lines = answers(model, which, self._folder / f"{model.name}-{which}.jsonl", place)
+        if which == "right" and model == self._trained:
+            self._said = [Said(line["answer"], line["tokens"]) for line in lines]
+        return by_kind(self._sets.asked, (line["exact"] for line in lines))
 
     def _exported(self) -> Row:
         """Answers by plain transformers beside those of `python -m dhp generate`: text and number of tokens."""
         began = time.monotonic()
+        if not self._said:  # an earlier run's model
+            self._ask(self._trained, "right", self._place(self._trained))
         plain = plain_answers(self._trained, self._sets.folder / "right.json", self._size.plain)
         same = sum(one == other for one, other in zip(plain, self._said, strict=False))
         row = {"seed": self._seed, "what": "exported", "asked": len(plain), "same": same}
