@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,12 @@ class Load:
         return 1 + self.features + self.words
 
 
-def save_model(folder: Path, name: str) -> str:
-    """A model of that shape, made where it is not there yet."""
+def save_model(folder: Path, name: str, shapes: Mapping[str, Shape] = SHAPES) -> str:
+    """A model of one of these shapes, made where it is not there yet."""
     path = folder / name
     if not path.is_dir():
         torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(_config(SHAPES[name])).save_pretrained(path)
+        AutoModelForImageTextToText.from_config(_config(shapes[name])).save_pretrained(path)
     return str(path)
 
 

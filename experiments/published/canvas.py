@@ -34,6 +34,9 @@ class Canvas:
     def dot(self, x: float, y: float, colour: str) -> None:
         self._draw.ellipse([FINER * v for v in (x - DOT, y - DOT, x + DOT, y + DOT)], fill=colour)
 
+    def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        self._draw.rectangle([FINER * v for v in (x, y, x + width, y + height)], fill=colour)
+
     def text(self, x: float, y: float, text: str) -> None:
         self._draw.text((FINER * x, FINER * y), text, INK, ImageFont.load_default(FINER * 11))
 
