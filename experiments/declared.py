@@ -94,6 +94,16 @@ def _right_kernels(rows: Sequence[Row]) -> list[float]:
     return [float(row["ok"]) for row in rows if row.get("section") == "kernels" and "ok" in row]
 
 
+def _faster(than: str) -> Values:
+    """Patches a second of SP+TP over those of another layout, of the same model and length."""
+    of = ratio("patches_per_s", {"layout": "SP+TP"}, {"layout": than}, ("command", "model", "size"))
+    return lambda rows: of([row for row in rows if row.get("patches_per_s")])
+
+
+def _as_planned(rows: Sequence[Row]) -> list[float]:
+    return [float(row["as_planned"]) for row in rows if "as_planned" in row]
+
+
 def _longest(layout: str) -> Values:
     return column("ratio_to_one_rank", layout=layout, ranks=4, counted="device", recompute="none")
 
@@ -255,6 +265,13 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("a layer cut over two tensor ranks costs the host {} a whole one", "tensor 2",
                column("ratio", way="tensor 2")),
         Figure("by the library's styles {}", "library's styles", column("ratio", way="tensor 2, library's styles")),
+    ),
+    "throughput": (
+        Figure("SP+TP makes {} the patches a second of TP", "SP+TP over TP", _faster("TP"), " ×",
+               f"1.26 to 1.37 × on 8 H100, {RAY}, figure 2"),
+        Figure("{} those of ZeRO-3 where both fit", "SP+TP over ZeRO-3", _faster("ZeRO-3"), " ×",
+               f"0.79 to 1.27 × up to 9k patches, {RAY}, figure 2"),
+        Figure("{} cells that were counted are as planned", "as planned, %", _as_planned, share=True),
     ),
     "two_hosts": (
         Figure("with slow links a ring takes {} as long as 2D attention", "ring over 2D",

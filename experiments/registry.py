@@ -162,6 +162,11 @@ EXPERIMENTS = (
     Experiment("soak", "How do a run's processes grow while it trains?", 90, ("--steps 3000",), "--steps 40", 2, 4),
     Experiment("tensor_host", "What does a layer cost the host, cut and whole?", 2, quick="--rounds 2 --layers 4"),
     Experiment(
+        "throughput", "How many patches a second, by a picture's length, with the largest batch that fits?", 150,
+        (f"--plot {PICTURE}",), "--models 3B --sizes 1k 4k --layouts SP+TP ZeRO-3 --rounds 1 --no-check", 2, 4,
+        draws=f"--read {ROWS} --plot {PICTURE}",
+    ),
+    Experiment(
         "two_hosts", "With slow links between hosts: ring, Ulysses or both?", 15, ("--rounds 5",), "--rounds 1", 4, 4,
         "root, for hosts of network namespaces",
     ),

@@ -19,8 +19,8 @@ from experiments.throughput.cells import LAYOUTS, MIB, SHAPES, SIDES, Cell, Fit,
 from experiments.throughput.counted import count_device
 from experiments.throughput.plot import draw
 
-LONG_S = 60.0  # a step that takes longer is timed once
-STEPS = 2  # that are timed of a shorter one, each round
+LONG_S = 60.0  # a step that takes longer is timed once, in the first round
+SHORT_S, STEPS = 10.0, 2  # of a step that takes less, so many are timed each round, else one
 CHECKED = 6  # of so many cells one is counted
 Row = dict[str, Any]
 
@@ -53,7 +53,7 @@ def time_cells(fits: dict[Cell, Fit], rounds: int) -> dict[Cell, list[float]]:
             if fit.batch and not (own and own[-1] > LONG_S):
                 with running(cell.of_batch(fit.batch), make_rank) as run:
                     own += run.train(1)[0]
-                    if own[-1] <= LONG_S:
+                    if own[-1] <= SHORT_S:
                         own += run.train(STEPS - 1)[0]
     return seconds
 
