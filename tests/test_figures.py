@@ -285,6 +285,17 @@ def gpu_check() -> Sentences:
     yield page, f"{states['dry_run_least_bytes'] / 1e9:.1f} and {states['dry_run_most_bytes'] / 1e9:.1f}"
 
 
+def throughput() -> Sentences:
+    page, found = "experiments/throughput/README.md", rows("throughput")
+    cells = {(row["model"], row["size"], row["layout"]): row for row in found if row["steps"] or not row["fits"]}
+    for model, size in dict.fromkeys((model, size) for model, size, _ in cells):
+        own = [cells[model, size, layout] for layout in ("SP+TP", "TP", "ZeRO-3")]
+        speeds = [f"{row['patches_per_s']:,.0f} ({row['batch']})" if row["fits"] else "out of memory" for row in own]
+        yield page, f"| {model} | {size} | {' | '.join(speeds)} |"
+    checked = [row for row in found if "as_planned" in row]
+    assert len(checked) >= 3 and all(row["as_planned"] for row in checked)
+
+
 def make_train() -> Sentences:
     """Of the quickstart's own run; no file of results/ has it."""
     shown = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -294,7 +305,8 @@ def make_train() -> Sentences:
 
 HELD: list[Callable[[], Sentences]] = [
     overhead, bound, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
-    longest_sequence, recompute, layouts, roofline, checkpoint, soak, chaos, sight, gpu_check, make_train,
+    longest_sequence, recompute, layouts, roofline, checkpoint, soak, chaos, sight, gpu_check, throughput,
+    make_train,
 ]  # fmt: skip
 
 
