@@ -103,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     command = " ".join(["python -m experiments.throughput", *(sys.argv[1:] if arguments is None else arguments)])
     if given.read is not None:
-        found = [row for line in given.read.read_text(encoding="utf-8").splitlines() if "layout" in (row := json.loads(line))]
+        found = [
+            row for line in given.read.read_text(encoding="utf-8").splitlines() if "layout" in (row := json.loads(line))
+        ]
     else:
         found = []
         with tempfile.TemporaryDirectory(prefix="dhp-throughput-") as folder:

@@ -74,7 +74,9 @@ def test_a_run_is_planned_timed_and_drawn(
 ) -> None:
     monkeypatch.setattr(throughput, "time_cells", lambda fits, rounds: {one: [2.0, 1.0, 3.0] for one in fits})
     monkeypatch.setattr(throughput, "count_device", lambda layout: (1 if "batch_size=4" in str(layout) else 99) * MIB)
-    monkeypatch.setattr(throughput, "find_batch", lambda one, budget: Fit(4, MIB, 8) if one.size == "1k" else Fit(0, 9, 1))
+    monkeypatch.setattr(
+        throughput, "find_batch", lambda one, budget: Fit(4, MIB, 8) if one.size == "1k" else Fit(0, 9, 1)
+    )
     monkeypatch.setattr(cells, "save_model", lambda *_: "model")
     asked = ["--models", "32B", "--sizes", "1k", "65k", "--budget-mib", "50", "--plot", str(tmp_path / "figure.png")]
     throughput.main(asked)
@@ -92,5 +94,7 @@ def test_a_run_is_planned_timed_and_drawn(
 
 def test_a_device_has_what_the_longest_picture_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(Cell, "device_bytes", lambda self, samples: asked.append((self.size, self.layout, samples)) or 1000)
+    monkeypatch.setattr(
+        Cell, "device_bytes", lambda self, samples: asked.append((self.size, self.layout, samples)) or 1000
+    )
     assert budget_of(Path(), "3B") == 1050 and asked == [("65k", "SP+TP", 1)]
