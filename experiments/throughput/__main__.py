@@ -1,5 +1,5 @@
-"""`python -m experiments.throughput [--models …] [--sizes …] [--layouts …]`: patches a second by a picture's length, with
-the largest batch that fits into a device."""
+"""`python -m experiments.throughput [--models …] [--sizes …] [--layouts …]`: patches a second by a picture's length,
+with the largest batch that fits into a device."""
 
 from __future__ import annotations
 

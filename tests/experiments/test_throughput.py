@@ -1,4 +1,4 @@
-"""The largest batch that fits, a device's bytes from what its two ranks counted, and the rows and picture of a figure."""
+"""The largest batch that fits, a device's bytes by what its two ranks counted, and the rows and picture of a figure."""
 
 from __future__ import annotations
 
