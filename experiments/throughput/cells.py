@@ -12,7 +12,7 @@ from experiments.plan_accuracy.layout import Layout
 from experiments.plan_accuracy.memory import any_machine
 from experiments.plan_accuracy.models import Load, Shape, save_model
 
-# Qwen2.5-VL: widths by 16, layers by 8, so that one of the tower's four layers, not of eight, attends to whole pictures.
+# Qwen2.5-VL: widths by 16, layers by 8, so that one of four tower layers, not of eight, attends to whole pictures.
 _TOWER = (4, 80, 216)
 SHAPES = {
     "3B": Shape(_TOWER, (5, 128, 688)),
