@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from experiments.figures import Figure, Row, Values, column, percent, ratio
 from experiments.sight.scores import AIMED
@@ -113,6 +113,17 @@ def _answers(rows: Sequence[Row]) -> list[float]:
     return [row["first_token_speed_to_plain"] for row in own if row["way"].startswith("dhp")]
 
 
+def _uneven(way: str, *published: str) -> Iterator[Figure]:
+    """Deviations of forward times over their means."""
+    for row, beside in zip(("between stages", "over time"), published or ("", ""), strict=True):
+        words = f"with {way} forward times deviate by {{}} of their mean {row}"
+        yield Figure(words, f"{row}, {way}", column("forward_ms_spread", row=row, way=way), "", beside)
+
+
+def _held_out(way: str) -> Values:
+    return lambda rows: [row["loss"]["long"] for row in rows if row.get("way") == way]
+
+
 FIGURES: dict[str, tuple[Figure, ...]] = {
     "balance": (
         Figure("`balanced` packs have a text DistRatio of {} at 8 replicas", "balanced, text",
@@ -174,6 +185,10 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("64 MB are on their way {} as long as one copy takes", "hand-off over copy",
                column("ratio", transport="shared_memory")),
     ),
+    "imbalance": (
+        *_uneven("random batches", f"1.09, {OMNI}, table 1", "1.14 of the first stage"),
+        *_uneven("balanced batches and cut"),
+    ),
     "jsonl_index": (Figure("the lines are indexed in {}", "index, s", column("seconds"), " s"),),
     "kernels": (Figure("dhp's kernels make a step {} as fast", "dhp's kernels", column("ratio")),),
     "layout_choice": (
@@ -193,6 +208,8 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                column("speed_to_peer", question="steps", way="ulysses 4")),
         Figure("four ranks of a ring hold rows {} as long as one", "longest row, ring 4",
                column("to_one_rank", question="longest", way="offload, mlp_chunks 16, ring 4")),
+        Figure("prompts {} as long", "longest prompt, ring 4",
+               column("to_one_rank", question="longest_prompt", way="dhp, ring 4")),
         Figure("with long samples apart the DistRatio of operations is {}", "Dist of operations, apart",
                column("dist_flops", question="sampler", way="balanced, long ones apart"), ""),
         Figure("together {}", "Dist of operations, together",
@@ -260,6 +277,10 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("the process that reads data by {}", "reader, bytes a step",
                column("growth_bytes_a_step", process="reader"), " bytes"),
         Figure("a rank by {}", "rank, bytes a step", column("growth_bytes_a_step", process="rank"), " bytes"),
+    ),
+    "stages_on_off": tuple(
+        Figure(f"{way}: held-out loss on long videos {{}}", way, _held_out(way), "")
+        for way in ("all stages", "without 3", "without 4", "without 3 and 4")
     ),
     "tensor_host": (
         Figure("a layer cut over two tensor ranks costs the host {} a whole one", "tensor 2",

@@ -43,7 +43,7 @@ class Experiment:
 
 _LINKS = "--sizes 1k 4k --shapes vision-dominated --rounds 1 --only ddp DP SP+TP TP --links"
 _FUSED = "'norms and gates' compiled written all none"
-_LONG = ("longest", "video", "sampler", "two_stages", "steps")
+_LONG = ("longest", "longest_prompt", "video", "sampler", "two_stages", "steps")
 
 EXPERIMENTS = (
     Experiment("balance", "How evenly can samples be put into packs and steps?", 1, quick="--dp 8", processes=1),
@@ -89,6 +89,11 @@ EXPERIMENTS = (
         "host_memory", "What does keeping freed memory save a rank on a CPU?", 5, quick="--rounds 1 --steps 4",
         says="an elementwise operation takes 0.47 × its time with half the page faults, without growth; mixed steps "
         "about the same",
+    ),
+    Experiment(
+        "imbalance", "How uneven are tokens, time and memory of stages, replicas and steps?", 15,
+        quick="--ways 'random batches' --steps 2", quick_minutes=2, processes=8,
+        draws=f"--read {ROWS} --plot {PICTURE}",
     ),
     Experiment("jsonl_index", "What do 5 million lines of JSONL cost before training?", 3, quick="--lines 20000"),
     Experiment(
@@ -160,6 +165,10 @@ EXPERIMENTS = (
     ),
     Experiment("sight", "Does a run learn from the picture, in every layout alike?", 90, processes=4),
     Experiment("soak", "How do a run's processes grow while it trains?", 90, ("--steps 3000",), "--steps 40", 2, 4),
+    Experiment(
+        "stages_on_off", "What do stages 3 and 4 of a curriculum give on held-out samples?", 25,
+        quick="--ways 'without 3 and 4' --steps 2 --last-steps 4 --samples 8", quick_minutes=2, processes=4,
+    ),
     Experiment("tensor_host", "What does a layer cost the host, cut and whole?", 2, quick="--rounds 2 --layers 4"),
     Experiment(
         "throughput", "How many patches a second, by a picture's length, with the largest batch that fits?", 150,

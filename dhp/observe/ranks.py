@@ -34,6 +34,9 @@ class RankLine:
     memory_bytes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """By stage, the most device memory that each rank's allocator had reserved in the step. Unit: bytes. Null: left out
     on CPUs."""
+    activation_bytes: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
+    """By stage, the peak of what each rank's forward kept for backward in the step. Unit: bytes. Null: of a rank that
+    measured none; stages of which no rank did are left out."""
     samples: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """By dataset, the rows of the step's samples in its annotations, from 0. Unit: rows."""
     losses: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
@@ -51,6 +54,7 @@ def rank_line(
     """The line about a step. work: by stage, of each rank, in any unit; stages of which it is not known are left
     out."""
     memory = {name: [one.memory_bytes for one in of] for name, of in reports.items()}
+    kept = {name: [one.usage and one.usage.peak_bytes for one in of] for name, of in reports.items()}
     return RankLine(
         step=step,
         seconds={name: _seconds(of) for name, of in reports.items()},
@@ -58,6 +62,7 @@ def rank_line(
         memory_bytes={
             name: [one for one in of if one is not None] for name, of in memory.items() if of and None not in of
         },
+        activation_bytes={name: of for name, of in kept.items() if any(one is not None for one in of)},
         samples=samples,
         losses={name: [None if one is None else _rounded(one) for one in of] for name, of in losses.items()},
     )

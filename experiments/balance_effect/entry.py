@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from dhp.observe.metrics import StepMetrics, read_metrics
 
@@ -14,14 +16,18 @@ LIMIT_S = 900.0
 SHOWN_CHARACTERS = 3000  # characters of what a failed run printed
 
 
-def train(config: Path, run_dir: Path, overrides: Sequence[str]) -> list[StepMetrics]:
-    """`python -m dhp.train_ray` with that YAML file and those overrides; its steps, oldest first.
+def train(
+    config: Path, run_dir: Path, overrides: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})
+) -> list[StepMetrics]:
+    """`python -m dhp.train_ray` with that YAML file and those overrides; its steps, oldest first. variables: of its
+    environment, beside those of this process.
 
     Raises RuntimeError with the end of what a failed run printed, subprocess.TimeoutExpired after LIMIT_S seconds.
     """
     command = [sys.executable, "-m", "dhp.train_ray", f"--config-path={config.parent}", f"--config-name={config.stem}"]
     arguments = [*command, f"run_dir={run_dir}", *overrides]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    own = {**os.environ, **variables}
+    done = subprocess.run(arguments, cwd=ROOT, env=own, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-SHOWN_CHARACTERS:]}")
     return read_metrics(run_dir)

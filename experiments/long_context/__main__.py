@@ -2,6 +2,7 @@
 
 longest: the longest row within a budget of activations, on one rank against plain transformers, and on several.
 steps: seconds of a step on four ranks that share a row, in each way, beside transformers with DeepSpeed's Ulysses.
+longest_prompt: the longest prompt within a budget of all that prefill takes, on one rank and on several.
 inference: seconds to the first token and tokens a second of an answer to a long prompt, beside transformers.
 video: what each process holds of a ten-minute video, decoded whole and by one, two and four vision ranks.
 sampler: how much of long and short samples is divided without need, by how rows are made and how they are divided.
@@ -19,12 +20,13 @@ from typing import Any
 
 from transformers.utils import logging
 
-from experiments.long_context import inference, longest, sampler, steps, two_stages, video
+from experiments.long_context import inference, longest, longest_prompt, sampler, steps, two_stages, video
 from experiments.long_context.work import LAYERS, make_model
 
 # What is asked: from a model and the arguments to its lines. A further question is a module and a line here.
 QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "longest": lambda model, given: longest.measure(model, given.budget_mib),
+    "longest_prompt": lambda model, given: longest_prompt.measure(model, given.budget_mib),
     "steps": steps.measure,
     "inference": inference.measure,
     "video": video.measure,
@@ -37,7 +39,7 @@ def main() -> None:
     """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS), metavar="QUESTION")
-    parser.add_argument("--budget-mib", type=int, default=8, help="for the activations of a rank")
+    parser.add_argument("--budget-mib", type=int, default=8, help="for activations of a rank, or for a prompt")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17])
     parser.add_argument("--rounds", type=int, default=3, help="of steps; one where a row has 131,072 tokens or more")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the decoder; fewer for the longest rows")

@@ -21,10 +21,11 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 from dhp.batch.collate import Collator
 from dhp.batch.shard import BatchSharder
 from dhp.core.axes import Degrees
-from dhp.core.generation import Answer, Sampling
+from dhp.core.generation import Answer, PromptInput, Sampling
 from dhp.data.sampling.dataset import StepSamples
 from dhp.engine.text import TextEngine
 from dhp.models.decoder import having, unchanged
+from dhp.models.family import Family
 from dhp.models.registry import load_family
 from experiments.long_context.ranks import UPDATE, on_ranks
 from experiments.long_context.work import make_row
@@ -89,10 +90,7 @@ class Ours:
     def __init__(self, model: str, tokens: int, degrees: Degrees):
         family = load_family(model)
         self._trainer = TextEngine(settings_of(pair_of(family, ONE, degrees), TEXT, model, UPDATE))
-        dealer = BatchSharder(family, Collator(family, 0, True), text=degrees)
-        row = StepSamples(0, 0, (((make_row(tokens),),),), ())
-        shard = dist.get_rank() // degrees.tensor
-        self._prompt = dealer.shard_prompts(row, Sampling(NEW)).work[TEXT][0][shard]
+        self._prompt = prompt_of(family, tokens, degrees, NEW)
 
     def __call__(self) -> Told:
         answer: Answer = self._trainer.generate(0, 0, self._prompt)
@@ -100,12 +98,20 @@ class Ours:
         return list(answer.token_ids), answer.prefill_s, each, answer.cache_bytes
 
 
+def prompt_of(family: Family, tokens: int, degrees: Degrees, new: int) -> PromptInput:
+    """This rank's share of a prompt of so many tokens, which `new` ones are to follow."""
+    dealer = BatchSharder(family, Collator(family, 0, True), text=degrees)
+    row = StepSamples(0, 0, (((make_row(tokens),),),), ())
+    shared: PromptInput = dealer.shard_prompts(row, Sampling(new)).work[TEXT][0][dist.get_rank() // degrees.tensor]
+    return shared
+
+
 class Plain:
     """transformers' generate, on the first rank."""
 
     def __init__(self, model: str, tokens: int):
         if dist.get_rank() == 0:
-            self._model = _load(model)
+            self._model = load_plain(model)
             self._given = torch.from_numpy(make_row(tokens).input_ids)[None]
 
     def __call__(self) -> Told:
@@ -137,8 +143,8 @@ class CutByLayers:
     """The same model's layers over the ranks: each computes when the one before it is done."""
 
     def __init__(self, model: str, tokens: int):
-        self._model = _load(model)
-        self._decoder = self._model.model.language_model
+        self.model = load_plain(model)
+        self._decoder = self.model.model.language_model
         self._ids = torch.from_numpy(make_row(tokens).input_ids)[None]
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         count = len(self._decoder.layers)
@@ -149,16 +155,16 @@ class CutByLayers:
         cache, ids, tokens, times = DynamicCache(), self._ids, list[int](), [time.perf_counter()]
         for _ in range(NEW):
             begin = 0 if not tokens else self._ids.shape[1] + len(tokens) - 1
-            ids = self._step(ids, begin, cache)
+            ids = self.step(ids, begin, cache)
             tokens.append(int(ids))
             times.append(time.perf_counter())
         return tokens, times[1] - times[0], (times[-1] - times[1]) / (NEW - 1), _bytes(cache)
 
-    def _step(self, ids: Tensor, begin: int, cache: DynamicCache) -> Tensor:
-        """The next token, on all ranks."""
+    def step(self, ids: Tensor, begin: int, cache: DynamicCache) -> Tensor:
+        """The next token, on all ranks. ids: of the prompt, or the token before; begin: the position of the first."""
         last = self._rank == self._ranks - 1
         if self._rank == 0:
-            states = self._model.get_input_embeddings()(ids)
+            states = self.model.get_input_embeddings()(ids)
         else:
             states = torch.empty(1, ids.shape[1], self._decoder.config.hidden_size)
             dist.recv(states, self._rank - 1)
@@ -169,12 +175,13 @@ class CutByLayers:
             states = self._decoder(inputs_embeds=states, **named).last_hidden_state
         if not last:
             dist.send(states.contiguous(), self._rank + 1)
-        token = self._model.lm_head(states[:, -1]).argmax(-1, keepdim=True) if last else torch.empty(1, 1).long()
+        token = self.model.lm_head(states[:, -1]).argmax(-1, keepdim=True) if last else torch.empty(1, 1).long()
         dist.broadcast(token, self._ranks - 1)
         return token
 
 
-def _load(model: str) -> Any:
+def load_plain(model: str) -> Any:
+    """transformers' model, as it answers."""
     return AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from dhp.core.axes import Degrees
 from experiments.long_context import inference
 from experiments.long_context.longest import Way, _longest
+from experiments.long_context.longest_prompt import ALONE, count, longest
 from experiments.long_context.ranks import on_ranks
 from experiments.long_context.steps import PEER, _require_same
 from experiments.long_context.work import make_model, make_row
@@ -30,6 +33,27 @@ def test_plain_keeps_most_and_ranks_share(model: str) -> None:
     alone = on_ranks(1, _longest, model, Way("offload", recompute="offload", mlp_chunks=4), BUDGET)
     shared = on_ranks(2, _longest, model, Way("ring", Degrees(ring=2), "offload", 4), BUDGET)
     assert 0 < plain < alone < shared
+
+
+def test_a_prompt_takes_what_is_made_of_it_and_no_weights() -> None:
+    layer, given = nn.Linear(8, 16, bias=False), torch.ones(4, 8)
+    assert count(layer, lambda: layer(given)) == 4 * 16 * 4
+    assert count(layer, lambda: (layer(given), layer(given))) == 2 * 4 * 16 * 4
+    assert count(layer, lambda: layer.weight.t()) == 0
+
+
+@pytest.mark.slow
+def test_ranks_share_a_prompt_and_layers_over_ranks_do_not(model: str) -> None:
+    alone = on_ranks(1, longest, model, ALONE, BUDGET)
+    shared = on_ranks(2, longest, model, "dhp, ring 2", BUDGET)
+    cut = on_ranks(2, longest, model, f"{inference.CUT}, 2", BUDGET)
+    assert 0 < cut < 1.5 * alone < shared
+
+
+@pytest.mark.slow
+def test_a_budget_for_no_prompt_is_told(model: str) -> None:
+    with pytest.raises(Exception, match="a prompt of 64 tokens takes more than 0.0 MiB; raise --budget-mib"):
+        on_ranks(1, longest, model, ALONE, 1 << 10)
 
 
 @pytest.mark.slow

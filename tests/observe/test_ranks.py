@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from dhp.core.reports import Spent, StageReport
+from dhp.core.reports import Spent, StageReport, StageUsage
 from dhp.observe.ranks import MOST_RANKS, RankLine, RankWriter, keep_rank_lines, rank_line, read_rank_lines
 
 
@@ -39,6 +40,12 @@ def test_losses_stand_beside_their_samples_and_are_read_as_they_were(tmp_path: P
 def test_on_gpus_collectives_are_not_known_and_memory_is() -> None:
     line = rank_line(1, {"text": [report(0, None, 7), report(1, None, 8)]}, {}, {})
     assert set(line.seconds["text"]) == {"forward", "backward"} and line.memory_bytes == {"text": [7, 8]}
+
+
+def test_kept_bytes_are_of_each_rank_and_of_stages_that_measured_some() -> None:
+    measured = replace(report(1), usage=StageUsage(4096, 0, 0, 8, 8, 0.1, 0.2, ()))
+    line = rank_line(1, {"text": [report(0), measured], "vision": [report(0)]}, {}, {})
+    assert line.activation_bytes == {"text": [None, 4096]}
 
 
 def test_what_is_written_is_read_and_half_a_line_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""Spreads over stages, replicas and time, by hand; the ways of the experiment are configurations."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dhp.config.command_line import compose_config
+from dhp.observe.ranks import RankLine
+from experiments.imbalance.__main__ import main
+from experiments.imbalance.inject.sitecustomize import FUNCTIONS, timed
+from experiments.imbalance.measured import CONFIG, make_work, tokens_of
+from experiments.imbalance.spread import (
+    Row,
+    activation_mib,
+    device_of,
+    device_tokens,
+    forward_ms,
+    moments,
+    spreads,
+)
+from experiments.imbalance.ways import IN_FLIGHT, REPLICAS, VISION_STAGES, WAYS, overrides, published_rows
+from experiments.pair import join_alone
+
+STAGES = ("vision.0", "vision.1", "text.0", "text.1", "text.2")
+
+
+def forwards(seconds: dict[str, float], micro_batches: int = 2) -> list[Row]:
+    """Of two replicas, the second of which takes twice as long."""
+    return [
+        {"stage": stage, "rank": rank, "micro_batch": number, "seconds": own * (1 + rank)}
+        for stage, own in seconds.items()
+        for rank in (0, 1)
+        for number in range(micro_batches)
+    ]
+
+
+def test_the_device_between_the_parts_has_stages_of_both() -> None:
+    assert [device_of(name) for name in STAGES] == [0, 1, 1, 2, 3]
+    found = forward_ms(forwards(dict.fromkeys(STAGES, 0.5)))
+    assert found.shape == (2, 4, 2)
+    assert found[0].tolist() == [[500, 1000], [1000, 2000], [500, 1000], [500, 1000]]
+    line = RankLine(step=1, activation_bytes={name: [2**20, 3 * 2**20] for name in STAGES})
+    assert activation_mib([line, line])[1].tolist() == [[1, 3], [2, 6], [1, 3], [1, 3]]
+
+
+def test_ranks_that_have_less_than_the_others_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ranks wrote of \[1, 2\] forwards"):
+        forward_ms([*forwards({"vision.0": 1.0}, 1), *forwards({"text.0": 1.0}, 2)])
+    with pytest.raises(ValueError, match="step 4: a rank of text.1 measured no activations"):
+        activation_mib([RankLine(step=4, activation_bytes={"text.1": [None, 1]})])
+
+
+def test_a_rank_writes_what_a_forward_takes_of_its_core(tmp_path: Path) -> None:
+    class Engine:
+        spec = SimpleNamespace(name="text.1")
+
+        def forward_step(self, micro_batch: int, chunk: int) -> int:
+            time.sleep(0.2)
+            begun = time.thread_time()
+            while time.thread_time() - begun < 0.05:
+                pass
+            return chunk + 1
+
+    with join_alone():
+        assert timed(Engine.forward_step, str(tmp_path))(Engine(), 3, 6) == 7
+    (line,) = (tmp_path / "text.1-0.jsonl").read_text().splitlines()
+    told = json.loads(line)
+    assert (told["stage"], told["rank"], told["micro_batch"]) == ("text.1", 0, 3)
+    assert 0.05 <= told["seconds"] < 0.15  # of the core: sleeping is none
+
+
+def test_functions_that_are_timed_are_there() -> None:
+    for module, function in FUNCTIONS.items():
+        assert callable(reduce(getattr, function.split("."), importlib.import_module(module)))
+
+
+def test_patches_count_where_the_tower_is_and_tokens_where_the_decoder_is() -> None:
+    found = device_tokens(np.array([[100, 200]]), np.array([[10, 30]]), 4)
+    assert found[0].tolist() == [[100, 200], [110, 230], [10, 30], [10, 30]]
+
+
+def test_deviations_are_those_that_the_paper_prints() -> None:
+    # 148 and 402 of figure 2's panels: deviations of a population of four stages, digits behind the point cut off.
+    values = np.array([[500, 160, 150, 160], [2000, 1600, 1000, 1100]], dtype=float)[:, :, None]
+    first, last = moments({"forward_ms": values})
+    assert (first["moment"], first["replica"], first["forward_ms"]) == ("T-0", "DP-0", [500, 160, 150, 160])
+    assert [int(row["forward_ms_sd"]) for row in (first, last)] == [148, 402]
+    *stages, between = spreads({"forward_ms": values})
+    assert [row["stage"] for row in stages] == [1, 2, 3, 4] and stages[0]["row"] == "over time"
+    assert (stages[0]["forward_ms"], stages[0]["forward_ms_sd"], stages[0]["forward_ms_spread"]) == (1250, 750, 0.6)
+    assert between["row"] == "between stages"
+    assert between["forward_ms"] == round((242.5 + 1425) / 2, 2)
+    assert between["forward_ms_sd"] == round((values[0].std() + values[1].std()) / 2, 2)
+
+
+def test_even_stages_have_no_deviation() -> None:
+    assert {row["tokens_spread"] for row in spreads({"tokens": np.full((3, 4, 2), 7.0)})} == {0.0}
+
+
+def test_a_moment_is_the_first_and_the_last() -> None:
+    columns = {"forward_ms": np.arange(24.0).reshape(3, 4, 2), "activation_mib": np.arange(16.0).reshape(2, 4, 2)}
+    found = {(row["moment"], row["replica"]): row for row in moments(columns)}
+    assert found["T-0", "DP-1"]["forward_ms"] == [1, 3, 5, 7] == found["T-0", "DP-1"]["activation_mib"]
+    assert found["T-1", "DP-0"]["forward_ms"] == [16, 18, 20, 22]
+    assert found["T-1", "DP-0"]["activation_mib"] == [8, 10, 12, 14]
+
+
+def test_the_published_table_has_our_columns() -> None:
+    between, stage = published_rows()
+    assert (between["forward_ms"], between["forward_ms_sd"], between["forward_ms_spread"]) == (85, 93, 1.094)
+    assert (stage["memory_gb"], stage["memory_gb_sd"], stage["memory_gb_spread"]) == (73, 6, 0.082)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_has_the_batches_and_the_cut_of_its_way(way: str) -> None:
+    config = compose_config(CONFIG.stem, str(CONFIG.parent), overrides(way, 3))
+    training, balanced = config.training, way != "random batches"
+    assert (training.schedule, training.batch_size, training.max_steps) == ("1f1b", 32, 3)
+    assert (config.data.balance, config.data.packing) == ("balanced" if balanced else "random", balanced)
+    assert config.text.partition == ("exact" if way.endswith("cut") else "parameters")
+    assert config.memory.accounting and config.cluster.chain and config.cluster.threads_per_actor == 1
+    assert (config.vision.pipeline, config.vision.data) == (VISION_STAGES, REPLICAS)
+    assert config.vision.pipeline + config.text.pipeline - 1 == IN_FLIGHT
+
+
+def test_rows_are_drawn_and_others_refused(tmp_path: Path) -> None:
+    columns = {"forward_ms": np.ones((2, 4, 2)), "activation_mib": np.ones((2, 4, 2))}
+    rows: list[Row] = [{"way": way} | row for way in ("a", "b") for row in (*moments(columns), *spreads(columns))]
+    file, picture = tmp_path / "rows.jsonl", tmp_path / "rows.png"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["--read", str(file), "--plot", str(picture)])
+    with Image.open(picture) as image:
+        assert image.width > 4 * 270 and len(image.convert("RGB").getcolors(1 << 20) or ()) > 4
+    file.write_text(json.dumps({"row": "between stages"}) + "\n")
+    with pytest.raises(ValueError, match="no row is of a moment"):
+        main(["--read", str(file), "--plot", str(picture)])
+
+
+def test_a_run_in_which_nothing_would_be_timed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--steps", "1"])
+    assert "--steps 1: nothing is timed in the first step; take 2 or more" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_random_rows_are_padded_and_balanced_ones_are_alike(tmp_path: Path) -> None:
+    work = make_work(tmp_path, 2)
+    random, balanced = (
+        tokens_of(work, overrides(way, 2), 2, 4)[:, 3] for way in ("random batches", "balanced batches")
+    )
+    assert random.shape == balanced.shape == (8, 2)
+    assert random.sum() > 1.1 * balanced.sum()
+    assert balanced.std() / balanced.mean() < random.std() / random.mean()
