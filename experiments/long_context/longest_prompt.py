@@ -6,7 +6,7 @@ dhp's ranks, which share the prompt: transformers in one process, and its layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,31 +38,41 @@ Peak = Callable[[int], int]
 def measure(model: str, budget_mib: int) -> Iterator[dict[str, Any]]:
     """A line for each way: tokens, and how many times those of one rank of its kind."""
     found: dict[str, int] = {}
-    for way in sorted(WAYS, key=WAYS.__getitem__):
-        found[way] = on_ranks(WAYS[way], longest, model, way, budget_mib * MIB)
-        yield {
-            "way": way,
-            "ranks": WAYS[way],
-            "budget_mib": budget_mib,
-            "tokens": found[way],
-            "to_one_rank": round(found[way] / found[ALONE if way in SHARED else PLAIN], 3),
-            "to_plain": round(found[way] / found[PLAIN], 3),
-        }
+    for ranks in sorted(set(WAYS.values())):
+        ways = [way for way, of in WAYS.items() if of == ranks]
+        found |= on_ranks(ranks, longest, model, ways, budget_mib * MIB)
+        for way in ways:
+            yield {
+                "way": way,
+                "ranks": ranks,
+                "budget_mib": budget_mib,
+                "tokens": found[way],
+                "to_one_rank": round(found[way] / found[ALONE if way in SHARED else PLAIN], 3),
+                "to_plain": round(found[way] / found[PLAIN], 3),
+            }
 
 
-def longest(model: str, way: str, budget: int) -> int:
-    """On each rank: the most tokens, all ranks alike. Raises ValueError where not even a unit of them fits."""
-    peak = _peak(model, way)
+def longest(model: str, ways: Sequence[str], budget: int) -> dict[str, int]:
+    """On each rank: the most tokens of each way, all ranks alike. Raises ValueError where not even a unit fits."""
+    found = {}
+    for way in ways:
+        found[way] = UNIT * largest_within(budget, _of_all(_peak(model, way)), 8 * WAYS[way])
+        if not found[way]:
+            raise ValueError(
+                f"{way}: a prompt of {UNIT} tokens takes more than {budget / MIB:.1f} MiB; raise --budget-mib"
+            )
+    return found
+
+
+def _of_all(peak: Peak) -> Peak:
+    """Of the fullest rank, for so many units of tokens."""
 
     def of_all(size: int) -> int:
         most = torch.tensor(peak(size * UNIT))
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
-    found = UNIT * largest_within(budget, of_all, 8 * WAYS[way])
-    if not found:
-        raise ValueError(f"{way}: a prompt of {UNIT} tokens takes more than {budget / MIB:.1f} MiB; raise --budget-mib")
-    return found
+    return of_all
 
 
 def count(model: nn.Module, answer: Callable[[], Any]) -> int:

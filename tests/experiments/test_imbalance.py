@@ -29,7 +29,9 @@ from experiments.imbalance.spread import (
 )
 from experiments.imbalance.ways import IN_FLIGHT, REPLICAS, VISION_STAGES, WAYS, overrides, published_rows
 from experiments.pair import join_alone
+from tests.helpers.figures import Sentences, missing, rows
 
+PAGE = "experiments/imbalance/README.md"
 STAGES = ("vision.0", "vision.1", "text.0", "text.1", "text.2")
 
 
@@ -134,9 +136,9 @@ def test_a_run_has_the_batches_and_the_cut_of_its_way(way: str) -> None:
 
 def test_rows_are_drawn_and_others_refused(tmp_path: Path) -> None:
     columns = {"forward_ms": np.ones((2, 4, 2)), "activation_mib": np.ones((2, 4, 2))}
-    rows: list[Row] = [{"way": way} | row for way in ("a", "b") for row in (*moments(columns), *spreads(columns))]
+    drawn: list[Row] = [{"way": way} | row for way in ("a", "b") for row in (*moments(columns), *spreads(columns))]
     file, picture = tmp_path / "rows.jsonl", tmp_path / "rows.png"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in drawn))
     main(["--read", str(file), "--plot", str(picture)])
     with Image.open(picture) as image:
         assert image.width > 4 * 270 and len(image.convert("RGB").getcolors(1 << 20) or ()) > 4
@@ -149,6 +151,23 @@ def test_a_run_in_which_nothing_would_be_timed_is_refused(capsys: pytest.Capture
     with pytest.raises(SystemExit):
         main(["--steps", "1"])
     assert "--steps 1: nothing is timed in the first step; take 2 or more" in capsys.readouterr().err
+
+
+def figures() -> Sentences:
+    """What the README has of the rows that are kept."""
+    for row in rows("imbalance"):
+        if row["row"] in ("over time", "between stages"):
+            names = ("tokens", "forward_ms", "activation_mib")
+            cells = [f"{row[name]:,.0f} ± {row[f'{name}_sd']:,.0f} ({row[f'{name}_spread']:.2f})" for name in names]
+            yield PAGE, f"| {row['way']} | {row.get('stage', 'between')} | {' | '.join(cells)} |"
+        elif row["row"] == "published":
+            names = ("tokens", "forward_ms", "memory_gb")
+            cells = [f"{row[name]:,} ± {row[f'{name}_sd']:,} ({row[f'{name}_spread']:.2f})" for name in names]
+            yield PAGE, f"| published, {row['of']} | {' | '.join(cells)} |"
+
+
+def test_the_readme_has_the_rows() -> None:
+    assert missing(figures()) == [] and len(list(figures())) == 5 * len(WAYS) + 2
 
 
 @pytest.mark.slow

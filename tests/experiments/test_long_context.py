@@ -44,16 +44,16 @@ def test_a_prompt_takes_what_is_made_of_it_and_no_weights() -> None:
 
 @pytest.mark.slow
 def test_ranks_share_a_prompt_and_layers_over_ranks_do_not(model: str) -> None:
-    alone = on_ranks(1, longest, model, ALONE, BUDGET)
-    shared = on_ranks(2, longest, model, "dhp, ring 2", BUDGET)
-    cut = on_ranks(2, longest, model, f"{inference.CUT}, 2", BUDGET)
-    assert 0 < cut < 1.5 * alone < shared
+    ring, layers = "dhp, ring 2", f"{inference.CUT}, 2"
+    alone = on_ranks(1, longest, model, [ALONE], BUDGET)[ALONE]
+    found = on_ranks(2, longest, model, [ring, layers], BUDGET)
+    assert 0 < found[layers] < 1.5 * alone < found[ring]
 
 
 @pytest.mark.slow
 def test_a_budget_for_no_prompt_is_told(model: str) -> None:
     with pytest.raises(Exception, match="a prompt of 64 tokens takes more than 0.0 MiB; raise --budget-mib"):
-        on_ranks(1, longest, model, ALONE, 1 << 10)
+        on_ranks(1, longest, model, [ALONE], 1 << 10)
 
 
 @pytest.mark.slow
