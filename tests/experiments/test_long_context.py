@@ -13,6 +13,7 @@ from experiments.long_context.longest_prompt import ALONE, count, longest
 from experiments.long_context.ranks import on_ranks
 from experiments.long_context.steps import PEER, _require_same
 from experiments.long_context.work import make_model, make_row
+from tests.helpers.figures import Sentences, missing, rows
 
 BUDGET = 3 << 19
 
@@ -70,3 +71,20 @@ def test_a_way_that_computed_something_else_is_told() -> None:
     _require_same({PEER: 5.0, "ring": 5.00001})
     with pytest.raises(RuntimeError, match=r"differ from the peer's 5.0: \{'ring': 5.1\}"):
         _require_same({PEER: 5.0, "ring": 5.1})
+
+
+def prompts() -> Sentences:
+    """What the README has of the rows that are kept."""
+    page, ways = "experiments/long_context/README.md", {"ulysses": "dhp, Ulysses", "ring": "dhp, ring"}
+    found = {row["way"]: row for row in rows("long_context", question="longest_prompt")}
+    kinds = {inference.CUT: (inference.PLAIN, *(f"{inference.CUT}, {ranks}" for ranks in (2, 4)))}
+    kinds |= {title: (ALONE, *(f"dhp, {axis} {ranks}" for ranks in (2, 4))) for axis, title in ways.items()}
+    for title, (alone, *others) in kinds.items():
+        cells = [f"{found[way]['tokens']:,} ({found[way]['to_one_rank']:.2f})" for way in others]
+        yield page, f"| {title} | {found[alone]['tokens']:,} | {' | '.join(cells)} |"
+    both = found["dhp, ring 2 × ulysses 2"]
+    yield page, f"| dhp, ring 2 × Ulysses 2 | – | – | {both['tokens']:,} ({both['to_one_rank']:.2f}) |"
+
+
+def test_the_readme_has_the_longest_prompts() -> None:
+    assert missing(prompts()) == []
