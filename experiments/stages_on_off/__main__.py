@@ -1,4 +1,4 @@
-"""`python -m experiments.stages_on_off [--ways WAY …] [--seeds 0] [--last-steps 120]`: what do two stages give?"""
+"""`python -m experiments.stages_on_off [--ways WAY …] [--seeds 0] [--last-steps 60]`: what do two stages give?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments.stages_on_off.ways import WAYS
 
-LAST_STEPS, SAMPLES = 120, 64
+LAST_STEPS, SAMPLES = 60, 32
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

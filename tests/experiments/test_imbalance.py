@@ -29,8 +29,9 @@ from experiments.imbalance.spread import (
 )
 from experiments.imbalance.ways import IN_FLIGHT, REPLICAS, VISION_STAGES, WAYS, overrides, published_rows
 from experiments.pair import join_alone
-from tests.helpers.figures import Sentences, missing, rows
+from tests.helpers.figures import Sentences, missing, one, rows
 
+PAPERS = "experiments/PAPERS.md"
 PAGE = "experiments/imbalance/README.md"
 STAGES = ("vision.0", "vision.1", "text.0", "text.1", "text.2")
 
@@ -166,7 +167,33 @@ def figures() -> Sentences:
             yield PAGE, f"| published, {row['of']} | {' | '.join(cells)} |"
 
 
-def test_the_readme_has_the_rows() -> None:
+def papers() -> Sentences:
+    """What PAPERS.md has of them."""
+    ways = ("random batches", "balanced batches and cut")
+    before, after = (
+        [one("imbalance", row="between stages", way=way)["forward_ms_spread"]]
+        + [one("imbalance", row="over time", way=way, stage=stage)["forward_ms_spread"] for stage in (1, 4)]
+        for way in ways
+    )
+    words = f"between stages {before[0]:.2f}, of the first over time {before[1]:.2f} (published 1.09, 1.14), of the "
+    words += f"last {before[2]:.2f}; balanced {after[0]:.2f}, {after[1]:.2f} and {after[2]:.2f}"
+    yield PAPERS, words
+    random, balanced = (max(map(apart, *replicas(way))) for way in ways)
+    yield PAPERS, f"at most {random:.2f} × apart with random batches, {balanced:.2f} × with balanced ones"
+
+
+def replicas(way: str) -> list[list[float]]:
+    """Milliseconds of forwards of either replica, by moment and stage."""
+    found = (rows("imbalance", row="moment", way=way, replica=replica) for replica in ("DP-0", "DP-1"))
+    return [[value for row in own for value in row["forward_ms"]] for own in found]
+
+
+def apart(first: float, second: float) -> float:
+    return max(first, second) / min(first, second)
+
+
+def test_the_documents_have_the_rows() -> None:
+    assert missing(papers()) == []
     assert missing(figures()) == [] and len(list(figures())) == 5 * len(WAYS) + 2
 
 

@@ -83,6 +83,9 @@ def prompts() -> Sentences:
         cells = [f"{found[way]['tokens']:,} ({found[way]['to_one_rank']:.2f})" for way in others]
         yield page, f"| {title} | {found[alone]['tokens']:,} | {' | '.join(cells)} |"
     both = found["dhp, ring 2 × ulysses 2"]
+    ring, shared = (f"{found[f'dhp, {axis} 4']['to_one_rank']:.2f} ×" for axis in ("ring", "ulysses"))
+    cut = f"{found[f'{inference.CUT}, 4']['to_one_rank']:.2f} ×"
+    yield "experiments/PAPERS.md", f"four ranks {ring} (ring) and {shared} (Ulysses) one rank's, layers over them {cut}"
     yield page, f"| dhp, ring 2 × Ulysses 2 | – | – | {both['tokens']:,} ({both['to_one_rank']:.2f}) |"
 
 

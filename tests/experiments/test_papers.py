@@ -135,7 +135,6 @@ def figures() -> Sentences:
     yield from of_balance(in_row)
     yield from of_layouts(in_row)
     yield from of_long_rows(in_row)
-    yield from of_stages(in_row)
 
 
 def simulated(in_row: InRow) -> Sentences:
@@ -271,25 +270,6 @@ def of_long_rows(in_row: InRow) -> Sentences:
     yield in_row("C3", f"{whole:.2f} × as fast")
     peaks = [f"{row['peak_mb']:,.0f}" for row in rows("long_context", question="video")]
     yield in_row("D30", f"{peaks[-1]} MB in a process of four, {peaks[0]} decoded whole")
-
-
-def of_stages(in_row: InRow) -> Sentences:
-    ways = ("random batches", "balanced batches and cut")
-    between = [one("imbalance", row="between stages", way=way)["forward_ms_spread"] for way in ways]
-    first = [one("imbalance", row="over time", way=way, stage=1)["forward_ms_spread"] for way in ways]
-    words = f"between stages {between[0]:.2f}, of the first over time {first[0]:.2f} (published 1.09, 1.14)"
-    yield in_row("B3", f"{words}; balanced {between[1]:.2f} and {first[1]:.2f}")
-    spans = [span([row["forward_ms_sd"] for row in rows("imbalance", row="moment", way=way)], 0) for way in ways]
-    yield in_row("B4", f"deviations between stages {spans[0]} ms with random batches, {spans[1]} with balanced ones")
-    prompts = {row["way"]: row for row in rows("long_context", question="longest_prompt")}
-    ratios = [f"{prompts[f'dhp, {way} 4']['to_one_rank']:.2f} ×" for way in ("ring", "ulysses")]
-    cut = prompts["transformers, layers over the ranks, 4"]["to_one_rank"]
-    yield in_row(
-        "D20", f"four ranks {ratios[0]} (ring) and {ratios[1]} (Ulysses) one rank's, layers over them {cut:.2f} ×"
-    )
-    losses = {row["way"]: row["loss"]["long"] for row in rows("stages_on_off", seed=0)}
-    words = ", ".join(f"{losses[way]:.2f} {way}" for way in ("without 3", "without 4", "without 3 and 4"))
-    yield in_row("D38", f"held-out loss on long videos {losses['all stages']:.2f} with all stages, {words}")
 
 
 def test_figures_are_those_of_the_rows() -> None:

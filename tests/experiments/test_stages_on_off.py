@@ -26,7 +26,9 @@ from experiments.stages_on_off.ways import (
     lengths,
     without,
 )
+from tests.helpers.figures import Sentences, missing, rows
 
+PAGE = "experiments/stages_on_off/README.md"
 SETS = [f"held_out_{name}" for name in (PICTURES, *VIDEOS)]
 
 
@@ -77,6 +79,21 @@ def test_a_row_has_each_held_out_set(tmp_path: Path) -> None:
     assert row["steps"] == {"alignment": 10, "pretraining": 20, "short_finetuning": 30, LAST: 40}
     assert row["loss"] == dict.fromkeys((PICTURES, *VIDEOS), 0.5)
     assert row["accuracy"] == dict.fromkeys((PICTURES, *VIDEOS), 0.75)
+
+
+def figures() -> Sentences:
+    """What documents have of the rows that are kept."""
+    found = {row["way"]: row for row in rows("stages_on_off", seed=0)}
+    for way, row in found.items():
+        cells = [f"{row['loss'][name]:.2f}, {row['accuracy'][name]:.0%}" for name in (PICTURES, *VIDEOS)]
+        yield PAGE, f"| {way} | {' | '.join(cells)} |"
+    words = ", ".join(f"{row['loss']['long']:.2f} {way}" for way, row in found.items() if way != "all stages")
+    all_stages = f"held-out loss on long videos {found['all stages']['loss']['long']:.2f} with all stages"
+    yield "experiments/PAPERS.md", f"{all_stages}, {words}"
+
+
+def test_documents_have_the_rows() -> None:
+    assert missing(figures()) == [] and len(list(figures())) == len(WAYS) + 1
 
 
 def test_a_curriculum_of_another_way_is_refused(tmp_path: Path) -> None:
