@@ -54,7 +54,7 @@ def rank_line(
     """The line about a step. work: by stage, of each rank, in any unit; stages of which it is not known are left
     out."""
     memory = {name: [one.memory_bytes for one in of] for name, of in reports.items()}
-    kept = {name: [one.usage and one.usage.peak_bytes for one in of] for name, of in reports.items()}
+    kept = {name: [None if one.usage is None else one.usage.peak_bytes for one in of] for name, of in reports.items()}
     return RankLine(
         step=step,
         seconds={name: _seconds(of) for name, of in reports.items()},

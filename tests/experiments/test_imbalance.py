@@ -132,7 +132,7 @@ def test_a_run_has_the_batches_and_the_cut_of_its_way(way: str) -> None:
     assert config.text.partition == ("exact" if way.endswith("cut") else "parameters")
     assert config.memory.accounting and config.cluster.chain and config.cluster.threads_per_actor == 1
     assert (config.vision.pipeline, config.vision.data) == (VISION_STAGES, REPLICAS)
-    assert config.vision.pipeline + config.text.pipeline - 1 == IN_FLIGHT
+    assert (config.text.pipeline, config.text.data) == (IN_FLIGHT + 1 - VISION_STAGES, REPLICAS)
 
 
 def test_rows_are_drawn_and_others_refused(tmp_path: Path) -> None:

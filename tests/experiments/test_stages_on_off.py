@@ -12,7 +12,7 @@ from dhp.config.command_line import compose_config
 from dhp.config.curriculum import training_stages
 from dhp.config.shipped import shipped_directory
 from dhp.core.text import json_safe
-from dhp.observe.metrics import EvalMetrics, StepMetrics
+from dhp.observe.metrics import EvalMetrics, Line, StepMetrics
 from experiments.stages_on_off.runs import row_of
 from experiments.stages_on_off.ways import (
     FIRST,
@@ -39,7 +39,7 @@ def ended(run_dir: Path, stages: list[str]) -> Path:
     told = {f"{number}_{name}": {"steps": 10 * number} for number, name in enumerate(stages, start=1)}
     (run_dir / "stages.json").write_text(json.dumps(told))
     found = [EvalMetrics(step=3, dataset=name, loss=0.5, accuracy=0.75, samples=2) for name in SETS]
-    lines = [StepMetrics(step=3, loss=1.0), *found, EvalMetrics(step=3, dataset="", loss=9.0, accuracy=0.1)]
+    lines: list[Line] = [StepMetrics(step=3, loss=1.0), *found, EvalMetrics(step=3, dataset="", loss=9.0, accuracy=0.1)]
     (last / "metrics.jsonl").write_text("".join(json.dumps(json_safe(asdict(line))) + "\n" for line in lines))
     return run_dir
 
