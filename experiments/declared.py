@@ -2,127 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from experiments.figures import Figure, Row, Values, column, percent, ratio
-from experiments.sight.scores import AIMED
+from experiments import values
+from experiments.figures import Figure, column, percent
 
 RAY, LONG, OMNI = "Ray system, README", "LongVILA", "OmniBal"
-ALIKE = ("command", "shape", "patches")
-
-
-def _layouts(above: str, below: str, links: bool) -> Values:
-    """Steps of one layout over those of another in the same run, with the slow link or without."""
-    of = ratio("step_s", {"layout": above}, {"layout": below}, ALIKE)
-    return lambda rows: of([row for row in rows if ("--links" in row.get("command", "")) == links])
-
-
-def _differences(summary: str) -> Values:
-    """Held-out losses below those of random batches, of each seed."""
-
-    def values(rows: Sequence[Row]) -> list[float]:
-        return [-value for row in rows if row.get("summary") == summary for value in row["differences"]]
-
-    return values
-
-
-def _speedups(method: str) -> Values:
-    return lambda rows: [value for row in rows if row.get("method") == method for value in row["speedups"]]
-
-
-def _agreeing(rows: Sequence[Row]) -> list[float]:
-    return [float(row["agrees"]) for row in rows if row.get("agrees") is not None]
-
-
-def _first_steps(rows: Sequence[Row]) -> list[float]:
-    """Of kills at points alone, for faults from outside are noticed by other means; not of a busy machine."""
-    idle = [row for row in rows if "point" in row and row.get("machine") != "busy"]
-    return [row["first_step_s"] for row in idle if row.get("first_step_s") is not None]
-
-
-def _sparse(rows: Sequence[Row]) -> list[float]:
-    """Sparse routes over dense ones, at the most ranks that were tried."""
-    most = max((row["ranks"] for row in rows if "ranks" in row), default=0)
-    of = ratio("step_s", {"routes": "sparse"}, {"routes": "dense"}, ("command", "version"))
-    return of([row for row in rows if row.get("ranks") == most])
-
-
-def _fitting(rows: Sequence[Row]) -> list[float]:
-    return [float(row["fits"]) for row in rows if "fits" in row]
-
-
-def _intact(rows: Sequence[Row]) -> list[float]:
-    return [
-        float(row["completed"] and row["identical"])
-        for row in rows
-        if "identical" in row and "effective_time" not in row and "wall_s" in row
-    ]
-
-
-def _equal(rows: Sequence[Row]) -> list[float]:
-    found = [row for row in rows if row.get("method") == "exact" and "equal" in row]
-    return [float(number < row["equal"]) for row in found for number in range(row["chains"])]
-
-
-def _mfu(device: str, fused: str) -> Values:
-    return column("mfu", phase="step", samples=8, device=device, fused=fused)
-
-
-def _seen(which: str) -> Values:
-    """The least share of exact answers of a seed's kinds with right pictures, and the most with exchanged ones above
-    chance."""
-
-    def values(rows: Sequence[Row]) -> list[float]:
-        own = [row for row in rows if row.get("what") == "scratch"]
-        if which == "right":
-            return [row["right"][kind] for row in own for kind in AIMED]
-        return [100 * (row["exchanged"][kind] - row["chance"][kind]) for row in own for kind in AIMED]
-
-    return values
-
-
-def _named(rows: Sequence[Row]) -> list[float]:
-    return [float(row["named"] == row["kind"]) for row in rows if "named" in row]
-
-
-def _same(rows: Sequence[Row]) -> list[float]:
-    exported = [row for row in rows if row.get("what") == "exported"]
-    return [float(number < row["same"]) for row in exported for number in range(row["asked"])]
-
-
-def _right_kernels(rows: Sequence[Row]) -> list[float]:
-    return [float(row["ok"]) for row in rows if row.get("section") == "kernels" and "ok" in row]
-
-
-def _faster(than: str) -> Values:
-    """Patches a second of SP+TP over those of another layout, of the same model and length."""
-    of = ratio("patches_per_s", {"layout": "SP+TP"}, {"layout": than}, ("command", "model", "size"))
-    return lambda rows: of([row for row in rows if row.get("patches_per_s")])
-
-
-def _as_planned(rows: Sequence[Row]) -> list[float]:
-    return [float(row["as_planned"]) for row in rows if "as_planned" in row]
-
-
-def _longest(layout: str) -> Values:
-    return column("ratio_to_one_rank", layout=layout, ranks=4, counted="device", recompute="none")
-
-
-def _answers(rows: Sequence[Row]) -> list[float]:
-    own = [row for row in rows if row.get("question") == "inference" and row["ranks"] == 2]
-    return [row["first_token_speed_to_plain"] for row in own if row["way"].startswith("dhp")]
-
-
-def _uneven(way: str, *published: str) -> Iterator[Figure]:
-    """Deviations of forward times over their means."""
-    for row, beside in zip(("between stages", "over time"), published or ("", ""), strict=True):
-        words = f"with {way} forward times deviate by {{}} of their mean {row}"
-        yield Figure(words, f"{row}, {way}", column("forward_ms_spread", row=row, way=way), "", beside)
-
-
-def _held_out(way: str) -> Values:
-    return lambda rows: [row["loss"]["long"] for row in rows if row.get("way") == way]
-
 
 FIGURES: dict[str, tuple[Figure, ...]] = {
     "balance": (
@@ -133,18 +16,18 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     ),
     "balance_effect": (
         Figure("`balanced` packs make {} the samples/s of random padded batches", "balanced",
-               _speedups("balanced"), " ×", f"1.5 to 1.8 × on many ranks, {OMNI}"),
-        Figure("ISF makes {}", "ISF", _speedups("isf")),
-        Figure("packing alone {}", "packing alone", _speedups("random_packed")),
+               values.speedups("balanced"), " ×", f"1.5 to 1.8 × on many ranks, {OMNI}"),
+        Figure("ISF makes {}", "ISF", values.speedups("isf")),
+        Figure("packing alone {}", "packing alone", values.speedups("random_packed")),
     ),
     "bound": (
-        Figure("{} runs are named rightly", "named rightly, %", _named, share=True),
+        Figure("{} runs are named rightly", "named rightly, %", values.named, share=True),
         Figure("the gain that the report expects is {} the one that the change gave", "expected over gained",
                column("ratio")),
     ),
     "chaos": (
-        Figure("{} faults end to the bit as if nothing had been", "ends to the bit, %", _intact, share=True),
-        Figure("a step follows {} after a kill", "s to the next step", _first_steps, " s"),
+        Figure("{} faults end to the bit as if nothing had been", "ends to the bit, %", values.intact, share=True),
+        Figure("a step follows {} after a kill", "s to the next step", values.first_steps, " s"),
     ),
     "checkpoint": (
         Figure("training waits {} for a checkpoint in the background", "wait, s",
@@ -156,14 +39,14 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "compile": (Figure("compiled layers make a step {} as fast", "compiled", column("ratio")),),
     "convergence": (
         Figure("held-out loss of `balanced` packs ends {} below random batches'", "balanced",
-               _differences("balanced"), ""),
-        Figure("ISF's {} below", "ISF", _differences("isf"), ""),
-        Figure("a split tower's {} below", "split tower", _differences("sequence"), "",
+               values.differences("balanced"), ""),
+        Figure("ISF's {} below", "ISF", values.differences("isf"), ""),
+        Figure("a split tower's {} below", "split tower", values.differences("sequence"), "",
                f"curves of equal loss, {LONG}, figure 12, of the decoder"),
     ),
     "driver_scale": (
         Figure("at the most ranks a step with sparse routes takes {} the dense one's time",
-               "sparse over dense", _sparse),
+               "sparse over dense", values.sparse),
     ),
     "experts": (
         Figure("a step of replicas that share experts out takes {} that of tensor ranks", "shared out",
@@ -179,31 +62,32 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                column("to_plain", question="lora", train="lora_text")),
     ),
     "gpu_check": (
-        Figure("{} kernels that ran on a GPU are right", "right kernels, %", _right_kernels, share=True),
+        Figure("{} kernels that ran on a GPU are right", "right kernels, %", values.right_kernels, share=True),
     ),
     "handoff": (
         Figure("64 MB are on their way {} as long as one copy takes", "hand-off over copy",
                column("ratio", transport="shared_memory")),
     ),
     "imbalance": (
-        *_uneven("random batches", f"1.09, {OMNI}, table 1", "1.14 of the first stage"),
-        *_uneven("balanced batches and cut"),
+        *values.uneven("random batches", f"1.09, {OMNI}, table 1", "1.14 of the first stage"),
+        *values.uneven("balanced batches and cut"),
     ),
     "jsonl_index": (Figure("the lines are indexed in {}", "index, s", column("seconds"), " s"),),
     "kernels": (Figure("dhp's kernels make a step {} as fast", "dhp's kernels", column("ratio")),),
     "layout_choice": (
-        Figure("{} of models, GPUs and row lengths have a layout that fits", "have a layout, %", _fitting, share=True),
+        Figure("{} of models, GPUs and row lengths have a layout that fits", "have a layout, %", values.fitting,
+               share=True),
         Figure("the first one reaches {} of the peak by data sheets", "planned MFU", column("mfu", fits=True), ""),
     ),
     "layouts": (
-        Figure("in one host's memory TP takes {} SP+TP's step", "TP over SP+TP", _layouts("TP", "SP+TP", False), " ×",
-               f"1.26 to 1.37 × on 8 H100, {RAY}"),
-        Figure("with links as slow as a GPU's {}", "TP over SP+TP, slow links", _layouts("TP", "SP+TP", True)),
-        Figure("DP takes {} DDP's", "DP over DDP", _layouts("DP", "ddp", False)),
+        Figure("in one host's memory TP takes {} SP+TP's step", "TP over SP+TP",
+               values.layouts("TP", "SP+TP", False), " ×", f"1.26 to 1.37 × on 8 H100, {RAY}"),
+        Figure("with links as slow as a GPU's {}", "TP over SP+TP, slow links", values.layouts("TP", "SP+TP", True)),
+        Figure("DP takes {} DDP's", "DP over DDP", values.layouts("DP", "ddp", False)),
     ),
     "long_context": (
-        Figure("the first token of two ranks comes {} as soon as of one process", "first token, two ranks", _answers,
-               " ×", f"8.2 × with eight GPUs beside a split by layers, {LONG}, table 3"),
+        Figure("the first token of two ranks comes {} as soon as of one process", "first token, two ranks",
+               values.answers, " ×", f"8.2 × with eight GPUs beside a split by layers, {LONG}, table 3"),
         Figure("steps by Ulysses are {} as fast as DeepSpeed's", "Ulysses over DeepSpeed's",
                column("speed_to_peer", question="steps", way="ulysses 4")),
         Figure("four ranks of a ring hold rows {} as long as one", "longest row, ring 4",
@@ -216,9 +100,9 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                column("dist_flops", question="sampler", way="balanced"), ""),
     ),
     "longest_sequence": (
-        Figure("SP+TP on 4 ranks takes images {} as long as one rank", "SP+TP", _longest("SP+TP")),
-        Figure("TP {}", "TP", _longest("TP")),
-        Figure("ZeRO-3 {}", "ZeRO-3", _longest("ZeRO-3"), " ×",
+        Figure("SP+TP on 4 ranks takes images {} as long as one rank", "SP+TP", values.longest("SP+TP")),
+        Figure("TP {}", "TP", values.longest("TP")),
+        Figure("ZeRO-3 {}", "ZeRO-3", values.longest("ZeRO-3"), " ×",
                f"out of memory from 16k patches on, where SP+TP goes on to 65k, {RAY}"),
     ),
     "overhead": (
@@ -231,10 +115,10 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                f"42.2 days beside 29.0 of the balanced cut, {OMNI}, table 4"),
         Figure("by layers {}", "by layers", column("to_exact", question="replay", frozen="nothing", method="layers"),
                " ×", "30.6 beside 29.0"),
-        Figure("{} published figures agree", "published that agree, %", _agreeing, share=True),
+        Figure("{} published figures agree", "published that agree, %", values.agreeing, share=True),
     ),
     "partition_search": (
-        Figure("{} random chains are cut as well as by brute force", "as by brute force, %", _equal, share=True),
+        Figure("{} random chains are cut as well as by brute force", "as by brute force, %", values.equal, share=True),
     ),
     "plan_accuracy": (
         Figure("what autograd keeps of a stage is {} off", "kept bytes, % off",
@@ -259,16 +143,16 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     ),
     "roofline": (
         Figure("simulated, a step of Qwen2.5-VL 3B reaches {} of the peak of an H100", "MFU, H100",
-               _mfu("H100", "compiled"), ""),
-        Figure("{} of an H200's", "MFU, H200", _mfu("H200", "compiled"), ""),
+               values.mfu("H100", "compiled"), ""),
+        Figure("{} of an H200's", "MFU, H200", values.mfu("H200", "compiled"), ""),
         Figure("with the library's own elementwise code {} of an H100's", "MFU, H100, library's code",
-               _mfu("H100", "none"), ""),
+               values.mfu("H100", "none"), ""),
     ),
     "sight": (
         Figure("on combinations that training never had, {} of the answers are exact with right pictures",
-               "right pictures", _seen("right"), ""),
-        Figure("with exchanged ones they are {} off chance", "exchanged, points", _seen("exchanged"), " points"),
-        Figure("{} answers of plain transformers are the same", "exported, %", _same, share=True),
+               "right pictures", values.seen("right"), ""),
+        Figure("with exchanged ones they are {} off chance", "exchanged, points", values.seen("exchanged"), " points"),
+        Figure("{} answers of plain transformers are the same", "exported, %", values.same, share=True),
         Figure("losses of layouts are {} off one actor's", "layouts", column("off", what="layout"), ""),
     ),
     "soak": (
@@ -279,7 +163,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("a rank by {}", "rank, bytes a step", column("growth_bytes_a_step", process="rank"), " bytes"),
     ),
     "stages_on_off": tuple(
-        Figure(f"{way}: held-out loss on long videos {{}}", way, _held_out(way), "")
+        Figure(f"{way}: held-out loss on long videos {{}}", way, values.held_out(way), "")
         for way in ("all stages", "without 3", "without 4", "without 3 and 4")
     ),
     "tensor_host": (
@@ -288,11 +172,11 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("by the library's styles {}", "library's styles", column("ratio", way="tensor 2, library's styles")),
     ),
     "throughput": (
-        Figure("SP+TP makes {} the patches a second of TP", "SP+TP over TP", _faster("TP"), " ×",
+        Figure("SP+TP makes {} the patches a second of TP", "SP+TP over TP", values.faster("TP"), " ×",
                f"1.26 to 1.37 × on 8 H100, {RAY}, figure 2"),
-        Figure("{} those of ZeRO-3 where both fit", "SP+TP over ZeRO-3", _faster("ZeRO-3"), " ×",
+        Figure("{} those of ZeRO-3 where both fit", "SP+TP over ZeRO-3", values.faster("ZeRO-3"), " ×",
                f"0.79 to 1.27 × up to 9k patches, {RAY}, figure 2"),
-        Figure("{} cells that were counted are as planned", "as planned, %", _as_planned, share=True),
+        Figure("{} cells that were counted are as planned", "as planned, %", values.as_planned, share=True),
     ),
     "two_hosts": (
         Figure("with slow links a ring takes {} as long as 2D attention", "ring over 2D",
