@@ -61,7 +61,7 @@ def time_cells(fits: dict[Cell, Fit], rounds: int) -> dict[Cell, list[float]]:
 def row_of(cell: Cell, fit: Fit, budget: int, seconds: Sequence[float]) -> Row:
     """patches_per_s: before merging, None where no batch fits."""
     patches = SIDES[cell.size] ** 2
-    step_s = median(seconds) if seconds else None
+    step_s = median(seconds) if seconds and fit.batch else None
     return {
         "model": cell.model,
         "size": cell.size,
