@@ -297,7 +297,7 @@ def throughput() -> Sentences:
         ]  # fmt: skip
         yield page, f"| {model} | {size} | {' | '.join(speeds)} |"
     checked = [row for row in found if "as_planned" in row]
-    assert len(checked) >= 3 and all(row["as_planned"] for row in checked)
+    assert len(checked) >= 2 and all(row["as_planned"] for row in checked)
 
 
 def make_train() -> Sentences:
