@@ -287,7 +287,7 @@ def gpu_check() -> Sentences:
 
 def throughput() -> Sentences:
     page, found = "experiments/throughput/README.md", rows("throughput")
-    in_order = sorted(found, key=lambda row: bool(row["steps"]))  # one that was timed replaces one that was only planned
+    in_order = sorted(found, key=lambda row: bool(row["steps"]))  # timed rows replace those that were only planned
     cells = {(row["model"], row["size"], row["layout"]): row for row in in_order}
     for model, size in dict.fromkeys((model, size) for model, size, _ in cells):
         own = [cells[model, size, layout] for layout in ("SP+TP", "TP", "ZeRO-3")]
