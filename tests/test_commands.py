@@ -35,6 +35,7 @@ ELSEWHERE = {
     "make test ARGS='-m families": "an hour, on demand: tests/engine/test_declared_families.py",
     "make ": ".ci/run; tests/test_docs.py sees that the targets exist",
     "hf download": "needs the hub",
+    "python -m dhp plan --config-name=qwen2_5_vl_7b": "minutes of tracing; tests/cli/test_plan.py, of the tiny model",
     "python -m dhp doctor model /models/": "needs that download; one of a made model is below",
     "dhp doctor loss family.yaml": "tests/examples/test_new_family.py",
     "dhp generate checkpoint=runs/split": "tests/examples/test_new_family.py",

@@ -258,17 +258,17 @@ def chaos() -> Sentences:
 
 
 def sight() -> Sentences:
-    found, page = one("sight", what="scratch"), "experiments/sight/README.md"
-    kinds = ("shape", "colour", "count", "place", "word")
-    shares = {which: [f"{found[which][kind]:.0%}" for kind in kinds] for which in ("right", "exchanged", "chance")}
-    for title, which in (("right pictures", "right"), ("exchanged pictures", "exchanged"), ("chance", "chance")):
-        yield page, f"| {title} | {' | '.join(shares[which])} |"
-    losses = f"{found['loss_right']:.2f} with right pictures and {found['loss_exchanged']:.2f} with exchanged ones"
-    yield page, f"{losses}, the training loss {found['train_loss']:.2f}"
-    goal = rows("sight")[-1]
-    assert goal["goal"] == "missed" and len(rows("sight", what="scratch")) == 1
-    layouts = rows("sight", what="layout")
-    yield page, f"at most {max(row['off'] for row in layouts):.1e} off one actor's"
+    page, kinds = "experiments/sight/README.md", ("shape", "colour", "count", "place", "word")
+    for row in rows("sight"):
+        if "right" in row:
+            shares = " | ".join(f"{row['right'][kind]:.0%}" for kind in kinds)
+            most = 100 * max(row["exchanged"][kind] - row["chance"][kind] for kind in kinds)
+            losses = f"{most:+.0f} | {row['loss_right']:.2f} | {row['loss_exchanged']:.2f}"
+            yield page, f"| {row['seed']} | `{row['what']}` | {row['steps']:,} | {shares} | {losses} |"
+    assert rows("sight")[-1]["goal"] == "missed" and len(rows("sight", what="scratch")) == 3
+    same = {(row["same"], row["asked"]) for row in rows("sight", what="exported")}
+    assert same == {(100, 100)}
+    yield page, f"at most {max(row['off'] for row in rows('sight', what='layout')):.1e} off one actor's"
 
 
 def gpu_check() -> Sentences:

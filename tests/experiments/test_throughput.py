@@ -88,7 +88,8 @@ def test_a_run_is_planned_timed_and_drawn(
     assert [row for row in found if "as_planned" in row] == [first]  # one of six
     assert found[-1]["published_patches_per_s"] is None and not found[-1]["fits"]
     assert found[-1]["patches_per_s"] is None
-    assert Image.open(tmp_path / "figure.png").size[0] > 300
+    with Image.open(tmp_path / "figure.png") as drawn:
+        assert drawn.size[0] > 300
     draw(found[3:], tmp_path / "nothing.png")
 
 
