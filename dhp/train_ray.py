@@ -40,17 +40,15 @@ def main(config: Config, arguments: Sequence[str] = ()) -> None:
     elif config.training.max_restarts > 0 and not config.training.dry_run:
         from dhp.supervise.launch import supervise
 
-        status = supervise(config, arguments)
+        status = supervise(config, arguments, _report_failure)
         if status:  # else a sweep goes on with its next job
-            _report_failure(config)
             sys.exit(status)
     else:
         _run(config)
 
 
-def _report_failure(config: Config) -> None:
+def _report_failure(run_dir: Path) -> None:
     """Write the page of a run that is not started again: its last attempt did not know that it was the last."""
-    run_dir = Path(config.run_dir)
     written, page = run_dir / "metrics.jsonl", run_dir / "report.html"
     if written.exists() and not (page.exists() and page.stat().st_mtime >= written.stat().st_mtime):
         from dhp.trainer.record import write_page

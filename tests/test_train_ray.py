@@ -16,6 +16,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 from dhp.__main__ import main as dhp
 from dhp.config.command_line import compose_config
+from dhp.supervise.supervisor import Supervisor
 from dhp.train_ray import main
 from dhp.trainer.reports import NO_MFU
 from tests.helpers.made_runs import make_run
@@ -211,7 +212,12 @@ def test_a_supervised_run_that_is_given_up_has_its_page(
     run_dir = tmp_path / "run"
     make_run(run_dir)
     config = compose_config("tiny", None, [f"run_dir={run_dir}", "training.max_restarts=1"])
-    monkeypatch.setattr("dhp.supervise.launch.supervise", lambda config, arguments: 1)
+    monkeypatch.setattr(Supervisor, "run", lambda self: 1)
+    monkeypatch.setattr(Supervisor, "opened", False)
+    with pytest.raises(SystemExit):  # refused: what is in run_dir is another run's
+        main(config)
+    assert not (run_dir / "report.html").exists() and capsys.readouterr().err == ""
+    monkeypatch.setattr(Supervisor, "opened", True)
     for shown in (f"report: {run_dir / 'report.html'}\n", ""):
         with pytest.raises(SystemExit) as ended:
             main(config)

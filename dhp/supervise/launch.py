@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,19 @@ from dhp.supervise.verdict import RETRY
 AUTO, NEVER = "auto", "never"
 
 
-def supervise(config: Config, arguments: Sequence[str]) -> int:
-    """Train as configured, in as many attempts as it takes; the exit status. arguments: of this process."""
+def supervise(config: Config, arguments: Sequence[str], given_up: Callable[[Path], None]) -> int:
+    """Train as configured, in as many attempts as it takes; the exit status. arguments: of this process. given_up:
+    called with run_dir where this run's own record is in it and the run did not complete."""
     rules = Rules(config.training.max_restarts, config.training.restart_wait_s)
     stopping_s = STOPPING_S + (LOGGERS_S if config.training.loggers else 0.0)
     commands = partial(_command, config, arguments)
     saving_s = config.cluster.step_timeout_s + config.training.save_timeout_s
     once = not config.stages
     run = Supervisor(commands, Path(config.run_dir), rules, say_line, stopping_s, ends_once=once, saving_s=saving_s)
-    return run.run()
+    status = run.run()
+    if status and run.opened:
+        given_up(Path(config.run_dir))
+    return status
 
 
 def _command(config: Config, arguments: Sequence[str], begun: Begun) -> list[str]:

@@ -85,6 +85,11 @@ class Supervisor:
         self._choice: Choice | None = None  # of its layouts, once they are known
         self._device = ""
 
+    @property
+    def opened(self) -> bool:
+        """Whether an attempt made run_dir its own: else what is there is another run's."""
+        return self._begun.opened
+
     def run(self) -> int:
         """Run until the run has completed or is not started again; the exit status."""
         adopt_orphans()

@@ -17,6 +17,7 @@ from experiments.stages_on_off.ways import FIRST, LAST, WAYS, first_alone, hold_
 ROOT = Path(__file__).parents[2]
 SHOWN_CHARACTERS = 3000  # of what a failed run printed
 HELD_OUT = "held_out_"
+LIMIT_S = 3600.0
 
 
 Row = dict[str, Any]
@@ -54,7 +55,7 @@ def train(run_dir: Path, overrides: Sequence[str]) -> None:
     Raises RuntimeError with the end of what a failed run printed.
     """
     command = [sys.executable, "-m", "dhp.train_ray", "--config-name=five_stages_tiny", f"run_dir={run_dir}"]
-    done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
         shown = (done.stdout + done.stderr)[-SHOWN_CHARACTERS:]
         raise RuntimeError(f"{' '.join([*command, *overrides])} ended with {done.returncode}:\n{shown}")

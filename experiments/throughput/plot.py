@@ -18,7 +18,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     models = list(dict.fromkeys(row["model"] for row in rows))
     canvas = Canvas(len(models))
     left = canvas.left(0)
-    canvas.text(left, 10, "patches a second; above a bar its batch; ×: out of memory")
+    canvas.text(left, 10, "patches a second; above a bar its batch; x: out of memory")
     for at, (layout, colour) in enumerate(COLOURS.items()):
         canvas.dot(left + 10 + at * 80, 35, colour)
         canvas.text(left + 20 + at * 80, 28, layout)
@@ -28,6 +28,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _panel(canvas: Canvas, left: float, model: str, rows: Sequence[Row]) -> None:
+    rows = [row for row in rows if row["steps"] or not row["fits"]]  # others were planned, and not timed
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     most = HEAD * max((row["patches_per_s"] or 0.0 for row in rows), default=1.0) or 1.0
     canvas.text(left, TOP - 20, f"Qwen2.5-VL-{model}, scaled; {rows[0]['budget_mib']:.0f} MiB a device")
@@ -40,10 +41,9 @@ def _panel(canvas: Canvas, left: float, model: str, rows: Sequence[Row]) -> None
     bar = 0.8 * group / len(COLOURS)
     for at, size in enumerate(sizes):
         canvas.text(left + group * at + group / 2 - 10, TOP + SIDE + 4, size)
-        for row in rows:
-            if row["size"] == size:
-                across = left + group * at + 0.1 * group + bar * list(COLOURS).index(row["layout"])
-                high = SIDE * (row["patches_per_s"] or 0.0) / most
-                if high:
-                    canvas.box(across, TOP + SIDE - high, bar - 1, high, COLOURS[row["layout"]])
-                canvas.text(across + bar / 2 - 3, TOP + SIDE - high - 14, str(row["batch"]) if high else "×")
+        for layout, row in {row["layout"]: row for row in rows if row["size"] == size}.items():  # the last of each
+            across = left + group * at + 0.1 * group + bar * list(COLOURS).index(layout)
+            high = SIDE * (row["patches_per_s"] or 0.0) / most
+            if high:
+                canvas.box(across, TOP + SIDE - high, bar - 1, high, COLOURS[layout])
+            canvas.text(across + bar / 2 - 3, TOP + SIDE - high - 14, str(row["batch"]) if high else "x")
