@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from dhp.__main__ import main
 from dhp.cli.inspect_costs import COSTS
 from dhp.cli.inspect_data import COLUMNS, DATASETS, LENGTHS
+from dhp.config.schema import Config
 from dhp.core.command import own_command
 from dhp.core.errors import PartFailed
 from dhp.observe.plots import HEIGHT, WIDTH
@@ -95,8 +96,13 @@ def test_training_is_a_command_like_its_module(
 def test_training_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also to start them again with, where training.max_restarts asks for it."""
     started: list[tuple[str, tuple[str, ...]]] = []
+
+    def supervise(config: Config, given: tuple[str, ...], given_up: Callable[[Path], None]) -> int:
+        started.append((config.name, given))
+        return 0
+
     monkeypatch.setattr("dhp.train_ray.begin_command", lambda: None)
-    monkeypatch.setattr("dhp.supervise.launch.supervise", lambda config, given: started.append((config.name, given)))
+    monkeypatch.setattr("dhp.supervise.launch.supervise", supervise)
     assert main(["train", "--config-name=tiny", "name=mine", "training.max_restarts=2"]) == 0
     assert started == [("mine", ("--config-name=tiny", "name=mine", "training.max_restarts=2"))]
 
