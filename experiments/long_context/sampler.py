@@ -17,6 +17,7 @@ from dhp.data.balance.methods import choose_method
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads, Packs
 from dhp.parallel.attention.shard_plan import is_whole
+from experiments.long_context.sampler_picture import draw
 
 SAMPLES, LONG_SHARE, MOST = 25_000, 0.125, 32_768
 RANKS, REPLICAS = 8, 4
@@ -30,12 +31,15 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for each way to make rows and to divide them.
 
     one: every sample over all ranks. step: so where any row of a step has a sample that no rank could hold; else none.
-    auto: each sample by itself.
+    auto: each sample by itself. With --plot a picture of balanced rows, with long samples in any and apart.
     """
     loads = _lengths()
     limits = Limits(vision=MOST, text=MOST, samples=1)
+    drawn: dict[str, Packs] = {}
     for name, long in WAYS:
         packs = choose_method(name, long)(loads, limits, REPLICAS, 0)
+        if name == "balanced":
+            drawn["long ones apart" if long else "long ones in any row"] = packs
         balance = measure_balance(packs, loads, REPLICAS, padded=False, dispatched=True)
         yield {
             "way": name if long is None else f"{name}, long ones apart",
@@ -47,6 +51,8 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "sp_ratio_auto": round(_of_rows(packs, loads, auto=True)[0], 4),
             "busiest_rank_auto": round(_of_rows(packs, loads, auto=True)[1], 4),
         }
+    if given.plot is not None:
+        draw(drawn, loads, REPLICAS, RANKS, CROSSOVER, given.plot)
 
 
 def _lengths() -> Loads:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
+from dhp.batch.row_shards import SequenceGroups, grouped_plan
 from dhp.core.axes import Degrees
+from dhp.data.balance.packs import Loads, from_groups
 from experiments.long_context import inference
+from experiments.long_context.long_sets import SETS, TILE, _held, _time, shared_row, sp_ratios
 from experiments.long_context.longest import Way, _longest
 from experiments.long_context.longest_prompt import ALONE, count, longest
 from experiments.long_context.ranks import on_ranks
+from experiments.long_context.sampler_picture import draw, kinds_of
 from experiments.long_context.steps import PEER, _require_same
 from experiments.long_context.work import make_model, make_row
 from tests.helpers.figures import Sentences, missing, rows
@@ -26,6 +34,37 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_row_is_all_text_and_all_learned() -> None:
     row = make_row(100)
     assert (len(row.input_ids), row.target_tokens, row.pixels) == (100, 99, ())
+
+
+def test_pictures_stay_with_their_tokens_or_are_shared_out() -> None:
+    """A row of one sample of eight pieces from either end: pictures of the first four are with four of the ranks."""
+    loads, packs = Loads(np.array([8]), np.array([4096])), from_groups(np.arange(1))
+    plan = shared_row(packs, loads, 0, "random")
+    assert _held(plan, [np.arange(4) * TILE]).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert _held(plan, [np.arange(16) * TILE]).tolist() == [2] * 8
+    by_token, evenly = sp_ratios(packs, loads, "random")
+    assert by_token > 0.2 and evenly == 0
+
+
+def test_sets_fit_their_limits_and_times_are_of_the_fullest_replica() -> None:
+    for made in SETS:
+        loads = made.loads()
+        assert loads.text.max() <= made.tokens and loads.vision.max() == made.pictures[1]
+        assert (loads.text > loads.vision * TILE).all()
+    even = Loads(np.ones(5), np.full(5, 36864))
+    assert _time(from_groups(np.arange(5)), even, False) == 4 * 36864  # a step of four, and one of one
+
+
+def test_a_rank_is_drawn_by_what_it_has(tmp_path: Path) -> None:
+    lengths = [4096, 256, 256]
+    groups = SequenceGroups((0, 1), ((), ()), ((), (2,)))
+    kinds = kinds_of(grouped_plan(lengths, 2, 1, groups), 1024)
+    assert kinds.tolist() == [[2048 / 2176, 128 / 2176, 0.0], [2048 / 2432, 128 / 2432, 256 / 2432]]
+    loads = Loads(np.zeros(300), np.full(300, 64))
+    picture = tmp_path / "sampler.png"
+    draw({"all": from_groups(np.arange(300))}, loads, 2, 2, 36864.0, picture)
+    with Image.open(picture) as image:
+        assert image.size[0] > 300
 
 
 @pytest.mark.slow

@@ -207,6 +207,14 @@ def of_balance(in_row: InRow) -> Sentences:
     )
     yield in_row("C5", f"{short(apart['dist_flops'], 3)}, together {short(together['dist_flops'], 3)}")
     yield in_row("C6", f"{short(together['sp_ratio_step'], 3)} together, {apart['sp_ratio_step']:.0f} apart")
+    of_sets = [rows("long_context", question="long_sets", set=name) for name in ("long", "mixed")]
+    long, mixed = ({row["way"]: row for row in of_set} for of_set in of_sets)
+    ratios = long["random"]["sp_ratio_by_token"], long["balanced"]["sp_ratio"]
+    yield in_row("C6", f"with their tokens {short(ratios[0], 2)}, shared out first {short(ratios[1], 3)}")
+    before, after = mixed["random"], mixed["balanced"]
+    dists = [f"{short(row['dist_vision'], 2)}/{short(row['dist_text'], 2)}" for row in (before, after)]
+    yield in_row("C7", f"{before['ave_bs']:g} → {after['ave_bs']:g} samples, Pad {short(before['pad'], 3)} → 0")
+    yield in_row("C7", f"Dist {' → '.join(dists)}")
     yield in_row("C4", f"{short(together['sp_ratio_auto'], 2)} of tokens divided without need")
 
 
