@@ -15,6 +15,7 @@ import numpy as np
 from dhp.batch.assign_images import Locality
 from dhp.batch.build import BatchReaderSettings, make_reader, open_datasets
 from dhp.batch.reader import BatchReader
+from dhp.cli.inspect_contents import content_table
 from dhp.cli.inspect_costs import cost_table
 from dhp.cli.inspect_locality import locality_table
 from dhp.config.parts import resolved
@@ -91,6 +92,8 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     }
     rows = list(_balance(loads, settings.balancing, config))
     (out / "balance.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for line in content_table(feed.lengths.of_epoch(0)):
+        print(line)
     for line in cost_table({name: table.columns for name, table in feed.lengths.tables.items()}):
         print(line)
     _tell_lengths(loads)

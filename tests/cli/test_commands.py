@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dhp.__main__ import main
+from dhp.cli.inspect_contents import CONTENTS
 from dhp.cli.inspect_costs import COSTS
 from dhp.cli.inspect_data import COLUMNS, DATASETS, LENGTHS
 from dhp.config.schema import Config
@@ -187,7 +188,7 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     assert [row["dropped"] for row in rows] == [0] * 5
     with Image.open(out / "lengths.png") as picture:
         assert picture.size == (WIDTH, 2 * HEIGHT)  # a panel a dataset
-    for columns in (DATASETS, COSTS, LENGTHS, COLUMNS):
+    for columns in (DATASETS, CONTENTS, COSTS, LENGTHS, COLUMNS):
         assert all(f"  {name:16}{text}\n" in told for name, text in columns.items())
     costs = next(line for line in told.splitlines() if re.match("broken +[0-9]+, ", line))
     size = cut_off.stat().st_size  # of the one usable sample, so that mean and largest are equal

@@ -149,6 +149,14 @@ class MeasuredDataset:
             columns[given] = self.tables[portion.annotations.dataset].of(portion.rows(inside, epoch))
         return columns
 
+    def of_epoch(self, epoch: int) -> dict[str, np.ndarray]:
+        """LENGTH_COLUMNS of the samples that an epoch shows of each dataset."""
+        found = {name: np.zeros(0, LENGTH_COLUMNS) for name in self.tables}
+        for portion, _, inside in self._dataset.portions(np.arange(len(self))):
+            name = portion.annotations.dataset
+            found[name] = np.concatenate([found[name], self.tables[name].of(portion.rows(inside, epoch))])
+        return found
+
     def defects(self, indices: np.ndarray, epoch: int) -> list[str]:
         """The defect of each of these defective samples of an epoch."""
         found = [""] * len(indices)

@@ -60,6 +60,15 @@ def expected(dataset: Dataset, preprocess, epoch: int) -> list[tuple[int, ...] |
     return found
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_epoch_is_divided_by_dataset(make, epoch: int) -> None:
+    """Of pictures there are two and four, of six words nine."""
+    measured = make()
+    found, whole = measured.of_epoch(epoch), measured.columns(np.arange(len(measured)), epoch)
+    assert {name: len(columns) for name, columns in found.items()} == {"pictures": 6, "words": 9}
+    assert np.sort(np.concatenate(list(found.values()))).tolist() == np.sort(whole).tolist()
+
+
 def test_lengths_of_each_epoch_equal_the_samples_own(make, dataset: Dataset, preprocessor) -> None:
     table = make(whole=False)
     for epoch in (0, 1, 2):
