@@ -126,6 +126,11 @@ EXPERIMENTS = (
         "gave no answer (4 equivalent)",
     ),
     Experiment(
+        "needle_frames", "Does training on longer videos find needles in longer ones?", 15, (f"--plot {PICTURE}",),
+        "--models short --samples 16 --steps 2 --frames 8 16 --needles 1", 1, 4,
+        draws=f"--seeds --read {ROWS} --plot {PICTURE}",
+    ),
+    Experiment(
         "overhead", "What do actors, refs and the split cost against a plain loop?", 10,
         ("--rounds 5", "--rounds 5 --micro-batches 4"), "--rounds 1", 2,
     ),

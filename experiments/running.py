@@ -18,6 +18,7 @@ from typing import Any
 
 from dhp.core.process import count_cores
 from dhp.report.charts import spread_bars
+from experiments.commands import command_of
 from experiments.declared import FIGURES
 from experiments.figures import Row, sentence
 from experiments.registry import PICTURE, ROWS, Experiment
@@ -66,7 +67,7 @@ def _words(experiment: Experiment, arguments: Sequence[str]) -> list[str]:
 
 def _command(experiment: Experiment, arguments: Sequence[str], out: Path, picture: Path, rows: list[Row]) -> int:
     """One command; its status. Its rows are added, each with the command where it does not say its own."""
-    command = " ".join(word for word in _words(experiment, arguments) if word not in (ROWS, PICTURE))
+    command = command_of(experiment.name, arguments)
     words = [sys.executable, *_words(experiment, arguments)[1:]]
     words = [word.replace(ROWS, str(out)).replace(PICTURE, str(picture)) for word in words]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

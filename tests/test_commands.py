@@ -25,6 +25,7 @@ OWN_TESTS = {
     "lora": "tests/examples/test_lora.py",
     "new_family": "tests/examples/test_new_family.py",
     "two_nodes": "tests/nodes/test_example.py",
+    "video_questions": "tests/examples/test_video_questions.py",
 }
 DRY_RUN = "as others below; each costs ten seconds: tests/trainer/test_dry_run.py"
 # By a line's beginning, who runs it, or its like, or why nobody here can.

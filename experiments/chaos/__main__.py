@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from experiments.chaos.points import points
 from experiments.chaos.rate import run_at_rate
 from experiments.chaos.run import Observed
 from experiments.chaos.scenarios import LONG, lengths_of
+from experiments.commands import command_of
 
 Row = dict[str, Any]
 _SECONDS = ("detect_s", "rebuild_s", "first_step_s")
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     adopt_orphans()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="dhp-chaos-", dir="/tmp"))
     laboratory, rows = Laboratory(folder, given.keep), []
-    command = " ".join(["python -m experiments.chaos", *(sys.argv[1:] if arguments is None else arguments)])
+    command = command_of("chaos", arguments)
     if given.rate is not None:
         row = run_at_rate(laboratory, given.rate, given.faults, given.seed)
         print(json.dumps(row | {"command": command}), flush=True)

@@ -7,6 +7,7 @@ inference: seconds to the first token and tokens a second of an answer to a long
 video: what each process holds of a ten-minute video, decoded whole and by one, two and four vision ranks.
 sampler: how much of long and short samples is divided without need, by how rows are made and how they are divided;
     with --plot a picture of it.
+schedule: when each rank computes which layer of a prompt; with --plot a picture of it.
 long_sets: rows, Pad, Dist and SP-Ratio of a long and of a mixed set by sampler.
 two_stages: what it is worth to deal pictures out evenly first, beside giving each to the rank that has its tokens.
 """
@@ -22,7 +23,17 @@ from typing import Any
 
 from transformers.utils import logging
 
-from experiments.long_context import inference, long_sets, longest, longest_prompt, sampler, steps, two_stages, video
+from experiments.long_context import (
+    inference,
+    long_sets,
+    longest,
+    longest_prompt,
+    sampler,
+    schedule,
+    steps,
+    two_stages,
+    video,
+)
 from experiments.long_context.work import LAYERS, make_model
 
 # What is asked: from a model and the arguments to its lines. A further question is a module and a line here.
@@ -34,6 +45,7 @@ QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]
     "video": video.measure,
     "sampler": sampler.measure,
     "long_sets": long_sets.measure,
+    "schedule": schedule.measure,
     "two_stages": two_stages.measure,
 }
 
@@ -47,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of steps; one where a row has 131,072 tokens or more")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the decoder; fewer for the longest rows")
     parser.add_argument("--minutes", type=int, default=video.MINUTES, help="of the video")
-    parser.add_argument("--plot", type=Path, help="PNG of sampler")
+    parser.add_argument("--plot", type=Path, help="PNG of sampler or schedule")
     given = parser.parse_args()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:

@@ -89,11 +89,11 @@ class Ours:
 
     def __init__(self, model: str, tokens: int, degrees: Degrees):
         family = load_family(model)
-        self._trainer = TextEngine(settings_of(pair_of(family, ONE, degrees), TEXT, model, UPDATE))
+        self.engine = TextEngine(settings_of(pair_of(family, ONE, degrees), TEXT, model, UPDATE))
         self._prompt = prompt_of(family, tokens, degrees, NEW)
 
     def __call__(self) -> Told:
-        answer: Answer = self._trainer.generate(0, 0, self._prompt)
+        answer: Answer = self.engine.generate(0, 0, self._prompt)
         each = (answer.seconds - answer.prefill_s) / (NEW - 1)
         return list(answer.token_ids), answer.prefill_s, each, answer.cache_bytes
 

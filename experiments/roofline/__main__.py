@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from experiments.commands import command_of
 
 SHAPES = Path(__file__).parents[2] / "configs" / "model" / "shapes"
 CHOICES = ("none", "norms and gates", "written", "compiled", "all")  # of experiments.roofline.fused
@@ -57,7 +57,7 @@ def _run(given: argparse.Namespace, samples: int, fused: str) -> None:
     shipped = SHAPES / f"{given.shape}.json"
     model = str(shipped) if shipped.is_file() else given.shape
     step = simulate(model, Sizes(samples, tuple(given.grid), given.text_tokens), fused, given.keys)
-    command = shlex.join(["python", "-m", "experiments.roofline", *_plain(sys.argv[1:])])
+    command = command_of("roofline")
     for device in given.device:
         about = {"shape": given.shape, "device": device, "samples": samples, "fused": fused, "keys": given.keys}
         rows = [{**about, **row, "command": command} for row in rows_of(step, read_device(device))]
@@ -65,15 +65,6 @@ def _run(given: argparse.Namespace, samples: int, fused: str) -> None:
         if given.out is not None:
             with given.out.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def _plain(arguments: Sequence[str]) -> list[str]:
-    """Without --out, which changes no figure."""
-    arguments = list(arguments)
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        del arguments[at : at + 2]
-    return arguments
 
 
 def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from experiments.commands import command_of
 from experiments.sight.scores import Row, goal, sentence
 from experiments.sight.ways import WAYS, Seed, Size
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.folder is not None:
         given.folder.mkdir(parents=True, exist_ok=True)
     found = read_rows(given.read)
-    command = " ".join(["python -m experiments.sight", *(sys.argv[1:] if arguments is None else arguments)])
+    command = command_of("sight", arguments)
     for row in rows(given):
         print(json.dumps(dict(row) | {"command": command}), flush=True)
         found.append(row)

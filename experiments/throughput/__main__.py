@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from dhp.engine.kinds import make_rank
+from experiments.commands import command_of
 from experiments.plan_accuracy.layout import running
 from experiments.published.tables import read_table
 from experiments.throughput.cells import LAYOUTS, MIB, SHAPES, SIDES, Cell, Fit, budget_of, cells_of, find_batch
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--read", type=Path, help="rows of an earlier run, for --plot; nothing runs")
     parser.add_argument("--plot", type=Path, help="PNG of all rows")
     given = parser.parse_args(arguments)
-    command = " ".join(["python -m experiments.throughput", *(sys.argv[1:] if arguments is None else arguments)])
+    command = command_of("throughput", arguments)
     if given.read is not None:
         found = [
             row for line in given.read.read_text(encoding="utf-8").splitlines() if "layout" in (row := json.loads(line))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from dhp.batch.row_shards import SequenceGroups, grouped_plan
 from dhp.core.axes import Degrees
 from dhp.data.balance.packs import Loads, from_groups
-from experiments.long_context import inference
+from experiments.long_context import inference, schedule
 from experiments.long_context.long_sets import SETS, TILE, _held, _time, shared_row, sp_ratios
 from experiments.long_context.longest import Way, _longest
 from experiments.long_context.longest_prompt import ALONE, count, longest
@@ -65,6 +66,27 @@ def test_a_rank_is_drawn_by_what_it_has(tmp_path: Path) -> None:
     draw({"all": from_groups(np.arange(300))}, loads, 2, 2, 36864.0, picture)
     with Image.open(picture) as image:
         assert image.size[0] > 300
+
+
+def test_layers_are_watched_whoever_calls_them() -> None:
+    model = nn.Module()
+    model.visual = nn.ModuleList([nn.Linear(2, 2) for _ in range(5)])
+    model.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    watch = schedule.Watch(model)
+    for layer in (*model.visual, *model.layers, model.layers[0]):
+        layer(torch.ones(2))
+    assert [number for number, _, _ in watch.spans] == [0, 1, 0]
+    assert all(begin < end for _, begin, end in watch.spans)
+
+
+@pytest.mark.slow
+def test_one_rank_works_at_a_time_where_layers_are_over_the_ranks(model: str, tmp_path: Path) -> None:
+    picture = tmp_path / "schedule.png"
+    found = list(schedule.measure(model, argparse.Namespace(plot=picture)))
+    busy = {way: [row["busy_share"] for row in found if row["way"] == way] for way in {row["way"] for row in found}}
+    assert sum(busy[inference.CUT]) < 1.05 < sum(busy["dhp, ulysses 2"])
+    assert {row["layers"] for row in found if row["way"] == inference.CUT} == {2}
+    assert picture.exists()
 
 
 @pytest.mark.slow

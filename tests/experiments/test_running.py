@@ -114,7 +114,7 @@ def test_rows_may_come_from_a_file() -> None:
     one = Experiment("stand_in", "What?", 1, (f"8 --out {ROWS}",))
     outcome = running.run(one, False, ())
     assert outcome.file is not None and written(outcome.file)[0] == {
-        "command": "python -m experiments.stand_in 8 --out",
+        "command": "python -m experiments.stand_in 8",
         "value": 8.0,
     }
 

@@ -1,0 +1,79 @@
+"""A model trained on short videos and one on long ones, each asked for needles in videos of several lengths."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dhp.tiny.needles import ANNOTATIONS, make_needles
+
+ROOT = Path(__file__).parents[2]
+SHOWN_CHARACTERS = 3000  # of what a failed command printed
+LIMIT_S = 3600.0
+TRAINED_ON = {"short": (4, 8), "long": (16, 32, 48, 64)}  # frames of the videos
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """samples: to train on; steps: of training, None: those of the configuration; frames: of the videos with needles;
+    needles: at each length and depth."""
+
+    samples: int
+    steps: int | None
+    frames: Sequence[int]
+    needles: int
+
+
+def rows(models: Sequence[str], seeds: Sequence[int], size: Size, folder: Path) -> Iterator[Row]:
+    """A row for each seed, model and number of frames."""
+    for seed in seeds:
+        for model in models:
+            run_dir = folder / f"{model}-{seed}"
+            data = make_needles(folder / f"{model}-data-{seed}", size.samples, TRAINED_ON[model], seed)
+            _command(*_training(run_dir, data, seed, size))
+            frames = ",".join(map(str, size.frames))
+            asked = ["--frames", frames, "--needles", str(size.needles), "--seed", str(seed), "--out", str(run_dir)]
+            _command("dhp", "evaluate", "needle", str(run_dir), *asked)
+            yield from _found(json.loads((run_dir / "needle.json").read_text(encoding="utf-8")), model, seed)
+
+
+def _training(run_dir: Path, data: Path, seed: int, size: Size) -> list[str]:
+    entry = "data.data_registry.needles"
+    more = [] if size.steps is None else [f"training.max_steps={size.steps}"]
+    place = [
+        f"{entry}.annotation_path={data / ANNOTATIONS}",
+        f"{entry}.data_path={data}",
+        "cluster.threads_per_actor=1",
+    ]
+    return ["dhp.train_ray", "--config-name=needle_tiny", f"run_dir={run_dir}", f"seed={seed}", *place, *more]
+
+
+def _found(told: Row, model: str, seed: int) -> Iterator[Row]:
+    """A row for each length: the share of needles that was found, over all depths and at each."""
+    for at, frames in enumerate(told["frames"]):
+        of_depths = [shares[at] for shares in told["found"]]
+        yield {
+            "trained_on": model,
+            "trained_frames": list(TRAINED_ON[model]),
+            "seed": seed,
+            "frames": frames,
+            "found": round(sum(of_depths) / len(of_depths), 4),
+            "depths": told["depths"],
+            "by_depth": [round(share, 4) for share in of_depths],
+        }
+
+
+def _command(module: str, *arguments: str) -> None:
+    """Raises RuntimeError with the end of what a failed command printed."""
+    words = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    if done.returncode:
+        shown = (done.stdout + done.stderr)[-SHOWN_CHARACTERS:]
+        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{shown}")

@@ -1,0 +1,59 @@
+"""The walk of examples/video_questions: its commands in order; what is cut, asked and kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.video_questions.questions import ask, collect, cut, main
+from tests.helpers.pages import copy_examples, follow
+from tests.helpers.runs import ROOT
+
+PAGE = (ROOT / "examples" / "video_questions" / "README.md").read_text(encoding="utf-8")
+
+
+def test_its_commands_work(tmp_path: Path) -> None:
+    found = follow(PAGE, copy_examples(tmp_path) / "video_questions", tmp_path)
+    clips = [json.loads(line) for line in (found.folder / "clips.jsonl").read_text().splitlines()]
+    assert [(clip["video"], *clip["clip"]) for clip in clips] == [
+        *(("garden.mp4", begin, end) for begin, end in ((0, 10), (10, 20), (20, 25))),
+        *(("sea.mp4", begin, end) for begin, end in ((0, 10), (10, 12))),
+    ]
+    captions = [json.loads(line) for line in (found.folder / "captions.jsonl").read_text().splitlines()]
+    assert len(captions) == 5
+    asked = [json.loads(line) for line in (found.folder / "ask.jsonl").read_text().splitlines()]
+    assert [one["about"] for one in asked] == ["garden.mp4", "sea.mp4"]
+    text = asked[0]["conversations"][0]["value"]
+    assert "\n10 to 20 s: " + captions[1]["answer"].strip() in text
+    assert "questions.jsonl: 0 samples" in found.shown("python questions.py collect")
+    assert json.loads((found.folder / "runs" / "questions" / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    "seconds, ends",
+    [(3.0, [3.0]), (10.0, [10.0]), (10.5, [10.5]), (11.0, [10.0, 11.0]), (30.0, [10.0, 20.0, 30.0])],
+)
+def test_clips_are_of_ten_seconds_and_none_is_very_short(seconds: float, ends: list[float]) -> None:
+    assert cut(seconds) == list(zip([0.0, *ends[:-1]], ends, strict=True))
+
+
+def test_what_has_a_question_and_an_answer_is_kept() -> None:
+    asked = [{"about": name} for name in ("a.mp4", "b.mp4", "c.mp4")]
+    said = ["Here it is.\nQ: Which colour comes last?\nA: Blue,\nat the end.", "Q: Which?", "A: Blue.\nQ: Which?"]
+    (kept,) = collect(asked, [{"answer": text} for text in said])
+    assert kept["video"] == "a.mp4"
+    human, answer = (turn["value"] for turn in kept["conversations"])
+    assert (human, answer) == ("<video>\nWhich colour comes last?", "Blue,\nat the end.")
+
+
+def test_an_answer_too_few_is_an_error(tmp_path: Path) -> None:
+    clips = [{"video": "a.mp4", "clip": [0, 10]}, {"video": "a.mp4", "clip": [10, 20]}]
+    with pytest.raises(ValueError, match="shorter"):
+        list(ask(clips, [{"answer": "A field."}]))
+    for name, rows in (("clips", clips), ("captions", [{"answer": "A field."}, {"answer": " A cow."}])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main("ask", *(str(tmp_path / f"{name}.jsonl") for name in ("clips", "captions", "ask")))
+    (row,) = (tmp_path / "ask.jsonl").read_text().splitlines()
+    assert "0 to 10 s: A field.\n10 to 20 s: A cow.\n" in json.loads(row)["conversations"][0]["value"]

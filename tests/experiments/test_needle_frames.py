@@ -1,0 +1,71 @@
+"""Rows of needles found, by what a model was trained on, and their picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from experiments.needle_frames import __main__, runs
+from experiments.needle_frames.plot import draw
+from tests.helpers.figures import Sentences, missing, rows
+
+PAGE = "experiments/needle_frames/README.md"
+
+
+def test_a_row_is_of_a_length_over_all_depths(tmp_path: Path) -> None:
+    told = {"frames": [8, 16], "depths": [0.0, 1.0], "found": [[1.0, 0.5], [1.0, 0.0]]}
+    found = list(runs._found(told, "short", 3))
+    assert [(row["frames"], row["found"], row["by_depth"]) for row in found] == [(8, 1.0, [1, 1]), (16, 0.25, [0.5, 0])]
+    assert {(row["trained_on"], row["seed"]) for row in found} == {("short", 3)}
+    other = [row | {"trained_on": "long", "trained_frames": [16]} for row in found]
+    draw([*found, *other], tmp_path / "needles.png")
+    with Image.open(tmp_path / "needles.png") as image:
+        assert image.size[0] > 600
+
+
+def test_each_model_is_trained_on_its_own_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+
+    def command(module: str, *arguments: str) -> None:
+        commands.append([module, *arguments])
+        if module == "dhp":
+            told = {"frames": [8], "depths": [0.5], "found": [[1.0]]}
+            (tmp_path / f"{len(commands)}").mkdir()
+            Path(arguments[-1]).mkdir()
+            (Path(arguments[-1]) / "needle.json").write_text(json.dumps(told))
+
+    monkeypatch.setattr(runs, "_command", command)
+    found = list(runs.rows(["short", "long"], [0, 1], runs.Size(2, 5, [8], 1), tmp_path / "work"))
+    assert [(row["seed"], row["trained_on"]) for row in found] == [(0, "short"), (0, "long"), (1, "short"), (1, "long")]
+    training = commands[2]
+    assert "training.max_steps=5" in training and "seed=0" in training
+    (path,) = [word.partition("=")[2] for word in training if "annotation_path" in word]
+    assert len(Path(path).read_text().splitlines()) == 2 and "long" in path
+
+
+def test_a_command_that_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 2:.*no file"):
+        runs._command("dhp", "evaluate", "needle", "/no/file")
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_and_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["--models", "short", "--samples", "16", "--steps", "2", "--frames", "8", "16", "--needles", "1"]
+    __main__.main([*short, "--plot", str(tmp_path / "needles.png")])
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [row["frames"] for row in found] == [8, 16] and all(0 <= row["found"] <= 1 for row in found)
+    assert found[0]["command"] == f"python -m experiments.needle_frames {' '.join(short)}"
+    assert (tmp_path / "needles.png").exists()
+
+
+def sentences() -> Sentences:
+    for row in rows("needle_frames"):
+        cells = " | ".join(f"{one['found']:.0%}" for one in rows("needle_frames", trained_on=row["trained_on"]))
+        yield PAGE, f"| {row['trained_on']} ({', '.join(map(str, row['trained_frames']))}) | {cells} |"
+
+
+def test_the_page_has_the_rows() -> None:
+    assert missing(sentences()) == []
