@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 
 from dhp.cli.experiments import read_arguments
@@ -73,14 +74,18 @@ def _run_all(quick: bool, more: Sequence[str]) -> int:
             "`run all` is for quick runs, without further arguments: dhp experiments run all --quick", file=sys.stderr
         )
         return 2
-    outcomes: dict[str, Outcome] = {}
+    outcomes, ends = list[Outcome](), [time.monotonic()]
     for one in EXPERIMENTS:
         if one.quick is not None:
             print(f"\n{one.name}: {one.question}", flush=True)
-            outcomes[one.name] = run(one, True, ())
-            print(_shown(outcomes[one.name]), flush=True)
-    print("\n" + "\n".join(f"{_state(outcome):11} {outcome.words}" for outcome in outcomes.values()))
-    return next((outcome.status for outcome in outcomes.values() if outcome.status), 0)
+            outcomes.append(run(one, True, ()))
+            ends.append(time.monotonic())
+            print(_shown(outcomes[-1]), flush=True)
+    print()
+    for outcome, begin, end in zip(outcomes, ends, ends[1:], strict=False):
+        print(f"{_state(outcome):11} {end - begin:4.0f} s  {outcome.words}")
+    print(f"{len(outcomes)} experiments in {(ends[-1] - ends[0]) / 60:.1f} minutes")
+    return next((outcome.status for outcome in outcomes if outcome.status), 0)
 
 
 def _state(outcome: Outcome) -> str:

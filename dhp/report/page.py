@@ -16,6 +16,7 @@ from dhp.report.record import Record, read_run
 from dhp.report.split import Times, times_of
 from dhp.report.tables import (
     SampleLoss,
+    answers_beside,
     answers_table,
     differences_table,
     events_table,
@@ -89,6 +90,8 @@ def runs_page(records: Sequence[Record]) -> str:
         f"<section><h2>What came of it</h2>{table(['', *(safe(one.name) for one in records)], rows)}{bounds}</section>",
         _section("Side by side", _beside(records)),
     ]
+    if answered := answers_beside(records, Gallery(records[0].config)):
+        parts.append(f"<section><h2>The last answers to the same questions</h2>{answered}</section>")
     return _page(" beside ".join(record.name for record in records), parts)
 
 

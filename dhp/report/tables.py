@@ -4,7 +4,7 @@ runs."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -15,7 +15,7 @@ import numpy as np
 
 from dhp.core.text import harmless
 from dhp.observe.events import NONFINITE
-from dhp.observe.metrics import StepMetrics
+from dhp.observe.metrics import AnswerMetrics, StepMetrics
 from dhp.report.pictures import Gallery
 from dhp.report.record import Record
 from dhp.report.split import Times
@@ -192,22 +192,37 @@ def answers_table(record: Record, gallery: Gallery) -> str:
     """Each held-out question with its reference, and the answers over time."""
     steps = list(dict.fromkeys(one.step for one in record.answers))
     chosen = steps if len(steps) <= 4 else [steps[0], steps[len(steps) // 3], steps[2 * len(steps) // 3], steps[-1]]
-    by_question: dict[tuple[str, int], dict[int, Any]] = {}
-    for one in record.answers:
-        by_question.setdefault((one.dataset, one.number), {})[one.step] = one
+    found = [(one.step, one) for one in record.answers]
+    return _answers(found, {step: f"after step {safe(step)}" for step in chosen}, gallery)
+
+
+def answers_beside(records: Sequence[Record], gallery: Gallery) -> str:
+    """Each question that several runs were asked, and the last answer of each. gallery: of the first run."""
+    found = [(number, one) for number, record in enumerate(records) for one in record.answers]
+    return _answers(found, {number: safe(record.name) for number, record in enumerate(records)}, gallery, 2)
+
+
+def _answers(
+    found: Iterable[tuple[int, AnswerMetrics]], columns: Mapping[int, str], gallery: Gallery, of: int = 1
+) -> str:
+    """A row for each question that has answers in at least so many columns; of several in one the last. found: the
+    column of each answer. "": no question has."""
+    by_question: dict[tuple[str, str, str, int], dict[int, AnswerMetrics]] = {}
+    for column, one in found:
+        by_question.setdefault((one.dataset, one.prompt, one.reference, one.number), {})[column] = one
     rows = []
-    for (dataset, number), of in list(by_question.items())[:MOST_ANSWERS]:
-        any_one = next(iter(of.values()))
-        drawn = "" if any_one.row is None else gallery.images(dataset, any_one.row)
-        cells = [f"{safe(dataset)} {safe(number)}", drawn, safe(any_one.prompt), safe(any_one.reference)]
-        for step in chosen:
-            answer = of[step].answer if step in of else "-"
-            right = answer.strip() == any_one.reference.strip()
+    for (dataset, prompt, reference, number), answers in by_question.items():
+        if len(rows) == MOST_ANSWERS or len(answers) < of:
+            continue
+        row = next(iter(answers.values())).row
+        drawn = "" if row is None else gallery.images(dataset, row)
+        cells = [f"{safe(dataset)} {safe(number)}", drawn, safe(prompt), safe(reference)]
+        for column in columns:
+            answer = answers[column].answer if column in answers else "-"
+            right = answer.strip() == reference.strip()
             cells.append(f'<span class="{"right" if right else "other"}">{safe(answer)}</span>')
         rows.append(cells)
-    return table(
-        ["", "pictures", "question", "reference", *(f"after step {safe(step)}" for step in chosen)], rows, "answers"
-    )
+    return table(["", "pictures", "question", "reference", *columns.values()], rows, "answers") if rows else ""
 
 
 def links_table(record: Record, times: Times | None) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dhp.observe.metrics import AnswerMetrics
+from dhp.report.page import runs_page
 from dhp.report.pictures import Gallery
 from dhp.report.record import Record, read_run
 from dhp.report.split import times_of
@@ -15,6 +17,7 @@ from dhp.report.tables import (
     HIGHEST,
     MOST_EVENTS,
     MOST_OPENED,
+    answers_beside,
     answers_table,
     differences_table,
     events_table,
@@ -96,19 +99,39 @@ def test_many_events_are_cut_in_the_middle(tmp_path: Path) -> None:
     assert text.count("<tr>") == MOST_EVENTS + 1 and "201 events between them are left out" in text
 
 
-def test_answers_stand_beside_their_reference_over_time(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        for step, answer in ((5, "blue"), (10, "red")):
-            from dataclasses import asdict
-
+def answered(run_dir: Path, *answers: tuple[int, str], asked: str = "Which?") -> Path:
+    """A run with answers, each behind a step, to a question whose reference is red."""
+    with (make_run(run_dir) / "metrics.jsonl").open("a") as file:
+        for step, answer in answers:
             about = AnswerMetrics(
-                step=step, dataset="d", number=1, prompt="Which?", reference="red", answer=answer, tokens=2, row=0
+                step=step, dataset="d", number=1, prompt=asked, reference="red", answer=answer, tokens=2, row=0
             )
             file.write(json.dumps(asdict(about)) + "\n")
-    text = answers_table(record_of(run_dir), Gallery({}))
+    return run_dir
+
+
+def test_answers_stand_beside_their_reference_over_time(tmp_path: Path) -> None:
+    text = answers_table(record_of(answered(tmp_path / "run", (5, "blue"), (10, "red"))), Gallery({}))
     assert "after step 5" in text and '<span class="other">blue</span>' in text
     assert '<span class="right">red</span>' in text and "Which?" in text
+
+
+def test_last_answers_of_runs_stand_beside_each_other(tmp_path: Path) -> None:
+    first = record_of(answered(tmp_path / "first", (5, "green"), (10, "red")))
+    second = record_of(answered(tmp_path / "second", (5, "blue")))
+    text = answers_beside([first, second], Gallery({}))
+    assert text.index('class="right">red') < text.index('class="other">blue') and "green" not in text
+    assert text.count("<tr>") == 2
+    assert text in runs_page([first, second])
+
+
+def test_only_what_several_runs_were_asked_is_compared(tmp_path: Path) -> None:
+    first = record_of(answered(tmp_path / "first", (5, "red")))
+    other = record_of(answered(tmp_path / "other", (5, "red"), asked="What?"))
+    silent = record_of(make_run(tmp_path / "silent"))
+    assert answers_beside([first, other, silent], Gallery({})) == ""
+    assert "last answers" not in runs_page([first, other])
+    assert answers_beside([first, silent, first], Gallery({})).count('class="other">-<') == 1
 
 
 def test_runs_of_one_configuration_say_so(tmp_path: Path) -> None:
