@@ -17,6 +17,7 @@ from dhp.data.balance.methods import METHODS, PADDED
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from experiments.balance.bounds import least_packs
+from experiments.balance.columns import row_columns
 from experiments.balance.preprocessing import passes_rows, preprocessing_rows
 from experiments.balance.sets import made, read
 from experiments.balance.sweeps import SWEEPS, sweep_rows
@@ -44,6 +45,7 @@ def rows(
                 "source": source,
                 "dp": dp,
                 **{key: round(value, 5) if isinstance(value, float) else value for key, value in asdict(found).items()},
+                **row_columns(packs, loads, dp, name in PADDED),
                 "samples_a_pack": round(len(loads) / len(packs), 2),
                 "seconds": round(seconds, 2),
                 "lower_bound": least,

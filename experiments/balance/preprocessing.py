@@ -21,6 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from dhp.data.balance.methods import METHODS, PADDED
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
+from experiments.balance.columns import row_columns
 from experiments.balance.sets import LONGEST
 from experiments.balance.sweeps import sweep_rows
 
@@ -130,4 +131,5 @@ def preprocessing_rows(dp: int, seed: int) -> Iterator[dict[str, Any]]:
                 "mean_vision": round(float(loads.vision.mean()), 2), "mean_text": round(float(loads.text.mean()), 1),
                 "pad": round(found.pad, 4), "dist_vision": round(found.dist_vision, 4),
                 "dist_text": round(found.dist_text, 4), "samples_a_pack": round(len(loads) / len(packs), 2),
+                **row_columns(packs, loads, dp, name in PADDED),
             }  # fmt: skip

@@ -19,6 +19,7 @@ from dhp.data.balance.methods import PADDED, choose_method
 from dhp.data.balance.metrics import QUADRATIC_TOKENS, dist_ratio, measure_balance
 from dhp.data.balance.packs import Limits, Loads, Packs
 from dhp.parallel.attention.shard_plan import ShardPlan
+from experiments.balance.columns import row_columns
 
 RANKS, REPLICAS = 8, 4
 TILE = 256  # tokens of a picture
@@ -67,30 +68,24 @@ WAYS = ("random", "length_group", "isf", "balanced", "balanced, long ones apart"
 
 
 def measure(_: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A line for each set and way. longest: pictures and tokens of the largest row. time_to_random: decoder's
-    operations of each step's fullest replica, summed over steps, to those of random batches."""
+    """A line for each set and way; time_to_even and the longest row as `experiments.balance` has them."""
     for made in SETS:
         loads = made.loads()
-        first = 0.0
         for way in WAYS:
             packs = make_packs(way, made, loads)
             padded = way in PADDED
             found = measure_balance(packs, loads, REPLICAS, padded, dispatched=way.startswith("balanced"))
-            time = _time(packs, loads, padded)
-            first = first or time
             by_token, evenly = sp_ratios(packs, loads, way)
             yield {
                 "set": made.name,
                 "way": way,
                 "ave_bs": round(len(loads) / len(packs), 2),
-                "longest_vision": int(packs.sums(loads.vision).max()),
-                "longest_text": int(_text(packs, loads, padded).max()),
                 "pad": round(found.pad, 4),
                 "dist_vision": round(found.dist_vision, 4),
                 "dist_text": round(found.dist_text, 4),
                 "sp_ratio_by_token": round(by_token, 4),
                 "sp_ratio": round(evenly, 4),
-                "time_to_random": round(time / first, 4),
+                **row_columns(packs, loads, REPLICAS, padded),
                 "published": made.published.get(way),
             }
 
@@ -100,19 +95,6 @@ def make_packs(way: str, made: LongSet, loads: Loads) -> Packs:
     method, _, apart = way.partition(", ")
     limits = Limits(vision=made.pictures[1], text=made.tokens, samples=made.batch)
     return choose_method(method, made.tokens // RANKS + 1 if apart else None)(loads, limits, REPLICAS, 0)
-
-
-def _text(packs: Packs, loads: Loads, padded: bool) -> np.ndarray:
-    """Tokens of each row [packs], of a padded batch those of all its rows."""
-    return packs.maxima(loads.text) * packs.counts if padded else packs.sums(loads.text)
-
-
-def _time(packs: Packs, loads: Loads, padded: bool) -> float:
-    """Operations of each step's fullest replica, summed: tokens, and attention of each sample to itself."""
-    lengths = np.repeat(packs.maxima(loads.text), packs.counts) if padded else loads.text[packs.samples]
-    of_rows = np.add.reduceat(lengths * (1.0 + lengths / QUADRATIC_TOKENS), packs.starts)
-    steps = np.pad(of_rows, (0, -len(of_rows) % REPLICAS)).reshape(-1, REPLICAS)
-    return float(steps.max(axis=1).sum())
 
 
 def sp_ratios(packs: Packs, loads: Loads, way: str) -> tuple[float, float]:
