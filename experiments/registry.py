@@ -126,7 +126,8 @@ EXPERIMENTS = (
         "gave no answer (4 equivalent)",
     ),
     Experiment(
-        "needle_frames", "Does training on longer videos find needles in longer ones?", 15, (f"--plot {PICTURE}",),
+        "needle_frames", "Does training on longer videos find needles in longer ones?", 15,
+        (f"--plot {PICTURE}", "--models longest --samples 16 --steps 2 --frames 1024 --needles 1"),
         "--models short --samples 16 --steps 2 --frames 8 16 --needles 1", 1, 4,
         draws=f"--seeds --read {ROWS} --plot {PICTURE}",
     ),

@@ -15,7 +15,7 @@ from dhp.tiny.needles import ANNOTATIONS, make_needles
 ROOT = Path(__file__).parents[2]
 SHOWN_CHARACTERS = 3000  # of what a failed command printed
 LIMIT_S = 3600.0
-TRAINED_ON = {"short": (4, 8), "long": (16, 32, 48, 64)}  # frames of the videos
+TRAINED_ON = {"short": (4, 8), "long": (16, 32, 48, 64), "longest": (1024,)}  # frames of the videos
 
 Row = dict[str, Any]
 
@@ -47,12 +47,9 @@ def rows(models: Sequence[str], seeds: Sequence[int], size: Size, folder: Path) 
 def _training(run_dir: Path, data: Path, seed: int, size: Size) -> list[str]:
     entry = "data.data_registry.needles"
     more = [] if size.steps is None else [f"training.max_steps={size.steps}"]
-    place = [
-        f"{entry}.annotation_path={data / ANNOTATIONS}",
-        f"{entry}.data_path={data}",
-        "cluster.threads_per_actor=1",
-    ]
-    return ["dhp.train_ray", "--config-name=needle_tiny", f"run_dir={run_dir}", f"seed={seed}", *place, *more]
+    place = [f"{entry}.annotation_path={data / ANNOTATIONS}", f"{entry}.data_path={data}"]
+    work = [f"data.video_max_frames={max(map(max, TRAINED_ON.values()))}", "cluster.threads_per_actor=1"]
+    return ["dhp.train_ray", "--config-name=needle_tiny", f"run_dir={run_dir}", f"seed={seed}", *place, *work, *more]
 
 
 def _found(told: Row, model: str, seed: int) -> Iterator[Row]:
