@@ -11,13 +11,11 @@ def _form(nbytes: int) -> list[str]:
     return ["data.balance=random", *keys]
 
 
-_SEQUENCE = ["vision.parallelism=sequence", "vision.ulysses=2"]
 METHODS = {
     RANDOM: ["data.balance=random"],
     "isf": ["data.balance=isf"],
     "balanced": ["data.balance=balanced"],
-    "sequence": ["data.balance=random", *_SEQUENCE],
-    "sequence_both": ["data.balance=random", *_SEQUENCE, "text.parallelism=sequence", "text.ulysses=2"],
+    "sequence": ["data.balance=random", "vision.parallelism=sequence", "vision.ulysses=2"],
     **{f"bytes_{nbytes}": _form(nbytes) for nbytes in FORMS},
 }
 BASES = {f"bytes_{nbytes}": f"bytes_{FORMS[0]}" for nbytes in FORMS}  # of others it is random batches

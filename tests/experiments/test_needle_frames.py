@@ -47,7 +47,7 @@ def test_each_model_is_trained_on_its_own_videos(tmp_path: Path, monkeypatch: py
 
 
 def test_a_command_that_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)ended with 2:.*no file"):
+    with pytest.raises(RuntimeError, match=r"(?s)needle /no/file ended with 1:.*no directory"):
         runs._command("dhp", "evaluate", "needle", "/no/file")
 
 

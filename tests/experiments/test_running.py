@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -142,11 +143,13 @@ def test_all_quick_ones_one_behind_another_and_a_table(
     monkeypatch.setattr("experiments.__main__.EXPERIMENTS", (none, ONE))
     assert main(["run", "all", "--quick"]) == 0
     shown = capfd.readouterr().out
-    assert shown.endswith("\njudged      stand_in: it takes 3 s (one row) (published: 5 s, a paper).\n")
+    line = r"\njudged +\d+ s  stand_in: it takes 3 s \(one row\) \(published: 5 s, a paper\)\.\n"
+    assert re.search(line + r"1 experiments in 0\.\d minutes\n$", shown)
     assert "without" not in shown
     monkeypatch.setattr("experiments.__main__.EXPERIMENTS", (fails,))
     assert main(["run", "all", "--quick"]) == 1
-    assert "\nfailed      python -m experiments.stand_in 9 --fail ended with status 1\n" in capfd.readouterr().out
+    failed = r"\nfailed +\d+ s  python -m experiments.stand_in 9 --fail ended with status 1\n"
+    assert re.search(failed, capfd.readouterr().out)
 
 
 @pytest.mark.parametrize(
