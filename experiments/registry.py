@@ -177,7 +177,7 @@ EXPERIMENTS = (
     ),
     Experiment("tensor_host", "What does a layer cost the host, cut and whole?", 2, quick="--rounds 2 --layers 4"),
     Experiment(
-        "throughput", "How many patches a second, by a picture's length, with the largest batch that fits?", 150,
+        "throughput", "How many patches a second, by a picture's length, with the largest batch that fits?", 90,
         (f"--plot {PICTURE}",), "--models 3B --sizes 1k 4k --layouts SP+TP ZeRO-3 --rounds 1 --no-check", 2, 4,
         draws=f"--read {ROWS} --plot {PICTURE}",
     ),

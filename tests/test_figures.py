@@ -8,6 +8,7 @@ from statistics import median
 
 import pytest
 
+from experiments import values
 from experiments.declared import FIGURES
 from experiments.registry import BY_NAME
 from tests.helpers.figures import ROOT, Sentences, missing, one, rows, span
@@ -292,12 +293,17 @@ def throughput() -> Sentences:
     for model, size in dict.fromkeys((model, size) for model, size, _ in cells):
         own = [cells[model, size, layout] for layout in ("SP+TP", "TP", "ZeRO-3")]
         speeds = [
-            f"{row['patches_per_s']:,.0f} ({row['batch']})" if row["steps"] else "not timed (1)"
-            if row["fits"] else "out of memory" for row in own
+            f"{row['patches_per_s']:,.0f} ({row['batch']})" if row["steps"] else "out of memory" for row in own
         ]  # fmt: skip
         yield page, f"| {model} | {size} | {' | '.join(speeds)} |"
+    for than in ("TP", "ZeRO-3"):
+        ratios = values.faster(than)(list(cells.values()))
+        yield page, f"{span(ratios)} × {'the patches a second of TP' if than == 'TP' else 'those of ZeRO-3'}"
+        yield page, f"{median(ratios):.2f} × in the median"
     checked = [row for row in found if "as_planned" in row]
-    assert len(checked) >= 2 and all(row["as_planned"] for row in checked)
+    assert len(checked) == 11 and all(row["as_planned"] for row in checked)
+    assert sum("larger_mib" in row for row in checked) == 7
+    assert all(abs(row["planned_mib"] / row["counted_mib"] - 1) < 0.02 for row in checked)
 
 
 def make_train() -> Sentences:

@@ -140,10 +140,10 @@ def simulated(in_row: InRow) -> Sentences:
     yield in_row("A16", f"{cells['SP+TP 65k']['predicted']:,.0f} patches/s by SP+TP")
     score = one("published", score="18 cells")
     yield in_row("A18", f"{score['median']:.1%} off in the median over {score['held_out']} held-out cells")
-    timed = [row for row in rows("throughput", model="32B") if row["steps"]]
-    speed = {(row["size"], row["layout"]): row["patches_per_s"] for row in timed}
+    timed = [row for row in rows("throughput") if row["steps"]]
+    speed = {(row["model"], row["size"], row["layout"]): row["patches_per_s"] for row in timed}
     for than in ("TP", "ZeRO-3"):
-        ratios = [speed[size, "SP+TP"] / speed[size, than] for size, layout in speed if layout == than]
+        ratios = [speed[model, size, "SP+TP"] / speed[model, size, than] for model, size, of in speed if of == than]
         yield in_row("A18", f"{span(ratios)} × {than}")
     yield in_row("A19", f"right in {score['batches_right']} of {score['cells']} cells, the 3 out of memory among them")
     assert sum(row["predicted"] == "OOM" for row in cells.values()) == 3
