@@ -238,7 +238,6 @@ def of_layouts(in_row: InRow) -> Sentences:
     sparse, dense = (one("driver_scale", ranks=64, routes=name)["step_s"] for name in ("sparse", "dense"))
     yield in_row("A11", f"a step with sparse routes {sparse / dense:.2f} × the dense one's time")
     yield in_row("A11", f"{one('handoff', transport='shared_memory', megabytes=64)['ratio']:.1f} × one copy")
-    yield in_row("A16", f"{one('handoff', transport='shared_memory', patches=17356)['patches']:,} patches")
     step, regret = one("plan_accuracy", score="step"), one("plan_accuracy", score="regret")
     yield in_row("E6", f"{step['rows']} layouts {step['median']:.0%} off in the median")
     yield in_row("E6", f"{regret['mean']:.1%} slower than the fastest in the mean")
