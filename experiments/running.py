@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from dhp.core.process import count_cores
@@ -25,6 +26,7 @@ from experiments.registry import PICTURE, ROWS, Experiment
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
+LOAD = Path("/proc/loadavg")
 TRIED = "tried"  # of results/: what is no full run on a machine that was free for it
 MADE = "made_on"  # the key of the row that says on what
 
@@ -44,6 +46,8 @@ def run(experiment: Experiment, quick: bool, more: Sequence[str]) -> Outcome:
     those of a full one. Only a full run without any, on a machine that is free for it, replaces rows in results/."""
     commands = [[*one, *more] for one in experiment.commands(quick)] if quick or not more else [list(more)]
     cores, before, begin = count_cores(), load(), time.time()
+    if before > cores:  # by work that has ended, as an experiment before this one, or that goes on
+        before = load_now()
     with tempfile.TemporaryDirectory(prefix="dhp-experiment-") as folder:
         picture = Path(folder) / "picture.png"
         rows: list[Row] = []
@@ -97,6 +101,17 @@ def _row(line: str) -> Row | None:
 def load() -> float:
     """Processes that wanted to run, in the mean of the last minute."""
     return round(os.getloadavg()[0], 2)
+
+
+def load_now() -> float:
+    """The same in the mean of a second, without this process."""
+    if not LOAD.exists():
+        return load()
+    found = []
+    for _ in range(20):
+        time.sleep(0.05)
+        found.append(int(LOAD.read_text().split()[3].partition("/")[0]) - 1)
+    return round(mean(found), 2)
 
 
 def too_busy(experiment: Experiment, before: float, after: float, cores: int) -> str:
@@ -159,5 +174,7 @@ def _judgement(experiment: Experiment, rows: Sequence[Row], busy: str) -> str:
         return f"{experiment.name} printed no rows: what it found stands above"
     if busy:
         return f"{experiment.name} is not judged: {busy}, so that others' work would count as its own. Run it again"
+    if experiment.says:
+        return f"{experiment.name}: its rows stand above; found before: {experiment.says}"
     words = sentence(FIGURES.get(experiment.name, ()), rows)
-    return f"{experiment.name}: {words or 'no sentence yet for these rows, which stand above'}"
+    return f"{experiment.name}: {words or 'no sentence for these rows, which stand above'}"
