@@ -15,7 +15,7 @@ from dhp.cli.completion import FLAGS, KEYS
 from dhp.config.keys import schema_keys
 from dhp.config.shipped import shipped_directory
 from tests.helpers.experiments import accepts, folders
-from tests.helpers.figures import ROOT, Sentences, missing, one, rows, short, span
+from tests.helpers.figures import ROOT, Sentences, fixed, missing, one, rows, short, span
 
 PAGE = "experiments/PAPERS.md"
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
@@ -193,6 +193,15 @@ def of_balance(in_row: InRow) -> Sentences:
         for method in ("isf", "balanced"):
             found = [one("balance_preprocessing", preprocessing=way, method=method) for way in ways]
             yield in_row(number, ", ".join("/".join(short(row[f"dist_{part}"], 3) for part in PARTS) for row in found))
+        for method in ("random", "isf", "balanced"):
+            found = [one("balance_preprocessing", preprocessing=way, method=method) for way in ways]
+            yield in_row(number, ", ".join(fixed(row["time_to_even"]) for row in found))
+    named = {"random": "random", "length_group": "length groups", "device_group": "device groups", "isf": "ISF"}
+    times = {
+        name: one("balance", source="made 1.2M", dp=8, method=name)["time_to_even"] for name in (*named, "balanced")
+    }
+    words = [f"{word} {times[name]:.2f}" for name, word in named.items()]
+    yield in_row("B15", f"{', '.join(words)}, `balanced` {times['balanced']:.2f}")
     isf, balanced = (one("convergence", summary=name) for name in ("isf", "balanced"))
     below = f"ISF {short(-isf['difference'], 2)}, of `balanced` {short(-balanced['difference'], 2)}"
     yield in_row("B51", f"{below} below random batches', three seeds whose deviation is ")
