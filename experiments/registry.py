@@ -43,7 +43,10 @@ class Experiment:
 
 _LINKS = "--sizes 1k 4k --shapes vision-dominated --rounds 1 --only ddp DP SP+TP TP --links"
 _FUSED = "'norms and gates' compiled written all none"
-_LONG = ("longest", "longest_prompt", "video", f"sampler --plot {PICTURE}", "long_sets", "two_stages", "steps")
+_LONG = (
+    *("longest", "longest_prompt", "video", f"sampler --plot {PICTURE}"),
+    *("long_sets", "schedule", "two_stages", "steps"),
+)
 
 EXPERIMENTS = (
     Experiment("balance", "How evenly can samples be put into packs and steps?", 1, quick="--dp 8", processes=1),

@@ -45,9 +45,8 @@ def run(experiment: Experiment, quick: bool, more: Sequence[str]) -> Outcome:
     """Run it and show its lines as they come. more: further arguments, behind those of a quick run, or in the place of
     those of a full one. Only a full run without any, on a machine that is free for it, replaces rows in results/."""
     commands = [[*one, *more] for one in experiment.commands(quick)] if quick or not more else [list(more)]
-    cores, before, begin = count_cores(), load(), time.time()
-    if before > cores:  # by work that has ended, as an experiment before this one, or that goes on
-        before = load_now()
+    cores, past, begin = count_cores(), load(), time.time()
+    before = load_now() if past > cores else past  # the past may be of an experiment before this one, which has ended
     with tempfile.TemporaryDirectory(prefix="dhp-experiment-") as folder:
         picture = Path(folder) / "picture.png"
         rows: list[Row] = []
@@ -56,7 +55,7 @@ def run(experiment: Experiment, quick: bool, more: Sequence[str]) -> Outcome:
             if status:
                 return Outcome(f"{' '.join(_words(experiment, arguments))} ended with status {status}", False, status)
         after = load()
-        busy = too_busy(experiment, before, after, cores)
+        busy = too_busy(experiment, before, after, cores, past)
         made = {MADE: machine() | {"load": [before, after], "seconds": round(time.time() - begin), "quick": quick}}
         kept = not (quick or more or busy)
         file = store(experiment, rows, made, RESULTS if kept else RESULTS / TRIED) if rows else None
@@ -114,11 +113,12 @@ def load_now() -> float:
     return round(mean(found), 2)
 
 
-def too_busy(experiment: Experiment, before: float, after: float, cores: int) -> str:
-    """Why a run is not judged; empty where nothing is against it. A load that its own processes make is none."""
+def too_busy(experiment: Experiment, before: float, after: float, cores: int, past: float = 0.0) -> str:
+    """Why a run is not judged; empty where nothing is against it. A load that its own processes make is none, nor what
+    is left at its end of the past minute's before it began."""
     if before > cores:
         return f"the load was {before:.1f} on {cores} cores before it began"
-    if after > max(cores, experiment.processes):
+    if after > max(cores, experiment.processes, past):
         own = f", of which {experiment.processes} are its own" if experiment.processes > cores else ""
         return f"the load was {after:.1f} on {cores} cores at its end{own}"
     return ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.published.canvas import SIDE, TOP, Canvas
 
-FOUND, LOST = (0, 121, 140), (240, 240, 240)  # red, green and blue
+FOUND, LOST = (110, 190, 200), (240, 240, 240)  # red, green and blue
 Row = dict[str, Any]
 
 

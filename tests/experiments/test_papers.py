@@ -207,6 +207,11 @@ def of_balance(in_row: InRow) -> Sentences:
     yield in_row("B51", f"{below} below random batches', three seeds whose deviation is ")
     yield in_row("B51", short(one("convergence", summary="random")["heldout_sd"], 3))
     assert one("convergence", summary="sequence")["differences"] == [0.0, 0.0, 0.0]
+    found = {(row["trained_on"], row["frames"]): f"{row['found']:.0%}" for row in rows("needle_frames")}
+    yield in_row("D36", f"up to 8 frames {found['short', 512]}, by one of up to 64 {found['long', 512]}")
+    yield in_row(
+        "D40", f"{found['short', 128]} to 128 frames, {found['short', 256]} at 256, {found['short', 512]} at 512"
+    )
     apart, together = (
         one("long_context", question="sampler", way=f"balanced{way}") for way in (", long ones apart", "")
     )
@@ -220,6 +225,13 @@ def of_balance(in_row: InRow) -> Sentences:
     dists = [f"{short(row['dist_vision'], 2)}/{short(row['dist_text'], 2)}" for row in (before, after)]
     yield in_row("C7", f"{before['ave_bs']:g} → {after['ave_bs']:g} samples, Pad {short(before['pad'], 3)} → 0")
     yield in_row("C7", f"Dist {' → '.join(dists)}")
+    busy = {
+        way: [f"{row['busy_share']:.0%}" for row in rows("long_context", question="schedule", way=way)]
+        for way in ("transformers, layers over the ranks", "dhp, ulysses 2", "dhp, ring 2")
+    }
+    first, second = busy.pop("transformers, layers over the ranks")
+    (both,) = {share for of_way in busy.values() for share in of_way}
+    yield in_row("D21", f"{first} and {second} of the time to the first token, ranks that share the prompt for {both}")
     yield in_row("C4", f"{short(together['sp_ratio_auto'], 2)} of tokens divided without need")
 
 

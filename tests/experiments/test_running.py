@@ -94,10 +94,28 @@ def test_nothing_is_judged_above_the_cores(
     stand_in: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[float, ...], why: str
 ) -> None:
     loads(monkeypatch, *given)
+    monkeypatch.setattr(running, "load_now", lambda: given[0])
     outcome = running.run(ONE, False, ())
     assert outcome.words.startswith(f"stand_in is not judged: {why}, so that ") and "it takes" not in outcome.words
     assert not outcome.judged and outcome.status == 0
     assert outcome.file == stand_in / "results" / "tried" / "stand_in.jsonl"
+
+
+def test_a_load_that_has_ended_is_no_reason(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind another experiment: the minute's mean is still high, at its end too."""
+    loads(monkeypatch, 3.9, 3.5)
+    monkeypatch.setattr(running, "load_now", lambda: 0.2)
+    assert running.run(ONE, False, ()).judged
+    loads(monkeypatch, 3.5, 3.9)
+    assert not running.run(ONE, False, ()).judged
+
+
+def test_the_load_of_now_leaves_this_process_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(running, "LOAD", tmp_path / "loadavg")
+    monkeypatch.setattr("os.getloadavg", lambda: (7.0, 0.0, 0.0))
+    assert running.load_now() == 7.0
+    (tmp_path / "loadavg").write_text("3.50 2.00 1.00 2/391 4711\n")
+    assert running.load_now() == 1.0
 
 
 @pytest.mark.parametrize(
@@ -131,7 +149,7 @@ def test_a_command_that_fails_ends_the_run_and_leaves_no_rows(
 def test_rows_without_a_declared_sentence_are_said_to_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(FIGURES, "stand_in")
     outcome = running.run(ONE, True, ())
-    assert outcome.words == "stand_in: no sentence yet for these rows, which stand above"
+    assert outcome.words == "stand_in: no sentence for these rows, which stand above"
     assert outcome.file is not None and not outcome.file.with_suffix(".png").exists()
 
 
@@ -170,4 +188,4 @@ def test_the_list_names_all_with_their_rows(capsys: pytest.CaptureFixture[str]) 
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len({name for name in BY_NAME if name != "stand_in"}) + 2
-    assert lines[1].split()[:4] == ["balance", "1", "1", "none"]
+    assert lines[1].split()[:4] == ["balance", "1", "0.5", "none"]
