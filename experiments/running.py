@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -27,6 +28,7 @@ from experiments.registry import PICTURE, ROWS, Experiment
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 LOAD = Path("/proc/loadavg")
+LOAD_S = 60.0  # in which the mean of the last minute forgets all but 1/e
 TRIED = "tried"  # of results/: what is no full run on a machine that was free for it
 MADE = "made_on"  # the key of the row that says on what
 
@@ -55,13 +57,15 @@ def run(experiment: Experiment, quick: bool, more: Sequence[str]) -> Outcome:
             if status:
                 return Outcome(f"{' '.join(_words(experiment, arguments))} ended with status {status}", False, status)
         after = load()
-        busy = too_busy(experiment, before, after, cores, past)
+        left = past * math.exp(-(time.time() - begin) / LOAD_S) if past > cores else 0.0
+        busy = too_busy(experiment, before, after, cores, left)
         made = {MADE: machine() | {"load": [before, after], "seconds": round(time.time() - begin), "quick": quick}}
         kept = not (quick or more or busy)
         file = store(experiment, rows, made, RESULTS if kept else RESULTS / TRIED) if rows else None
         if file is not None:
             _draw(experiment, rows, picture, file.with_suffix(".png"))
-    return Outcome(_judgement(experiment, rows, busy), bool(rows) and not busy, 0, file)
+    words = sentence(FIGURES.get(experiment.name, ()), rows) if rows and not busy else None
+    return Outcome(_judgement(experiment, rows, busy, words), words is not None, 0, file)
 
 
 def _words(experiment: Experiment, arguments: Sequence[str]) -> list[str]:
@@ -113,12 +117,12 @@ def load_now() -> float:
     return round(mean(found), 2)
 
 
-def too_busy(experiment: Experiment, before: float, after: float, cores: int, past: float = 0.0) -> str:
+def too_busy(experiment: Experiment, before: float, after: float, cores: int, left: float = 0.0) -> str:
     """Why a run is not judged; empty where nothing is against it. A load that its own processes make is none, nor what
-    is left at its end of the past minute's before it began."""
+    the mean still has at its end of a load that had ended before it began (left)."""
     if before > cores:
         return f"the load was {before:.1f} on {cores} cores before it began"
-    if after > max(cores, experiment.processes, past):
+    if after > max(cores, experiment.processes) + left:
         own = f", of which {experiment.processes} are its own" if experiment.processes > cores else ""
         return f"the load was {after:.1f} on {cores} cores at its end{own}"
     return ""
@@ -169,12 +173,11 @@ def _draw(experiment: Experiment, rows: Sequence[Row], picture: Path, target: Pa
         spread_bars(target.stem, experiment.question, bars, "").write_png(target.parent)
 
 
-def _judgement(experiment: Experiment, rows: Sequence[Row], busy: str) -> str:
+def _judgement(experiment: Experiment, rows: Sequence[Row], busy: str, words: str | None) -> str:
     if not rows:
         return f"{experiment.name} printed no rows: what it found stands above"
     if busy:
         return f"{experiment.name} is not judged: {busy}, so that others' work would count as its own. Run it again"
     if experiment.says:
         return f"{experiment.name}: its rows stand above; found before: {experiment.says}"
-    words = sentence(FIGURES.get(experiment.name, ()), rows)
     return f"{experiment.name}: {words or 'no sentence for these rows, which stand above'}"

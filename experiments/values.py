@@ -95,7 +95,7 @@ def right_kernels(rows: Sequence[Row]) -> list[float]:
 
 def faster(than: str) -> Values:
     """Patches a second of SP+TP over those of another layout, of the same model and length."""
-    of = ratio("patches_per_s", {"layout": "SP+TP"}, {"layout": than}, ("command", "model", "size"))
+    of = ratio("patches_per_s", {"layout": "SP+TP"}, {"layout": than}, ("model", "size"))
     return lambda rows: of([row for row in rows if row.get("patches_per_s")])
 
 

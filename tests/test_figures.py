@@ -8,7 +8,6 @@ from statistics import median
 
 import pytest
 
-from experiments import values
 from experiments.declared import FIGURES
 from experiments.registry import BY_NAME
 from tests.helpers.figures import ROOT, Sentences, missing, one, rows, span
@@ -286,26 +285,6 @@ def gpu_check() -> Sentences:
     yield page, f"{states['dry_run_least_bytes'] / 1e9:.1f} and {states['dry_run_most_bytes'] / 1e9:.1f}"
 
 
-def throughput() -> Sentences:
-    page, found = "experiments/throughput/README.md", rows("throughput")
-    in_order = sorted(found, key=lambda row: bool(row["steps"]))  # timed rows replace those that were only planned
-    cells = {(row["model"], row["size"], row["layout"]): row for row in in_order}
-    for model, size in dict.fromkeys((model, size) for model, size, _ in cells):
-        own = [cells[model, size, layout] for layout in ("SP+TP", "TP", "ZeRO-3")]
-        speeds = [
-            f"{row['patches_per_s']:,.0f} ({row['batch']})" if row["steps"] else "out of memory" for row in own
-        ]  # fmt: skip
-        yield page, f"| {model} | {size} | {' | '.join(speeds)} |"
-    for than in ("TP", "ZeRO-3"):
-        ratios = values.faster(than)(list(cells.values()))
-        yield page, f"{span(ratios)} × {'the patches a second of TP' if than == 'TP' else 'those of ZeRO-3'}"
-        yield page, f"{median(ratios):.2f} × in the median"
-    checked = [row for row in found if "as_planned" in row]
-    assert len(checked) == 11 and all(row["as_planned"] for row in checked)
-    assert sum("larger_mib" in row for row in checked) == 7
-    assert all(abs(row["planned_mib"] / row["counted_mib"] - 1) < 0.02 for row in checked)
-
-
 def make_train() -> Sentences:
     """Of the quickstart's own run; no file of results/ has it."""
     shown = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -315,7 +294,7 @@ def make_train() -> Sentences:
 
 HELD: list[Callable[[], Sentences]] = [
     overhead, bound, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
-    longest_sequence, recompute, layouts, roofline, checkpoint, soak, chaos, sight, gpu_check, throughput,
+    longest_sequence, recompute, layouts, roofline, checkpoint, soak, chaos, sight, gpu_check,
     make_train,
 ]  # fmt: skip
 

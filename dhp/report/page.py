@@ -90,7 +90,7 @@ def runs_page(records: Sequence[Record]) -> str:
         f"<section><h2>What came of it</h2>{table(['', *(safe(one.name) for one in records)], rows)}{bounds}</section>",
         _section("Side by side", _beside(records)),
     ]
-    if answered := answers_beside(records, Gallery(records[0].config)):
+    if answered := answers_beside(records, [Gallery(record.config) for record in records]):
         parts.append(f"<section><h2>The last answers to the same questions</h2>{answered}</section>")
     return _page(" beside ".join(record.name for record in records), parts)
 

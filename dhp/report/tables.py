@@ -4,7 +4,7 @@ runs."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -193,29 +193,31 @@ def answers_table(record: Record, gallery: Gallery) -> str:
     steps = list(dict.fromkeys(one.step for one in record.answers))
     chosen = steps if len(steps) <= 4 else [steps[0], steps[len(steps) // 3], steps[2 * len(steps) // 3], steps[-1]]
     found = [(one.step, one) for one in record.answers]
-    return _answers(found, {step: f"after step {safe(step)}" for step in chosen}, gallery)
+    return _answers(found, {step: f"after step {safe(step)}" for step in chosen}, lambda _: gallery)
 
 
-def answers_beside(records: Sequence[Record], gallery: Gallery) -> str:
-    """Each question that several runs were asked, and the last answer of each. gallery: of the first run."""
+def answers_beside(records: Sequence[Record], galleries: Sequence[Gallery]) -> str:
+    """Each question that several runs were asked, and the last answer of each. galleries: of each run."""
     found = [(number, one) for number, record in enumerate(records) for one in record.answers]
-    return _answers(found, {number: safe(record.name) for number, record in enumerate(records)}, gallery, 2)
+    return _answers(found, {number: safe(one.name) for number, one in enumerate(records)}, galleries.__getitem__, 2)
 
 
 def _answers(
-    found: Iterable[tuple[int, AnswerMetrics]], columns: Mapping[int, str], gallery: Gallery, of: int = 1
+    found: Iterable[tuple[int, AnswerMetrics]],
+    columns: Mapping[int, str],
+    gallery_of: Callable[[int], Gallery],
+    least: int = 1,
 ) -> str:
     """A row for each question that has answers in at least so many columns; of several in one the last. found: the
-    column of each answer. "": no question has."""
-    by_question: dict[tuple[str, str, str, int], dict[int, AnswerMetrics]] = {}
+    column of each answer. gallery_of: a column. "": no question has."""
+    by_question: dict[tuple[str, int, str, str, int | None], dict[int, AnswerMetrics]] = {}
     for column, one in found:
-        by_question.setdefault((one.dataset, one.prompt, one.reference, one.number), {})[column] = one
+        by_question.setdefault((one.dataset, one.number, one.prompt, one.reference, one.row), {})[column] = one
     rows = []
-    for (dataset, prompt, reference, number), answers in by_question.items():
-        if len(rows) == MOST_ANSWERS or len(answers) < of:
+    for (dataset, number, prompt, reference, row), answers in by_question.items():
+        if len(rows) == MOST_ANSWERS or len(answers) < least:
             continue
-        row = next(iter(answers.values())).row
-        drawn = "" if row is None else gallery.images(dataset, row)
+        drawn = "" if row is None else gallery_of(next(iter(answers))).images(dataset, row)
         cells = [f"{safe(dataset)} {safe(number)}", drawn, safe(prompt), safe(reference)]
         for column in columns:
             answer = answers[column].answer if column in answers else "-"

@@ -18,6 +18,7 @@ ASK = (
     "These are descriptions of the parts of one video, in order.\n{parts}\n"
     "Write one question that takes the whole video to answer, and its answer, in two lines that begin with Q: and A:."
 )
+TAG = re.compile(r"<(?:image|video|audio)>")  # that would stand for a file
 FOUND = re.compile(r"^Q:\s*(?P<question>.+?)\s*^A:\s*(?P<answer>.+?)\s*\Z", re.MULTILINE | re.DOTALL)
 Row = dict[str, Any]
 
@@ -40,18 +41,25 @@ def clips(folder: Path) -> Iterable[Row]:
 def ask(asked: list[Row], answers: list[Row]) -> Iterable[Row]:
     """A sample of text for each video, which asks about the descriptions of its clips. answers: of `dhp generate`."""
     parts: dict[str, list[str]] = {}
-    for clip, answer in zip(asked, answers, strict=True):
+    for clip, said in _pairs(asked, answers):
         begin, end = clip["clip"]
-        parts.setdefault(clip["video"], []).append(f"{begin:g} to {end:g} s: {answer['answer'].strip()}")
+        parts.setdefault(clip["video"], []).append(f"{begin:g} to {end:g} s: {said}")
     for video, own in parts.items():
         yield {"about": video, "conversations": _turns(ASK.format(parts="\n".join(own)), "?")}
 
 
 def collect(asked: list[Row], answers: list[Row]) -> Iterable[Row]:
     """A sample to train on for each video whose answer has a question and its answer."""
-    for about, answer in zip(asked, answers, strict=True):
-        if found := FOUND.search(answer["answer"]):
+    for about, said in _pairs(asked, answers):
+        if found := FOUND.search(said):
             yield {"video": about["about"], "conversations": _turns(f"<video>\n{found['question']}", found["answer"])}
+
+
+def _pairs(asked: list[Row], answers: list[Row]) -> list[tuple[Row, str]]:
+    """What was asked with the text that the model answered."""
+    if len(asked) != len(answers):
+        sys.exit(f"{len(asked)} prompts have {len(answers)} answers: let `dhp generate` answer all of them, then go on")
+    return [(one, TAG.sub("", answer["answer"]).strip()) for one, answer in zip(asked, answers, strict=True)]
 
 
 def _turns(human: str, answer: str) -> list[dict[str, str]]:
@@ -65,9 +73,12 @@ def _read(path: str) -> list[Row]:
 def main(step: str, *files: str) -> None:
     """step: clips FOLDER OUT, or ask and collect, ASKED ANSWERS OUT."""
     *given, out = files
-    rows = list(
-        clips(Path(given[0])) if step == "clips" else {"ask": ask, "collect": collect}[step](*map(_read, given))
-    )
+    if step == "clips":
+        rows = list(clips(Path(given[0])))
+    elif step in ("ask", "collect"):
+        rows = list((ask if step == "ask" else collect)(*map(_read, given)))
+    else:
+        sys.exit(f"{step} is no step: clips, ask or collect")
     Path(out).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     print(f"{out}: {len(rows)} samples")
 

@@ -105,11 +105,17 @@ def sp_ratios(packs: Packs, loads: Loads, way: str) -> tuple[float, float]:
     for number in range(0, len(packs), max(1, len(packs) // ROWS)):
         plan = shared_row(packs, loads, number, way)
         pictures = loads.vision[packs.pack(number)]
-        starts = [np.sort(rng.integers(0, n - TILE + 1, of)) for n, of in zip(plan.lengths, pictures, strict=True)]
+        starts = [places(n, int(of), rng) for n, of in zip(plan.lengths, pictures, strict=True)]
         by_token.append(dist_ratio(_held(plan, starts)))
         windows = shard_images([ImageWork(0, (WINDOW,) * WINDOWS, (WINDOW * WINDOWS,))] * pictures.sum(), 1, RANKS)[0]
         evenly.append(dist_ratio(np.array([sum(one.last - one.first for one in pieces) for pieces in windows])))
     return float(np.mean(by_token)), float(np.mean(evenly))
+
+
+def places(tokens: int, pictures: int, rng: np.random.Generator) -> np.ndarray:
+    """Where the pictures of a sample begin, anywhere among its words and one behind another [pictures]."""
+    words = tokens - pictures * TILE
+    return np.sort(rng.integers(0, words + 1, pictures)) + np.arange(pictures) * TILE
 
 
 def shared_row(packs: Packs, loads: Loads, number: int, way: str) -> ShardPlan:

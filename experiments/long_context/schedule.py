@@ -1,4 +1,4 @@
-"""When each rank computes which layer while a prompt is answered: layers over the ranks, and ranks that share the
+"""When each rank is inside which layer while a prompt is answered: layers over the ranks, and ranks that share the
 prompt (LongVILA, Chen et al. 2024, section 3.3 and figure 6)."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Span = tuple[int, float, float]  # a layer, seconds of its begin and of its end
 
 
 class Watch:
-    """Spans of all layers of a model, whoever calls them."""
+    """Spans of all layers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.spans: list[Span] = []
@@ -37,8 +37,8 @@ class Watch:
 
 
 def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A line for each way and rank: seconds to the first token, and the share of them in which the rank computes a
-    layer, its exchanges inside included. With --plot a picture."""
+    """A line for each way and rank: seconds to the first token, and the share of them in which the rank is inside a
+    layer, which includes the exchanges of one that ranks share, and their waits. With --plot a picture."""
     found = on_ranks(RANKS, _measure, model)
     for way, (seconds, ranks) in found.items():
         for rank, spans in enumerate(ranks):
@@ -69,7 +69,9 @@ def _measure(model: str) -> dict[str, tuple[float, list[list[Span]]]]:
         for _ in range(2):
             dist.barrier()
             watch.spans.clear()
-            begin = time.perf_counter()  # of all processes of a host alike
+            begins = [time.perf_counter()]  # the clock is one of all processes of a host
+            dist.broadcast_object_list(begins, 0)
+            (begin,) = begins
             _, seconds, _, _ = way()
         ranks: list[Any] = [None] * RANKS
         dist.all_gather_object(ranks, [(layer, a - begin, b - begin) for layer, a, b in watch.spans])

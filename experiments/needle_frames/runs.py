@@ -52,17 +52,17 @@ def _training(run_dir: Path, data: Path, seed: int, size: Size) -> list[str]:
     return ["dhp.train_ray", "--config-name=needle_tiny", f"run_dir={run_dir}", f"seed={seed}", *place, *work, *more]
 
 
-def _found(told: Row, model: str, seed: int) -> Iterator[Row]:
+def _found(table: Row, model: str, seed: int) -> Iterator[Row]:
     """A row for each length: the share of needles that was found, over all depths and at each."""
-    for at, frames in enumerate(told["frames"]):
-        of_depths = [shares[at] for shares in told["found"]]
+    for at, frames in enumerate(table["frames"]):
+        of_depths = [shares[at] for shares in table["found"]]
         yield {
             "trained_on": model,
             "trained_frames": list(TRAINED_ON[model]),
             "seed": seed,
             "frames": frames,
             "found": round(sum(of_depths) / len(of_depths), 4),
-            "depths": told["depths"],
+            "depths": table["depths"],
             "by_depth": [round(share, 4) for share in of_depths],
         }
 

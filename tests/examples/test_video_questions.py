@@ -48,9 +48,20 @@ def test_what_has_a_question_and_an_answer_is_kept() -> None:
     assert (human, answer) == ("<video>\nWhich colour comes last?", "Blue,\nat the end.")
 
 
+def test_tags_of_files_in_an_answer_are_left_out() -> None:
+    clips = [{"video": "a.mp4", "clip": [0, 10]}]
+    (row,) = ask(clips, [{"answer": "A <video>field<image>."}])
+    assert "0 to 10 s: A field.\n" in row["conversations"][0]["value"]
+
+
+def test_a_step_that_is_none_is_named() -> None:
+    with pytest.raises(SystemExit, match="cut is no step: clips, ask or collect"):
+        main("cut", "videos", "clips.jsonl")
+
+
 def test_an_answer_too_few_is_an_error(tmp_path: Path) -> None:
     clips = [{"video": "a.mp4", "clip": [0, 10]}, {"video": "a.mp4", "clip": [10, 20]}]
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(SystemExit, match="2 prompts have 1 answers: let `dhp generate` answer all"):
         list(ask(clips, [{"answer": "A field."}]))
     for name, rows in (("clips", clips), ("captions", [{"answer": "A field."}, {"answer": " A cow."}])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -22,4 +22,7 @@ def test_places_are_left_out_and_a_trained_model_is_named_as_one() -> None:
     assert command_of("sight", ["--trained", "/tmp/model", "--steps", "5"]) == (
         "python -m experiments.sight --trained DIR --steps 5"
     )
+    assert command_of("recompute", ["--plot", "x.png", "speed", "--out=/tmp/x", "--rounds", "2"]) == (
+        "python -m experiments.recompute speed --rounds 2"
+    )
     assert command_of("balance", []) == "python -m experiments.balance"

@@ -16,8 +16,8 @@ PAGE = "experiments/needle_frames/README.md"
 
 
 def test_a_row_is_of_a_length_over_all_depths(tmp_path: Path) -> None:
-    told = {"frames": [8, 16], "depths": [0.0, 1.0], "found": [[1.0, 0.5], [1.0, 0.0]]}
-    found = list(runs._found(told, "short", 3))
+    table = {"frames": [8, 16], "depths": [0.0, 1.0], "found": [[1.0, 0.5], [1.0, 0.0]]}
+    found = list(runs._found(table, "short", 3))
     assert [(row["frames"], row["found"], row["by_depth"]) for row in found] == [(8, 1.0, [1, 1]), (16, 0.25, [0.5, 0])]
     assert {(row["trained_on"], row["seed"]) for row in found} == {("short", 3)}
     other = [row | {"trained_on": "long", "trained_frames": [16]} for row in found]
@@ -32,10 +32,9 @@ def test_each_model_is_trained_on_its_own_videos(tmp_path: Path, monkeypatch: py
     def command(module: str, *arguments: str) -> None:
         commands.append([module, *arguments])
         if module == "dhp":
-            told = {"frames": [8], "depths": [0.5], "found": [[1.0]]}
-            (tmp_path / f"{len(commands)}").mkdir()
+            table = {"frames": [8], "depths": [0.5], "found": [[1.0]]}
             Path(arguments[-1]).mkdir()
-            (Path(arguments[-1]) / "needle.json").write_text(json.dumps(told))
+            (Path(arguments[-1]) / "needle.json").write_text(json.dumps(table))
 
     monkeypatch.setattr(runs, "_command", command)
     found = list(runs.rows(["short", "long"], [0, 1], runs.Size(2, 5, [8], 1), tmp_path / "work"))

@@ -106,7 +106,10 @@ def test_a_load_that_has_ended_is_no_reason(stand_in: Path, monkeypatch: pytest.
     loads(monkeypatch, 3.9, 3.5)
     monkeypatch.setattr(running, "load_now", lambda: 0.2)
     assert running.run(ONE, False, ()).judged
-    loads(monkeypatch, 3.5, 3.9)
+    loads(monkeypatch, 3.5, 5.9)
+    assert not running.run(ONE, False, ()).judged
+    monkeypatch.setattr(running, "LOAD_S", 1e-6)  # as long before: nothing of it is left
+    loads(monkeypatch, 20.0, 3.5)
     assert not running.run(ONE, False, ()).judged
 
 

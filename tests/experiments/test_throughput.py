@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 
 import pytest
 from PIL import Image
 
+from experiments import values
 from experiments.pair import TEXT, VISION
 from experiments.published.tables import read_table
 from experiments.throughput import __main__ as throughput
@@ -16,6 +18,9 @@ from experiments.throughput import cells
 from experiments.throughput.cells import LAYOUTS, MIB, SIDES, Cell, Fit, budget_of, find_batch
 from experiments.throughput.counted import Turn, count_device, device_peak
 from experiments.throughput.plot import draw
+from tests.helpers.figures import Sentences, missing, rows, span
+
+PAGE = "experiments/throughput/README.md"
 
 
 class _Planned(Cell):
@@ -99,3 +104,29 @@ def test_a_device_has_what_the_longest_picture_needs(monkeypatch: pytest.MonkeyP
         Cell, "device_bytes", lambda self, samples: asked.append((self.size, self.layout, samples)) or 1000
     )
     assert budget_of(Path(), "3B") == 1050 and asked == [("65k", "SP+TP", 1)]
+
+
+def sentences() -> Sentences:
+    found = rows("throughput")
+    in_order = sorted(found, key=lambda row: bool(row["steps"]))  # timed rows replace those that were only planned
+    cells = {(row["model"], row["size"], row["layout"]): row for row in in_order}
+    for model, size in dict.fromkeys((model, size) for model, size, _ in cells):
+        own = [cells[model, size, layout] for layout in ("SP+TP", "TP", "ZeRO-3")]
+        speeds = [
+            f"{row['patches_per_s']:,.0f} ({row['batch']})" if row["steps"] else "out of memory" for row in own
+        ]  # fmt: skip
+        yield PAGE, f"| {model} | {size} | {' | '.join(speeds)} |"
+    for than in ("TP", "ZeRO-3"):
+        ratios = values.faster(than)(list(cells.values()))
+        yield PAGE, f"{span(ratios)} × {'the patches a second of TP' if than == 'TP' else 'those of ZeRO-3'}"
+        yield PAGE, f"{median(ratios):.2f} × in the median"
+        if than == "ZeRO-3":
+            yield PAGE, f"ZeRO-3 is the faster one in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} cells"
+    checked = [row for row in found if "as_planned" in row]
+    assert len(checked) == 11 and all(row["as_planned"] for row in checked)
+    assert sum("larger_mib" in row for row in checked) == 7
+    assert all(abs(row["planned_mib"] / row["counted_mib"] - 1) < 0.02 for row in checked)
+
+
+def test_the_page_has_the_rows() -> None:
+    assert missing(sentences()) == []

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dhp.observe.metrics import AnswerMetrics
 from dhp.report.page import runs_page
 from dhp.report.pictures import Gallery
@@ -119,7 +121,7 @@ def test_answers_stand_beside_their_reference_over_time(tmp_path: Path) -> None:
 def test_last_answers_of_runs_stand_beside_each_other(tmp_path: Path) -> None:
     first = record_of(answered(tmp_path / "first", (5, "green"), (10, "red")))
     second = record_of(answered(tmp_path / "second", (5, "blue")))
-    text = answers_beside([first, second], Gallery({}))
+    text = answers_beside([first, second], [Gallery({})] * 2)
     assert text.index('class="right">red') < text.index('class="other">blue') and "green" not in text
     assert text.count("<tr>") == 2
     assert text in runs_page([first, second])
@@ -129,9 +131,18 @@ def test_only_what_several_runs_were_asked_is_compared(tmp_path: Path) -> None:
     first = record_of(answered(tmp_path / "first", (5, "red")))
     other = record_of(answered(tmp_path / "other", (5, "red"), asked="What?"))
     silent = record_of(make_run(tmp_path / "silent"))
-    assert answers_beside([first, other, silent], Gallery({})) == ""
+    assert answers_beside([first, other, silent], [Gallery({})] * 3) == ""
     assert "last answers" not in runs_page([first, other])
-    assert answers_beside([first, silent, first], Gallery({})).count('class="other">-<') == 1
+    assert answers_beside([first, silent, first], [Gallery({})] * 3).count('class="other">-<') == 1
+
+
+def test_a_picture_is_of_a_run_that_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, first = record_of(make_run(tmp_path / "silent")), record_of(answered(tmp_path / "first", (5, "red")))
+    galleries = [Gallery({}) for _ in range(3)]
+    for number, gallery in enumerate(galleries):
+        monkeypatch.setattr(gallery, "images", lambda dataset, row, n=number: f"picture {row} of run {n}")
+    text = answers_beside([silent, first, first], galleries)
+    assert "picture 0 of run 1" in text and "of run 0" not in text
 
 
 def test_runs_of_one_configuration_say_so(tmp_path: Path) -> None:
