@@ -207,6 +207,9 @@ def of_balance(in_row: InRow) -> Sentences:
     yield in_row("B51", f"{below} below random batches', three seeds whose deviation is ")
     yield in_row("B51", short(one("convergence", summary="random")["heldout_sd"], 3))
     assert one("convergence", summary="sequence")["differences"] == [0.0, 0.0, 0.0]
+    off = {row["layout"]: f"{row['off']:.1e}" for row in rows("sight", what="layout")}
+    yield in_row("D41", f"two {off['text-seq2']} off one actor's, the tower by Ulysses and the decoder by tensor")
+    yield in_row("D41", f"tensor {off['seq2-tp2']}")
     found = {(row["trained_on"], row["frames"]): f"{row['found']:.0%}" for row in rows("needle_frames")}
     yield in_row("D36", f"up to 8 frames {found['short', 512]}, by one of up to 64 {found['long', 512]}")
     yield in_row(
