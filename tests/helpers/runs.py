@@ -65,7 +65,7 @@ def train(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_heed_interrupts,
+        preexec_fn=heed_interrupts,
     )
     try:
         if meanwhile is not None:
@@ -81,8 +81,9 @@ def tiny(assets: Path, run_dir: Path, *overrides: str) -> list[str]:
     return ["--config-name=tiny", f"tiny_assets={assets}", f"run_dir={run_dir}", *overrides]
 
 
-def _heed_interrupts() -> None:
-    # A shell's background jobs, tests among them, ignore SIGINT, and what they start inherits it.
+def heed_interrupts() -> None:
+    """In a process that begins: a shell's background jobs, tests among them, ignore SIGINT, and what they start
+    inherits it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

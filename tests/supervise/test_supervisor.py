@@ -16,7 +16,7 @@ from dhp.supervise.attempt import Attempt
 from dhp.supervise.supervisor import judge
 from dhp.supervise.verdict import COMPLETED, INTERRUPTED, KILLED, REFUSED, Verdict
 from tests.helpers.marks import MARK, marked_processes
-from tests.helpers.runs import ROOT
+from tests.helpers.runs import ROOT, heed_interrupts
 
 LIMIT_S = 300
 
@@ -115,6 +115,7 @@ def supervised(folder: Path, *words: str, meanwhile: Callable[[subprocess.Popen[
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_interrupts,
     )
     try:
         if meanwhile is not None:
