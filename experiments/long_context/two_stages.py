@@ -1,5 +1,6 @@
-"""Two-stage sharding, pictures evenly over vision ranks and then tokens evenly over text ranks, beside one-stage: each
-rank encodes the pictures whose tokens it has (LongVILA, Chen et al. 2024, sections 3.2 and 5.1.3).
+"""Two-stage sharding, pictures evenly over vision ranks and then tokens evenly over text ranks, beside two ways of one
+stage: pictures are shared out evenly and each rank keeps the text beside its own, which is LongVILA's baseline (Chen
+et al. 2024, sections 3.2 and 5.1.3), and tokens are, and each rank encodes the pictures whose tokens it has.
 
 Rows have unequal numbers of frames along them. Two ranks, an actor each of both parts, one thread each.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,12 +28,14 @@ from dhp.data.sample.sample import Sample
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
+from dhp.parallel.attention.shard_plan import even_counts
 from dhp.step.stages import make_stages
 from experiments.layouts.ours import TIMEOUT_S, UPDATE, _layout, _train, deal
 from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
 from experiments.recompute.work import END, IMAGE, PATCH_VALUES, START, make_model
 
 RANKS = 2
+TWO, BY_TOKEN, BY_PICTURE = "two stages", "one stage, by tokens", "one stage, by pictures"
 WIDTHS = {"tower": 128, "decoder": 256, "layers": 4}
 SIDE = 8  # patches along a frame's side: 64 patches, 16 tokens
 SCENES, FRAMES, WORDS = 6, 12, 300  # of a row: so many times up to so many frames and words
@@ -41,7 +45,7 @@ ROWS = 5
 def measure(_: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for each row, and the median over rows of one-stage seconds to two-stage ones."""
     vision, text = Degrees(ulysses=RANKS), Degrees(ulysses=RANKS)
-    ratios = []
+    ratios: dict[str, list[float]] = {BY_TOKEN: [], BY_PICTURE: []}
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), **WIDTHS)
         graph = pair_of(load_family(model), vision, text)
@@ -52,24 +56,25 @@ def measure(_: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             stages = make_stages(graph, cluster.groups)
             for seed in range(ROWS):
                 sample = _row(seed)
-                seconds: dict[str, list[float]] = {"two stages": [], "one stage": []}
-                loads = {}
+                seconds: dict[str, list[float]] = {TWO: [], BY_TOKEN: [], BY_PICTURE: []}
+                patches, tokens = {}, {}
                 for number in range(given.rounds):
                     for way in list(seconds)[:: 1 if number % 2 else -1]:
                         data = _dealt(model, vision, text, sample, way)
-                        loads[way] = [len(work.pixels) for work in data.work[VISION][0]]
+                        patches[way] = [len(work.pixels) for work in data.work[VISION][0]]
+                        tokens[way] = [work.tensors["input_ids"].shape[-1] for work in data.work[TEXT][0]]
                         taken, _ = _train(graph, stages, as_batch(data, ray.put), 1)
                         seconds[way] += taken
-                pairs = zip(seconds["one stage"], seconds["two stages"], strict=True)
-                ratios.append(median(one / two for one, two in pairs))
+                for way, of_rows in ratios.items():
+                    of_rows.append(median(one / two for one, two in zip(seconds[way], seconds[TWO], strict=True)))
                 yield {
                     "row": seed,
-                    "patches_one_stage": loads["one stage"],
-                    "patches_two_stages": loads["two stages"],
+                    "patches": patches,
+                    "tokens": tokens,
                     "seconds": {way: round(median(of), 3) for way, of in seconds.items()},
-                    "one_to_two": round(ratios[-1], 3),
+                    "one_to_two": {way: round(of_rows[-1], 3) for way, of_rows in ratios.items()},
                 }
-    yield {"way": "all rows", "one_to_two": round(median(ratios), 3)}
+    yield {"way": "all rows", "one_to_two": {way: round(median(of_rows), 3) for way, of_rows in ratios.items()}}
 
 
 def _row(seed: int) -> Sample:
@@ -90,14 +95,22 @@ def _row(seed: int) -> Sample:
 
 
 def _dealt(model: str, vision: Degrees, text: Degrees, sample: Sample, way: str) -> StepData:
-    if way == "two stages":
+    if way == TWO:
         return deal(model, vision, text, [sample])
-    starts = np.flatnonzero(sample.input_ids == START)
-    owners = starts * RANKS // len(sample.input_ids)
+    starts, length = np.flatnonzero(sample.input_ids == START), len(sample.input_ids)
+    counts = even_counts(length, RANKS)
+    owners = starts * RANKS // length
+    if way == BY_PICTURE:
+        owners = np.arange(len(starts)) * RANKS // len(starts)
+        firsts = [0, *(int(starts[owners == rank][0]) for rank in range(1, RANKS)), length]
+        counts = tuple(last - first for first, last in pairwise(firsts))
 
-    def by_token(images: Sequence[ImageWork], *_: Any, **__: Any) -> list[list[Pieces]]:
+    def as_owned(images: Sequence[ImageWork], *_: Any, **__: Any) -> list[list[Pieces]]:
         whole = [Piece(number, 0, len(image.window_lengths)) for number, image in enumerate(images)]
         return [[tuple(piece for piece in whole if owners[piece.image] == rank) for rank in range(RANKS)]]
 
-    with mock.patch("dhp.batch.encoder_shards.shard_images", by_token):
+    with (
+        mock.patch("dhp.batch.encoder_shards.shard_images", as_owned),
+        mock.patch("dhp.batch.row_shards.even_counts", lambda total, parts: counts),
+    ):
         return deal(model, vision, text, [sample])

@@ -14,7 +14,7 @@ from torch import nn
 from dhp.batch.row_shards import SequenceGroups, grouped_plan
 from dhp.core.axes import Degrees
 from dhp.data.balance.packs import Loads, from_groups
-from experiments.long_context import inference, schedule
+from experiments.long_context import inference, schedule, two_stages
 from experiments.long_context.long_sets import SETS, TILE, _held, places, shared_row, sp_ratios
 from experiments.long_context.longest import Way, _longest
 from experiments.long_context.longest_prompt import ALONE, count, longest
@@ -22,6 +22,8 @@ from experiments.long_context.ranks import on_ranks
 from experiments.long_context.sampler_picture import draw, kinds_of
 from experiments.long_context.steps import PEER, _require_same
 from experiments.long_context.work import make_model, make_row
+from experiments.pair import TEXT, VISION
+from experiments.recompute.work import START
 from tests.helpers.figures import Sentences, missing, rows
 
 BUDGET = 3 << 19
@@ -71,6 +73,21 @@ def test_a_rank_is_drawn_by_what_it_has(tmp_path: Path) -> None:
     draw({"all": from_groups(np.arange(300))}, loads, 2, 2, 36864.0, picture)
     with Image.open(picture) as image:
         assert image.size[0] > 300
+
+
+def test_one_stage_keeps_text_beside_its_frames_or_frames_beside_their_tokens(tmp_path: Path) -> None:
+    """Row 2 of the experiment: frames are even by pictures, tokens by tokens, and both in two stages."""
+    sample, degrees = two_stages._row(2), Degrees(ulysses=2)
+    made = two_stages.make_model(tmp_path, **two_stages.WIDTHS)
+
+    def counts(way: str) -> tuple[list[int], list[int], int]:
+        work = two_stages._dealt(made, degrees, degrees, sample, way).work
+        ids = [one.tensors["input_ids"] for one in work[TEXT][0]]
+        return [len(one.pixels) for one in work[VISION][0]], [one.shape[-1] for one in ids], int(ids[1][0, 0])
+
+    assert counts(two_stages.BY_PICTURE) == ([1344, 1280], [542, 1055], START)
+    assert counts(two_stages.BY_TOKEN)[:2] == ([1664, 960], [798, 799])
+    assert counts(two_stages.TWO)[:2] == ([1344, 1280], [798, 799])
 
 
 def test_layers_of_the_decoder_are_watched() -> None:
