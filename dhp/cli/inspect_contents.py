@@ -21,11 +21,11 @@ CONTENTS = {
 
 def content_table(datasets: Mapping[str, np.ndarray]) -> list[str]:
     """Lines to print. datasets: the lengths of each one's samples in an epoch (LENGTH_COLUMNS)."""
-    usable = {name: columns[columns["text"] > 0] for name, columns in datasets.items()}
+    usable = [(name, columns[columns["text"] > 0]) for name, columns in datasets.items()]
+    whole = np.concatenate([own for _, own in usable])
     if len(usable) > 1:
-        usable["all"] = np.concatenate(list(usable.values()))
-    whole = list(usable.values())[-1]
-    rows = [["an epoch shows", *CONTENTS], *([name, *_cells(own, whole)] for name, own in usable.items() if len(own))]
+        usable.append(("all", whole))
+    rows = [["an epoch shows", *CONTENTS], *([name, *_cells(own, whole)] for name, own in usable if len(own))]
     return ["", *aligned(rows, 1), *(f"  {name:16}{text}" for name, text in CONTENTS.items())]
 
 

@@ -29,3 +29,12 @@ def test_shares_are_of_usable_samples_and_their_tokens() -> None:
 
 def test_one_dataset_needs_no_sum() -> None:
     assert not any(line.startswith("all") for line in content_table({"chat": lengths((5, 0, 0))}))
+
+
+def test_a_dataset_may_be_named_all() -> None:
+    table = content_table({"all": lengths((5, 1, 0)), "chat": lengths((15, 0, 0))})
+    assert [line.split()[:5] for line in table[2:5]] == [
+        ["all", "1", "50.0%", "5", "25.0%"],
+        ["chat", "1", "50.0%", "15", "75.0%"],
+        ["all", "2", "100.0%", "20", "100.0%"],
+    ]
