@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from dhp.observe.metrics import StepMetrics, read_metrics
+from experiments.commands import run_module
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 900.0
-SHOWN_CHARACTERS = 3000  # characters of what a failed run printed
 
 
 def train(
@@ -24,12 +20,8 @@ def train(
 
     Raises RuntimeError with the end of what a failed run printed, subprocess.TimeoutExpired after LIMIT_S seconds.
     """
-    command = [sys.executable, "-m", "dhp.train_ray", f"--config-path={config.parent}", f"--config-name={config.stem}"]
-    arguments = [*command, f"run_dir={run_dir}", *overrides]
-    own = {**os.environ, **variables}
-    done = subprocess.run(arguments, cwd=ROOT, env=own, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-SHOWN_CHARACTERS:]}")
+    command = ["dhp.train_ray", f"--config-path={config.parent}", f"--config-name={config.stem}"]
+    run_module([*command, f"run_dir={run_dir}", *overrides], variables, LIMIT_S)
     return read_metrics(run_dir)
 
 

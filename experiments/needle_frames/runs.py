@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dhp.tiny.needles import ANNOTATIONS, make_needles
+from experiments.commands import run_module
 
-ROOT = Path(__file__).parents[2]
-SHOWN_CHARACTERS = 3000  # of what a failed command printed
-LIMIT_S = 3600.0
 TRAINED_ON = {"short": (4, 8), "long": (16, 32, 48, 64), "longest": (1024,)}  # frames of the videos
 
 Row = dict[str, Any]
@@ -37,10 +33,10 @@ def rows(models: Sequence[str], seeds: Sequence[int], size: Size, folder: Path) 
         for model in models:
             run_dir = folder / f"{model}-{seed}"
             data = make_needles(folder / f"{model}-data-{seed}", size.samples, TRAINED_ON[model], seed)
-            _command(*_training(run_dir, data, seed, size))
+            run_module(_training(run_dir, data, seed, size))
             frames = ",".join(map(str, size.frames))
             asked = ["--frames", frames, "--needles", str(size.needles), "--seed", str(seed), "--out", str(run_dir)]
-            _command("dhp", "evaluate", "needle", str(run_dir), *asked)
+            run_module(["dhp", "evaluate", "needle", str(run_dir), *asked])
             yield from _found(json.loads((run_dir / "needle.json").read_text(encoding="utf-8")), model, seed)
 
 
@@ -65,12 +61,3 @@ def _found(table: Row, model: str, seed: int) -> Iterator[Row]:
             "depths": table["depths"],
             "by_depth": [round(share, 4) for share in of_depths],
         }
-
-
-def _command(module: str, *arguments: str) -> None:
-    """Raises RuntimeError with the end of what a failed command printed."""
-    words = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode:
-        shown = (done.stdout + done.stderr)[-SHOWN_CHARACTERS:]
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{shown}")

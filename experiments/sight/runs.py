@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dhp.observe.metrics import StepMetrics, read_metrics
+from experiments.commands import ROOT, run_module
 from experiments.sight.inject.sitecustomize import MET, VARIABLE
 
-ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("config.yaml")
 INJECT = Path(__file__).with_name("inject")
-LIMIT_S = 3600.0
-_SHOWN = 3000  # characters of a failed command's output
 _CONFIGURATION = (f"--config-path={CONFIG.parent}", f"--config-name={CONFIG.stem}")
 
 
@@ -26,7 +21,7 @@ def train(run_dir: Path, settings: Sequence[str], fault: str = "") -> list[StepM
     fails, and for one without the fault that it should have."""
     met = run_dir.with_name(f"{run_dir.name}.met")
     environment = {"PYTHONPATH": f"{INJECT}:{ROOT}", VARIABLE: fault, MET: str(met)} if fault else {}
-    _command(["dhp.train_ray", *_CONFIGURATION, f"run_dir={run_dir}", *settings], environment)
+    run_module(["dhp.train_ray", *_CONFIGURATION, f"run_dir={run_dir}", *settings], environment)
     if fault and not met.exists():
         raise RuntimeError(f"the run in {run_dir} never met its fault ({fault}): what it replaces has another name now")
     return read_metrics(run_dir)
@@ -35,28 +30,18 @@ def train(run_dir: Path, settings: Sequence[str], fault: str = "") -> list[StepM
 def losses(model: Path, settings: Sequence[str]) -> dict[str, float]:
     """Nats a target token of all held-out samples together, with their own pictures and with others'."""
     named = ["dhp", "evaluate", "loss", str(model), *_CONFIGURATION, "--json", *settings, "exchange=images"]
-    lines = [json.loads(line) for line in _command(named).splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in run_module(named).splitlines() if line.startswith("{")]
     return {line["images"]: line["loss"] for line in lines if not line["dataset"]}
 
 
 def answers(model: Path, dataset: str, out: Path, settings: Sequence[str]) -> list[dict[str, Any]]:
     """A line of `python -m dhp generate` for every sample of a dataset, in its order."""
     asked = [f"checkpoint={model}", f"dataset={dataset}", "max_new_tokens=6", f"out={out}"]
-    _command(["dhp", "generate", *_CONFIGURATION, *asked, *settings])
+    run_module(["dhp", "generate", *_CONFIGURATION, *asked, *settings])
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
 def export(run_dir: Path, folder: Path) -> Path:
     """The run's newest checkpoint as an ordinary model."""
-    _command(["dhp", "export", str(run_dir), str(folder)])
+    run_module(["dhp", "export", str(run_dir), str(folder)])
     return folder
-
-
-def _command(module: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    command = [sys.executable, "-m", *module]
-    own = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
-    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode:
-        said = f"{done.stdout[-_SHOWN:]}\n{done.stderr[-_SHOWN:]}"
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
-    return done.stdout

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dhp.observe.metrics import EvalMetrics, read_evaluations, read_record
+from experiments.commands import run_module
 from experiments.stages_on_off.ways import FIRST, LAST, WAYS, first_alone, hold_out, kept_stages, lengths, without
 
-ROOT = Path(__file__).parents[2]
-SHOWN_CHARACTERS = 3000  # of what a failed run printed
 HELD_OUT = "held_out_"
-LIMIT_S = 3600.0
 
 
 Row = dict[str, Any]
@@ -54,11 +50,7 @@ def train(run_dir: Path, overrides: Sequence[str]) -> None:
 
     Raises RuntimeError with the end of what a failed run printed.
     """
-    command = [sys.executable, "-m", "dhp.train_ray", "--config-name=five_stages_tiny", f"run_dir={run_dir}"]
-    done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode:
-        shown = (done.stdout + done.stderr)[-SHOWN_CHARACTERS:]
-        raise RuntimeError(f"{' '.join([*command, *overrides])} ended with {done.returncode}:\n{shown}")
+    run_module(["dhp.train_ray", "--config-name=five_stages_tiny", f"run_dir={run_dir}", *overrides])
 
 
 def row_of(way: str, seed: int, run_dir: Path) -> Row:
