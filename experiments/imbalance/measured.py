@@ -18,8 +18,8 @@ from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings
 from experiments.balance_effect.dataset import ANNOTATIONS, make_dataset, texts
 from experiments.balance_effect.entry import place, train
-from experiments.commands import ROOT
 from experiments.balance_effect.model import make_model
+from experiments.commands import ROOT
 from experiments.imbalance.inject.sitecustomize import VARIABLE
 from experiments.imbalance.spread import activation_mib, device_tokens, forward_ms, moments, spreads
 from experiments.imbalance.ways import IN_FLIGHT, MICRO_BATCH, REPLICAS, overrides
