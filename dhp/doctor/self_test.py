@@ -68,8 +68,9 @@ def _collectives(ranks: int, backend: str) -> list[Tried]:
         errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
         path = Path(folder, "rates")
         if errors or not path.exists():
-            killed = [f"a rank was ended by signal {-code}" for code in ended if code is not None and code < 0]
-            why = [*errors, *killed, f"the ranks did not end in {LIMIT_S:g} s"][0]
+            how = [f"by signal {-code}" if code < 0 else f"with status {code}" for code in ended if code]
+            died = [f"a rank ended {one}" for one in how]
+            why = [*errors, *died, f"the ranks did not end in {LIMIT_S:g} s"][0]
             return [Tried(name, None, why) for name in names]
         return [Tried(name, float(line)) for name, line in zip(names, path.read_text().splitlines(), strict=True)]
 

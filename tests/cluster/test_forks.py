@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from dhp.cluster.forks.start_server import environment, fork_server, has_gpus
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100
 MODULE = "wave"  # small, and imported by nobody else here
-CODE = f"import os, sys; print({MODULE!r} in sys.modules, os.getppid())"
+CODE = f"import json, os, sys; print({MODULE!r} in sys.modules, os.getppid(), json.dumps(sys.path))"
 
 
 @pytest.fixture
@@ -29,17 +30,24 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def worker(folder: Path, **more: str) -> tuple[str, str]:
     """What a worker prints: whether the module was there, and its parent."""
+    found, parent, _ = started(folder, **more)
+    return found, parent
+
+
+def started(folder: Path, **more: str) -> tuple[str, str, list[str]]:
+    """The same, and where it looks for modules."""
     script = folder / "default_worker.py"
     script.write_text(CODE)
     done = subprocess.run(
         [sys.executable, script], env={**os.environ, **more}, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
-    found, parent = done.stdout.split()
-    return found, parent
+    found, parent, path = done.stdout.split(maxsplit=2)
+    return found, parent, json.loads(path)
 
 
 def test_a_worker_is_a_fork_that_finds_the_imports(tmp_path: Path, alone: None) -> None:
+    """And looks for the rest where its own environment says, not where the server's does."""
     with fork_server([MODULE, "no.such.module"]):
         folder, deadline = Path(os.environ[SERVER]).parent, time.monotonic() + LIMIT_S
         while not Path(os.environ[SERVER]).exists() and time.monotonic() < deadline:
@@ -47,6 +55,11 @@ def test_a_worker_is_a_fork_that_finds_the_imports(tmp_path: Path, alone: None) 
         assert folder.stat().st_mode & 0o077 == 0
         found, server = worker(tmp_path, **environment())
         assert found == "True" and b"dhp.cluster.forks.server" in Path(f"/proc/{server}/cmdline").read_bytes()
+        (plugins := tmp_path / "plugins").mkdir()
+        path = os.pathsep.join([str(start_server.START), str(plugins)])
+        found, _, looked = started(tmp_path, PYTHONPATH=path)
+        assert found == "True" and looked[:2] == [str(tmp_path), str(plugins)]
+        assert str(start_server.START) not in looked
     assert not Path(f"/proc/{server}").exists() and not folder.exists() and environment() == {}
 
 

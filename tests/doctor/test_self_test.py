@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import namedtuple
 
 import pytest
@@ -24,6 +25,15 @@ def test_ranks_that_fail_say_why() -> None:
     found = self_test._collectives(2, "nothing")
     assert all(one.rate is None and "nothing" in one.error for one in found)
     assert str(found[0]).startswith("does not work: ")
+
+
+def end_at_once(rank: int, ranks: int, backend: str, folder: str) -> None:
+    os._exit(3)
+
+
+def test_a_rank_that_could_say_nothing_is_no_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "_rank", end_at_once)
+    assert {one.error for one in self_test._collectives(2, "gloo")} == {"a rank ended with status 3"}
 
 
 def test_without_shared_memory_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.cluster.forks.start.sitecustomize import HANDED_ON
+from dhp.cluster.forks.start_server import START
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _LIMIT_S = 10  # a stopped process must not hold up all others
@@ -185,11 +186,19 @@ def _run(words: list[str]) -> None:
     sys.orig_argv = words
     at = next(i for i, word in enumerate(words) if i and (word == "-m" or not word.startswith("-")))
     if words[at] == "-m":
-        sys.argv, sys.path[0] = words[at + 1 :], os.getcwd()
+        sys.argv, sys.path[:] = words[at + 1 :], _path(os.getcwd())
         runpy.run_module(words[at + 1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv, sys.path[0] = words[at:], os.path.dirname(words[at])
+        sys.argv, sys.path[:] = words[at:], _path(os.path.dirname(words[at]))
         runpy.run_path(words[at], run_name="__main__")
+
+
+def _path(first: str) -> list[str]:
+    """Where Python would look: `first`, then the fork's own PYTHONPATH, which need not be the server's. A process that
+    the fork starts afresh looks there too."""
+    named = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    own = [folder for folder in dict.fromkeys(named) if folder != str(START)]
+    return [first, *own, *(folder for folder in sys.path[1:] if folder not in own)]
 
 
 def load(modules: Sequence[str]) -> None:
