@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -98,3 +99,21 @@ def test_beside_gpus_there_is_none(name: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(start_server, "has_gpus", lambda: True)
     with fork_server([MODULE]):
         assert SERVER not in os.environ and environment() == {}
+
+
+@pytest.mark.parametrize(("answer", "status"), [(b"\x07", 7), (b"", 1)], ids=["it ended at once", "it was killed"])
+def test_what_a_fork_has_done_is_not_done_again(answer: bytes, status: int, tmp_path: Path) -> None:
+    """Though it ended before its client had a word with it."""
+    slow = "import signal, sys, time\nfrom dhp.cluster.forks.start import sitecustomize\n"
+    slow += "set_handler = signal.signal\nsignal.signal = lambda *given: (time.sleep(0.2), set_handler(*given))\n"
+    slow += "sitecustomize._hand_over(sys.argv[1])\nprint('again')\n"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "server"))
+        server.listen()
+        words = [sys.executable, "-c", slow, tmp_path / "server"]
+        client = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        server.settimeout(LIMIT_S)
+        with server.accept()[0] as line, line.makefile("rb") as file:
+            assert file.readline() == b"\n" and file.readline().endswith(b"}\n")
+            line.sendall(answer)
+    assert client.communicate(timeout=LIMIT_S)[0] == "" and client.returncode == status

@@ -21,6 +21,13 @@ def _hand_over(address: str) -> None:
     start = {"words": sys.orig_argv, "environment": dict(os.environ), "folder": os.getcwd(), "ignored": ignored}
     early: list[int] = []  # what comes before the fork can receive it: it may be at work before this process knows
     with socket.socket(socket.AF_UNIX) as line:
+
+        def hand_on(numbers: list[int]) -> None:
+            try:
+                line.sendall(bytes(numbers))
+            except OSError:
+                pass  # the fork has ended, be it before none was to be sent: its work must not be done again
+
         try:
             line.connect(address)
         except OSError:
@@ -32,9 +39,12 @@ def _hand_over(address: str) -> None:
         line.sendall(json.dumps(start).encode() + b"\n")
         for number in HANDED_ON:
             if number not in ignored:
-                signal.signal(number, lambda number, _: line.sendall(bytes([number])))
-        line.sendall(bytes(early))
-        status = line.recv(1)  # when the fork has ended
+                signal.signal(number, lambda number, _: hand_on([number]))
+        hand_on(early)
+        try:
+            status = line.recv(1)  # when the fork has ended
+        except OSError:  # the server was killed, and the fork with it
+            status = b""
     os._exit(status[0] if status else 1)
 
 
