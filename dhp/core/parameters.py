@@ -16,6 +16,7 @@ from typing import TypeVar
 from dhp.core.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
+PERSISTENT_ELEMENTS = 100_000  # ZeRO's stage 3 leaves parameters up to this size whole: biases, norms
 _ADAPTERS = {"lora_A", "lora_B", "lora_magnitude_vector"}  # pieces of the names that peft gives adapters' parameters
 _BASE = "base_layer"  # and of the names of the weights that they adapt
 

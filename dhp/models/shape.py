@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dhp.core.parameters import ADAFACTOR, ADAMW, MUON
+from dhp.core.parameters import ADAFACTOR, ADAMW, MUON, PERSISTENT_ELEMENTS
 from dhp.core.state_forms import MOMENTS
 from dhp.models.types import Chunk, held_layers
 
@@ -26,6 +26,8 @@ class PartShape:
     rank has whole, in all.
 
     orthogonalizing: operations of a step in which Muon makes momenta of per_rank's matrices orthogonal.
+
+    small: of per_rank, those in parameters that ZeRO's stage 3 does not cut.
     """
 
     total: int
@@ -36,6 +38,7 @@ class PartShape:
     states: float = len(MOMENTS)
     factors: int = 0
     orthogonalizing: float = 0.0
+    small: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,14 @@ class HeldParameter:
 
 def sum_shape(parameters: Iterable[HeldParameter], selects: bool, optimizer: str = ADAMW) -> PartShape:
     """Of these parameters together. selects: not all of the run's are trained."""
-    total = per_rank = replicated = trained = quantized = states = factors = 0
+    total = per_rank = replicated = trained = quantized = states = factors = small = 0
     operations = 0.0
     for one in parameters:
         total += one.total
         per_rank += one.own
         replicated += 0 if one.split else one.total
         trained += one.own * one.trains
+        small += one.own * (one.own <= PERSISTENT_ELEMENTS)
         quantized += one.total * one.quantized
         each, whole = states_of(optimizer, one.shape, one.matrix)
         states += one.own * one.trains * each
@@ -74,7 +78,8 @@ def sum_shape(parameters: Iterable[HeldParameter], selects: bool, optimizer: str
         if optimizer == MUON and one.matrix and one.trains:
             operations += _orthogonalizing(one.shape) * one.own / one.total
     average = states / trained if trained else float(len(MOMENTS))
-    return PartShape(total, per_rank, replicated, trained if selects else None, quantized, average, factors, operations)
+    chosen = trained if selects else None
+    return PartShape(total, per_rank, replicated, chosen, quantized, average, factors, operations, small)
 
 
 def _orthogonalizing(shape: Sequence[int]) -> float:

@@ -168,8 +168,8 @@ def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadSh
     comes), the embedding and the head, a layer's gradients, and what is sent of them."""
     trained = shape.per_rank if shape.trained is None else shape.trained
     if part.zero_stage and part.zero_engine != FSDP:
-        gathered = _kept_whole(part, shape.per_rank) if part.zero_stage == 3 else 0
-        return gathered + bucket_bytes(part, trained)
+        bucket = bucket_bytes(part, trained)
+        return bucket + (bucket + _kept_whole(part, shape.per_rank) if part.zero_stage == 3 else 0)
     if part.zero_stage < 2:
         return 0
     size = VALUE_BYTES[part.dtype]
@@ -193,7 +193,8 @@ class Units:
 class Gathered:
     """Bytes of weights and gradients that are whole for a while: in a layer's forward; in the loss; in backward while
     what follows the layers computes, the last layer, and others; while a layer's gradients are summed, when its insides
-    are gone; idle: all the time."""
+    are gone; while the last gradients are summed, when all layers are done, if that is another time; idle: all the
+    time."""
 
     forward: float = 0.0
     loss: float = 0.0
@@ -201,11 +202,13 @@ class Gathered:
     last: float = 0.0
     backward: float = 0.0
     summing: float = 0.0
+    ending: float = 0.0
     idle: float = 0.0
 
 
-def gathered_moments(part: PartConfig, shape: PartShape, units: Units, shards: int) -> Gathered:
-    """`gathered_bytes`, moment by moment. shards: ranks that cut states."""
+def gathered_moments(part: PartConfig, shape: PartShape, units: Units, shards: int, cuda: bool = True) -> Gathered:
+    """`gathered_bytes`, moment by moment. shards: ranks that cut states. cuda: sums are NCCL's; gloo's copy what they
+    sum."""
     trained = shape.per_rank if shape.trained is None else shape.trained
     if not part.zero_stage or not trained:
         return Gathered()
@@ -217,7 +220,11 @@ def gathered_moments(part: PartConfig, shape: PartShape, units: Units, shards: i
     whole = bucket + _kept_whole(part, shape.per_rank)
     # What it gathers ahead comes in one piece, which stays beside the weights that are copied out of it.
     ahead = min(AHEAD_ELEMENTS, shape.per_rank - units.root) * VALUE_BYTES[part.dtype]
-    return Gathered(whole + ahead, whole, whole, whole, whole, whole, idle=bucket)
+    # It copies the bucket for its sum: behind the layers, or amid their backward where they fill more than one.
+    size, copies = VALUE_BYTES[part.dtype], bucket * (1 if cuda else 2)
+    amid = whole + copies if trained > BUCKET_ELEMENTS else whole
+    idle = bucket + shape.small * size
+    return Gathered(whole + ahead, whole, amid, amid, amid, amid, idle + copies + units.root * size, idle)
 
 
 def _by_torch(part: PartConfig, units: Units, shards: int) -> Gathered:
@@ -237,6 +244,11 @@ def _by_torch(part: PartConfig, units: Units, shards: int) -> Gathered:
         backward=last + sent,
         summing=last - weights + sent,
     )
+
+
+def keeps_gradients(part: PartConfig) -> bool:
+    """Their memory is there between steps too: DeepSpeed's stage 3 has them in a buffer of its own."""
+    return part.zero_stage == 3 and part.zero_engine != FSDP
 
 
 def bucket_bytes(part: PartConfig, trained: int) -> int:

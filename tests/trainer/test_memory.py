@@ -133,14 +133,16 @@ def test_numbers_that_each_optimizer_keeps() -> None:
     matrix = HeldParameter(("a",), 100, 50, True, True, False, (10, 10), True)
     other = HeldParameter(("b",), 30, 30, False, True, False, (3, 10))
     frozen = HeldParameter(("c",), 20, 20, False, False, False, (2, 10), True)
-    assert sum_shape([matrix, other, frozen], True) == PartShape(150, 100, 50, 80)
+    assert sum_shape([matrix, other, frozen], True) == PartShape(150, 100, 50, 80, small=100)
     assert sum_shape([matrix, other, frozen], True, "muon") == PartShape(
-        150, 100, 50, 80, states=110 / 80, orthogonalizing=15_000.0
+        150, 100, 50, 80, states=110 / 80, orthogonalizing=15_000.0, small=100
     )
-    factors = PartShape(150, 100, 50, 80, states=0.0, factors=20 + 13)
+    factors = PartShape(150, 100, 50, 80, states=0.0, factors=20 + 13, small=100)
     assert sum_shape([matrix, other, frozen], True, "adafactor") == factors
+    large = HeldParameter(("d",), 10**5 + 1, 10**5 + 1, False, True, False, (10**5 + 1,))
+    assert sum_shape([large], False).small == 0
     vector = HeldParameter(("d",), 8, 8, False, True, False, (8,))
-    assert sum_shape([vector], False, "adafactor") == PartShape(8, 8, 8, states=1.0)
+    assert sum_shape([vector], False, "adafactor") == PartShape(8, 8, 8, states=1.0, small=8)
     cut = rank_bytes(PartConfig(zero_engine="fsdp", zero_stage=3), spec(data=4), factors)
     assert cut == RankBytes(0, 80, 80 + 33 * 4)  # these are whole on every rank
-    assert sum_shape([frozen], True, "muon") == PartShape(20, 20, 20, 0)
+    assert sum_shape([frozen], True, "muon") == PartShape(20, 20, 20, 0, small=20)

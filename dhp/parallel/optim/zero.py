@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dhp.core.parameters import PERSISTENT_ELEMENTS
 from dhp.core.state import StateSink, StateSource
 from dhp.core.state_forms import MASTER, MOMENTS
 from dhp.parallel.comm import sum_in_place
@@ -31,7 +32,6 @@ from dhp.parallel.optim.zero_partitions import ScatteredPartitions, partitions_o
 # Gradients reduced in one message, for which memory is there whether or not there are as many; DeepSpeed's own 5e8 take
 # 2 GB of each device.
 BUCKET_ELEMENTS = 1 << 26
-PERSISTENT_ELEMENTS = 100_000  # stage 3 leaves parameters up to this size whole: biases, norms
 NORM_CHUNK = 1 << 24  # elements of a gradient that are squared in float64 at a time
 
 

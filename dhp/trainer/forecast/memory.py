@@ -15,7 +15,7 @@ from dhp.core.graph import StageSpec
 from dhp.core.reports import RecomputePolicies
 from dhp.models.shape import PartShape
 from dhp.planner.costs import StageCosts
-from dhp.trainer.memory import Gathered, RankBytes, Units, gathered_moments, rank_bytes, runtime_bytes
+from dhp.trainer.memory import Gathered, RankBytes, Units, gathered_moments, keeps_gradients, rank_bytes, runtime_bytes
 from dhp.trainer.row_bytes import StageInsides
 
 NAMES = (
@@ -90,20 +90,22 @@ def stage_memory(
     states = rank_bytes(section, stage, shape)
     kept = {"weights": float(states.weights), "optimizer": float(states.optimizer)}
     kept["contexts"] = float(runtime_bytes(stage)) if contexts else 0.0
-    whole = gathered_moments(section, shape, passing.units, stage.degrees.shards)
+    whole = gathered_moments(section, shape, passing.units, stage.degrees.shards, contexts)
     held = passing.costs.held_bytes(passing.choices) if passing.costs is not None else 0.0
-    moments = list(_moments(kept, float(states.gradients), passing, whole))
+    moments = list(_moments(kept, float(states.gradients), passing, whole, keeps_gradients(section)))
     idle = {**kept, "gradients": float(states.gradients), "gathered": whole.idle}
     fullest, most = max(moments, key=lambda one: one.total), max(0.0, passing.holds - 1) * held
     most += 0.0 if passing.costs is None else passing.costs.peak_bytes(passing.choices)
     return StageMemory(states, fullest, _fullest(moments), idle, held, passing.holds, most)
 
 
-def _moments(kept: Mapping[str, float], gradients: float, passing: Passing, whole: Gathered) -> Iterator[Moment]:
-    """gradients: once all are there."""
+def _moments(
+    kept: Mapping[str, float], gradients: float, passing: Passing, whole: Gathered, always: bool
+) -> Iterator[Moment]:
+    """gradients: once all are there. always: they have their memory from the first forward on."""
     held = passing.costs.held_bytes(passing.choices) if passing.costs is not None else 0.0
     before = max(0.0, passing.holds - 1) * held  # of other micro-batches
-    there = gradients if passing.micro_batches > passing.holds else 0.0  # of earlier ones, in a forward
+    there = gradients if always or passing.micro_batches > passing.holds else 0.0  # of earlier ones, in a forward
     kept = {**kept, "handed": max(0.0, passing.holds - 1) * passing.flown}
     yield from _forwards({**kept, "gradients": there}, before, passing, whole)
     yield Moment(UPDATE, {**kept, "handed": 0.0, "gradients": gradients, "gathered": whole.idle})
@@ -164,6 +166,8 @@ def _backwards(
     if inside.before is not None:
         own = inside.before.back(grows)
         yield Moment(BACKWARD, {**taken, "gradients": next(grown), "activations": behind, "inside": own})
+    if whole.ending:
+        yield Moment(BACKWARD, {**taken, "gradients": gradients[-1], "activations": before, "gathered": whole.ending})
 
 
 def _fullest(moments: Sequence[Moment]) -> tuple[Moment, ...]:

@@ -71,6 +71,22 @@ def test_deepspeed_has_a_bucket_of_all_gradients_and_keeps_what_it_gathered(
     assert gathered_moments(replace(part, zero_stage=1), large, UNITS, 2).backward == 4 * BUCKET_ELEMENTS
 
 
+def test_deepspeeds_third_stage_copies_a_bucket_that_it_sums() -> None:
+    """Behind the layers, or amid their backward where they fill several; gloo copies it once more."""
+    part = replace(PART, zero_stage=3, zero_engine="deepspeed", data=2)
+    shape = replace(SHAPE, small=50)  # which are whole all the time
+    found, of_gloo = (gathered_moments(part, shape, UNITS, 2, cuda) for cuda in (True, False))
+    assert (found.idle, found.backward) == (4000 + 200, 8000)
+    assert (found.ending, of_gloo.ending) == (4200 + 800 + 4000, 4200 + 800 + 8000)  # the layers' weights are gone
+    large = gathered_moments(part, PartShape(1 << 27, 1 << 27, 0), UNITS, 2)
+    assert large.backward == 4 * (2 * BUCKET_ELEMENTS + (1 << 27))
+    assert gathered_moments(replace(part, zero_stage=2), SHAPE, UNITS, 2).ending == 0
+    moments = stage_memory(part, spec(2), SHAPE, PASSING, False)
+    assert moments.peak.taken["gathered"] == 12800 and "inside" not in moments.peak.taken
+    forward = next(one for one in moments.others if one.name == FORWARD)
+    assert forward.taken["gradients"] == 2000  # its buffer is there from the beginning
+
+
 def test_fsdp_gathers_a_layer_beside_the_one_that_computes() -> None:
     part = replace(PART, zero_stage=3, zero_engine="fsdp", data=2)
     found = gathered_moments(part, SHAPE, UNITS, 2)
