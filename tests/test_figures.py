@@ -265,10 +265,11 @@ def sight() -> Sentences:
             shares = " | ".join(f"{row['right'][kind]:.0%}" for kind in kinds)
             most = 100 * max(row["exchanged"][kind] - row["chance"][kind] for kind in kinds)
             losses = f"{most:+.0f} | {row['loss_right']:.2f} | {row['loss_exchanged']:.2f}"
-            yield page, f"| {row['seed']} | `{row['what']}` | {row['steps']:,} | {shares} | {losses} |"
-    assert rows("sight")[-1]["goal"] == "missed" and len(rows("sight", what="scratch")) == 4
+            samples = int(row["command"].split("--samples ")[1].split()[0])
+            yield page, f"| {row['seed']} | `{row['what']}` | {row['steps']:,} | {samples:,} | {shares} | {losses} |"
+    assert rows("sight")[-1]["goal"] == "missed" and len(rows("sight", what="scratch")) == 5
     same = [(row["same"], row["asked"]) for row in rows("sight", what="exported")]
-    assert same == [(100, 100)] * 4
+    assert same == [(100, 100)] * 5
     yield page, f"at most {max(row['off'] for row in rows('sight', what='layout')):.1e} off one actor's"
 
 

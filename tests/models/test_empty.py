@@ -28,8 +28,9 @@ def test_text_parameters_by_hand(made_model: str) -> None:
     total = 2 * VOCABULARY + 2 * layer + 64
     whole = 2 * NORMS + 64
     dropped = load_family(made_model).tower.modules
-    assert part_shape(made_model, dropped) == PartShape(total, total, total)
-    assert part_shape(made_model, dropped, tensor=2) == PartShape(total, (total - whole) // 2 + whole, whole)
+    assert part_shape(made_model, dropped) == PartShape(total, total, total, small=total)
+    each = (total - whole) // 2 + whole
+    assert part_shape(made_model, dropped, tensor=2) == PartShape(total, each, whole, small=each)
 
 
 def test_shared_keys_are_whole_on_every_rank_and_a_tied_head_counts_once(few_keys_model: str) -> None:
@@ -38,7 +39,8 @@ def test_shared_keys_are_whole_on_every_rank_and_a_tied_head_counts_once(few_key
     whole = 2 * (NORMS + keys + values) + 64
     family = load_family(few_keys_model)
     counted = part_shape(few_keys_model, family.tower.modules, 4, whole_modules=family.decoder.kv_projections)
-    assert counted == PartShape(total, (total - whole) // 4 + whole, whole)
+    each = (total - whole) // 4 + whole
+    assert counted == PartShape(total, each, whole, small=each)
 
 
 def test_vision_parameters_by_hand(made_model: str) -> None:
@@ -46,7 +48,9 @@ def test_vision_parameters_by_hand(made_model: str) -> None:
     block = (32 * 96 + 96) + (32 * 32 + 32) + 2 * (32 * 48 + 48) + (48 * 32 + 32) + 2 * 32
     merger = 32 + (128 * 128 + 128) + (128 * 64 + 64)
     total = patches + 4 * block + merger
-    assert part_shape(made_model, load_family(made_model).decoder.modules) == PartShape(total, total, total)
+    assert part_shape(made_model, load_family(made_model).decoder.modules) == PartShape(
+        total, total, total, small=total
+    )
 
 
 def _held(model: str) -> int:

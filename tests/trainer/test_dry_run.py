@@ -33,7 +33,8 @@ def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path
     )
     graph = make_graph(config, load_family(made_model), made_model)
     shapes = stage_shapes(plan_run(config, made_model))
-    assert shapes == {"vision": PartShape(VISION, VISION, VISION), "text": PartShape(TEXT, TEXT_RANK, 320)}
+    assert shapes["vision"] == PartShape(VISION, VISION, VISION, small=VISION)
+    assert shapes["text"] == PartShape(TEXT, TEXT_RANK, 320, small=TEXT_RANK)
     vision, text = (rank_bytes(getattr(config, s.part), s, shapes[s.name]) for s in graph.stages)
     assert vision == RankBytes(4 * VISION, 4 * VISION, 4 * 3 * VISION // 2)  # ZeRO-1 over two ranks
     assert text == RankBytes(4 * TEXT_RANK, 4 * TEXT_RANK, 4 * 2 * TEXT_RANK)
