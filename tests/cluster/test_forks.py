@@ -101,19 +101,33 @@ def test_beside_gpus_there_is_none(name: str, tmp_path: Path, monkeypatch: pytes
         assert SERVER not in os.environ and environment() == {}
 
 
+def late_client(address: Path, then: str) -> subprocess.Popen[str]:
+    """A process that hands over, slowly, and then does something where it started as usual."""
+    code = "import signal, sys, time\nfrom dhp.cluster.forks.start import sitecustomize\nset_handler = signal.signal\n"
+    code += "def slow(*given):\n    time.sleep(0.2)\n    return set_handler(*given)\nsignal.signal = slow\n"
+    code += f"sitecustomize._hand_over(sys.argv[1])\n{then}\n"
+    return subprocess.Popen([sys.executable, "-c", code, address], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
 @pytest.mark.parametrize(("answer", "status"), [(b"\x07", 7), (b"", 1)], ids=["it ended at once", "it was killed"])
 def test_what_a_fork_has_done_is_not_done_again(answer: bytes, status: int, tmp_path: Path) -> None:
     """Though it ended before its client had a word with it."""
-    slow = "import signal, sys, time\nfrom dhp.cluster.forks.start import sitecustomize\n"
-    slow += "set_handler = signal.signal\nsignal.signal = lambda *given: (time.sleep(0.2), set_handler(*given))\n"
-    slow += "sitecustomize._hand_over(sys.argv[1])\nprint('again')\n"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "server"))
         server.listen()
-        words = [sys.executable, "-c", slow, tmp_path / "server"]
-        client = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        client = late_client(tmp_path / "server", "print('again')")
         server.settimeout(LIMIT_S)
         with server.accept()[0] as line, line.makefile("rb") as file:
             assert file.readline() == b"\n" and file.readline().endswith(b"}\n")
             line.sendall(answer)
     assert client.communicate(timeout=LIMIT_S)[0] == "" and client.returncode == status
+
+
+def test_where_the_server_ends_amid_it_the_worker_starts_as_usual_and_heeds_signals(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "server"))
+        server.listen()
+        client = late_client(tmp_path / "server", "print(signal.getsignal(15) == signal.SIG_DFL)")
+        server.settimeout(LIMIT_S)
+        server.accept()[0].close()
+    assert client.communicate(timeout=LIMIT_S)[0] == "True\n" and client.returncode == 0

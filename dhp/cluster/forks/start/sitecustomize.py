@@ -32,14 +32,19 @@ def _hand_over(address: str) -> None:
             line.connect(address)
         except OSError:
             return
-        for number in HANDED_ON:
-            if number not in ignored:
-                signal.signal(number, lambda number, _: early.append(number))
-        line.sendmsg([b"\n"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
-        line.sendall(json.dumps(start).encode() + b"\n")
-        for number in HANDED_ON:
-            if number not in ignored:
-                signal.signal(number, lambda number, _: hand_on([number]))
+        taken = [number for number in HANDED_ON if number not in ignored]
+        usual = [signal.signal(number, lambda number, _: early.append(number)) for number in taken]
+        try:
+            line.sendmsg([b"\n"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+            line.sendall(json.dumps(start).encode() + b"\n")
+        except OSError:  # the server ended just now: without the last byte there is no fork
+            for number, handler in zip(taken, usual):
+                signal.signal(number, handler)
+            for missed in early:
+                signal.raise_signal(missed)
+            return
+        for number in taken:
+            signal.signal(number, lambda number, _: hand_on([number]))
         hand_on(early)
         try:
             status = line.recv(1)  # when the fork has ended
