@@ -20,6 +20,7 @@ from dhp.data.media.sources import File
 from dhp.data.read.records import Record, located
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.sample import Sample
+from dhp.data.sample.template_check import find_answer_end
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import StepBatch
 from dhp.models.positions import find_positions
@@ -144,7 +145,10 @@ def make_prompt_feed(settings: BatchReaderSettings, records: Sequence[Record], s
     preprocess = make_preprocessor(settings, family, tokenizer)
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups)
     sharder = BatchSharder(family, Collator(family, pad_token(tokenizer), True), *division)
-    own = replace(sampling, stop=find_stop_tokens(settings.model_name, family.config, tokenizer))
+    named = find_stop_tokens(settings.model_name, family.config, tokenizer)
+    learned = find_answer_end(tokenizer)  # by the template, which answers were learned in
+    stop = named if learned is None or learned in named else (*named, learned)
+    own = replace(sampling, stop=stop)
     return PromptReader(settings, records, preprocess, sharder, tokenizer, own, find_positions(family.config))
 
 

@@ -69,6 +69,7 @@ def prepare(
         check_folder(config)
     if new_run and not config.training.dry_run:
         _look_at_samples(config, say)
+        _look_at_answers(config, say)
     return config
 
 
@@ -92,6 +93,19 @@ def _look_at_samples(config: Config, say: Callable[[str], None]) -> None:
     data, skips = config.data, config.data.on_bad_sample == "skip"
     for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips):
         say(note)
+
+
+def _look_at_answers(config: Config, say: Callable[[str], None]) -> None:
+    """Say where the chat template ends no answer by a token: the model would not learn to stop."""
+    from dhp.data.sample.template_check import find_answer_end
+    from dhp.models.pretrained import load_tokenizer
+
+    tokenizer = load_tokenizer(model_name(config), read_template(config.data.chat_template))
+    if find_answer_end(tokenizer) is None:
+        say(
+            "warning: the chat template writes no token behind an answer, so the model does not learn to stop: its "
+            "answers will reach the limit of tokens. Name one that writes an end of turn in data.chat_template"
+        )
 
 
 def _also_wrong(config: Config, message: str) -> list[ConfigError]:

@@ -19,6 +19,8 @@ MAX_BYTES = 1 << 28  # of an image or video that has to fit into memory
 FETCH_TIMEOUT_S = 30.0  # without a byte
 FETCH_S = 300.0  # altogether
 _PIECE = 1 << 16
+_BEGINNING = 64  # bytes that tell kinds of files apart
+_HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx")
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,32 @@ def decoding(what: str) -> Iterator[None]:
 def open_media(file: File, what: str) -> BinaryIO:
     """Its bytes, open for reading and seekable. what: "image", "video" or "audio", for errors.
 
-    Raises DataError, which names the file and the reason: missing, no regular file, empty, unreadable, too large.
+    Raises DataError, which names the file and the reason: missing, no regular file, empty, unreadable, too large, of
+    another kind.
     """
+    opened = _open(file, what)
+    strange = tell_strange(opened.read(_BEGINNING), what)
+    if strange:
+        opened.close()
+        raise DataError(f"{what} {name_of(file)} {strange}")
+    opened.seek(0)
+    return opened
+
+
+def tell_strange(beginning: bytes, what: str) -> str:
+    """What a file is by its first bytes where these are a known kind's that is no `what`; "": not known to be."""
+    if beginning.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the file: run `git lfs pull` where it was cloned"
+    if beginning.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "is a web page (HTML), as servers answer in the place of a file that they do not give: fetch it again"
+    if beginning.startswith(b"%PDF"):
+        return "is a PDF: write its pages as pictures, for example with pdftoppm"
+    if what == "image" and beginning[4:8] == b"ftyp" and beginning[8:12] in _HEIC:
+        return "is a HEIC picture, which is not decoded: convert it to JPEG or PNG"
+    return ""
+
+
+def _open(file: File, what: str) -> BinaryIO:
     if isinstance(file, Path):
         return _open_path(file, what)
     if isinstance(file, RemoteFile):

@@ -6,10 +6,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import atan2, degrees
 from typing import Any, TypeVar
 
 import av
 import numpy as np
+from av.sidedata.sidedata import Type
 from PIL import Image
 
 from dhp.core.errors import DataError
@@ -142,7 +144,24 @@ def to_upright_image(frame: Any, name: str) -> Image.Image:
     """A decoded frame as it is shown. Raises DataError for one that is too large."""
     _check_size(frame.width, frame.height, name)
     image: Image.Image = frame.to_image()
-    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
+    turned, mirrored = _orientation(frame)
+    image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
+    return image.rotate(turned, expand=True) if turned else image
+
+
+def _orientation(frame: Any) -> tuple[int, bool]:
+    """Degrees by which a frame is turned, counter-clockwise, and whether it is mirrored (left and right exchanged)
+    before that. FFmpeg's angle alone is wrong for a display matrix with a reflection, as front cameras write them."""
+    matrix = _display_matrix(frame)
+    if matrix is None or matrix[0] * matrix[4] >= matrix[1] * matrix[3]:
+        return frame.rotation, False
+    return round(-degrees(atan2(-matrix[1], -matrix[0]))), True  # of what is left without the mirror
+
+
+def _display_matrix(frame: Any) -> list[int] | None:
+    """The nine numbers by which a container says how its frames are shown; None: it says nothing."""
+    data = frame.side_data.get(Type.DISPLAYMATRIX)
+    return None if data is None else np.frombuffer(bytes(data), dtype=np.int32).tolist()
 
 
 def _check_size(width: int, height: int, name: str) -> None:

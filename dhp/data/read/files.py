@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dhp.core.errors import DataError
-from dhp.data.media.sources import Member
+from dhp.data.media.sources import Member, tell_strange
 from dhp.data.read.records import located
 from dhp.data.remote.files import RemoteFile, Source
 
@@ -36,6 +36,7 @@ class RawSamples(Protocol):
         """One raw sample. Raises DataError, with the reason alone, if it cannot be read."""
 
 
+_HEAD = 64  # bytes that tell kinds of files apart
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NOT_UTF_8 = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "compressed by gzip", b"PK": "a zip archive"}
 
@@ -61,6 +62,9 @@ def decode_json(content: bytes, whole_file: bool) -> Any:
 
 def check_head(head: bytes) -> None:
     """Raises DataError for a file that begins as no text in UTF-8 does."""
+    strange = tell_strange(head, "annotations")
+    if strange:
+        raise DataError(f"the file {strange}.")
     kind = _NOT_UTF_8.get(head[:2])
     if kind:
         raise DataError(f"the file is {kind}, not plain text in UTF-8. Convert it")
@@ -73,7 +77,7 @@ class JsonRows:
         """Raises DataError for a file that is not one JSON array in UTF-8, with line and column."""
         with located(str(path)):
             content = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
-            check_head(content)
+            check_head(content[:_HEAD])
             self._path, self._values = path, _array(decode_json(content, whole_file=True))
 
     def __len__(self) -> int:
@@ -108,10 +112,10 @@ class JsonlRows:
         """Raises DataError for a file that is not text in UTF-8 at all."""
         self._path = path
         with path.open("rb") as file:
-            head = file.read(len(BYTE_ORDER_MARK))
+            head = file.read(_HEAD)
         with located(str(path)):
             check_head(head)
-        skip = len(head) if head == BYTE_ORDER_MARK else 0
+        skip = len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0
         bounds, self._blank = find_lines(path, skip)
         bounds[0] = skip
         self._bounds = bounds
@@ -179,7 +183,7 @@ class CsvRows:
         self._path = path
         with located(str(path)):
             with path.open("rb") as file:
-                check_head(file.read(4))
+                check_head(file.read(_HEAD))
             try:
                 self._rows = _read(path)
             except UnicodeDecodeError as error:

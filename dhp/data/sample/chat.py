@@ -6,22 +6,22 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dhp.core.errors import ConfigError, DataError
 from dhp.core.process import OutOfTime, time_limit
 from dhp.data.media.sources import Sound, Video
 from dhp.data.read.records import ANSWERS, Part, Turn
+from dhp.data.sample.template_check import Message, as_strings, check_written, takes_strings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# {"role": …, "content": [{"type": "image" | "video" | "audio"} | {"type": "text", "text": …}, …]}
-Message = dict[str, Any]
-
 LIMIT_S = 60.0  # for a conversation, which takes milliseconds
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+_OF_STRINGS: dict[str, bool] = {}  # by template: whether it takes strings alone
 
 _ASKED = "add_generation_prompt"  # in templates that write a prompt for an answer
 _WORD = "ANSWER"
@@ -68,9 +68,11 @@ def render(
     """
     try:
         with time_limit(LIMIT_S):
+            if _takes_strings(tokenizer):
+                messages = as_strings(messages)
             if messages[-1]["role"] != ANSWERS:
-                return Rendered(_write(tokenizer, messages, prompt=True) + _opening(tokenizer, messages), ())
-            if _GENERATION.search(tokenizer.chat_template):
+                rendered = Rendered(_write(tokenizer, messages, prompt=True) + _opening(tokenizer, messages), ())
+            elif _GENERATION.search(tokenizer.chat_template):
                 rendered = _render_marked(tokenizer, messages)
             else:
                 rendered = _render_by_prefix(tokenizer, messages)
@@ -85,7 +87,7 @@ def render(
         raise DataError(
             f"the chat template of {tokenizer.name_or_path!r} refuses it: {error or type(error).__name__}"
         ) from error
-    _check_thoughts(rendered, messages)
+    check_written(rendered.text, rendered.spans, messages)
     rendered = rendered if learn_empty_thoughts else _without_empty_thoughts(rendered, messages)
     return rendered if learned is None or all(learned) else _only(rendered, learned)
 
@@ -107,20 +109,6 @@ def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rende
 def _message(turn: Turn) -> Message:
     thoughts = {"reasoning_content": turn.thoughts} if turn.thoughts else {}
     return {"role": turn.role, "content": [_content(part) for part in turn.parts], **thoughts}
-
-
-def _check_thoughts(rendered: Rendered, messages: list[Message]) -> None:
-    """Raises DataError where the template does not write the thoughts of an answer: without them, another answer would
-    be learned."""
-    answers = [message for message in messages if message["role"] == ANSWERS]
-    for number, message in enumerate(answers):
-        start, stop = rendered.spans[number] if len(answers) == len(rendered.spans) else (0, len(rendered.text))
-        if message.get("reasoning_content", "").strip() not in rendered.text[start:stop]:
-            raise DataError(
-                f"answer {number + 1} has reasoning_content, which the chat template does not write there. Name "
-                "one that does in data.chat_template, write the thoughts into the answer's text in its own marks, "
-                "or split the conversation into one sample an answer"
-            )
 
 
 def _only(rendered: Rendered, learned: Sequence[bool]) -> Rendered:
@@ -167,7 +155,8 @@ def _opening(tokenizer: PreTrainedTokenizerBase, before: list[Message]) -> str:
     if _ASKED in tokenizer.chat_template:
         return ""
     plain = _write(tokenizer, before, prompt=False)
-    answered = _write(tokenizer, [*before, {"role": "assistant", "content": [_content(_WORD)]}], prompt=False)
+    word = _WORD if _takes_strings(tokenizer) else [_content(_WORD)]
+    answered = _write(tokenizer, [*before, {"role": "assistant", "content": word}], prompt=False)
     place = answered.find(_WORD, len(plain))
     if place < 0 or not answered.startswith(plain):
         return ""
@@ -233,7 +222,15 @@ def _without_empty_thoughts(rendered: Rendered, messages: list[Message]) -> Rend
 
 
 def _said(message: Message) -> str:
-    return "".join(part.get("text", "") for part in message["content"])
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _takes_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
+    template = tokenizer.chat_template
+    if template not in _OF_STRINGS:
+        _OF_STRINGS[template] = takes_strings(lambda messages: _write(tokenizer, messages, prompt=False))
+    return _OF_STRINGS[template]
 
 
 def _write(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: bool) -> str:

@@ -18,6 +18,7 @@ from dhp.data.sample.audio import NO_ACTORS, AudioPreprocessing, Clip
 from dhp.data.sample.chat import Rendered, render, replace_each, to_messages
 from dhp.data.sample.lengths import check_characters, longest_token
 from dhp.data.sample.pictures import Outline, PicturePatches, Videos
+from dhp.data.sample.template_check import find_answer_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,6 +77,7 @@ class ConversationTokenizer:
         self._tokenizer, self._prompts, self._max_tokens, self._positions = tokenizer, prompts, max_tokens, positions
         self._written, self._videos, self._sounds = written, videos, sounds
         self._longest = longest_token(json.loads(tokenizer.backend_tokenizer.to_str()))
+        self._end: tuple[int | None] | None = None  # sought with the first answer whose span has no end
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def tokenize(
@@ -150,10 +152,12 @@ class ConversationTokenizer:
         return replace_each(rendered, token, [show(pace) for pace in paces])
 
     def _targets(self, ids: np.ndarray, offsets: np.ndarray, rendered: Rendered) -> np.ndarray:
-        """bool [tokens]: tokens that begin inside an answer, up to and with its end-of-turn token."""
+        """bool [tokens]: tokens that have characters of an answer, up to and with its end-of-turn token. The first may
+        begin before it: words of most vocabularies have the space before them."""
         target = np.zeros(len(ids), dtype=bool)
         for start, stop in rendered.spans:
-            first, last = np.searchsorted(offsets[:, 0], (start, stop))
+            first = int(np.searchsorted(offsets[:, 1], start, side="right"))
+            last = int(np.searchsorted(offsets[:, 0], stop))
             last = self._end_of_turn(ids, offsets, rendered.text[:stop], first, last)
             target[first:last] = True
         return target
@@ -167,9 +171,14 @@ class ConversationTokenizer:
         special = [i for i in range(first, last) if ids[i] in self._special]
         if special and not text[offsets[special[-1], 1] :].strip():
             return special[-1] + 1
-        if last < len(ids) and ids[last] == self._tokenizer.eos_token_id:
+        if last < len(ids) and ids[last] in (self._tokenizer.eos_token_id, self._answer_end()):
             return last + 1
         return last
+
+    def _answer_end(self) -> int | None:
+        if self._end is None:
+            self._end = (find_answer_end(self._tokenizer),)
+        return self._end[0]
 
 
 def miscounted(kind: str, placeholders: int, wanted: int, token: str) -> DataError:

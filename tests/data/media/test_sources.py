@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from dhp.core.errors import DataError
-from dhp.data.media.sources import Blob, Frames, Member, Remote, Settings, SizedImage, Sound, Video, stored_bytes
+from dhp.data.media.sources import (
+    Blob,
+    Frames,
+    Member,
+    Remote,
+    Settings,
+    SizedImage,
+    Sound,
+    Video,
+    open_media,
+    stored_bytes,
+)
 
 
 def test_bytes_of_each_kind_of_file(tmp_path: Path) -> None:
@@ -22,3 +33,26 @@ def test_bytes_of_each_kind_of_file(tmp_path: Path) -> None:
 def test_a_file_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"^{tmp_path}/a cannot be read: No such file"):
         stored_bytes(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "content, what, told",
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "image", "is a Git LFS pointer.*git lfs pull"),
+        (b"\n<!DOCTYPE html><html>", "video", "is a web page"),
+        (b"<html><body>404", "audio", "is a web page"),
+        (b"%PDF-1.7", "image", "is a PDF"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "image", "is a HEIC picture"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "video", None),
+        (b"\0\0\0\x18ftypisom\0\0\0\0", "image", None),
+        (b"\x89PNG\r\n", "image", None),
+    ],
+)
+def test_a_file_of_another_kind_is_told_by_its_first_bytes(tmp_path: Path, content: bytes, what: str, told: str | None):
+    (tmp_path / "a").write_bytes(content)
+    for file in (Blob("b", content), tmp_path / "a"):
+        if told is None:
+            assert open_media(file, what).read() == content
+            continue
+        with pytest.raises(DataError, match=f"^{what} .*{told}"):
+            open_media(file, what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from types import SimpleNamespace
 
 import av
@@ -104,16 +105,52 @@ def test_the_header_of_no_video(content):
 
 def test_frames_are_turned_upright():
     picture = Image.new("RGB", (4, 2))
-    frame = SimpleNamespace(width=4, height=2, to_image=lambda: picture, rotation=90)
+    frame = SimpleNamespace(width=4, height=2, to_image=lambda: picture, rotation=90, side_data={})
     container = SimpleNamespace(decode=lambda _: [frame])
     (upright,) = read_in_order(container, None, np.array([0]), Blob("v", b"x"), 1)
     assert upright.size == (2, 4)
 
 
+@pytest.mark.parametrize(
+    "matrix, corner",
+    [
+        ((1, 0, 0, 1), (0, 0)),
+        ((-1, 0, 0, 1), (-1, 0)),  # a front camera: left and right
+        ((1, 0, 0, -1), (0, -1)),
+        ((0, 1, -1, 0), (-1, 0)),
+        ((0, 1, 1, 0), (0, 0)),  # mirrored at the diagonal
+        ((0, -1, -1, 0), (-1, -1)),
+    ],
+)
+def test_a_frame_is_shown_by_the_whole_display_matrix(tmp_path, matrix, corner):
+    """Red in the upper left corner of what is stored: where it is shown (right and below count from the end)."""
+    pixels = np.zeros((56, 112, 3), dtype=np.uint8)
+    pixels[:20, :20] = (255, 0, 0)
+    path = tmp_path / "v.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 112, 56, "yuv420p"
+        for _ in range(4):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    data, one = bytearray(path.read_bytes()), 1 << 16
+    begin = data.find(b"tkhd") + 44  # version 0 of the box: its matrix
+    a, b, c, d = (one * number for number in matrix)
+    x, y = (one * 112 if min(a, c) < 0 else 0), (one * 112 if min(b, d) < 0 else 0)
+    data[begin : begin + 36] = struct.pack(">9i", a, b, 0, c, d, 0, x, y, 1 << 30)
+    path.write_bytes(data)
+    (shown, *_), _ = map_frames(path, FrameSampling(2.0, 768, 2), lambda group: np.asarray(group[0]).astype(int))
+    row, column = (8 if corner[1] == 0 else -8), (8 if corner[0] == 0 else -8)
+    red, green, _ = shown[row, column]
+    assert red > 150 > 100 > green
+    assert (shown[..., 0] > 150).sum() < 1000
+
+
 def test_a_video_whose_frames_change_their_size_is_named():
     """Their patches would not be those of one grid."""
     frames = [
-        SimpleNamespace(width=w, height=2, rotation=0, to_image=lambda w=w: Image.new("RGB", (w, 2))) for w in (4, 4, 6)
+        SimpleNamespace(width=w, height=2, rotation=0, side_data={}, to_image=lambda w=w: Image.new("RGB", (w, 2)))
+        for w in (4, 4, 6)
     ]
     container = SimpleNamespace(decode=lambda _: frames)
     assert len(list(read_in_order(container, None, np.array([0, 1]), Blob("v", b"x"), 3))) == 2

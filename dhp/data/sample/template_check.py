@@ -1,0 +1,153 @@
+"""Checks that a chat template wrote a conversation whole: each text and thought, in order, answers in their spans."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dhp.core.errors import DataError
+from dhp.core.process import OutOfTime, time_limit
+from dhp.data.read.records import ANSWERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+Write = Callable[[list[Message]], str]
+Spans = Sequence[tuple[int, int]]
+
+LIMIT_S = 60.0  # for a conversation of two words, which takes a millisecond
+_SHOWN = 60  # characters of a text in an error
+_WORD = "dhp7answer"  # no template has it
+# <think></think> with nothing but space inside, which some templates leave out of earlier answers.
+_EMPTY_THOUGHTS = re.compile(r"\s*[<◁\[](?:\w+:)?think[>▷\]]\s*[<◁\[]/(?:\w+:)?think[>▷\]]\s*", re.IGNORECASE)
+_TAG = re.compile(r"[<◁\[](/?)(?:\w+:)?think[>▷\]]", re.IGNORECASE)
+_SPACE = re.compile(r"\s+")
+
+
+def check_written(text: str, spans: Spans, messages: Sequence[Message]) -> None:
+    """Raise DataError where a text or thought of the conversation is not in `text`, the rendered one, in order; space
+    and newlines count alike. spans: of the answers; where there is one for each, an answer is looked for in its own."""
+    answers = sum(message["role"] == ANSWERS for message in messages)
+    own, place, number = len(spans) == answers, 0, 0
+    for turn, message in enumerate(messages, start=1):
+        stop = spans[number][0] if own and number < answers else len(text)
+        if message["role"] == ANSWERS:
+            if own:
+                place, stop = spans[number]
+            number += 1
+        for written, thought in _texts(message):
+            end = _find(text, written, place, stop)
+            if end is None:
+                raise DataError(_lost(written, thought, turn, message["role"], number))
+            place = end
+
+
+def _texts(message: Message) -> Iterator[tuple[str, bool]]:
+    """Texts of a turn in the order in which they are written, and which of them are thoughts."""
+    if message.get("reasoning_content", "").strip():
+        yield message["reasoning_content"].strip(), True
+    for part in message["content"] if not isinstance(message["content"], str) else [{"text": message["content"]}]:
+        if part.get("text", "").strip():
+            yield part["text"].strip(), False
+
+
+def _find(text: str, written: str, place: int, stop: int) -> int | None:
+    """Where `written` ends in text[place:stop]; None: it is not there."""
+    at = text.find(written, place, stop)
+    if at >= 0:
+        return at + len(written)
+    first = _TAG.search(written)
+    if first is not None and first[1]:
+        return None  # words of the answer became a thought
+    begun = first is not None and not written[: first.start()].strip()
+    rest = written[first.end() :] if first is not None and begun else written  # the prompt may have opened the thoughts
+    for candidate in (written, _EMPTY_THOUGHTS.sub(" ", written), rest):
+        found = re.compile(_pattern(candidate)).search(text, place, stop)
+        if found is not None:
+            return found.end()
+    return None
+
+
+def _pattern(written: str) -> str:
+    """A regular expression for the text with any space between its words, and any or none around tags of thoughts."""
+    words = _TAG.sub(r" \g<0> ", written).split()
+    pattern = "".join(re.escape(word) for word in words[:1])
+    for before, word in itertools.pairwise(words):
+        loose = _TAG.fullmatch(before) or _TAG.fullmatch(word)
+        pattern += (r"\s*" if loose else r"\s+") + re.escape(word)
+    return pattern
+
+
+def _lost(written: str, thought: bool, turn: int, role: str, answer: int) -> str:
+    if thought:
+        return (
+            f"answer {answer} has reasoning_content, which the chat template does not write there. Name "
+            "one that does in data.chat_template, write the thoughts into the answer's text in its own marks, "
+            "or split the conversation into one sample an answer"
+        )
+    shown = _SPACE.sub(" ", written)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+    remedy = (
+        "split the conversation into one sample an answer" if role == ANSWERS else "write it into the first question"
+    )
+    return (
+        f"the chat template leaves out or rewrites text of turn {turn} ({role}): {shown!r}. Name a template that "
+        f"writes it in data.chat_template, or {remedy}"
+    )
+
+
+def takes_strings(write: Write) -> bool:
+    """Whether a template takes the text of a turn as one string: of a list of parts it writes Python's brackets, or
+    nothing. write: renders messages."""
+    try:
+        by_parts = write([{"role": "user", "content": [{"type": "text", "text": _WORD}]}])
+    except (MemoryError, OutOfTime):
+        raise
+    except Exception:  # a template is a program; some add strings to the content
+        by_parts = ""
+    if _WORD in by_parts and not re.search(rf"\{{[^{{}}]*{_WORD}[^{{}}]*\}}", by_parts):
+        return False
+    try:
+        return _WORD in write([{"role": "user", "content": _WORD}])
+    except (MemoryError, OutOfTime):
+        raise
+    except Exception:  # neither form: rendering the sample itself says why
+        return False
+
+
+def as_strings(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with each turn's texts as one string. Raises DataError for one with pictures or sounds."""
+    return [dict(message) | {"content": _string(turn, message["content"])} for turn, message in enumerate(messages, 1)]
+
+
+def _string(turn: int, parts: Sequence[Mapping[str, str]]) -> str:
+    others = [part["type"] for part in parts if part["type"] != "text"]
+    if others:
+        raise DataError(
+            f"turn {turn} shows {len(others)} {others[0]}s, and the chat template takes text alone. Name one of the "
+            "model's family in data.chat_template"
+        )
+    return "".join(part["text"] for part in parts)
+
+
+def find_answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token by which the chat template ends an answer behind which nothing follows: the first behind the answer, if
+    it is one of the tokenizer's added ones. None: it writes none, or refuses a conversation of two words."""
+    write: Write = lambda messages: str(tokenizer.apply_chat_template(messages, tokenize=False))
+    turns = [(role, [{"type": "text", "text": _WORD}]) for role in ("user", ANSWERS)]
+    messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
+    try:
+        with time_limit(LIMIT_S):
+            text = write(as_strings(messages) if takes_strings(write) else messages)
+    except Exception:  # rendering a sample says why
+        return None
+    _, word, behind = text.rpartition(_WORD)
+    for token in tokenizer(behind, add_special_tokens=False)["input_ids"] if word else []:
+        if token in tokenizer.added_tokens_decoder:
+            return int(token)
+        if tokenizer.decode([token]).strip():
+            return None
+    return None
