@@ -165,12 +165,12 @@ class Formats(NamedTuple):
         return cls(getattr(torch, form.format(SUM)), getattr(torch, form.format(MOMENTS[0])), form.compensated)
 
 
-def widen(module: nn.Module, dtype: torch.dtype) -> None:
-    """Put parameters that are whole, or plain slices, into `dtype`, that of master weights, in place. Those that
-    FSDP2 has cut are so already."""
+def widen(module: nn.Module, dtype: torch.dtype, frozen: torch.dtype | None = None) -> None:
+    """Put parameters that are whole, or plain slices, into `dtype`, that of master weights, in place, and those that
+    are not trained into `frozen`; None: into `dtype` too. Those that FSDP2 has cut are so already."""
     for parameter in module.parameters():
         if parameter.is_floating_point() and not isinstance(parameter, DTensor):
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(dtype if parameter.requires_grad else frozen or dtype)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
