@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dhp.core.batch import IGNORED, ProcessorOutput
 from dhp.data.sample.sample import Sample
 from dhp.models.contract.pictures import joined, unpack
+from dhp.models.contract.rows import find_prefixes
 from dhp.models.decoder import Decoder
 from dhp.models.family import Family
 from dhp.objectives.cross_entropy import CrossEntropy
@@ -32,14 +33,6 @@ def find_blocks(decoder: Decoder, tensors: dict[str, Tensor], lengths: Sequence[
     if decoder.sees_prefix:
         inside = find_prefixes(tensors["targets"].flatten(), (tokens,) * rows if lengths is None else lengths)
     return number_runs(inside)
-
-
-def find_prefixes(targets: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Which tokens come before all that is to be learned in their sample, bool [tokens]. targets: int64 [tokens], what
-    each should predict; lengths: of the samples."""
-    learned = [(sample != IGNORED).cumsum(0) for sample in targets.split(list(lengths))]
-    # The token that predicts the first of an answer is the last one before it.
-    return torch.cat([(count == 0) | ((count == 1) & (count.diff(prepend=count[:1] * 0) == 1)) for count in learned])
 
 
 Row = tuple[Sample, ...]  # the samples of one text replica in one micro-batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from dhp.cli.plan_outcome import BYTES_ERROR, SECONDS_ERROR, Outcome
@@ -13,6 +13,7 @@ from dhp.core.text import aligned
 from dhp.models.family import VISION
 from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.explain import loses_by, refusals
+from dhp.trainer.forecast.freed import ROWS
 
 SHOWN = 10  # layouts of the table
 _REFUSED = 3  # messages that are shown
@@ -36,7 +37,7 @@ def head_lines(outcome: Outcome) -> Iterator[str]:
     kept = outcome.asked.held.keys
     if kept:
         values = ", ".join(_value(outcome, key) for key in kept)
-        yield f"kept          {values}; free=KEY,… or free=all searches them too"
+        yield f"kept          {values}; {_freeing(kept)}"
     for note in outcome.notes:
         yield f"note          {note}"
     found = outcome.found
@@ -45,6 +46,12 @@ def head_lines(outcome: Outcome) -> Iterator[str]:
         f"searched      {found.scored:,} layouts of parts scored, {found.fit:,} pairs fit, {outcome.seconds:.1f} s; "
         f"limit {limit}"
     )
+
+
+def _freeing(kept: Collection[str]) -> str:
+    """How to have these searched too: free=all leaves alone what would change the batch."""
+    named = f"free={ROWS}" if set(kept) == {ROWS} else "free=KEY,… or free=all"
+    return f"{named} searches {'it' if len(kept) == 1 else 'them'} too"
 
 
 def _by_tokens(outcome: Outcome) -> bool:

@@ -94,6 +94,8 @@ def check_training(training: TrainingConfig) -> None:
     require(0 <= ratio <= 1, "training.warmup_ratio", ratio, "0 <= warmup_ratio <= 1, a fraction of all steps")
     _check_warmup("training", training.warmup_steps, training.max_steps)
     for name, group in training.groups.items():
+        plain = "a name without +, which joins the names of groups that are about the same parameters"
+        require("+" not in name, "training.groups", name, plain)
         _require_not_negative(f"training.groups.{name}", group, "learning_rate", "weight_decay")
         _check_warmup(f"training.groups.{name}", group.warmup_steps, training.max_steps)
 

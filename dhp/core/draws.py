@@ -69,6 +69,12 @@ class TokenKeys:
             return self.keys[:: self.unit]
         return None
 
+    def said(self) -> str:
+        """Of how many tokens, or pictures, they are, in words."""
+        if self.tile:
+            return f"{len(self.keys) // self.tile} pictures, which take no whole number of rows each"
+        return f"{len(self.keys)} tokens, {self.unit} of which may become one"
+
     def chosen(self, order: Tensor | None) -> TokenKeys:
         """Keys of these tokens, by number, as all there are; None: of all, in order."""
         return self if order is None else replace(self, keys=self.keys[order])

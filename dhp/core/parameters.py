@@ -107,6 +107,13 @@ class TrainingRules:
             )
         return found
 
+    def default_name(self, part: str) -> str:
+        """The name of the group of a part's parameters that no rule is about: the part's, which a rule may have too."""
+        taken, name = {rule.name for rule in self.groups}, part
+        while name in taken:
+            name = f"rest of {name}"
+        return name
+
     def selectors(self) -> Iterable[tuple[str, Selector]]:
         """All of them, each with the configuration's key that it stands under."""
         yield from (("training.trainable", selector) for selector in self.trainable)

@@ -142,18 +142,20 @@ def trained_groups(model: nn.Module, settings: StageSettings) -> tuple[Group, ..
 
 
 def default_group(settings: StageSettings) -> Group:
-    """The group of parameters that no rule is about, by the part's name."""
+    """The group of parameters that no rule is about."""
     update = settings.update
-    return Group(settings.spec.part, update.learning_rate, update.weight_decay, update.warmup_steps)
+    return Group(
+        settings.rules.default_name(settings.spec.part), update.learning_rate, update.weight_decay, update.warmup_steps
+    )
 
 
-def rates_at(step: int, groups: Sequence[Group], update: OptimizerSettings) -> dict[str, float]:
-    """The learning rate of each group at a step, by name."""
+def rates_at(step: int, groups: Sequence[Group], update: OptimizerSettings) -> dict[Group, float]:
+    """The learning rate of each group at a step."""
     # One share for all groups, as transformers has it: a group of another rate falls to that share of its own.
     lowest = update.min_lr / update.learning_rate if update.min_lr else 0.0
     shape = (update.cycles, update.decay_steps, update.decay_type)
     curve = RateCurve(update.lr_scheduler_type, update.total_steps, lowest, *shape)
-    return {of.name: learning_rate_at(step, of.learning_rate, of.warmup_steps, curve) for of in groups}
+    return {of: learning_rate_at(step, of.learning_rate, of.warmup_steps, curve) for of in groups}
 
 
 def place_kernels(

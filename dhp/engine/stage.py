@@ -157,8 +157,7 @@ class StageEngine(EvaluatingEngine):
         update = self.settings.update
         norm, coefficient = clip_coefficient([self._norm_sq, *other_norms_sq], update.max_grad_norm)
         rates = rates_at(info.step, self._groups, update)
-        gradients = self.optimizer.gradient_bytes
-        usage, short = (None, False) if self.measuring is None else self.measuring.take(gradients())
+        usage, short = (None, False) if self.measuring is None else self.measuring.take(self.optimizer.gradient_bytes())
         finite = math.isfinite(norm)
         if finite and self.is_active(info):
             self.optimizer.step(rates, coefficient)
@@ -169,7 +168,8 @@ class StageEngine(EvaluatingEngine):
         loss, peak = self.take_loss(), self._peak_memory()
         samples = None if self.by_sample is None else self.by_sample.take()
         comm_s = None if self.device.type == "cuda" else take_waited()
-        first = (self.rank, loss, norm, rates, peak, take_sent(), usage, self.take_notes(), short)
+        named = {of.name: rate for of, rate in rates.items()}
+        first = (self.rank, loss, norm, named, peak, take_sent(), usage, self.take_notes(), short)
         own = math.sqrt(self._norm_sq) if self.spec.trains and self.is_active(info) else None
         return StageReport(*first, comm_s=comm_s, finite=finite, stage_norm=own, samples=samples)
 

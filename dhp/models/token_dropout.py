@@ -56,7 +56,7 @@ class TokenDropout(nn.Module):
         if rows is None:
             raise ConfigError(
                 f"lora.dropout={self.share} of {self._name}: it is given {count} rows where the part has "
-                f"{len(keys.keys)} tokens, {keys.unit} of which may become one. Which token a row is of is not known, "
+                f"{keys.said()}. Which token a row is of is not known, "
                 "so another layout would leave out others. Leave the module out of lora.targets, or set lora.dropout=0"
             )
         return rows

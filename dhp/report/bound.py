@@ -165,8 +165,14 @@ def _exchanging(record: Record, name: str, stage: StageTimes, times: Times) -> I
         return
     part = name.partition(".")[0]
     degrees = {axis.name: record.config.get(f"{part}.{axis.name}") for axis in AXES if axis.divides != SAMPLES}
-    cut = ", ".join(f"{part}.{key}={value}" for key, value in degrees.items() if isinstance(value, int) and value > 1)
-    change = f"Cut less over slow links ({cut}: fewer ranks, on one node)" if cut else "Take larger micro-batches"
+    cut = " and ".join(
+        f"{part}.{key} is {value}" for key, value in degrees.items() if isinstance(value, int) and value > 1
+    )
+    change = (
+        f"{cut}: try fewer ranks there, and more replicas with {part}.zero_stage"
+        if cut
+        else "Take larger micro-batches"
+    )
     yield Cause(
         "link",
         stage.exchange_s / times.mean_s,

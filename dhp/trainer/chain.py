@@ -58,14 +58,15 @@ def part_cuts(config: Config, model: Model) -> dict[str, LayerCuts]:
     asked = [name for name, part in parts(config).items() if _runs(config, name) > 1 and part.cuts is None]
     for name in asked:
         check_runs(name, parts(config)[name], len(model.family.parts[name].layers.kinds))
-    if asked and is_joint(config):
-        return _chain(config, model)
+    joint = _chain(config, model) if is_joint(config) and {VISION, DECODER} & {*asked} else {}
     by_part: dict[str, Callable[[Config, Model], LayerCuts]] = {VISION: _tower, DECODER: _decoder}
-    return {name: by_part[name](config, model) if name in by_part else _even(config, model, name) for name in asked}
+    alone = (name for name in asked if name not in joint)
+    found = {name: by_part[name](config, model) if name in by_part else _even(config, model, name) for name in alone}
+    return joint | found
 
 
 def is_joint(config: Config) -> bool:
-    """Whether both parts are cut together: a chain with cuts by hand in neither, each stage with one run."""
+    """Whether vision and text are cut together: a chain with cuts by hand in neither, each stage with one run."""
     by_hand = any(parts(config)[name].cuts is not None for name in (VISION, DECODER))
     return config.cluster.chain and not by_hand and decoder(config).virtual_stages == 1
 

@@ -91,22 +91,23 @@ def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankByte
     weights where it may not update the module's: in 16 bits, where the state has 32 (or the other half of each weight,
     as the form of states is), and under ZeRO, whose ranks update a share and then exchange it. Stage 1 cuts the
     optimizer to the share, stage 2 the gradients too, stage 3 the weights too: torch keeps the share in the optimizer's
-    format alone, DeepSpeed has a copy, in float32 as well. AdamW's own temporaries are none where it is fused, as on
-    GPUs, and of some numbers at a time for forms other than the default. Raises ConfigError for a number format whose
-    memory is not known here.
+    format alone, or in the part's where it is not trained, DeepSpeed has a copy, in float32 as well. AdamW's own
+    temporaries are none where it is fused, as on GPUs, and of some numbers at a time for forms other than the default.
+    Raises ConfigError for a number format whose memory is not known here.
     """
     size, pieces = _value_bytes(part), _piece_bytes(part)
     whole, zero = shape.per_rank, part.zero_stage
     if not stage.trains:
         return RankBytes(size * whole, 0, 0)
     share = -(-whole // stage.degrees.shards) if zero else whole
+    # Weights that are not trained have no gradient and no state.
+    trained = 1.0 if shape.trained is None else shape.trained / max(whole, 1)
     copy = pieces.get(MASTER, pieces.get(COMPENSATION, size if zero else 0))
     weights = size * (share if zero == 3 else whole) - int((size - BYTES_A_VALUE) * shape.quantized)
     if zero >= 2 and part.zero_engine == FSDP:
         copy = max(size, FORMAT_BYTES[FLOAT32])  # the master weight: with a compensation, both halves at once
-        weights = 0 if zero == 3 else weights  # gathered for a layer at a time from the optimizer's copy
-    # Weights that are not trained have no gradient and no state.
-    trained = 1.0 if shape.trained is None else shape.trained / max(whole, 1)
+        # Gathered, for a layer at a time under stage 3, from shards: the optimizer's copy, and those of frozen weights.
+        weights = (0 if zero == 3 else weights) + round(size * share * (1 - trained))
     held = pieces[SUM] * (share if zero >= 2 else whole)
     moments, whole_states = _moment_bytes(pieces, shape)
     optimizer = copy if part.host_moments else copy + moments

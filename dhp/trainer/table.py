@@ -21,7 +21,7 @@ def table_of_training(plan: RunPlan) -> list[str]:
     for one in plan.parameters:
         label = PROJECTOR if is_inside(one.name, family.parts[one.part].projector) else one.part
         label += ADAPTERS if is_adapter(one.name) else ""
-        default = Group(one.part, training.learning_rate, training.weight_decay, -1)
+        default = Group(rules.default_name(one.part), training.learning_rate, training.weight_decay, -1)
         on = one.used and rules.trains(one.name)
         rows[label, rules.group(one.name, default) if on else None] += one.size
         counts += one.size

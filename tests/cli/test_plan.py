@@ -13,6 +13,7 @@ from PIL import Image
 
 from dhp.__main__ import main
 from dhp.cli.plan import NOTHING_FITS
+from dhp.cli.plan_table import _freeing
 from dhp.config.command_line import compose_config
 from dhp.core.command import own_command
 from dhp.observe.scatter import HEIGHT, WIDTH
@@ -109,6 +110,11 @@ def test_json_alone_on_stdout(capsys: pytest.CaptureFixture[str], tiny_assets: P
     assert found["needs"]["readers"] >= 1 and found["constants"]["memory"]["kind"] == "assumed"
 
 
+def test_what_is_kept_is_not_said_to_be_searched_by_what_keeps_it() -> None:
+    assert _freeing(["training.micro_batch_size"]) == "free=training.micro_batch_size searches it too"
+    assert _freeing(["vision.zero_stage", "text.tensor"]) == "free=KEY,… or free=all searches them too"
+
+
 def test_where_nothing_fits_the_smallest_memory_and_a_change_are_named(
     capsys: pytest.CaptureFixture[str], tiny_assets: Path
 ) -> None:
@@ -126,6 +132,7 @@ def test_where_nothing_fits_the_smallest_memory_and_a_change_are_named(
         ("link=ib4", "Known are"),
         ("devices=8y8", "devices=8y8 is no number of devices: write devices=64"),
         ("fix=text.tensr", "fix=text.tensr is no key that a search sets; did you mean text.tensor?"),
+        ("free=text", "free=text is no key that a search sets. Known are "),
         ("reserve=1", "0 <= share < 1"),
         ("length=picture:3", "length=picture:3 is no length of a sample"),
         ("length=tokens:3,picture:5", "picture(5) <= tokens(3)"),

@@ -8,7 +8,7 @@ from dhp.config.command_line import compose_config
 from dhp.config.data import DataConfig, DatasetEntry, LimitsConfig
 from dhp.config.ranges import check_cluster, check_data, check_seed, check_training
 from dhp.config.schema import ClusterConfig
-from dhp.config.training import TrainingConfig
+from dhp.config.training import GroupConfig, TrainingConfig
 from dhp.core.errors import ConfigError
 
 REGISTRY = {"shapes": DatasetEntry("a.json", "d"), "digits": DatasetEntry("b.json", "d")}
@@ -64,6 +64,11 @@ def test_training(field, value, message):
 def test_a_logger_that_there_is_not():
     with pytest.raises(ConfigError, match="training.loggers=wandbb does not exist; .* did you mean wandb"):
         check_training(TrainingConfig(loggers=["mlflow", "wandbb"]))
+
+
+def test_a_groups_name_that_two_groups_could_have_together():
+    with pytest.raises(ConfigError, match=r"training\.groups=a\+b is out of range: a name without \+"):
+        check_training(TrainingConfig(groups={"a+b": GroupConfig(["norm"])}))
 
 
 def test_a_warmup_beyond_max_steps():

@@ -70,3 +70,8 @@ def test_later_groups_beat_earlier_ones_in_what_they_say() -> None:
     assert rules.group(NAMES[4], default) == Group("deep", 0.1, 0.5, 5)
     assert rules.group(NAMES[5], default) == Group("deep+light", 0.1, 0.0, 5)
     assert rules.group(NAMES[6], default) == Group("still", 1.0, 0.5, 2)
+
+
+def test_what_no_rule_is_about_has_no_rules_name() -> None:
+    rules = TrainingRules(groups=(GroupRule("vision", (Selector("visual"),)), GroupRule("rest of vision", ())))
+    assert rules.default_name("vision") == "rest of rest of vision" and rules.default_name("text") == "text"

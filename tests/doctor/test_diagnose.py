@@ -25,7 +25,7 @@ from tests.helpers.tiny_families import FAMILIES, SLIDING, make_config
 # the states of the one before.
 # One of each mechanism: windows, features of inner layers, gated delta nets, latent attention, experts, sound, caps.
 QUICK = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "kimi_k25", "ernie4_5_vl_moe", "qwen3_omni", "gemma4", "llava_clip")
-WITHOUT_PIPELINE = {"gemma4", "paligemma2"}
+WITHOUT_PIPELINE = {"gemma4"}
 
 
 def save(folder: Path, name: str, **changes: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData, TextInput
-from dhp.core.parameters import AdapterSettings
+from dhp.core.parameters import AdapterSettings, GroupRule, Selector
 from dhp.data.sample.sample import Sample
 from dhp.doctor.doubles import staying_double
 from dhp.engine.settings import StageSettings
@@ -38,6 +38,11 @@ class ExactAudio(InspectedAudio):
         super().__init__(settings)
 
 
+# Rules named as their parts: projectors and the decoder have the rate of all.
+TOWERS = tuple(
+    GroupRule(part, (Selector(inside),), 1e-6, None, 2)
+    for part, inside in (("vision", "visual.blocks"), ("audio", "audio_tower.layers"))
+)
 EXACTLY = Fault(ExactVision, ExactText, audio=ExactAudio)
 
 
@@ -66,6 +71,10 @@ ALWAYS = [
 @pytest.mark.parametrize("case", slow_but(ALWAYS, ALWAYS[1], ALWAYS[3]), ids=str)
 def test_equals_the_plain_model(case: Case, made: Made) -> None:
     assert_exact(run(made, case))
+
+
+def test_groups_named_as_their_parts_have_rates_of_their_own(made: Made) -> None:
+    assert_exact(run(made, Case(ONE, ONE, 2, packing=True, audio=ONE, groups=TOWERS)))
 
 
 LESS = [

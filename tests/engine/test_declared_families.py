@@ -31,7 +31,7 @@ from tests.helpers.tiny_families import BEGIN, END, FAMILIES, IMAGE, VIDEO, save
 VISION = {"none": Degrees(), "data": Degrees(data=2), "sequence": Degrees(ulysses=2)}
 TEXT = {"none": Degrees(), "data": Degrees(data=2), "tensor": Degrees(tensor=2)}
 # Layers that need more than the states of the one before: per-layer inputs, keys of other layers.
-WITHOUT_PIPELINE = {"gemma4", "paligemma2"}
+WITHOUT_PIPELINE = {"gemma4"}
 # Some of whose weights no text-only sample touches, where plain AdamW passes them over and a step here decays them.
 PICTURES_EVERYWHERE = {"ernie4_5_vl_moe"}
 

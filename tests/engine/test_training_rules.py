@@ -74,6 +74,22 @@ def test_equals_the_plain_model_trained_so(case: Case, four_layers_model: str) -
     exact(compare(four_layers_model, case, awkward_steps()))
 
 
+# A rule named as its part: the projector, in the same stage, has the rate of all.
+TOWER = (GroupRule("vision", (Selector("vision", ("model.visual",), ("model.visual.merger",)),), 1e-6, None, 2),)
+NAMED_AS_PART = [
+    Case(ONE, ONE, 2, groups=TOWER),
+    Case(ONE, Degrees(tensor=2), 2, groups=TOWER, optimizer="muon"),
+    Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=3, text_zero_stage=3, fsdp=True, groups=TOWER),
+    Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=1, text_zero_stage=1, groups=TOWER, dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("case", NAMED_AS_PART, ids=str)
+def test_a_group_named_as_its_part_has_its_own_rate(case: Case, four_layers_model: str) -> None:
+    exact = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
+    exact(compare(four_layers_model, case, awkward_steps()))
+
+
 @pytest.mark.parametrize("case", STAGED, ids=str)
 def test_stages_of_which_some_train_nothing_and_a_weight_of_two(case: Case, tied_model: str) -> None:
     assert_exact(compare(tied_model, case, awkward_steps()))

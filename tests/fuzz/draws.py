@@ -38,6 +38,13 @@ RULES = (
     ("text.lora.rank=2", "training.frozen=[]"),
     ("text.lora.rank=2", "text.lora.dropout=0.3", "training.frozen=[embed_tokens]"),
 )
+GROUPS = (
+    (),
+    (),
+    ("+training.groups.vision={learning_rate: 1e-5, warmup_steps: 2}",),
+    ("+training.groups.text={learning_rate: 1e-4, weight_decay: 0.3}", "+training.groups.projector={warmup_steps: 1}"),
+    ("+training.groups.light={parameters: ['*norm*', '*bias'], weight_decay: 0.0}",),
+)
 SAMPLES = 4  # of a step
 
 
@@ -98,7 +105,13 @@ def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -
     axes["audio states"] = rng.choice(STATES) if kind == "hears" else "no such part"
     rules = rng.choice(RULES)
     axes["trains"] = " ".join(rule.partition(".")[2] for rule in rules)
-    return Draw(family, kind, axes, (*_overrides(axes), *rules), rng.randrange(3))
+    groups = rng.choice(GROUPS)
+    axes["groups"] = " ".join(group.partition("groups.")[2].partition("=")[0] for group in groups) or "none"
+    able = not any("deepspeed" in axes[f"{part} states"] for part in ("vision", "text", "audio"))
+    axes["optimizer"] = rng.choice(("adamw", "adamw", "muon", "adafactor")) if able else "adamw"
+    axes["rate"] = rng.choice(("constant", "linear", "cosine"))
+    more = (f"training.optimizer={axes['optimizer']}", f"training.lr_scheduler_type={axes['rate']}", *groups)
+    return Draw(family, kind, axes, (*_overrides(axes), *rules, *more), rng.randrange(3))
 
 
 def _ranks(rng: random.Random, states: str) -> str:

@@ -1,7 +1,7 @@
 """Random layouts, families and data beside the plain model, for minutes: `pytest -m fuzz --fuzz-minutes=5 -s`.
 
 Every draw must equal the plain model or be refused by a ConfigError before anything starts; ranks agree on each of
-their collectives, and torch checks them too.
+their collectives. Not by TORCH_DISTRIBUTED_DEBUG=DETAIL, which takes Muon's exchanges of rows for a mismatch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def test_random_layouts(pytestconfig: pytest.Config, tmp_path: Path, monkeypatch
     minutes, seed = (pytestconfig.getoption(f"--fuzz-{name}") for name in ("minutes", "seed"))
     monkeypatch.setattr(ranks, "TIMEOUT_S", 120)
     monkeypatch.setattr(lora, "FIRST_OUT", FIRST_OUT)  # as ranks have it
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     folders: dict[str, str] = {}
     tried: list[Draw] = []
     words: Counter[str] = Counter()

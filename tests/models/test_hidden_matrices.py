@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from dhp.core.parameters import AdapterSettings
 from dhp.models.empty import list_parameters
 from dhp.models.hidden_matrices import hidden_matrices
 from dhp.models.registry import load_family
+from tests.helpers.tiny_families import save_family
 
 TOWER = {"attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
 DECODER = {*(f"self_attn.{own}_proj" for own in "qkvo"), *(f"mlp.{own}_proj" for own in ("gate", "up", "down"))}
@@ -27,6 +30,15 @@ def test_layers_and_projector_but_neither_ends_nor_vectors(made_model: str) -> N
     assert not [name for name in found if len(shapes[name]) != 2]
     # What LLaMA-Factory and ms-swift choose by name.
     assert found == {n for n, s in shapes.items() if len(s) == 2 and "embed" not in n and "lm_head" not in n}
+
+
+def test_a_matrix_whose_name_has_no_dot_before_weight_and_what_is_none(tmp_path: Path) -> None:
+    folder = str(save_family("gemma3", tmp_path / "gemma3"))
+    family = load_family(folder)
+    shapes = {one.name: one.shape for one in list_parameters(folder, family)}
+    found = hidden_matrices({**shapes, "model.tower.gate.bias": (1, 4), "model.tower.positions_weight": (9, 4)}, family)
+    assert "model.multi_modal_projector.mm_input_projection_weight" in found
+    assert not {name for name in found if "position" in name or name.endswith("bias")}
 
 
 def test_adapters_are_matrices_too(made_model: str) -> None:

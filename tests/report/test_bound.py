@@ -68,7 +68,7 @@ MADE: dict[str, tuple[dict[str, Any], str, float, str]] = {
         0.18 / 1.2,
         "data.balance=balanced",
     ),
-    "link": ({"seconds": sending, "step_s": lambda step: 1.6}, "link", 0.6 / 1.6, "text.tensor=2"),
+    "link": ({"seconds": sending, "step_s": lambda step: 1.6}, "link", 0.6 / 1.6, "text.tensor is 2: try fewer"),
     "saves": (
         {"saves": {step: 0.8 for step in range(2, 21, 2)}, "config": {"training": {"save_steps": 2}}},
         "save",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.partition import LayerCuts
 from dhp.trainer.plan import RunPlan, plan_run
 from tests.helpers.rows import slow
+from tests.helpers.tiny_families import save_family
 from tests.trainer.test_partition import FROZEN_TOWER, config_of
 
 TOWER = ("vision.parallelism=pipeline", "vision.num_actors=2", "vision.zero_stage=0", "vision.dtype=bfloat16")
@@ -77,6 +79,16 @@ def test_one_stage_of_either_part_is_in_the_chain_too(four_layers_model: str) ->
     assert set(found) == {"text"} and found["text"].cuts == (1,)
     found = cuts_of(four_layers_model, *CHAIN, "text.parallelism=none", "text.num_actors=1", "text.partition=layers")
     assert set(found) == {"vision"} and found["vision"].cuts == (3,)
+
+
+def test_a_third_part_in_stages_has_cuts_of_its_own_beside_the_chain(tmp_path: Path) -> None:
+    model = str(save_family("qwen3_omni", tmp_path / "omni"))
+    heard = ("audio.num_actors=2", "audio.parallelism=pipeline", "audio.zero_stage=0", f"audio.model_name={model}")
+    given = ("cluster.chain=true", "vision.parallelism=none", "vision.num_actors=1", "vision.zero_stage=0", *heard)
+    found = cuts_of(model, *given, "text.parallelism=pipeline", "text.num_actors=2", "training.schedule=1f1b")
+    assert found["audio"] == LayerCuts((1,), "layers") and found["text"].why.endswith(WHERE)
+    alone = cuts_of(model, *given, "text.parallelism=none", "text.num_actors=1", "training.schedule=1f1b")
+    assert alone == {"audio": LayerCuts((1,), "layers")}
 
 
 def test_where_they_are_cut_apart_each_has_its_own(four_layers_model: str) -> None:

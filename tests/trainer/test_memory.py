@@ -46,6 +46,19 @@ def test_torch_keeps_a_share_of_the_weights_in_the_optimizers_format_alone() -> 
 
 
 @pytest.mark.parametrize(
+    ("dtype", "zero_stage", "expected"),
+    [
+        ("bfloat16", 2, (200 + 40, 20, 60)),  # of 25 elements, of which 5 are trained: 20 in 2 bytes beside the whole
+        ("bfloat16", 3, (40, 20, 60)),
+        ("float32", 3, (80, 20, 60)),
+    ],
+)
+def test_torch_keeps_shards_of_frozen_weights_too(dtype: str, zero_stage: int, expected: tuple[int, int, int]) -> None:
+    part = PartConfig(num_actors=4, tensor=1, dtype=dtype, zero_stage=zero_stage, zero_engine="fsdp")
+    assert rank_bytes(part, spec(data=4), PartShape(100, 100, 100, trained=20)) == RankBytes(*expected)
+
+
+@pytest.mark.parametrize(
     ("nbytes", "zero_stage", "expected"),
     [
         (18, 0, (200, 400, 1200)),
@@ -144,5 +157,5 @@ def test_numbers_that_each_optimizer_keeps() -> None:
     vector = HeldParameter(("d",), 8, 8, False, True, False, (8,))
     assert sum_shape([vector], False, "adafactor") == PartShape(8, 8, 8, states=1.0, small=8)
     cut = rank_bytes(PartConfig(zero_engine="fsdp", zero_stage=3), spec(data=4), factors)
-    assert cut == RankBytes(0, 80, 80 + 33 * 4)  # these are whole on every rank
+    assert cut == RankBytes(20, 80, 80 + 33 * 4)  # 5 frozen weights; the factors are whole on every rank
     assert sum_shape([frozen], True, "muon") == PartShape(20, 20, 20, 0, small=20)

@@ -103,6 +103,13 @@ def test_zero_of_what_is_not_trained_is_refused(made_model: str) -> None:
         check_frozen_states(config, graph)
 
 
+def test_a_group_named_as_its_part_is_not_the_projectors_too(made_model: str) -> None:
+    config = config_of(made_model, "training.groups={vision: {learning_rate: 1e-9}}")
+    lines = table_of_training(plan_run(config, made_model))
+    assert [line.split()[:2] for line in lines if "1e-09" in line] == [["vision", "vision"]]
+    assert [line.split()[0] for line in lines if "rest of vision" in line] == ["projector"]
+
+
 def test_the_table_says_how_much_is_trained_and_how_fast(made_model: str) -> None:
     config = config_of(
         made_model,

@@ -32,9 +32,11 @@ def check_some_samples(
     allow_http: bool,
     audio_allowed: bool = True,
     skips: bool = False,
+    videos_allowed: bool = True,
 ) -> list[str]:
     """Read some annotations of each named dataset, and check that the files that they name exist. audio_allowed:
-    whether the run may use audio. skips: defective samples are left out, so they are no error here.
+    whether the run may use audio; videos_allowed: whether its model sees videos. skips: defective samples are left out,
+    so they are no error here.
 
     Returns a line for each dataset that has keys which were not read. Datasets that are large or of another kind are
     not looked at, and no file of an image or video is opened. Raises DataError for a dataset that cannot be opened, and
@@ -49,7 +51,7 @@ def check_some_samples(
         for index in chosen:
             try:
                 record = dataset.record(index)
-                _check(record, audio_allowed)
+                _check(record, audio_allowed, videos_allowed)
                 unread.update(record.unread)
             except DataError:
                 if not skips:
@@ -88,10 +90,15 @@ def _is_cheap(annotation_path: str) -> bool:
     return path.suffix.lower() in _CHEAP and path.is_file() and path.stat().st_size <= _CHEAP_BYTES
 
 
-def _check(record: Record, audio_allowed: bool) -> None:
+def _check(record: Record, audio_allowed: bool, videos_allowed: bool) -> None:
     with located(record.where):
         if not audio_allowed:
             refuse_sound(record)
+        if not videos_allowed and any(isinstance(part, Video) for part in record.media):
+            raise DataError(
+                "a video, but this model sees images only. Leave videos out of its data, set "
+                "data.on_bad_sample=skip, or take a model that sees them (docs/reference/families.md)"
+            )
         for file, what in _files(record):
             open_media(file, what).close()
 

@@ -21,7 +21,7 @@ from dhp.models.contract.layers import (
     find_vision_parts,
 )
 from dhp.models.contract.pictures import Picture, joined, pack, row_values
-from dhp.models.contract.rows import block_rule, generic_name, kinds_for
+from dhp.models.contract.rows import block_rule, causal_types, generic_name, kinds_for
 from dhp.models.contract.structure import Structure, find_structure, refuse_unknown_layers, without_weights
 from dhp.models.contract.twin import shrink
 from dhp.models.contract.twin_model import ProbeModel
@@ -161,7 +161,11 @@ def _cuts(twin: ProbeModel) -> bool:
     middle = structure.depth // 2
     sample = twin.sample([0], seed=3)
     # Blocks reach our attention by a plan, in each stage; the library's mask of them would be made in the first alone.
-    ids, kinds = sample.ids, sample.kinds if block_rule(twin.config) is None else torch.zeros_like(sample.kinds)
+    # So all is causal: of no image, and, where a prefix is seen both ways, behind it.
+    ids, kinds = (
+        sample.ids,
+        sample.kinds if block_rule(twin.config) is None else causal_types(twin.config, sample.kinds),
+    )
     inputs = DecoderInputs(ids, torch.arange(ids.shape[1])[None], kinds=kinds)
     with torch.no_grad():
         try:

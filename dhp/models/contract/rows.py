@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from dhp.core.batch import SOUND, ProcessorOutput
+from dhp.core.batch import IGNORED, SOUND, ProcessorOutput
 from dhp.models.contract.pictures import arrays_of
 from dhp.models.types import BlockRule
 
@@ -64,7 +64,21 @@ def token_types(config: Any, kinds: Tensor, labels: Tensor) -> Tensor:
     whether it is behind that."""
     if not sees_prefix(config):
         return kinds
-    return (labels != -100).long().cumsum(-1).clamp(max=1)
+    targets = torch.cat([labels[0, 1:], labels.new_full((1,), IGNORED)])  # nothing predicts the first token
+    return (~find_prefixes(targets, [len(targets)])).long()[None]
+
+
+def causal_types(config: Any, kinds: Tensor) -> Tensor:
+    """Types of so many tokens each of which sees those before it alone, as `kinds`."""
+    return torch.ones_like(kinds) if sees_prefix(config) else torch.zeros_like(kinds)
+
+
+def find_prefixes(targets: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Which tokens come before all that is to be learned in their sample, bool [tokens]. targets: int64 [tokens], what
+    each should predict; lengths: of the samples."""
+    learned = [(sample != IGNORED).cumsum(0) for sample in targets.split(list(lengths))]
+    # The token that predicts the first of an answer is the last one before it.
+    return torch.cat([(count == 0) | ((count == 1) & (count.diff(prepend=count[:1] * 0) == 1)) for count in learned])
 
 
 def first_position(config: Any) -> int:

@@ -97,14 +97,14 @@ class TiedOptimizer(StageOptimizer, Protocol):
         """Add the other stage's share."""
 
 
-Rates = float | Mapping[str, float]  # a learning rate for all parameters, or one for each group of them
-NAME = "name"  # in a group of an optimizer's parameters
+Rates = float | Mapping[Group, float]  # a learning rate for all parameters, or one for each group of them
+GROUP = "group"  # in a group of an optimizer's parameters: the Group, as names of groups are for readers alone
 
 
 def set_rates(groups: Sequence[dict[str, Any]], rates: Rates) -> None:
     """Set the learning rates of an optimizer's parameter groups."""
     for group in groups:
-        group["lr"] = rates[group[NAME]] if isinstance(rates, Mapping) else rates
+        group["lr"] = rates[group[GROUP]] if isinstance(rates, Mapping) else rates
 
 
 class ScalingOptimizer(torch.optim.Optimizer):
@@ -165,12 +165,12 @@ class Formats(NamedTuple):
         return cls(getattr(torch, form.format(SUM)), getattr(torch, form.format(MOMENTS[0])), form.compensated)
 
 
-def widen(module: nn.Module, dtype: torch.dtype) -> None:
-    """Put parameters that are whole, or plain slices, into `dtype`, that of master weights, in place. Those that
-    FSDP2 has cut are so already."""
+def widen(module: nn.Module, dtype: torch.dtype, frozen: torch.dtype | None = None) -> None:
+    """Put parameters that are whole, or plain slices, into `dtype`, that of master weights, in place, and those that
+    are not trained into `frozen`; None: into `dtype` too. Those that FSDP2 has cut are so already."""
     for parameter in module.parameters():
         if parameter.is_floating_point() and not isinstance(parameter, DTensor):
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(dtype if parameter.requires_grad else frozen or dtype)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -201,7 +201,7 @@ def make_adamw(
     named: Iterable[tuple[str, torch.nn.Parameter]], group: Callable[[str], Group], betas: Sequence[float], eps: float
 ) -> torch.optim.AdamW:
     """torch's AdamW by its fused kernel: one pass, and no temporary copy of a moment. The parameters of each `group`,
-    by name, have a group of the optimizer, which keeps its name."""
+    by name, have a group of the optimizer, which says which."""
     return make_adamw_of(group_parameters(named, group), betas, eps)
 
 
@@ -221,7 +221,7 @@ def group_parameters(
         members.setdefault(group(name), {})[name] = parameter
     return [
         {
-            NAME: of.name,
+            GROUP: of,
             "names": list(own),
             "params": list(own.values()),
             "lr": of.learning_rate,

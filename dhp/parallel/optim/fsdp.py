@@ -99,7 +99,8 @@ class FullySharded:
     tensor_rank: this rank's number among those that hold other slices.
 
     dtype: in which weights are gathered. The module's parameters come in `exact_dtype(dtype)`, or in a narrower format
-    that it holds exactly, as files have them, and are master weights in `exact_dtype(dtype)` once they are cut.
+    that it holds exactly, as files have them, and are master weights in `exact_dtype(dtype)` once they are cut. What is
+    not trained has no master weight, and is cut in `dtype`.
 
     The module comes on the host: a layer at a time is widened, moved to the mesh's device and cut there, so that
     neither the host nor any device ever holds the part in float32.
@@ -274,9 +275,9 @@ def _shard_fully(
         param_dtype=dtype if dtype != exact else None, reduce_dtype=sums, cast_forward_inputs=False
     )
     for layer in layers:
-        widen(layer, exact)
+        widen(layer, exact, dtype)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
-    widen(root, exact)
+    widen(root, exact, dtype)
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for unit in _units(root):
         unit.set_gradient_divide_factor(1.0)

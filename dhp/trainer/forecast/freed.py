@@ -144,7 +144,7 @@ def _check_names(what: str, names: Collection[str], known: Sequence[str]) -> Non
         if name not in known:
             others = "" if what == "fix" else f" or {ALL}"
             raise ConfigError(
-                f"{what}={name} is no key that a search sets{did_you_mean([nearest(name, known)])} Known are "
+                f"{what}={name} is no key that a search sets{did_you_mean([nearest(name, known)]) or '.'} Known are "
                 f"{', '.join(known)}{others}; other keys are always as the configuration has them"
             )
 

@@ -35,6 +35,17 @@ def test_a_defect_ends_the_run_or_is_passed_over(look):
     assert look([BAD | {"topic": "a"}] * 8, skips=True) == []
 
 
+def test_a_video_for_a_model_that_sees_none_is_found_before_anything_starts(write_json, tmp_path):
+    (tmp_path / "clip.mp4").write_bytes(b"0")
+    video = {"query": "<video>What?", "response": "A.", "videos": ["clip.mp4"]}
+    entry = {"set": DatasetEntry(str(write_json([video] * 4)), str(tmp_path))}
+    look = lambda **more: probe.check_some_samples(["set"], entry, 0, False, **more)
+    assert look() == []
+    with pytest.raises(DataError, match="a video, but this model sees images only.*on_bad_sample=skip"):
+        look(videos_allowed=False)
+    assert look(videos_allowed=False, skips=True) == []
+
+
 def test_inspect_data_counts_over_all_samples(write_json):
     samples = [GOOD | {"topic": "a"}] * 3 + [BAD] + [GOOD | {"source": "b"}]
     annotations = read_annotations("set", write_json(samples), None)

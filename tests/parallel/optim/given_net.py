@@ -91,8 +91,8 @@ def gradient(name: str, step: int, replica: int, dtype: torch.dtype = torch.floa
     return torch.randn(SHAPES[name], generator=generator, dtype=dtype)
 
 
-def rates(step: int) -> dict[str, float]:
-    return {of.name: of.learning_rate / (step + 1) for of in (FAST, REST)}
+def rates(step: int) -> dict[Group, float]:
+    return {of: of.learning_rate / (step + 1) for of in (FAST, REST)}
 
 
 def coefficient(step: int) -> float:
@@ -162,7 +162,7 @@ def train(
 
 
 def train_plain(make: Callable[[Net], list[torch.optim.Optimizer]], steps: range) -> dict[str, Tensor]:
-    """Weights after steps of the library's own optimizers of whole tensors. Groups have names."""
+    """Weights after steps of the library's own optimizers of whole tensors."""
     net = Net()
     optimizers = make(net)
     for step in steps:
@@ -170,7 +170,7 @@ def train_plain(make: Callable[[Net], list[torch.optim.Optimizer]], steps: range
             parameter.grad = gradient(name, step, 0) * coefficient(step)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rates(step)[group["name"]]
+                group["lr"] = rates(step)[group["group"]]
             optimizer.step()
     return {name: parameter.detach() for name, parameter in net.named_parameters()}
 

@@ -37,7 +37,7 @@ def plain(net: Net) -> list[torch.optim.Optimizer]:
     made = []
     for name, parameter in net.named_parameters():
         of = group_of(name)
-        made.append(Adafactor([{"params": [parameter], "name": of.name, "weight_decay": of.weight_decay}], **how))
+        made.append(Adafactor([{"params": [parameter], "group": of, "weight_decay": of.weight_decay}], **how))
     return made
 
 

@@ -13,9 +13,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from dhp.config.part import PartConfig
+from dhp.core.axes import Degrees
+from dhp.core.graph import StageSpec
+from dhp.models.shape import PartShape
 from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.optim.fsdp_parts import held_blocks, shard_rows
 from dhp.parallel.tensor.slices import Cut
+from dhp.trainer.memory import rank_bytes
 from tests.parallel.conftest import RunOnRanks
 
 
@@ -86,6 +91,35 @@ def _masters() -> list[tuple[torch.dtype, float]]:
 def test_what_comes_in_16_bits_is_widened_before_it_is_cut(on_ranks: RunOnRanks) -> None:
     for of_rank in on_ranks(_masters, 2):
         assert of_rank == [(torch.float32, 0.0)] * 5
+
+
+def _frozen(dtype: torch.dtype) -> tuple[int, int, bool]:
+    """Of a module with a frozen layer, after a step: bytes of weights and moments on this rank, as counted and as a dry
+    run says of two ranks, and whether the frozen weights are the rounded ones, to the bit."""
+    net, mesh = _Net(), init_device_mesh("cpu", (dist.get_world_size(),))
+    net.layers[0].requires_grad_(False)
+    sizes = [(one.numel(), one.requires_grad) for one in net.parameters()]
+    came = {f"layers.0.{name}": one.detach().to(dtype) for name, one in net.layers[0].named_parameters()}
+    update = FullySharded(net, list(net.layers), lambda own: torch.optim.AdamW(own), mesh, 0, 3, dtype)
+    update.backward(update.forward(lambda: net.head(net.states(torch.ones(1, 4, dtype=dtype))).sum()), last=True)
+    update.norm_sq()
+    update.step(1e-2, 1.0)
+    moments = (m for own in update.optimizer.state.values() for n, m in own.items() if n != "step")
+    counted = sum(one.nbytes for one in (*(shard.weight for shard in update._shards), *moments))
+    total, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+    name, world = str(dtype).removeprefix("torch."), Degrees(data=2)
+    part = PartConfig(num_actors=2, tensor=1, dtype=name, zero_stage=3, zero_engine="fsdp")
+    stage = StageSpec("text", "text", (range(2),), world, True, range(2))
+    said = rank_bytes(part, stage, PartShape(total, total, total, trained))
+    whole = {shard.name: shard.parameter.full_tensor() for shard in update._shards}
+    return counted, said.weights + said.optimizer, all(torch.equal(whole[name], own) for name, own in came.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_frozen_weights_are_kept_as_the_module_computes_and_counted(dtype: torch.dtype, on_ranks: RunOnRanks) -> None:
+    found = on_ranks(_frozen, 2, dtype)
+    assert sum(counted for counted, _, _ in found) == sum(said for _, said, _ in found)
+    assert all(same for _, _, same in found)
 
 
 def _divided() -> tuple[float, float]:

@@ -40,7 +40,7 @@ def plain(adjust: str, net: Net) -> list[torch.optim.Optimizer]:
     made: list[torch.optim.Optimizer] = []
     for name, parameter in net.named_parameters():
         of = group_of(name)
-        groups = [{"params": [parameter], "name": of.name, "weight_decay": of.weight_decay}]
+        groups = [{"params": [parameter], "group": of, "weight_decay": of.weight_decay}]
         if name in MATRICES:
             made.append(torch.optim.Muon(groups, momentum=MOMENTUM, adjust_lr_fn=adjust))
         else:

@@ -18,7 +18,7 @@ def test_adamw_is_torchs_own_with_one_group():
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.defaults == plain.defaults
     (group,), (plain_group,) = optimizer.param_groups, plain.param_groups
-    assert {key: group[key] for key in plain_group} == plain_group and group["name"] == "text"
+    assert {key: group[key] for key in plain_group} == plain_group and group["group"] == GROUP
 
 
 def test_a_slice_takes_the_same_steps_as_in_the_whole_whatever_the_threads():
