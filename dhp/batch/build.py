@@ -150,6 +150,7 @@ def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: 
         find_positions(family.config),
         settings.data.video_whole_frames,
         family.processor.frame_patches,
+        family.processor.pictures_apart,
     )
 
 

@@ -86,6 +86,11 @@ class Processor(ABC):
         return None
 
     @property
+    def pictures_apart(self) -> bool:
+        """Whether positions are counted from runs of placeholders, so that pictures need a token between them."""
+        return hasattr(self.model(), "get_rope_index")
+
+    @property
     def image_arguments(self) -> Mapping[str, Any]:
         """Arguments of the image processor, besides the images."""
         return {}

@@ -55,6 +55,7 @@ class Preprocessor:
         positions: PositionRange | None = None,
         whole_frames: int | None = None,
         frame_patches: Callable[[Grid | ProcessorOutput], tuple[int, ...]] = frame_patches,
+        pictures_apart: bool = False,
     ) -> None:
         """image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
         processor gave for one image → (rows float32 [patches, dim], grid).
@@ -65,6 +66,8 @@ class Preprocessor:
         how conversations are written. kept: lookup of cached features; None: there is none. positions: that the
         model supports; None: any. whole_frames: videos of more frames stay in their files
         (`Pictures.read_patches`); None: none do. frame_patches: patches of each frame or tile of a picture.
+        pictures_apart: whether the model tells neighbouring pictures by the tokens between them.
+        pictures_apart: whether the model tells neighbouring pictures by the tokens between them.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """
@@ -73,7 +76,7 @@ class Preprocessor:
         self._image_token_id = image_token_id
         self._videos, self._max_tokens, self._written, self._about = videos, max_tokens, written, list(about)
         self._sounds, self._prompts, self._positions = sounds, prompts, positions
-        self._frame_patches = frame_patches
+        self._frame_patches, self._pictures_apart = frame_patches, pictures_apart
         self.pictures = Pictures(
             image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments, kept, whole_frames
         )
@@ -174,8 +177,19 @@ class Preprocessor:
             placeholders = wanted if token is None else int((tokens.ids == token).sum())
             if placeholders != wanted:
                 raise miscounted(kind, placeholders, wanted, self._tokenizer.decode([token]))
+        if self._pictures_apart and self._written is None:
+            self._check_apart(tokens.ids)
         if not record.asks and not tokens.target[1:].any():
             raise DataError("no target token: the chat template writes no answer for this conversation")
+
+    def _check_apart(self, ids: np.ndarray) -> None:
+        for token in (self._image_token_id, None if self._videos is None else self._videos.token_id):
+            if token is not None and bool(((ids[1:] == token) & (ids[:-1] == token)).any()):
+                raise DataError(
+                    f"two pictures stand side by side, {self._tokenizer.decode([token])!r} behind "
+                    f"{self._tokenizer.decode([token])!r}, and this model takes them for one. Write text between them, "
+                    "or name a chat template that puts the model's tokens around each in data.chat_template"
+                )
 
     def _assemble(
         self, record: Record, tokens: Tokens, pictures: list[PicturePatches], clips: Sequence[Clip]

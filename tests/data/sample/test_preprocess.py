@@ -222,6 +222,24 @@ def test_a_template_that_writes_no_answer_gives_no_target(preprocessor, tokenize
         preprocessor(tokenizer=silent)(talk("Hi?", "Yes."))
 
 
+def test_pictures_side_by_side_are_refused_where_the_model_takes_them_for_one(preprocessor, tokenizer, tmp_path):
+    bare = with_template(
+        tokenizer,
+        "{% for m in messages %}<|im_start|>{% for p in m.content %}{{ p.text or '<|image_pad|>' }}{% endfor %}"
+        "<|im_end|>{% endfor %}",
+    )
+    first, second = picture(tmp_path, 56, 56), picture(tmp_path, 56, 84)
+    answer = Turn("assistant", ("Red.",))
+    apart, touching = (
+        Record("set", 7, "line 7 of x.jsonl", (Turn("user", parts), answer))
+        for parts in ((first, "and", second, "?"), (first, second, "?"))
+    )
+    assert len(preprocessor(tokenizer=bare, pictures_apart=True)(apart).grids) == 2
+    assert len(preprocessor(tokenizer=bare)(touching).grids) == 2
+    with pytest.raises(DataError, match=r"^line 7 of x\.jsonl: two pictures stand side by side"):
+        preprocessor(tokenizer=bare, pictures_apart=True)(touching)
+
+
 def test_a_tokenizer_without_a_template_is_a_model_error(preprocessor, tokenizer):
     with pytest.raises(ModelError, match="has no chat template"):
         preprocessor(tokenizer=with_template(tokenizer, None))
