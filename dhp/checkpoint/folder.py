@@ -21,7 +21,9 @@ from dhp.core.fencing import TakenOver, require_own
 from dhp.core.files import remove
 from dhp.core.reports import WrittenFile
 
-TEMPLATES = ("chat_template.jinja", "chat_template.json")  # the first beats what tokenizer_config.json says
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_TEMPLATE_KEY = "chat_template"  # in the following, of which the first beats chat_template.jinja
+_WITH_TEMPLATE = ("processor_config.json", "tokenizer_config.json")
 
 
 def check_writable(parent: Path) -> None:
@@ -78,28 +80,38 @@ class Unfinished:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def read_model_files(files: Sequence[Path], chat_template: str | None = None) -> dict[str, bytes]:
+    """The contents of `files` by their names. chat_template: the one that was trained with, where it is not the model's
+    own; it takes the place of those in all files that hold one. Raises OSError for a file that cannot be read."""
+    found = {file.name: file.read_bytes() for file in files}
+    if chat_template is None:
+        return found
+    for name in TEMPLATES:
+        found.pop(name, None)
+    for name in _WITH_TEMPLATE:
+        kept = json.loads(found[name]) if name in found else {}
+        if kept.pop(_TEMPLATE_KEY, None) is not None:
+            found[name] = (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+    return found | {TEMPLATES[0]: chat_template.encode()}
+
+
 def finish_checkpoint(
     folder: Path,
     about: Mapping[str, Any],
-    model_files: Sequence[Path],
-    chat_template: str | None = None,
+    model_files: Mapping[str, bytes],
     written: Iterable[WrittenFile] = (),
 ) -> Path:
     """Add what an export needs besides weights, and give the directory its final name, which is returned.
 
-    chat_template: the one that was trained with, where it is not the model's own. written: files that ranks wrote, by
-    their names in the checkpoint; others are read for their checksums. Raises CheckpointError where one is not there
-    in its size.
+    model_files: of the model's directory but its weights, by name. written: files that ranks wrote, by their names in
+    the checkpoint; others are read for their checksums. Raises CheckpointError where one is not there in its size.
     """
     final = folder.with_suffix("")
     with writing(folder):
         (folder / MODEL).mkdir()
-        if chat_template is not None:
-            model_files = [file for file in model_files if file.name not in TEMPLATES]
-            write_text(folder / MODEL / TEMPLATES[0], chat_template)
-        for file in model_files:
-            copy = Path(shutil.copy(file, folder / MODEL / file.name))
-            sync(copy)
+        for name, content in model_files.items():
+            (folder / MODEL / name).write_bytes(content)
+            sync(folder / MODEL / name)
         write_about(folder, about, _listed(folder, written))
         for inner in [path for path in folder.rglob("*") if path.is_dir()]:
             sync(inner)

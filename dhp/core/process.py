@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 INTERRUPTED = 130  # exit status that a shell reports after Ctrl-C
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: a terminal or connection that closes
 _OUTSIDE, _RUNNING, _ENDING = "outside a run", "running", "ending"
 
 
@@ -29,9 +29,12 @@ class _State:
 
 def begin_command() -> None:
     """This process is a command of ours and nothing else, so that it may be ended where its end hangs; not a program
-    that calls us. Both signals are heeded from here on."""
+    that calls us. All signals of STOPPING are heeded from here on, and a reader of its output that ends is survived."""
     _State.command = True
     heed()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is getattr(sys, f"__{name}__"):  # else somebody collects it
+            setattr(sys, name, Unread(getattr(sys, name)))
 
 
 def is_command() -> bool:
@@ -40,22 +43,22 @@ def is_command() -> bool:
 
 
 def heed() -> None:
-    """From here on both signals end the process at once, with one line and exit status 130, also amid an import.
+    """From here on each of them ends the process at once, with one line and exit status 130, also amid an import.
 
     A signal that the process was started to ignore stays ignored.
     """
-    for number in _SIGNALS:
+    for number in STOPPING:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _handle)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """In a run both signals raise KeyboardInterrupt in the main thread, until `end` is called."""
+    """In a run each of STOPPING raises KeyboardInterrupt in the main thread, until `end` is called."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOPPING}
     _State.phase, _State.interrupted, _State.asked, _State.missed = _RUNNING, False, False, False
     heed()
     try:
@@ -136,6 +139,32 @@ def _handle(number: int, _frame: Any) -> None:
             _State.asked = True
             return
         raise KeyboardInterrupt
+
+
+class Unread:
+    """A text stream whose reader may end, as `head` does, or a `tee` that is killed: what is written then is dropped,
+    because a run is worth more than its lines."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._drop_unread(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._drop_unread(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _drop_unread(self, put: Callable[[], Any]) -> None:
+        try:
+            put()
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # what is buffered goes there too, also as Python ends
+            os.close(nowhere)
 
 
 class StartUp:

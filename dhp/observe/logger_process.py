@@ -25,6 +25,7 @@ from typing import Any, Literal, TextIO
 
 import yaml
 
+from dhp.core.process import STOPPING
 from dhp.core.text import from_json
 
 
@@ -188,7 +189,7 @@ LAST_S = 60.0  # from the end of stdin: a logger that hangs then would outlive i
 
 def main(name: str) -> None:
     """Answer until the run has ended."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the run decides when its loggers end
+    for number in STOPPING:  # the run decides when its loggers end
         signal.signal(number, signal.SIG_IGN)
     calls, answers = _own_streams()
     lines: Queue[str] = Queue()

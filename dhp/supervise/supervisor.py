@@ -19,7 +19,7 @@ from typing import Any
 
 from dhp.core.own_folder import own_folder
 from dhp.core.process import INTERRUPTED as INTERRUPTED_STATUS
-from dhp.core.process import say_line
+from dhp.core.process import STOPPING, say_line
 from dhp.supervise.attempt import SAVING, TRAINING, Attempt
 from dhp.supervise.driver import GRACE_S, KILLED_GRACE_S, Driver, adopt_orphans
 from dhp.supervise.elastic import Choice, Layouts
@@ -39,7 +39,6 @@ STOPPING_S = 30.0  # of the teardown, once it is known that and why the run ends
 LOGGERS_S = 30.0  # the longest that it waits for loggers beside that
 _POLL_S = 0.2
 _LOOK_S = 5.0  # from one look at what the driver has started to the next
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ Commands = Callable[[Begun], Sequence[str]]
 
 
 class Supervisor:
-    """One run, in as many attempts as it takes. Main thread only: it takes SIGINT and SIGTERM, and hands them on."""
+    """One run, in as many attempts as it takes. Main thread only: it takes STOPPING signals and hands them on."""
 
     def __init__(
         self,
@@ -205,7 +204,7 @@ class Supervisor:
 
     @contextmanager
     def _taking_signals(self) -> Iterator[None]:
-        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        before = {number: signal.getsignal(number) for number in STOPPING}
 
         def heed(number: int, _frame: Any) -> None:
             self._signals.append(number)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.folder import Unfinished, finish_checkpoint, open_checkpoint
+from dhp.checkpoint.folder import Unfinished, finish_checkpoint, open_checkpoint, read_model_files
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.parts import model_name
 from dhp.config.schema import Config
-from dhp.core.errors import CheckpointError, PartFailed
+from dhp.core.errors import CheckpointError, DhpError, PartFailed
 from dhp.core.fencing import TakenOver, require_own
 from dhp.core.reports import SavedShare, WrittenFile
 from dhp.data.sample.chat import read_template
@@ -71,7 +71,9 @@ class Saver:
         checkpoint, with the seconds in which training waited."""
         self._session, self._config, self._say, self._unfinished = session, session.config, say, unfinished
         self._parent = Path(str(session.config.training.checkpoint_dir))
-        self._template = read_template(session.config.data.chat_template)
+        template = read_template(session.config.data.chat_template)
+        # Read once: the model's folder may be gone, or another, when a checkpoint is written.
+        self._model_files = read_model_files(auxiliary_files(model_name(self._config)), template)
         self._running: Saving | None = None
         self._about: dict[str, Any] = {}
         self._stall_s, self._failed, self._note = 0.0, "", note
@@ -182,7 +184,7 @@ class Saver:
         require_own(self._parent)
         try:
             folder = self._unfinished.add(open_checkpoint(self._parent, step))
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             self._fail(step, str(error))
             return None
         for stage in self._session.stages.values():
@@ -208,11 +210,10 @@ class Saver:
                 raise CheckpointError(first + (f". {len(more)} more ranks could not write either" if more else ""))
             require_own(self._parent)  # before anything is added to a folder that may be another attempt's by now
             files = (file for name, of in shares.items() for file in self._named(name, of))
-            auxiliary = auxiliary_files(model_name(self._config))
-            self.newest = finish_checkpoint(saving.folder, self._about, auxiliary, self._template, files)
+            self.newest = finish_checkpoint(saving.folder, self._about, self._model_files, files)
         except TakenOver:
             raise
-        except CheckpointError as error:
+        except (DhpError, OSError, ValueError) as error:
             shutil.rmtree(saving.folder, ignore_errors=True)
             self._fail(saving.step, str(error))
         else:

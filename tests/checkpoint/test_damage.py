@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from dhp.__main__ import main as dhp
-from dhp.checkpoint.folder import Unfinished, finish_checkpoint, open_checkpoint, quarantine
+from dhp.checkpoint.folder import Unfinished, finish_checkpoint, open_checkpoint, quarantine, read_model_files
 from dhp.checkpoint.manifest import check_checkpoint, file_checksum
 from dhp.checkpoint.resume import find_start
 from dhp.checkpoint.shard_reader import ShardReader
@@ -40,7 +39,7 @@ def write(parent: Path, step: int) -> Path:
     config.write_text("{}")
     merges = parent / "merges.txt"
     merges.write_text("a b\nc d\n")
-    return finish_checkpoint(folder, {"step": step, **ABOUT}, [config, merges])
+    return finish_checkpoint(folder, {"step": step, **ABOUT}, read_model_files([config, merges]))
 
 
 def rewrite_about(checkpoint: Path, about: dict[str, Any]) -> None:
@@ -150,7 +149,9 @@ def test_a_lost_file_of_which_no_other_speaks_is_noticed(tmp_path: Path, monkeyp
             f"rank_00000{n}.{kind}" for n in ("", "_001") for kind in ("safetensors", "json")
         )
     (tmp_path / "config.json").write_text("{}")
-    checkpoint = finish_checkpoint(folder, {"step": 1, **ABOUT, "parts": ["text"]}, [tmp_path / "config.json"])
+    checkpoint = finish_checkpoint(
+        folder, {"step": 1, **ABOUT, "parts": ["text"]}, read_model_files([tmp_path / "config.json"])
+    )
     check_checkpoint(checkpoint)
     assert set(read_shards(checkpoint / "text")) == {"first", "second"}
     for file in checkpoint.glob("text/rank_00000_001.*"):
@@ -338,7 +339,7 @@ def test_a_full_disk_is_said_with_the_file(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for owner, name in ((os, "fsync"), (shutil, "copy")):
+    for owner, name in ((os, "fsync"), (Path, "write_bytes")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)
             with pytest.raises(CheckpointError, match=r"step_\d.*cannot be written \(No space left .* Make room"):
@@ -350,7 +351,7 @@ def test_what_a_run_did_not_finish_is_removed_and_nothing_else(tmp_path: Path) -
     unfinished = Unfinished()
     with pytest.raises(ValueError), unfinished:
         done = unfinished.add(open_checkpoint(tmp_path, 2))
-        finish_checkpoint(done, {"step": 2}, [])
+        finish_checkpoint(done, {"step": 2}, {})
         unfinished.discard(done)
         begun = unfinished.add(open_checkpoint(tmp_path, 3))
         (begun / "file").touch()

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import pytest
 
-from dhp.checkpoint.folder import find_checkpoint, finish_checkpoint, open_checkpoint
+from dhp.checkpoint.folder import find_checkpoint, finish_checkpoint, open_checkpoint, read_model_files
 from dhp.checkpoint.manifest import read_about
 from dhp.core.errors import CheckpointError
 from dhp.core.reports import WrittenFile
@@ -17,7 +17,7 @@ from dhp.core.reports import WrittenFile
 def write(parent: Path, step: int) -> Path:
     config = parent / "config.json"
     config.write_text("{}")
-    return finish_checkpoint(open_checkpoint(parent / "checkpoints", step), {"step": step}, [config])
+    return finish_checkpoint(open_checkpoint(parent / "checkpoints", step), {"step": step}, read_model_files([config]))
 
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
@@ -41,27 +41,33 @@ def test_a_complete_one_is_never_replaced(tmp_path: Path) -> None:
 
 def test_a_template_of_ones_own_goes_along(tmp_path: Path) -> None:
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
-        (tmp_path / name).write_text("theirs")
+        (tmp_path / name).write_text('{"chat_template": "theirs", "a": 1}')
+    (tmp_path / "processor_config.json").write_text('{"chat_template": "theirs"}')
+    (tmp_path / "config.json").write_text('{"chat_template":  "no tokenizer\'s"}')
     files = sorted(tmp_path.iterdir())
-    model = finish_checkpoint(open_checkpoint(tmp_path / "c", 1), {"step": 1}, files, "ours") / "model"
+    model = (
+        finish_checkpoint(open_checkpoint(tmp_path / "c", 1), {"step": 1}, read_model_files(files, "ours")) / "model"
+    )
     assert {file.name: file.read_text() for file in model.iterdir()} == {
         "chat_template.jinja": "ours",
-        "tokenizer_config.json": "theirs",
+        "config.json": '{"chat_template":  "no tokenizer\'s"}',
+        "processor_config.json": "{}\n",
+        "tokenizer_config.json": '{\n  "a": 1\n}\n',
     }
 
 
 def test_two_runs_that_write_the_same_step(tmp_path: Path) -> None:
     first = open_checkpoint(tmp_path, 3)
-    finish_checkpoint(first, {"step": 3}, [])
+    finish_checkpoint(first, {"step": 3}, {})
     first.mkdir()
     with pytest.raises(CheckpointError, match="another run writes to the same training.checkpoint_dir"):
-        finish_checkpoint(first, {"step": 3}, [])
+        finish_checkpoint(first, {"step": 3}, {})
 
 
 def test_what_was_never_finished_is_written_anew(tmp_path: Path) -> None:
     (open_checkpoint(tmp_path, 3) / "old").touch()
     (tmp_path / "step_3").mkdir()
-    assert not (finish_checkpoint(open_checkpoint(tmp_path, 3), {"step": 3}, []) / "old").exists()
+    assert not (finish_checkpoint(open_checkpoint(tmp_path, 3), {"step": 3}, {}) / "old").exists()
 
 
 def test_what_has_lost_its_description_is_never_replaced(tmp_path: Path) -> None:
@@ -78,11 +84,11 @@ def test_a_file_that_a_rank_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
     (folder / "text" / "rank_00000.json").write_text("{}")
     there, elsewhere = WrittenFile("text/rank_00000.json", 2, 7), WrittenFile("text/rank_00001.json", 2, 7)
     with pytest.raises(CheckpointError, match="rank_00001.json is not there, .* not the same directory on all nodes"):
-        finish_checkpoint(folder, {"step": 1}, [], written=[there, elsewhere])
+        finish_checkpoint(folder, {"step": 1}, {}, written=[there, elsewhere])
     folder = open_checkpoint(tmp_path, 1)
     (folder / "text").mkdir()
     (folder / "text" / "rank_00000.json").write_text("{}")
-    assert read_about(finish_checkpoint(folder, {"step": 1}, [], written=[there]))["files"] == {
+    assert read_about(finish_checkpoint(folder, {"step": 1}, {}, written=[there]))["files"] == {
         "text/rank_00000.json": {"bytes": 2, "crc32": 7}
     }
 

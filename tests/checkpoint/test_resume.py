@@ -15,7 +15,7 @@ SETTINGS = {"seed": 1, "data.datasets": ["a"]}
 
 def write(parent: Path, step: int) -> Path:
     about = {"step": step, "parts": [], "skipped_samples": 10 * step, "settings": SETTINGS, "data": {"step": step}}
-    return finish_checkpoint(open_checkpoint(parent, step), about, [])
+    return finish_checkpoint(open_checkpoint(parent, step), about, {})
 
 
 def test_never_begins_where_no_other_run_has_its_checkpoints(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
 
 
 def test_one_that_does_not_say_where_its_data_stopped_cannot_be_resumed(tmp_path: Path) -> None:
-    finish_checkpoint(open_checkpoint(tmp_path, 5), {"step": 5, "parts": []}, [])
+    finish_checkpoint(open_checkpoint(tmp_path, 5), {"step": 5, "parts": []}, {})
     with pytest.raises(CheckpointError, match="step_5 does not say where it stopped in its data"):
         find_start("auto", tmp_path)
 

@@ -36,7 +36,7 @@ def test_what_another_attempt_has_taken_over_stays_its_own(tmp_path: Path) -> No
         folder = open_checkpoint(tmp_path, 1)
         take_over(tmp_path)
         with pytest.raises(CheckpointError, match="process 77 on host beta"):
-            finish_checkpoint(folder, ABOUT, [])
+            finish_checkpoint(folder, ABOUT, {})
         assert folder.is_dir() and not folder.with_suffix("").exists()
     token = read_token(tmp_path)
     assert token is not None and token.id == "other"
@@ -59,12 +59,12 @@ def test_a_stopped_process_that_wakes_renames_nothing(tmp_path: Path) -> None:
         "with fenced(folder):\n"
         "    unfinished = open_checkpoint(folder, 1)\n"
         "    os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "    finish_checkpoint(unfinished, {'step': 1}, [])\n"
+        "    finish_checkpoint(unfinished, {'step': 1}, {})\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     os.waitpid(process.pid, os.WUNTRACED)
     with fenced(tmp_path):
-        finish_checkpoint(open_checkpoint(tmp_path, 2), {"step": 2}, [])
+        finish_checkpoint(open_checkpoint(tmp_path, 2), {"step": 2}, {})
         process.send_signal(signal.SIGCONT)
         _, stderr = process.communicate(timeout=120)
         assert process.returncode == 1 and "TakenOver" in stderr and f"process {os.getpid()} on host" in stderr

@@ -13,7 +13,7 @@ from dhp.checkpoint.folder import Unfinished, checkpoints
 from dhp.checkpoint.manifest import read_about
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
-from dhp.core.errors import CheckpointError, PartFailed
+from dhp.core.errors import CheckpointError, ModelError, PartFailed
 from dhp.core.reports import SavedShare, WrittenFile
 from dhp.step.stages import EngineProtocol
 from dhp.trainer.saving import Saver
@@ -68,6 +68,35 @@ def saver_of(folder: Path, *overrides: str) -> tuple[Saver, Ranks, list[str]]:
         data_state=lambda step: {"step": step},
     )
     return Saver(session, lines.append, Unfinished()), ranks, lines  # type: ignore[arg-type]
+
+
+def test_a_models_folder_that_is_gone_costs_no_checkpoint(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    monkeypatch.setattr("dhp.trainer.saving.auxiliary_files", lambda name: [file])
+    saver, _, _ = saver_of(tmp_path / "checkpoints")
+    file.unlink()
+    assert (saver.save(1, PLAN, 0) / "model" / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), ValueError("value"), ModelError("model")])
+def test_no_reason_to_fail_ends_the_run(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    saver, _, lines = saver_of(tmp_path)
+    first = saver.save(1, PLAN, 0)
+
+    def fail(*_: object) -> Path:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dhp.trainer.saving.finish_checkpoint", fail)
+        with pytest.raises(CheckpointError, match=f"no checkpoint after step 2: {error}"):
+            saver.save(2, PLAN, 0)
+    assert saver.newest == first and first.is_dir() and "The run goes on" in lines[-1]
+    assert saver.save(3, PLAN, 0).name == "step_3"
 
 
 def test_one_is_written_behind_the_steps(tmp_path: Path, clock: Clock) -> None:

@@ -9,7 +9,7 @@ import sys
 
 SERVER = "DHP_FORK_SERVER"  # the environment variable: the server's address
 MODULES = "DHP_FORK_MODULES"  # modules that are forks too when Python is started with -m, beside Ray's workers
-HANDED_ON = (signal.SIGINT, signal.SIGTERM)
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _hand_over(address: str) -> None:
