@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -161,7 +162,9 @@ class Unread:
     def _drop_unread(self, put: Callable[[], Any]) -> None:
         try:
             put()
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # no reader; no terminal
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())  # what is buffered goes there too, also as Python ends
             os.close(nowhere)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.utils import logging
@@ -24,10 +26,17 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
     """
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     with torch.device("meta"):
-        model = model_class(str(model_dir))(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
+        model = model_class(str(model_dir))(config)
     result = model.load_state_dict(dict(weights), strict=False, assign=True)
     model.tie_weights()
+    if _lost(model, weights):  # the files hold another head than the embedding, though the configuration ties them
+        for section in (config, config.get_text_config()):
+            section.tie_word_embeddings = False
+        with torch.device("meta"):
+            model = model_class(str(model_dir))(config)
+        result = model.load_state_dict(dict(weights), strict=False, assign=True)
     held = [*model.named_parameters(), *persistent_buffers(model).items()]
     missing = [name for name, tensor in held if tensor.is_meta]
     if missing or result.unexpected_keys:
@@ -38,9 +47,36 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
     logging.disable_progress_bar()
     name_accelerator()
     model.save_pretrained(out_dir)
+    _check_written(model, weights, out_dir)
     for file in out_dir.glob("*.safetensors"):  # which safetensors lets their owner alone read
         shutil.copymode(out_dir / "config.json", file)
     _copy_beside(auxiliary_files(str(model_dir)), out_dir)
+
+
+def _lost(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
+    """Weights in whose place the model has others."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    return [n for n, one in weights.items() if n in held and held[n] is not one and not _same(held[n], one)]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() or (not one.is_meta and torch.equal(one, other))
+
+
+def _check_written(model: nn.Module, weights: Mapping[str, Tensor], out_dir: Path) -> None:
+    """Raise ModelError where a weight is not what the model writes, or the files have fewer numbers than it."""
+    lost = _lost(model, weights)
+    written = 0
+    for file in out_dir.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            written += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    distinct = {id(tensor): tensor for tensor in (*model.parameters(), *persistent_buffers(model).values())}
+    wanted = sum(tensor.numel() for tensor in distinct.values())
+    if lost or written != wanted:
+        raise ModelError(
+            f"{out_dir} would be another model than the one that was trained: {written} of {wanted} numbers were "
+            f"written, and {lost[:3] or 'no weights'} differ. Report the family; the checkpoint has all of them"
+        )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -31,20 +31,27 @@ FILE, PREFIX = "adapter_model.safetensors", "base_model.model."  # file of peft'
 
 def merge(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters) -> dict[str, Tensor]:
     """All weights of the model of `model_dir`, with what was trained: adapters added to their matrices by peft's own
-    arithmetic, other weights in the place of the model's. In the directory's number format.
+    arithmetic, other weights in the place of the model's. In the directory's number format, rounded once.
 
     weights: of a checkpoint, by name. Raises ModelError where they are another model's, ConfigError for adapters of
     matrices in four bits.
     """
     _refuse_quantized(adapters)
     model = _load(model_dir)
+    formats = {name: tensor.dtype for name, tensor in _held(model).items()}
+    for parameter in model.parameters():  # or 16 bits would round the adapters, their product and the sum
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     for part, own in _targets(model, load_family(model_dir), adapters).items():
         add_adapters(model, own, adapters[part], seed=0)
     _fill(model, weights, model_dir)
     for _, layer in adapted_modules(model):
         layer.merge(safe_merge=True)
-    held = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    return {plain_name(name): tensor.detach() for name, tensor in held.items() if not is_adapter(name)}
+    held = {plain_name(name): tensor for name, tensor in _held(model).items() if not is_adapter(name)}
+    return {name: tensor.detach().to(formats[name]) for name, tensor in held.items()}
+
+
+def _held(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
 def save_adapter(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters, out_dir: Path) -> int:

@@ -122,3 +122,17 @@ def test_adapters_beside_four_bits_are_not_merged() -> None:
     rounded = AdapterSettings(2, 4.0, quantization="nf4")
     with pytest.raises(ConfigError, match=r"adapters of text were trained beside .*four bits.* --adapter"):
         merge("nowhere", {}, {"vision": AdapterSettings(2, 4.0), "text": rounded})
+
+
+def test_a_merge_into_16_bits_is_rounded_once(tmp_path: Path) -> None:
+    model, asked = str(save_family("llava", tmp_path / "model")), {"text": AdapterSettings(2, 2.0)}
+    plain(model).to(torch.bfloat16).save_pretrained(model)
+    beside = plain(model)
+    adapt(beside, load_family(model), asked, "cpu")
+    weights = {n: torch.randn(p.shape) for n, p in beside.named_parameters() if is_adapter(n)}
+    merged = merge(model, weights, asked)
+    name = next(name for name in weights if "lora_A" in name)
+    base, before = name.replace(".lora_A.default", ""), dict(plain(model).named_parameters())
+    exact = before[base].double() + weights[name.replace("lora_A", "lora_B")].double() @ weights[name].double()
+    assert merged[base].dtype == torch.bfloat16
+    assert (merged[base] != exact.to(torch.bfloat16)).float().mean() < 1e-3  # ties of float32's own rounding
