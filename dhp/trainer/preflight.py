@@ -102,8 +102,8 @@ def _look_at_answers(config: Config, say: Callable[[str], None]) -> None:
     from dhp.data.sample.template_check import find_answer_end
     from dhp.models.pretrained import load_tokenizer
 
-    tokenizer = load_tokenizer(model_name(config), read_template(config.data.chat_template))
-    if find_answer_end(tokenizer) is None:
+    tokenizer = load_tokenizer(model_name(config), read_template(config.data.chat_template) or "")
+    if tokenizer.chat_template and find_answer_end(tokenizer) is None:
         say(
             "warning: the chat template writes no token behind an answer, so the model does not learn to stop: its "
             "answers will reach the limit of tokens. Name one that writes an end of turn in data.chat_template"

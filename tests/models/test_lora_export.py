@@ -124,9 +124,9 @@ def test_adapters_beside_four_bits_are_not_merged() -> None:
         merge("nowhere", {}, {"vision": AdapterSettings(2, 4.0), "text": rounded})
 
 
-def test_a_merge_into_16_bits_is_rounded_once(tmp_path: Path) -> None:
-    model, asked = str(save_family("llava", tmp_path / "model")), {"text": AdapterSettings(2, 2.0)}
-    plain(model).to(torch.bfloat16).save_pretrained(model)
+def test_a_merge_into_16_bits_is_rounded_once(llava_model: str, tmp_path: Path) -> None:
+    model, asked = str(tmp_path), {"text": AdapterSettings(2, 2.0)}
+    plain(llava_model).to(torch.bfloat16).save_pretrained(model)
     beside = plain(model)
     adapt(beside, load_family(model), asked, "cpu")
     weights = {n: torch.randn(p.shape) for n, p in beside.named_parameters() if is_adapter(n)}
