@@ -10,7 +10,7 @@ from dhp.cli.commands import COMMANDS, usage
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.command import own_command
 from dhp.core.errors import DhpError
-from dhp.core.process import INTERRUPTED
+from dhp.core.process import INTERRUPTED, outlive_readers
 from dhp.core.text import harmless
 from dhp.version import VERSION
 
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run() -> int:
     """The console command `dhp`."""
+    outlive_readers()
     return main(sys.argv[1:])
 
 

@@ -33,6 +33,11 @@ def begin_command() -> None:
     that calls us. All signals of STOPPING are heeded from here on, and a reader of its output that ends is survived."""
     _State.command = True
     heed()
+    outlive_readers()
+
+
+def outlive_readers() -> None:
+    """From here on what is printed and nobody reads is dropped; see `Unread`."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is getattr(sys, f"__{name}__"):  # else somebody collects it
             setattr(sys, name, Unread(getattr(sys, name)))
@@ -129,7 +134,8 @@ def _handle(number: int, _frame: Any) -> None:
     if _State.phase == _OUTSIDE:
         with suppress(Exception):  # it may be printing right now
             sys.stdout.flush()
-        os.write(2, f"interrupted ({signal.Signals(number).name})\n".encode())
+        with suppress(OSError):  # nobody may read it any more, above all where a terminal closed
+            os.write(2, f"interrupted ({signal.Signals(number).name})\n".encode())
         os._exit(INTERRUPTED)  # an import cannot be left by an exception: too many libraries catch it
     if signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, None):
         signal.alarm(0)  # while Ray starts, its core's handler comes first and sets one, to abort in three seconds

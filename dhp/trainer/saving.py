@@ -184,7 +184,7 @@ class Saver:
         require_own(self._parent)
         try:
             folder = self._unfinished.add(open_checkpoint(self._parent, step))
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, OSError, ValueError) as error:
             self._fail(step, str(error))
             return None
         for stage in self._session.stages.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import time
 from functools import partial
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp.core.process import StartUp, Unread, say_line
+from dhp.core.process import INTERRUPTED, StartUp, Unread, say_line
 
 
 def test_a_line_has_the_seconds_since_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,3 +44,27 @@ def test_other_errors_of_a_stream_are_raised(tmp_path: Path) -> None:
         pass
     with pytest.raises(ValueError, match="closed file"):
         print("a", file=Unread(stream))
+
+
+def test_a_signal_ends_a_process_whose_errors_nobody_reads() -> None:
+    code = (
+        "import os, signal\nfrom dhp.core.process import heed\nheed()\nos.kill(os.getpid(), signal.SIGHUP)\nos._exit(7)"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=60).returncode == INTERRUPTED
+    finally:
+        os.close(writer)
+
+
+def test_a_command_whose_output_nobody_reads_ends_well() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "dhp", "--help"], stdout=writer, stderr=subprocess.PIPE, timeout=60
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
