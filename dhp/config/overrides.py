@@ -1,6 +1,9 @@
 """Checks overrides of the command line against the schema and translates them for Hydra."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,6 +16,16 @@ from dhp.config.suggestions import did_you_mean, nearest
 from dhp.config.vocabulary import has_alias, names_here, translated
 from dhp.config.yaml_files import ConfigSource, say, wrong_keys
 from dhp.core.errors import ConfigError, raise_all
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """`section.NAME.field=value`, which is merged into the section: Hydra alone cannot add an entry of a declared type.
+    path: below the section. value: in Hydra's words."""
+
+    section: str
+    path: tuple[str, ...]
+    value: str
 
 
 def checked_overrides(arguments: Sequence[str], source: ConfigSource, others: Sequence[ConfigError] = ()) -> list[str]:
@@ -30,7 +43,7 @@ def checked_overrides(arguments: Sequence[str], source: ConfigSource, others: Se
         except ConfigError as error:
             errors.append(error)
     of_others = [override for _, override in parsed if _is_alias(override)]
-    own = []
+    own: list[str | _Entry] = []
     for argument, override in parsed:
         try:
             own += [] if override in of_others else [_checked(argument, override, source)]
@@ -38,7 +51,7 @@ def checked_overrides(arguments: Sequence[str], source: ConfigSource, others: Se
             errors.append(error)
     file = source.file()
     raise_all(([] if file is None else wrong_keys(file)) + errors)
-    return own + _translated(parsed, of_others)
+    return _joined(own) + _translated(parsed, of_others)
 
 
 def _is_alias(override: Override) -> bool:
@@ -78,7 +91,7 @@ def wrong_flags(arguments: Sequence[str], known: Collection[str]) -> list[Config
     return errors
 
 
-def _checked(argument: str, override: Override, source: ConfigSource) -> str:
+def _checked(argument: str, override: Override, source: ConfigSource) -> str | _Entry:
     name = override.key_or_group
     is_hydras = name == "hydra" or name.startswith(("hydra.", "hydra/"))
     is_choice = source.has_group(name) and not isinstance(override.value(), dict)
@@ -112,14 +125,48 @@ def _check_choice(group: str, value: Any, source: ConfigSource) -> None:
         raise ConfigError(f"{group}={value} does not exist; choose from {', '.join(choices)}{suggestion}")
 
 
-def _merged_entry(key: Key, override: Override) -> str:
-    """`section.NAME.field=value` as a merge into the section: Hydra alone cannot add an entry of a declared type."""
+def _merged_entry(key: Key, override: Override) -> _Entry:
     section, _, below = key.path.partition(f".{ANY_NAME}")
     name = override.key_or_group.removeprefix(f"{section}.").removesuffix(below)
-    value = override.get_value_element_as_str()
-    for part in reversed(below[1:].split(".") if below else []):
-        value = f"{{{part}:{value}}}"
-    return f"++{section}={{{name}:{value}}}"
+    path = (name, *(below[1:].split(".") if below else ()))
+    return _Entry(section, path, override.get_value_element_as_str())
+
+
+def _joined(overrides: Sequence[str | _Entry]) -> list[str]:
+    """Overrides as Hydra takes them. Entries of one section are one override: a sweep would keep the last
+    of several for the same section alone."""
+    texts: list[str] = []
+    section, place, tree = "", 0, dict[str, Any]()
+    for one in overrides:
+        if isinstance(one, str):
+            section = "" if section and section in one else section  # what is set later stays later
+            texts.append(one)
+            continue
+        if one.section != section or not _put(tree, one):
+            section, place, tree = one.section, len(texts), {}
+            _put(tree, one)
+            texts.append("")
+        texts[place] = f"++{section}={_braces(tree)}"
+    return texts
+
+
+def _put(tree: dict[str, Any], entry: _Entry) -> bool:
+    """Whether the entry has a place in the tree, where it is then: a value that is written whole has none inside."""
+    *names, last = entry.path
+    for name in names:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            return False
+    if isinstance(tree.get(last), dict):
+        return False
+    tree[last] = entry.value
+    return True
+
+
+def _braces(tree: Any) -> str:
+    if isinstance(tree, str):
+        return tree
+    return "{" + ",".join(f"{name}:{_braces(inner)}" for name, inner in tree.items()) + "}"
 
 
 def _parse(argument: str) -> Override:
