@@ -138,6 +138,12 @@ def check_room(sample: Sample, new: int, positions: PositionRange | None) -> Non
         )
 
 
+def find_stops(model_name: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens at which an answer ends: the model's own, and the one that answers end with in training."""
+    named, learned = find_stop_tokens(model_name, config, tokenizer), find_answer_end(tokenizer)
+    return named if learned is None or learned in named else (*named, learned)
+
+
 def make_prompt_feed(settings: BatchReaderSettings, records: Sequence[Record], sampling: Sampling) -> PromptReader:
     """The reader of these prompts. sampling: its stop tokens are the model's, whatever it says. Raises ModelError for a
     model without the needed parts."""
@@ -145,10 +151,7 @@ def make_prompt_feed(settings: BatchReaderSettings, records: Sequence[Record], s
     preprocess = make_preprocessor(settings, family, tokenizer)
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups)
     sharder = BatchSharder(family, Collator(family, pad_token(tokenizer), True), *division)
-    named = find_stop_tokens(settings.model_name, family.config, tokenizer)
-    learned = find_answer_end(tokenizer)  # by the template, which answers were learned in
-    stop = named if learned is None or learned in named else (*named, learned)
-    own = replace(sampling, stop=stop)
+    own = replace(sampling, stop=find_stops(settings.model_name, family.config, tokenizer))
     return PromptReader(settings, records, preprocess, sharder, tokenizer, own, find_positions(family.config))
 
 

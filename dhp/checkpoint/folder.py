@@ -82,14 +82,18 @@ class Unfinished:
 
 def read_model_files(files: Sequence[Path], chat_template: str | None = None) -> dict[str, bytes]:
     """The contents of `files` by their names. chat_template: the one that was trained with, where it is not the model's
-    own; it takes the place of those in all files that hold one. Raises OSError for a file that cannot be read."""
+    own; it takes the place of those in all files that hold one. Raises OSError for a file that cannot be read,
+    CheckpointError for one of these that is no JSON object."""
     found = {file.name: file.read_bytes() for file in files}
     if chat_template is None:
         return found
     for name in TEMPLATES:
         found.pop(name, None)
     for name in _WITH_TEMPLATE:
-        kept = json.loads(found[name]) if name in found else {}
+        try:
+            kept = dict(json.loads(found.get(name, b"{}")))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{name} of the model is no JSON object ({error}). Copy it again") from error
         if kept.pop(_TEMPLATE_KEY, None) is not None:
             found[name] = (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
     return found | {TEMPLATES[0]: chat_template.encode()}

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dhp.config.errors import translated_errors, unknown_key
 from dhp.config.keys import Key, default_words, find_key, schema_keys, type_words
-from dhp.config.overrides import checked_overrides, wrong_flags
+from dhp.config.overrides import checked_overrides, is_swept, wrong_flags
 from dhp.config.schema import Config
 from dhp.config.yaml_files import ENTRY, ConfigSource, named_file
 from dhp.core.errors import ConfigError, DhpError, raise_all
@@ -218,9 +218,11 @@ def _is_override(part: str) -> bool:
 
 
 def _numbered(config: Config, arguments: list[str]) -> Config:
-    """In a sweep, give each job a directory of its own below run_dir, unless the command line names run_dir."""
+    """In a sweep, give each job a directory of its own below run_dir, unless the command line has another for each."""
     job = HydraConfig.get()
-    if job.mode == RunMode.MULTIRUN and not any(part.lstrip("+").startswith("run_dir=") for part in arguments):
+    given = [part for part in arguments if part.lstrip("+").startswith("run_dir=")]
+    each = any("hydra:job" in part or is_swept(part) for part in given)
+    if job.mode == RunMode.MULTIRUN and not each:
         config.run_dir = str(Path(config.run_dir) / str(job.job.num))
     return config
 

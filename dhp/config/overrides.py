@@ -180,6 +180,11 @@ def _parse(argument: str) -> Override:
         ) from error
 
 
+def is_swept(argument: str) -> bool:
+    """Whether the override has several values, one for each job. Raises ConfigError for what is none."""
+    return _parse(argument).is_sweep_override()
+
+
 def _hydra_literal(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

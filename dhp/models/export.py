@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from safetensors import safe_open
@@ -16,6 +18,8 @@ from transformers.utils import logging
 from dhp.core.errors import ModelError
 from dhp.models.load import model_class
 from dhp.models.pretrained import auxiliary_files, name_accelerator
+
+_Content = tuple[tuple[int, ...], int]  # a tensor's shape, and the crc32 of its bytes
 
 
 def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) -> None:
@@ -64,19 +68,31 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _check_written(model: nn.Module, weights: Mapping[str, Tensor], out_dir: Path) -> None:
-    """Raise ModelError where a weight is not what the model writes, or the files have fewer numbers than it."""
+    """Compare the files with the weights by shapes and bytes: names are the library's, and some families are cut or
+    joined as they are written, which is known by shapes that are none of the model's. Raises ModelError."""
     lost = _lost(model, weights)
-    written = 0
+    written: Counter[_Content] = Counter()
     for file in out_dir.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            written += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+            written.update(_content(tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
     distinct = {id(tensor): tensor for tensor in (*model.parameters(), *persistent_buffers(model).values())}
-    wanted = sum(tensor.numel() for tensor in distinct.values())
-    if lost or written != wanted:
+    wanted = Counter(map(_content, distinct.values()))
+    lacking, other = wanted - written, written - wanted
+    changed = {shape for shape, _ in lacking} & {shape for shape, _ in other}
+    if lost or changed or _numbers(lacking) != _numbers(other):
         raise ModelError(
-            f"{out_dir} would be another model than the one that was trained: {written} of {wanted} numbers were "
-            f"written, and {lost[:3] or 'no weights'} differ. Report the family; the checkpoint has all of them"
+            f"{out_dir} would be another model than the one that was trained: {_numbers(written)} of "
+            f"{_numbers(wanted)} numbers were written, {sorted(changed)[:3] or 'none'} are shapes of tensors of other "
+            f"bytes, and {lost[:3] or 'no weights'} were replaced. Report the family; the checkpoint has all of them"
         )
+
+
+def _content(tensor: Tensor) -> _Content:
+    return tuple(tensor.shape), crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _numbers(tensors: Counter[_Content]) -> int:
+    return sum(prod(shape) * count for (shape, _), count in tensors.items())
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from dhp.core.parameters import is_inside
 from dhp.models.family import Family
 
 _WEIGHT = "weight"  # at the end of a matrix's name: Gemma 3's projection has it behind an underscore
-_EMBEDS = ("embed", "position")  # in the name of what embeds tokens, patches or positions
+_EMBEDS = "embed"  # in the name of what embeds tokens, patches or positions
 
 
 def hidden_matrices(shapes: Mapping[str, Sequence[int]], family: Family) -> frozenset[str]:
@@ -20,4 +20,4 @@ def hidden_matrices(shapes: Mapping[str, Sequence[int]], family: Family) -> froz
 
 
 def _is_end(name: str, family: Family) -> bool:
-    return any(word in name for word in _EMBEDS) or is_inside(name, (family.decoder.embedding, family.decoder.head))
+    return _EMBEDS in name or is_inside(name, (family.decoder.embedding, family.decoder.head))

@@ -6,7 +6,9 @@ import json
 import os
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 from dhp.config.shipped import shipped_directory
 from dhp.core.errors import ModelError
@@ -140,6 +142,38 @@ def find_stop_tokens(model_name: str, config: Any, tokenizer: Any) -> tuple[int,
         own = config.get_text_config().eos_token_id
     named = [own] if isinstance(own, int) else [*(own or ())]
     return tuple(dict.fromkeys(token for token in (*named, tokenizer.eos_token_id) if token is not None))
+
+
+def check_weight_files(folder: Path) -> None:
+    """Look at a model's index, and at its pickles where it has no safetensors. Raises ModelError for an index that
+    cannot be read, leads outside of the folder or names what is not there, and for a pickle of other things than
+    weights: none of its code is run."""
+    for index in sorted(folder.glob("*.index.json")):
+        try:
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} is no index of weights ({error!r}). Copy the model again") from error
+        for name in sorted(files, key=str):
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ModelError(f"{index} names {name!r}, which is outside of the model's folder. Take another copy")
+            if not (folder / name).is_file():
+                raise ModelError(f"{index} names {name}, which is not there. Copy the model again")
+    if not any(folder.glob("*.safetensors")):
+        for file in sorted(folder.glob("pytorch_model*.bin")):
+            _check_pickle(file)
+
+
+def _check_pickle(file: Path) -> None:
+    import torch
+
+    try:
+        torch.load(file, map_location="meta", weights_only=True, mmap=is_zipfile(file))
+    except (UnpicklingError, OSError, EOFError, ValueError, RuntimeError, LookupError) as error:
+        reason = (str(error) or type(error).__name__).partition("\n")[0][:200]
+        raise ModelError(
+            f"{file} is no file of weights alone ({reason}). Take the model as safetensors, or convert it where you "
+            "trust it"
+        ) from error
 
 
 def auxiliary_files(model_name: str) -> list[Path]:

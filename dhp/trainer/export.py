@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +10,7 @@ from typing import Any
 
 from dhp.checkpoint.manifest import MODEL, read_about
 from dhp.checkpoint.source import mapped_shards
-from dhp.core.errors import CheckpointError
+from dhp.core.errors import CheckpointError, ModelError
 from dhp.core.parameters import AdapterSettings
 from dhp.models.export import save_whole
 
@@ -31,7 +32,27 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> st
             weights = merge(base or str(about.get("model_name")), weights, adapters)
             source = f"with the adapters of step {about['step']} in them, from {checkpoint}"
         save_whole(checkpoint / MODEL, weights, out_dir)
-        return f"{out_dir}: {len(weights)} weights {source}"
+        return f"{out_dir}: {len(weights)} weights {source}{_write_stops(out_dir)}"
+
+
+def _write_stops(out_dir: Path) -> str:
+    """Let generation by others stop where the answers that were learned end; what was changed, in words."""
+    from dhp.data.sample.template_check import find_answer_end
+    from dhp.models.pretrained import load_tokenizer, read_model_config
+
+    try:
+        tokenizer = load_tokenizer(str(out_dir), "")
+    except ModelError:  # a model without one, whose user brings another
+        return ""
+    end = find_answer_end(tokenizer) if tokenizer.chat_template else None
+    file = out_dir / "generation_config.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    named = known.get("eos_token_id") or read_model_config(str(out_dir)).get_text_config().eos_token_id
+    stops = [named] if isinstance(named, int) else [*(named or ())]
+    if end is None or end in stops:
+        return ""
+    file.write_text(json.dumps(known | {"eos_token_id": [*stops, end]}, indent=2) + "\n", encoding="utf-8")
+    return f"; generation_config.json has {tokenizer.decode([end])} among the tokens that stop: its answers end with it"
 
 
 def read_parts(checkpoint: Path, beside: Path) -> tuple[dict[str, Any], dict[str, Any]]:

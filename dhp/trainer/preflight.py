@@ -24,6 +24,7 @@ from dhp.data.sample.chat import read_template
 from dhp.models.plugins import import_plugins
 
 if TYPE_CHECKING:
+    from dhp.models.family import Family
     from dhp.trainer.plan import RunPlan
 
 
@@ -61,14 +62,14 @@ def prepare(
             raise ConfigError(missing)
     _fix_paths(config)
     say(f"checking the model {model_name(config)}")
-    _check_model(config, saves=new_run)
+    family = _check_model(config, saves=new_run)
     _check_packages(config)
     if config.data.cache_features is not None and not config.training.dry_run:
         from dhp.trainer.features import check_folder
 
         check_folder(config)
     if new_run and not config.training.dry_run:
-        _look_at_samples(config, say)
+        _look_at_samples(config, family, say)
         _look_at_answers(config, say)
     return config
 
@@ -84,15 +85,14 @@ def make_tiny(config: Config, folder: str, say: Callable[[str], None]) -> None:
         raise ConfigError(f"tiny_assets={folder} cannot be written ({error}); choose another") from error
 
 
-def _look_at_samples(config: Config, say: Callable[[str], None]) -> None:
+def _look_at_samples(config: Config, family: Family, say: Callable[[str], None]) -> None:
     from dhp.data.sampling.probe import check_some_samples
-    from dhp.models.registry import load_family
 
     looked = [*config.data.datasets, *config.data.eval_datasets]
     say(f"looking at some samples of {', '.join(looked)}")
     hears = HEARING in parts(config)
     data, skips = config.data, config.data.on_bad_sample == "skip"
-    sees = load_family(model_name(config)).processor.video_token_id is not None
+    sees = family.processor.video_token_id is not None
     for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips, sees):
         say(note)
 
@@ -196,9 +196,9 @@ def _from_here() -> str:
     return f"Correct the path; relative paths start from {Path.cwd()}"
 
 
-def _check_model(config: Config, saves: bool) -> None:
-    """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages. saves: what
-    checkpoints take along too."""
+def _check_model(config: Config, saves: bool) -> Family:
+    """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages; the model's
+    family. saves: what checkpoints take along too."""
     from dhp.models.registry import load_family
     from dhp.objectives.registry import find_objective
     from dhp.step.schedule import make_schedule
@@ -222,10 +222,13 @@ def _check_model(config: Config, saves: bool) -> None:
     check_frozen_states(config, plan.graph)
     check_features(config, plan.graph)
     make_schedule(config.training.schedule, plan.graph, micro_batches(config))
-    if saves and Path(model_name(config)).is_dir():
-        from dhp.models.pretrained import auxiliary_files
+    if Path(model_name(config)).is_dir() and not config.training.dry_run:
+        from dhp.models.pretrained import auxiliary_files, check_weight_files
 
-        auxiliary_files(model_name(config))  # or the first checkpoint would be the first to say so
+        check_weight_files(Path(model_name(config)))
+        if saves:
+            auxiliary_files(model_name(config))  # or the first checkpoint would be the first to say so
+    return family
 
 
 def _check_rules(plan: RunPlan) -> None:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
-from dhp.batch.prompts import check_room, make_held_out_feed, make_prompt_feed
+from dhp.batch.prompts import check_room, find_stops, make_held_out_feed, make_prompt_feed
 from dhp.config.command_line import compose_config
 from dhp.config.data import DatasetEntry
 from dhp.config.resolve import resolve
@@ -61,6 +61,16 @@ def test_the_prompt_is_the_templates_own(tiny_assets: Path) -> None:
     # An image of t × h × w patches takes max(h, w) / 2 positions, whatever its tokens.
     saved = len(runs[wanted.index(placeholder)]) - int(max(grid[1:])) // 2
     assert shards[0].next_position == len(whole) - saved and saved > 0
+
+
+def test_answers_stop_where_those_that_were_learned_end(tiny_assets: Path) -> None:
+    """A base model ends texts with one token, and its template ends turns with another."""
+    model = str(tiny_assets / "model")
+    tokenizer, config = AutoTokenizer.from_pretrained(model), load_family(model).config
+    end = tokenizer.convert_tokens_to_ids("<|vision_pad|>")
+    named = find_stops(model, config, tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "<|vision_pad|>")
+    assert end not in named and find_stops(model, config, tokenizer) == (*named, end)
 
 
 def test_each_prompt_draws_from_a_seed_of_its_own(tiny_assets: Path) -> None:

@@ -212,6 +212,14 @@ def test_multirun_numbers_the_jobs_below_run_dir(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_multirun_keeps_a_run_dir_of_the_command_line():
-    configs = enter("--config-name=tiny", "-m", "run_dir=a,b")
-    assert [config.run_dir for config in configs] == ["a", "b"]
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["run_dir=a,b"], ["a", "b"]),
+        (["run_dir=r_${hydra:job.num}", "seed=1,2"], ["r_0", "r_1"]),
+        (["run_dir=r", "seed=1,2"], ["r/0", "r/1"]),  # in one, the second would remove the first's record
+    ],
+)
+def test_multirun_gives_each_job_a_directory(arguments: list[str], expected: list[str]):
+    configs = enter("--config-name=tiny", "-m", *arguments)
+    assert [config.run_dir for config in configs] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dhp.core.errors import ModelError
-from dhp.models import export
 from dhp.models.export import save_whole
 from dhp.models.load import model_class
 from dhp.tiny.family import make_family
@@ -45,15 +45,28 @@ def test_a_head_that_is_the_embedding_stays_tied(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-def test_numbers_that_are_not_written_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_norms(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if "norm" not in name}
+
+
+def with_zeros(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor * 0 if "q_proj" in name else tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [(without_norms, r"\d+ of \d+ numbers were written, none are"), (with_zeros, r"\[\(\d+, \d+\).* other bytes")],
+)
+def test_what_is_written_otherwise_is_an_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    reason: str,
+) -> None:
     weights = tied(tmp_path / "model")
     kind = model_class(str(tmp_path / "model"))
     whole = kind.save_pretrained
-
-    def lose(model: torch.nn.Module, folder: Path) -> None:
-        kept = {name: tensor for name, tensor in model.state_dict().items() if "norm" not in name}
-        whole(model, folder, state_dict=kept)
-
-    monkeypatch.setattr(kind, "save_pretrained", lose)
-    with pytest.raises(ModelError, match=r"would be another model .*: \d+ of \d+ numbers were written"):
-        export.save_whole(tmp_path / "model", weights, tmp_path / "out")
+    changed = lambda model, folder: whole(model, folder, state_dict=change(model.state_dict()))
+    monkeypatch.setattr(kind, "save_pretrained", changed)
+    with pytest.raises(ModelError, match=f"would be another model .*{reason}"):
+        save_whole(tmp_path / "model", weights, tmp_path / "out")

@@ -24,6 +24,16 @@ def test_the_embedded_default_passes(tiny_assets: Path, tmp_path: Path) -> None:
     check(tiny_assets, f"run_dir={tmp_path / 'new'}")
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_template_that_ends_no_answer_is_said(tiny_assets: Path, tmp_path: Path, ends: bool) -> None:
+    template = (tiny_assets / "model" / "chat_template.jinja").read_text()
+    (tmp_path / "own.jinja").write_text(template if ends else template.replace("<|im_end|>", ""))
+    lines: list[str] = []
+    own = [f"tiny_assets={tiny_assets}", f"data.chat_template={tmp_path / 'own.jinja'}", f"run_dir={tmp_path / 'new'}"]
+    prepare(compose_config("tiny", overrides=own), say=lines.append)
+    assert any("writes no token behind an answer" in line for line in lines) is not ends
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [

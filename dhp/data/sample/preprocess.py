@@ -67,7 +67,6 @@ class Preprocessor:
         model supports; None: any. whole_frames: videos of more frames stay in their files
         (`Pictures.read_patches`); None: none do. frame_patches: patches of each frame or tile of a picture.
         pictures_apart: whether the model tells neighbouring pictures by the tokens between them.
-        pictures_apart: whether the model tells neighbouring pictures by the tokens between them.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """

@@ -156,8 +156,8 @@ class ConversationTokenizer:
         begin before it: words of most vocabularies have the space before them."""
         target = np.zeros(len(ids), dtype=bool)
         for start, stop in rendered.spans:
-            first = int(np.searchsorted(offsets[:, 1], start, side="right"))
             last = int(np.searchsorted(offsets[:, 0], stop))
+            first = int(np.searchsorted(offsets[:, 1], start, side="right")) if start < stop else last
             last = self._end_of_turn(ids, offsets, rendered.text[:stop], first, last)
             target[first:last] = True
         return target

@@ -140,3 +140,9 @@ def test_a_thought_that_an_earlier_answer_loses_is_told() -> None:
     one = "a b;c<think>\ny\n</think>\n\nd"
     with pytest.raises(DataError, match="rewrites text of turn 2"):
         check_written(one, ((2, 3), (5, len(one))), messages)
+
+
+def test_an_answer_without_a_character_learns_its_end_alone() -> None:
+    tokenizer = of_words("USER:", " What?", " ASSISTANT:", " red")
+    tokenizer.chat_template = LLAVA.replace(" {% endgeneration %}", "{% endgeneration %}<end>")
+    assert learned(tokenizer, talk("What?", "", "What?", "red")) == ["<end>", " red", "<end>"]
