@@ -12,12 +12,10 @@ from dhp.core.errors import ConfigError, DataError
 from dhp.core.process import OutOfTime, time_limit
 from dhp.data.media.sources import Sound, Video
 from dhp.data.read.records import ANSWERS, Part, Turn
-from dhp.data.sample.template_check import Message, as_strings, check_written, takes_strings
+from dhp.data.sample.template_check import LIMIT_S, Message, as_strings, check_written, takes_strings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-LIMIT_S = 60.0  # for a conversation, which takes milliseconds
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -18,7 +18,7 @@ Message = dict[str, Any]
 Write = Callable[[list[Message]], str]
 Spans = Sequence[tuple[int, int]]
 
-LIMIT_S = 60.0  # for a conversation of two words, which takes a millisecond
+LIMIT_S = 60.0  # for a conversation, which takes milliseconds
 _SHOWN = 60  # characters of a text in an error
 _WORD = "dhp7answer"  # no template has it
 # <think></think> with nothing but space inside, which some templates leave out of earlier answers.
@@ -31,11 +31,11 @@ def check_written(text: str, spans: Spans, messages: Sequence[Message]) -> None:
     """Raise DataError where a text or thought of the conversation is not in `text`, the rendered one, in order; space
     and newlines count alike. spans: of the answers; where there is one for each, an answer is looked for in its own."""
     answers = sum(message["role"] == ANSWERS for message in messages)
-    own, place, number = len(spans) == answers, 0, 0
+    paired, place, number = len(spans) == answers, 0, 0
     for turn, message in enumerate(messages, start=1):
-        stop = spans[number][0] if own and number < answers else len(text)
+        stop = spans[number][0] if paired and number < answers else len(text)
         if message["role"] == ANSWERS:
-            if own:
+            if paired:
                 place, stop = spans[number]
             number += 1
         for written, thought in _texts(message):
@@ -102,20 +102,20 @@ def _lost(written: str, thought: bool, turn: int, role: str, answer: int) -> str
 def takes_strings(write: Write) -> bool:
     """Whether a template takes the text of a turn as one string: of a list of parts it writes Python's brackets, or
     nothing. write: renders messages."""
-    try:
-        by_parts = write([{"role": "user", "content": [{"type": "text", "text": _WORD}]}])
-    except (MemoryError, OutOfTime):
-        raise
-    except Exception:  # a template is a program; some add strings to the content
-        by_parts = ""
+    by_parts = _try(write, [{"role": "user", "content": [{"type": "text", "text": _WORD}]}])
     if _WORD in by_parts and not re.search(rf"\{{[^{{}}]*{_WORD}[^{{}}]*\}}", by_parts):
         return False
+    return _WORD in _try(write, [{"role": "user", "content": _WORD}])
+
+
+def _try(write: Write, messages: list[Message]) -> str:
+    """What the template writes; "" where it refuses: a sample that is rendered says why."""
     try:
-        return _WORD in write([{"role": "user", "content": _WORD}])
+        return write(messages)
     except (MemoryError, OutOfTime):
         raise
-    except Exception:  # neither form: rendering the sample itself says why
-        return False
+    except Exception:  # a template is a program, and fails as any; some add strings to the content
+        return ""
 
 
 def as_strings(messages: Sequence[Message]) -> list[Message]:
@@ -141,8 +141,8 @@ def find_answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
     try:
         with time_limit(LIMIT_S):
-            text = write(as_strings(messages) if takes_strings(write) else messages)
-    except Exception:  # rendering a sample says why
+            text = _try(write, as_strings(messages) if takes_strings(write) else messages)
+    except OutOfTime:  # which a sample that is rendered says
         return None
     _, word, behind = text.rpartition(_WORD)
     for token in tokenizer(behind, add_special_tokens=False)["input_ids"] if word else []:
