@@ -46,14 +46,23 @@ def test_other_errors_of_a_stream_are_raised(tmp_path: Path) -> None:
         print("a", file=Unread(stream))
 
 
+ENDED_BY_HANGUP = """
+import os, signal
+from dhp.core.process import heed
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup would have it ignore
+heed()
+os.kill(os.getpid(), signal.SIGHUP)
+os._exit(7)
+"""
+
+
 def test_a_signal_ends_a_process_whose_errors_nobody_reads() -> None:
-    code = (
-        "import os, signal\nfrom dhp.core.process import heed\nheed()\nos.kill(os.getpid(), signal.SIGHUP)\nos._exit(7)"
-    )
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        assert subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=60).returncode == INTERRUPTED
+        assert (
+            subprocess.run([sys.executable, "-c", ENDED_BY_HANGUP], stderr=writer, timeout=60).returncode == INTERRUPTED
+        )
     finally:
         os.close(writer)
 

@@ -43,7 +43,7 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path, content: object, rea
         check_weight_files(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 300, pickle.dumps(Harmful()), pickle.dumps({"a": Harmful()})])
+@pytest.mark.parametrize("content", [b"", b"x" * 300, pickle.dumps(Harmful(), 2), pickle.dumps({"a": Harmful()}, 2)])
 def test_a_strangers_pickle_is_refused_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:

@@ -52,7 +52,8 @@ def test_a_file_of_another_kind_is_told_by_its_first_bytes(tmp_path: Path, conte
     (tmp_path / "a").write_bytes(content)
     for file in (Blob("b", content), tmp_path / "a"):
         if told is None:
-            assert open_media(file, what).read() == content
+            with open_media(file, what) as opened:
+                assert opened.read() == content
             continue
         with pytest.raises(DataError, match=f"^{what} .*{told}"):
             open_media(file, what)
