@@ -123,6 +123,7 @@ def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
     import_on_rank(settings.plugins)
     family = load_family(settings.model_name).having(settings.encoders)
     family.processor.load()
+    family.processor.published_positions = settings.data.positions == "published"
     tokenizer = load_tokenizer(settings.model_name, settings.data.chat_template)
     _check_vocabulary(settings.model_name, tokenizer, family)
     return family, tokenizer

@@ -78,6 +78,11 @@ class DataConfig:
     """Learn the empty block of thoughts (<think></think>) too that a chat template writes before an answer without any:
     the model then learns not to think. False: the block is read, and not learned."""
 
+    positions: str = "published"
+    """Rotary positions of what is behind a video: published (behind its greatest position, as the models' makers train
+    and serve them) | library (as the installed transformers has them, which from 5.3 on begins earlier for Qwen2-VL,
+    Qwen2.5-VL and ERNIE 4.5 VL)."""
+
     min_pixels: Optional[int] = None
     """Smallest area of an image, pixels; smaller ones are enlarged. Null: the model's own setting."""
 

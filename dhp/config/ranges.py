@@ -124,6 +124,7 @@ def _check_warmup(section: str, steps: int | None, max_steps: int | None) -> Non
 def check_data(data: DataConfig, reads: bool = True) -> None:
     """Raises ConfigError for values out of range and, where datasets are read, for those that the registry does not
     have."""
+    require_choice("data.positions", data.positions, ("published", "library"))
     require_choice("data.on_bad_sample", data.on_bad_sample, ("error", "skip"))
     require_choice("data.balance", data.balance, BALANCE)
     _require_not_negative("data", data, "locality_slack")

@@ -39,7 +39,8 @@ def frame_patches(grid: Grid | ProcessorOutput) -> tuple[int, ...]:
 
 
 IGNORED = -100  # the label of a token that is not a target
-SOUND = 3  # the kind of a token in whose place sound goes; those of pictures have 1 and 2, text has 0
+VIDEO = 2  # the kind of a token in whose place a video goes; those of images have 1, text has 0
+SOUND = 3  # the kind of a token in whose place sound goes
 
 
 @dataclass(frozen=True)

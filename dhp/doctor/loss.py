@@ -84,6 +84,7 @@ def compare_first_step(config: Config, say: Callable[[str], None] = say_line) ->
         raise ConfigError("the first step has no token that is learned: there is no loss to compare")
     say("the same step by the plain model, in one process")
     family = load_family(model_name(config))
+    family.processor.published_positions = config.data.positions == "published"
     _require_no_balance(family)
     samples = [one for rows in make_reader(feed_settings(config)).samples(0).samples for row in rows for one in row]
     adapted = [name for name, part in parts(config).items() if part.lora.rank]

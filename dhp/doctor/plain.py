@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from dhp.batch.collate import Collator
 from dhp.core.batch import IGNORED, ProcessorOutput
 from dhp.core.parameters import TrainingRules
 from dhp.data.sample.sample import Sample
@@ -71,7 +72,8 @@ def _loss_sum(sample: Sample, family: Family, model: Any, device: str) -> Tensor
 
 
 def model_inputs(sample: Sample, family: Family, model: PreTrainedModel) -> dict[str, Tensor]:
-    """A sample as the arguments of the plain model."""
+    """A sample as the arguments of the plain model; with videos also its positions, which the installed library may
+    have otherwise than the model's makers (`dhp.models.processor.Processor.published_positions`)."""
     inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
     kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
     kinds = token_types(family.config, kinds, torch.from_numpy(sample.labels)[None])
@@ -80,6 +82,8 @@ def model_inputs(sample: Sample, family: Family, model: PreTrainedModel) -> dict
     elif sample.pixels:
         inputs |= _pictures(sample, model.dtype)
         inputs["mm_token_type_ids"] = kinds
+    if family.processor.published_positions and any(seconds is not None for seconds in sample.video_seconds):
+        inputs["position_ids"] = Collator(family, 0, packing=False).padded((sample,))["position_ids"]
     if sample.clips:
         inputs |= {"attention_mask": torch.ones_like(kinds), **sound_inputs(sample, model.dtype)}
     return family.processor.plain_inputs(inputs) | kinds_for(type(model).forward, kinds)

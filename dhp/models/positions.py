@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
+from transformers import __version__ as installed
 
 from dhp.core.batch import PositionRange
 from dhp.core.errors import ModelError
+from dhp.models.contract.rows import differs_behind_videos
+from dhp.models.family import Family
 
 _STRETCHED = ("linear", "yarn", "llama3", "longrope")  # kinds of rotary positions with a factor that stretches them
 _UNBOUNDED = "dynamic"  # turns by the row's length
@@ -32,6 +35,24 @@ def find_positions(config: Any) -> PositionRange | None:
         if one.get("rope_type") in _STRETCHED
     ]
     return PositionRange(max(known, *stretched, 0), not any("mrope_section" in one for one in rotary))
+
+
+def tell_positions(rule: str, family: Family) -> str | None:
+    """A line for data with videos; None where the model's makers and the installed library agree on what is behind
+    them. rule: data.positions."""
+    own = family.processor
+    one_run = own.video_token_id is not None and own.step_tokens is None  # or each step is a picture of its own
+    if not one_run or not differs_behind_videos(own.model(), family.config):
+        return None
+    if rule == "published":
+        return (
+            "text behind a video goes on behind the video's greatest position, as the model's makers train it; the "
+            f"installed transformers {installed} begins earlier (data.positions=library follows it)"
+        )
+    return (
+        f"warning: data.positions=library: text behind a video begins where the installed transformers {installed} "
+        "begins it, before the video's greatest position; the model's makers, and servers such as vLLM, go on behind it"
+    )
 
 
 def _kinds(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

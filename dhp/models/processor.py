@@ -30,6 +30,7 @@ class Processor(ABC):
     patch_dim: int  # values in one patch
     merge_unit: int = 1  # patches that become one token of the text part
     hearing: AudioProcessor | None = None  # None: the model takes no audio
+    published_positions: bool = True  # False: those of the installed library, where these differ
 
     def __init__(self, config: Any):
         self.config = config
@@ -114,8 +115,8 @@ class Processor(ABC):
         forms: Sequence[ProcessorOutput] = (),
         **more: Tensor,
     ) -> Tensor:
-        """Rotary positions of right-padded rows, as the model's own code has them; int64 [rows, tokens], or [3, rows,
-        tokens] with three axes, where padding has zeros.
+        """Rotary positions of right-padded rows, as the model's makers have them (`published_positions`); int64 [rows,
+        tokens], or [3, rows, tokens] with three axes, where padding has zeros.
 
         grids: of the images; video_grids: of the videos, and video_seconds: of a step in time of each. forms: of
         pictures that are no grids. more: `audio_seqlens` where there are clips, frames of each, for a model with audio.
@@ -123,4 +124,5 @@ class Processor(ABC):
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
         given = {"image_grid_thw": grids, "video_grid_thw": video_grids, **more}
         given |= dict.fromkeys(("second_per_grid_ts", "second_per_grids"), video_seconds)  # names that models give it
-        return positions(self.model(), self.config, input_ids, mm_token_type_ids, inside, given, forms)
+        rule = self.published_positions
+        return positions(self.model(), self.config, input_ids, mm_token_type_ids, inside, given, forms, rule)

@@ -87,13 +87,14 @@ def make_tiny(config: Config, folder: str, say: Callable[[str], None]) -> None:
 
 def _look_at_samples(config: Config, family: Family, say: Callable[[str], None]) -> None:
     from dhp.data.sampling.probe import check_some_samples
+    from dhp.models.positions import tell_positions
 
     looked = [*config.data.datasets, *config.data.eval_datasets]
     say(f"looking at some samples of {', '.join(looked)}")
     hears = HEARING in parts(config)
     data, skips = config.data, config.data.on_bad_sample == "skip"
-    sees = family.processor.video_token_id is not None
-    for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips, sees):
+    sees, told = family.processor.video_token_id is not None, tell_positions(data.positions, family)
+    for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips, sees, told):
         say(note)
 
 

@@ -230,7 +230,8 @@ def test_a_video_file_reaches_a_plain_model_as_it_reaches_the_ranks(tmp_path: Pa
     entry = DatasetEntry(str(tmp_path / "a.jsonl"), str(tmp_path))
     layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
     model_name = str(tiny_assets / "model")
-    data = DataConfig(["v"], data_registry={"v": entry}, shuffle=False, video_fps=1.0, video_whole_frames=None)
+    more = {"video_fps": 1.0, "video_whole_frames": None, "positions": "library"}
+    data = DataConfig(["v"], data_registry={"v": entry}, shuffle=False, **more)
     feed = make_real_feed(BatchReaderSettings(model_name, data, layout, {"vision": Split()}, 0))
     named = {key.rpartition("/")[2]: tensor for key, tensor in feed.model_inputs(0).items()}
     assert named["video_grid_thw"].tolist() == [[2, 6, 8]]  # four frames, in pairs

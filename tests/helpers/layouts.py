@@ -320,12 +320,15 @@ def settings(stage: StageSpec, graph: StageGraph, model: str, case: Case) -> Sta
     )
 
 
-def make_reader(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> BatchReader:
+def make_reader(
+    model: str, case: Case, steps: Sequence[Sequence[Sample]], published_positions: bool = True
+) -> BatchReader:
     """A feed that deals the given samples of each step over the case's micro-batches and replicas."""
     from dhp.batch.reader import BatchReader  # which decodes videos, and needs a package for it
 
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     family = family_of(model, case)
+    family.processor.published_positions = published_positions
     return BatchReader(
         source, family, 0, _encoders(case), case.packing, **_division(case), objective=find_objective(case.objective)
     )

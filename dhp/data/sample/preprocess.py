@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import transformers
 
-from dhp.core.batch import IGNORED, SOUND, Grid, PositionRange, ProcessorOutput, frame_patches
+from dhp.core.batch import IGNORED, SOUND, VIDEO, Grid, PositionRange, ProcessorOutput, frame_patches
 from dhp.core.errors import DataError
 from dhp.data.media.frames import FrameTimes
 from dhp.data.media.sources import stored_bytes
@@ -196,7 +196,7 @@ class Preprocessor:
         """Repeat each placeholder to the length of its picture."""
         kinds = (tokens.ids == self._image_token_id).astype(np.int64)
         if self._videos is not None:
-            kinds[tokens.ids == self._videos.token_id] = 2
+            kinds[tokens.ids == self._videos.token_id] = VIDEO
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
         if self._written is None:  # else the prompt has them all
             repeats[kinds > 0] = self.pictures.runs(pictures)

@@ -33,17 +33,18 @@ def check_some_samples(
     audio_allowed: bool = True,
     skips: bool = False,
     videos_allowed: bool = True,
+    of_videos: str | None = None,
 ) -> list[str]:
     """Read some annotations of each named dataset, and check that the files that they name exist. audio_allowed:
     whether the run may use audio; videos_allowed: whether its model sees videos. skips: defective samples are left out,
-    so they are no error here.
+    so they are no error here. of_videos: a line for data with videos.
 
     Returns a line for each dataset that has keys which were not read. Datasets that are large or of another kind are
     not looked at, and no file of an image or video is opened. Raises DataError for a dataset that cannot be opened, and
     otherwise as reading the sample does.
     """
     cheap = [name for name in names if _is_cheap(registry[split_share(name)[0]].annotation_path)]
-    notes = []
+    notes, moving = [], len(cheap) < len(names)  # of what is not looked at, it is not known
     for name in dict.fromkeys(cheap):
         dataset = open_dataset([name], registry, seed, allow_http=allow_http)
         unread: Counter[str] = Counter()
@@ -53,11 +54,12 @@ def check_some_samples(
                 record = dataset.record(index)
                 _check(record, audio_allowed, videos_allowed)
                 unread.update(record.unread)
+                moving |= any(isinstance(part, Video) for part in record.media)
             except DataError:
                 if not skips:
                     raise
         notes += tell_unread(split_share(name)[0], unread, len(chosen))
-    return notes
+    return [*notes, of_videos] if moving and of_videos else notes
 
 
 def count_unread(annotations: Annotations) -> list[str]:

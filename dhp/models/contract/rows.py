@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from dhp.core.batch import IGNORED, SOUND, ProcessorOutput
+from dhp.core.batch import IGNORED, SOUND, VIDEO, ProcessorOutput
 from dhp.models.contract.pictures import arrays_of
 from dhp.models.types import BlockRule
 
@@ -166,11 +166,12 @@ def positions(
     inside: Tensor,
     pictures: Mapping[str, Tensor | None],
     forms: Sequence[ProcessorOutput] = (),
+    published: bool = True,
 ) -> Tensor:
     """Rotary positions as the model's own `get_rope_index` has them; counted through where it has none.
 
     inside: bool, false at padding. pictures: arguments that tell of the pictures' sizes; forms: of those that are no
-    grids.
+    grids. published: what is behind a video follows its greatest position, as its makers trained.
     """
     if not hasattr(base, "get_rope_index"):
         return (torch.arange(ids.shape[1]) + first_position(config)).expand_as(ids).contiguous()
@@ -185,7 +186,36 @@ def positions(
     each = [arrays_of(form) for form in forms]
     sizes = [name for name in (each or [{}])[0] if name in asked]
     given |= {name: torch.from_numpy(np.concatenate([one[name] for one in each])) for name in sizes}
-    return base.get_rope_index(model, input_ids=ids, **{n: value for n, value in given.items() if n in asked})[0]
+    found = base.get_rope_index(model, input_ids=ids, **{n: value for n, value in given.items() if n in asked})[0]
+    return _follow_videos(found, kinds, inside) if published else found
+
+
+def _follow_videos(found: Tensor, kinds: Tensor, inside: Tensor) -> Tensor:
+    """Move what is behind each video to its greatest position and one on (Qwen2-VL, section 2.1: "positions begin by
+    incrementing the maximum position ID of the preceding modality"), where the library begins by its height and width.
+    found: [3, rows, tokens]."""
+    moved = found.clone()
+    for row in (kinds == VIDEO).any(-1).nonzero().flatten().tolist():
+        tokens = int(inside[row].sum())
+        is_video = (kinds[row, :tokens] == VIDEO).long()
+        ends = (is_video.diff() == -1).nonzero().flatten() + 1  # where something is behind a video
+        for end in ends.tolist():
+            first = end - int(is_video[:end].flip(0).cumprod(0).sum())
+            behind = moved[:, row, end:tokens]
+            behind += moved[:, row, first:end].max() + 1 - behind[:, 0].min()
+    return moved
+
+
+def differs_behind_videos(base: type[nn.Module] | None, config: PreTrainedConfig) -> bool:
+    """Whether the installed library puts what is behind a video elsewhere than the model's makers did."""
+    merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
+    if merge is None or not hasattr(base, "get_rope_index"):
+        return False
+    per_step = getattr(config.vision_config, "temporal_merge_size", 1)
+    kinds = torch.tensor([[0, *[VIDEO] * 8, 0]])
+    pictures = {"video_grid_thw": torch.tensor([[8 * per_step, merge, merge]]), "second_per_grid_ts": torch.ones(1)}
+    given = (base, config, torch.zeros_like(kinds), kinds, torch.ones_like(kinds, dtype=torch.bool), pictures)
+    return not torch.equal(positions(*given), positions(*given, published=False))
 
 
 def generic_name(name: str, layers: str) -> str:
