@@ -93,8 +93,8 @@ def _look_at_samples(config: Config, family: Family, say: Callable[[str], None])
     say(f"looking at some samples of {', '.join(looked)}")
     hears = HEARING in parts(config)
     data, skips = config.data, config.data.on_bad_sample == "skip"
-    sees, told = family.processor.video_token_id is not None, tell_positions(data.positions, family)
-    for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips, sees, told):
+    sees, behind = family.processor.video_token_id is not None, tell_positions(data.positions, family)
+    for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips, sees, behind):
         say(note)
 
 

@@ -156,10 +156,10 @@ def main(family: str, file: str, source: str) -> None:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     rows = []
-    for told, row in ROWS.items():
+    for name, row in ROWS.items():
         ids, found = find(module, row)
         axes = dict(zip(("time", "height", "width"), found.tolist(), strict=True))
-        rows.append({"row": told, "parts": row, "ids": ids, **axes})
+        rows.append({"row": name, "parts": row, "ids": ids, **axes})
     made = {"source": source, "command": f"python -m tests.golden.positions {family} FILE SOURCE"}
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     path = Path(__file__).parent / "positions" / f"{family}.json"
