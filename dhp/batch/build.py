@@ -204,7 +204,7 @@ def _kept(family: Family, features: FeatureSettings | None) -> CachedPictures | 
 
 def _prompts(family: Family, data: DataConfig) -> Prompts:
     no_audio = NO_TOWER if family.processor.hearing is None else NO_ACTORS
-    return Prompts(data.system_prompt, data.learn_empty_thoughts, no_audio)
+    return Prompts(data.system_prompt, data.learn_empty_thoughts, no_audio, data.learn_newline)
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:

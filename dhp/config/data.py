@@ -26,6 +26,10 @@ class DatasetEntry:
     """Keys of these samples that have other names than the format's: its name on the left, this file's on the right, as
     {messages: dialogue, images: photos}. role, content, from and value are those of each turn."""
 
+    keep_newlines: bool = False
+    """Keep the newline between a tag (<image>) and the text beside it, as LLaMA-Factory and ms-swift do. False: it
+    belongs to the tag, as in Qwen's own script."""
+
     weight: float = 1.0
     """How often an epoch shows each sample, on average: 2 is twice, 0.5 each time another half."""
 
@@ -77,6 +81,10 @@ class DataConfig:
     learn_empty_thoughts: bool = False
     """Learn the empty block of thoughts (<think></think>) too that a chat template writes before an answer without any:
     the model then learns not to think. False: the block is read, and not learned."""
+
+    learn_newline: bool = False
+    """Learn the newline too that a template writes behind an answer's end token, as LLaMA-Factory, ms-swift, TRL and
+    Qwen's own script do. False: what ends an answer is learned last."""
 
     positions: str = "published"
     """Rotary positions of what is behind a video: published (behind its greatest position, as the models' makers train

@@ -94,7 +94,9 @@ def _look_at_samples(config: Config, family: Family, say: Callable[[str], None])
     hears = HEARING in parts(config)
     data, skips = config.data, config.data.on_bad_sample == "skip"
     sees, behind = family.processor.video_token_id is not None, tell_positions(data.positions, family)
-    for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips, sees, behind):
+    for note in check_some_samples(
+        looked, data.data_registry, config.seed, data.allow_http, hears, skips, sees, behind
+    ):
         say(note)
 
 

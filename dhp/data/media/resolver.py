@@ -24,12 +24,14 @@ class MediaResolver:
     """Where one sample's images, videos and sounds may come from.
 
     data_path: the folder that paths start from, which may be behind an address; None: no files. members: files of the
-    sample's archive, by name; None: it has no archive. allow_http: fetch http and https addresses.
+    sample's archive, by name; None: it has no archive. allow_http: fetch http and https addresses. keep_newlines: the
+    newline between the tag of a file and the text beside it stays.
     """
 
     data_path: Path | RemoteFolder | None
     allow_http: bool = False
     members: Mapping[str, File] | None = None
+    keep_newlines: bool = False
 
     def find(self, value: Any, what: str) -> File:
         """The bytes that `value` stands for: a path, a data: or http(s) or file: address, bytes, or {bytes, path}.

@@ -119,7 +119,7 @@ class Annotations:
     """One dataset.
 
     form: a name of `FORMATS`. data_path: where image paths start; None: no files. path: the file, or the folder of
-    shards. columns: our names of keys → the samples'."""
+    shards. columns: our names of keys → the samples'. keep_newlines: as `dhp.data.media.resolver.MediaResolver`."""
 
     dataset: str
     rows: RawSamples
@@ -128,6 +128,7 @@ class Annotations:
     allow_http: bool
     path: Place
     columns: Mapping[str, str] = field(default_factory=dict)
+    keep_newlines: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -141,7 +142,7 @@ class Annotations:
         where = self.where(index)
         with located(where):
             entry = _read(self.rows, index)
-            media = MediaResolver(self.data_path, self.allow_http, entry.members)
+            media = MediaResolver(self.data_path, self.allow_http, entry.members, self.keep_newlines)
             raw = renamed(entry.value, self.columns)
             try:
                 return parse_record(raw, self.dataset, index + 1, where, self.form, media)
@@ -156,10 +157,12 @@ def read_annotations(
     form: str = AUTO,
     allow_http: bool = False,
     columns: Mapping[str, str] = MappingProxyType({}),
+    keep_newlines: bool = False,
 ) -> Annotations:
     """Open the annotations of a dataset: a file, or a folder of shards.
 
     form: a name of `dhp.data.read.annotations.FORMATS`, or auto. columns: our names of keys → the samples'.
+    keep_newlines: as `Annotations`.
 
     Raises DataError where the whole dataset is useless: the file is missing, unreadable or no JSON array (with line and
     column), it has no sample, none of the first samples can be read, none has a key of `columns`, or data_path is not a
@@ -182,7 +185,7 @@ def read_annotations(
         raw = list(_first_samples(rows))
         check_columns(raw, columns)
         form = detect(renamed(one, columns) for one in raw) if form == AUTO else form
-        return Annotations(dataset, rows, form, data_path, allow_http, path, dict(columns))
+        return Annotations(dataset, rows, form, data_path, allow_http, path, dict(columns), keep_newlines)
 
 
 def _read(rows: RawSamples, index: int) -> RawSample:

@@ -16,8 +16,8 @@ from dhp.data.read.fields import Fields, is_set
 from dhp.data.read.records import ANSWERS, Part, Turn
 
 KINDS = ("image", "video", "audio")
-# The newline that is written between a tag and the text belongs to the tag, not to the question.
-_TAG = re.compile(r"\n?<(image|video|audio)>\n?")
+# By whether it is kept: the newline that is written between a tag and the text belongs to the tag, or to the question.
+_TAG = {False: r"\n?<(image|video|audio)>\n?", True: r"<(image|video|audio)>"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def turns_of(raw: Fields, said: Sequence[Said], media: MediaResolver, in_front: 
     if not all(one.tagged for one in said):
         placed = said
     else:
-        placed = _at_tags(_in_front(said, beside) if in_front else said, beside)
+        placed = _at_tags(_in_front(said, beside) if in_front else said, beside, media.keep_newlines)
     filled = _filled(placed, beside, media)
     turns = [Turn(one.role, _joined(number, one), one.learned, one.thoughts) for number, one in enumerate(filled, 1)]
     check_texts(filled)
@@ -119,7 +119,7 @@ def _in_front(said: Sequence[Said], beside: Beside) -> list[Said]:
     return [replace(one, parts=(tags, *one.parts)) if tags and n == first else one for n, one in enumerate(said)]
 
 
-def _at_tags(said: Sequence[Said], beside: Beside) -> list[Said]:
+def _at_tags(said: Sequence[Said], beside: Beside, keep_newlines: bool) -> list[Said]:
     """Places of files instead of tags. Without a sound, `<audio>` is text."""
     for kind, names in beside.files.items():
         tags = count_tags(said, kind)
@@ -127,13 +127,13 @@ def _at_tags(said: Sequence[Said], beside: Beside) -> list[Said]:
             hint = "" if tags else ". Set format: swift for this dataset, and they stand before the first question"
             raise DataError(f"{tags} <{kind}> tags in the human turns, but {len(names)} {kind}s: {_brief(names)}{hint}")
     read = [kind for kind in KINDS if kind != "audio" or beside.files[kind]]
-    return [replace(one, parts=_cut(one.text, read)) if one.role == "user" else one for one in said]
+    tag = re.compile(_TAG[keep_newlines] if "audio" in read else _TAG[keep_newlines].replace("|audio", ""))
+    return [replace(one, parts=_cut(one.text, tag)) if one.role == "user" else one for one in said]
 
 
-def _cut(text: str, kinds: Sequence[str]) -> tuple[Part | Bare, ...]:
-    """Text split at the tags of some kinds, with a place of a file for each tag."""
+def _cut(text: str, tag: re.Pattern[str]) -> tuple[Part | Bare, ...]:
+    """Text split at tags, with a place of a file for each."""
     parts: list[Part | Bare] = []
-    tag = _TAG if "audio" in kinds else re.compile(_TAG.pattern.replace("|audio", ""))
     for number, piece in enumerate(tag.split(text)):
         if number % 2:
             parts.append(Bare(piece))

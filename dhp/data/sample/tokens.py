@@ -45,12 +45,14 @@ class Prompts:
     """How conversations are written, beyond what the model's chat template says.
 
     system: text of those that have none; None: nothing is added. learn_empty_thoughts: see
-    `dhp.data.sample.chat.render`. no_audio: why a run takes no audio, for errors.
+    `dhp.data.sample.chat.render`. no_audio: why a run takes no audio, for errors. learn_newline: the newline behind an
+    answer's end token is learned too.
     """
 
     system: str | None = None
     learn_empty_thoughts: bool = False
     no_audio: str = NO_ACTORS
+    learn_newline: bool = False
 
 
 AS_THE_TEMPLATE = Prompts()
@@ -98,11 +100,9 @@ class ConversationTokenizer:
             rendered = self._with_times(rendered, paces) if paces else rendered
             rendered = self._with_pictures(rendered, shown) if shown else rendered
             rendered = self._with_sounds(rendered, clips) if self._sounds is not None else rendered
-            encoding = self._tokenizer(
-                rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-            )
-        ids = np.array(encoding["input_ids"], dtype=np.int64)
-        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+            ids, offsets = self._encode(rendered.text)
+            for start, _ in rendered.spans:
+                ids, offsets = self._cut_newlines(ids, offsets, rendered.text, start)
         return Tokens(ids, self._targets(ids, offsets, rendered))
 
     def _plain_tokens(self, text: str) -> Tokens:
@@ -151,6 +151,30 @@ class ConversationTokenizer:
 
         return replace_each(rendered, token, [show(pace) for pace in paces])
 
+    def _encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids, and the characters of each, [tokens, 2]."""
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding["input_ids"], dtype=np.int64), offsets
+
+    def _cut_newlines(
+        self, ids: np.ndarray, offsets: np.ndarray, text: str, start: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Where an answer begins with newlines and the prompt before it ends with some, tokens as the model meets them
+        when it answers: those of the prompt, then those of the answer, and none of both."""
+        if text[start - 1 : start + 1] != "\n\n":
+            return ids, offsets
+        first = int(np.searchsorted(offsets[:, 1], start, side="right"))
+        last = first
+        while last < len(ids) and not text[slice(*offsets[last])].strip("\n"):
+            last += 1
+        if last == first or offsets[first, 0] == start:
+            return ids, offsets
+        begin, end = offsets[first, 0], offsets[last - 1, 1]
+        pieces = [(self._encode(text[a:b]), a) for a, b in ((begin, start), (start, end))]
+        cut = [(ids[:first], offsets[:first]), *((own, own_at + a) for (own, own_at), a in pieces)]
+        return tuple(np.concatenate(part) for part in zip(*cut, (ids[last:], offsets[last:]), strict=True))  # type: ignore[return-value]
+
     def _targets(self, ids: np.ndarray, offsets: np.ndarray, rendered: Rendered) -> np.ndarray:
         """bool [tokens]: tokens that have characters of an answer, up to and with its end-of-turn token. The first may
         begin before it: words of most vocabularies have the space before them."""
@@ -159,6 +183,8 @@ class ConversationTokenizer:
             last = int(np.searchsorted(offsets[:, 0], stop))
             first = int(np.searchsorted(offsets[:, 1], start, side="right")) if start < stop else last
             last = self._end_of_turn(ids, offsets, rendered.text[:stop], first, last)
+            if self._prompts.learn_newline and last < len(ids):
+                last += rendered.text[slice(*offsets[last])] == "\n"
             target[first:last] = True
         return target
 

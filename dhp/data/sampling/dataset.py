@@ -135,7 +135,7 @@ def _read(name: str, registry: Mapping[str, DatasetEntry], allow_http: bool, rem
     entry = registry[name]
     with located(f"dataset {name!r}"):
         path, data_path = find_place(entry.annotation_path, remote), find_root(entry.data_path, remote)
-    return read_annotations(name, path, data_path, entry.format, allow_http, entry.columns)
+    return read_annotations(name, path, data_path, entry.format, allow_http, entry.columns, entry.keep_newlines)
 
 
 @dataclass(frozen=True)
