@@ -13,7 +13,7 @@ from dhp.core.text import aligned
 from dhp.models.family import VISION
 from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.explain import loses_by, refusals
-from dhp.trainer.forecast.freed import ROWS
+from dhp.trainer.forecast.freed import ROWS, rows_by_tokens
 
 SHOWN = 10  # layouts of the table
 _REFUSED = 3  # messages that are shown
@@ -29,7 +29,7 @@ def head_lines(outcome: Outcome) -> Iterator[str]:
     total = sum(one.size for one in counted.parameters)
     trained = sum(one.size for one in counted.parameters if one.used and counted.rules.trains(one.name))
     share = "all trained" if trained == total else f"{trained / 1e9:.3g}B trained"
-    samples = f"{config.training.batch_size} rows" if _by_tokens(outcome) else f"{config.training.batch_size} samples"
+    samples = f"{config.training.batch_size} {'rows' if rows_by_tokens(config) else 'samples'}"
     yield (
         f"plan of {outcome.asked.named}: {machine}, {formats}, {samples} a step, {total / 1e9:.3g}B parameters, {share}"
     )
@@ -52,10 +52,6 @@ def _freeing(kept: Collection[str]) -> str:
     """How to have these searched too: free=all leaves alone what would change the batch."""
     named = f"free={ROWS}" if set(kept) == {ROWS} else "free=KEY,… or free=all"
     return f"{named} searches {'it' if len(kept) == 1 else 'them'} too"
-
-
-def _by_tokens(outcome: Outcome) -> bool:
-    return outcome.config.data.limits.text is not None and outcome.config.data.balance in ("isf", "balanced")
 
 
 def _longest(outcome: Outcome) -> str:
