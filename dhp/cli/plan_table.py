@@ -13,12 +13,12 @@ from dhp.core.text import aligned
 from dhp.models.family import VISION
 from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.explain import loses_by, refusals
-from dhp.trainer.forecast.freed import ROWS, rows_by_tokens
+from dhp.trainer.forecast.freed import ROWS, a_step, rows_by_tokens
 
 SHOWN = 10  # layouts of the table
 _REFUSED = 3  # messages that are shown
 _WIDE = 24  # characters of a recompute that is shown whole
-_HEAD = ("", "step_s", "GiB", "margin", "tok/s/dev", "MFU", "m×rows")
+_HEAD = ("", "step_s", "GiB", "margin", "tok/s/dev", "MFU", "m×size")
 
 
 def head_lines(outcome: Outcome) -> Iterator[str]:
@@ -29,7 +29,10 @@ def head_lines(outcome: Outcome) -> Iterator[str]:
     total = sum(one.size for one in counted.parameters)
     trained = sum(one.size for one in counted.parameters if one.used and counted.rules.trains(one.name))
     share = "all trained" if trained == total else f"{trained / 1e9:.3g}B trained"
-    samples = f"{config.training.batch_size} {'rows' if rows_by_tokens(config) else 'samples'}"
+    by_tokens, searched = rows_by_tokens(config), ROWS not in outcome.asked.held.keys
+    samples = f"{a_step(config)} {'rows' if by_tokens else 'samples'}"
+    if by_tokens and searched:
+        samples = f"{config.training.batch_size} / micro_batch_size rows"
     yield (
         f"plan of {outcome.asked.named}: {machine}, {formats}, {samples} a step, {total / 1e9:.3g}B parameters, {share}"
     )

@@ -22,7 +22,7 @@ from dhp.step.schedule import draw, make_schedule
 from dhp.trainer.activations import Activations, expected_activations
 from dhp.trainer.chain import Model, is_joint, part_cuts
 from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_lines
-from dhp.trainer.forecast.freed import rows_by_tokens
+from dhp.trainer.forecast.freed import a_step, rows_by_tokens
 from dhp.trainer.forecast.verdict import verdict
 from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, copied_bytes, footprint, rank_bytes
 from dhp.trainer.model_shapes import ModelShapes
@@ -63,14 +63,15 @@ def dry_run(config: Config) -> str:
     ]
     lines += _pipeline(plan)
     training = config.training
-    rows = assumed_rows(config)
-    lines.append(f"assumed        micro-batches of {rows}; seconds as operations")
-    alike = Loads(np.array([rows.pictures]), np.array([rows.tokens]))
+    assumed = assumed_rows(config)
+    lines.append(f"assumed        micro-batches of {assumed}; seconds as operations")
+    alike = Loads(np.array([assumed.pictures]), np.array([assumed.tokens]))
     lines += [f"data           {line}" for line in unreached(config, alike)]
-    what = "rows" if rows_by_tokens(config) else "samples"
+    each = "rows" if rows_by_tokens(config) else "samples"
+    times = "" if each == "rows" else f"micro_batch_size {training.micro_batch_size} × "
     lines.append(
-        f"a step         {training.batch_size} {what} = {DECODER}.data {decoder(config).data} × micro_batch_size "
-        f"{training.micro_batch_size} × {micro_batches(config)} micro-batches"
+        f"a step         {a_step(config)} {each} = {DECODER}.data {decoder(config).data} × {times}"
+        f"{micro_batches(config)} micro-batches"
     )
     if training.save_in_background:
         sections = parts(config)

@@ -11,6 +11,7 @@ from dhp.config.schema import Config
 from dhp.data.balance.packs import Loads
 from dhp.data.sampling.sampler import BalanceSettings
 
+LOOKED_AT, LOOKING_S = 256, 2.0  # samples, and seconds, by which rows are judged where not all lengths are known
 _MORE = 1.05  # times as many rows by one limit as by the other: less is no matter
 
 

@@ -123,7 +123,7 @@ def test_rows_are_assumed_as_the_plan_makes_them_and_a_limit_that_none_reaches_i
     assert "Set data.limits.vision=8192" in printed and "micro-batches of 1 sample of 2,048 tokens" in printed
     whole = dry_run(prepared("qwen2_5_vl_3b", run))
     assert "rows hold" not in whole and "micro-batches of 4 samples of 2,048 tokens" in whole
-    assert "a step         32 rows = text.data 4 × micro_batch_size 1 × 8 micro-batches" in whole
+    assert "a step         32 rows = text.data 4 × 8 micro-batches" in whole
 
 
 def test_degrees_are_checked_against_the_shipped_shape() -> None:

@@ -81,6 +81,12 @@ def rows_by_tokens(config: Config) -> bool:
     return config.data.limits.text is not None and config.data.balance in FILLING
 
 
+def a_step(config: Config) -> int:
+    """Samples of a step; where rows have so many tokens, rows: a micro-batch of a replica is one."""
+    training = config.training
+    return training.batch_size // training.micro_batch_size if rows_by_tokens(config) else training.batch_size
+
+
 def freed(config: Config, held: Held) -> Config:
     """The configuration with all that is not held as a search expects it: one actor a part, and recompute=auto.
 

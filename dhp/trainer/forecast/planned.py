@@ -21,11 +21,11 @@ from dhp.trainer.forecast.question import Question, attempt, count_model, is_qui
 from dhp.trainer.forecast.sample_source import assumed_equal
 from dhp.trainer.forecast.samples import Samples
 from dhp.trainer.plan import RunPlan
+from dhp.trainer.row_limits import LOOKED_AT, LOOKING_S
 
 if TYPE_CHECKING:
     from dhp.trainer.session import Session
 
-LOOKED_AT, LOOKING_S = 256, 2.0  # samples, and seconds, from which a step is planned where not all lengths are known
 _SENDING = ("sent", "exposed", "sync")  # kinds of seconds in which ranks wait for what they send
 
 

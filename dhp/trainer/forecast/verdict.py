@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 from dhp.config.devices import GIB, NODE, find_device, find_link
 from dhp.config.parts import parts
 from dhp.trainer.forecast.forecast import Forecast, forecast
-from dhp.trainer.forecast.here import ASSUMED, BETWEEN, CPU, asked_rates, assumed_cpu, folder_of, measured_machine
+from dhp.trainer.forecast.here import (
+    ASSUMED,
+    BETWEEN,
+    CPU,
+    asked_rates,
+    assumed_cpu,
+    device_here,
+    folder_of,
+    measured_machine,
+)
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.machine import Machine, machine_of
 from dhp.trainer.forecast.question import Question, attempt, count_model, is_quick
@@ -39,8 +48,9 @@ def verdict(plan: RunPlan, table: Table | None = None) -> list[str]:
         return [f"planned        not known: {made}"]
     found, machine = made
     lines = [f"planned        {_memory(found, machine)}"]
+    here = "" if device_here() is not None else "; no GPU is here"
     if machine.figures:
-        lines.append(f"               {_speed(found, machine)}, on {machine} (assumed)")
+        lines.append(f"               {_speed(found, machine)}, on {machine} (assumed{here})")
     others = "other devices and the best layout: python -m dhp plan"
     return [*lines, f"               for {others if table is not None else f'your data, {others}'}"]
 
