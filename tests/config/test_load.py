@@ -214,7 +214,9 @@ def test_a_choice_that_is_none_is_told_with_all_there_are(override):
     with pytest.raises(ConfigError) as caught:
         compose_config("qwen2_5_vl_3b", overrides=[override])
     told = str(caught.value)
-    assert told.startswith("vision=ulyses_zero1 does not exist; choose from data, data_zero1, data_zero3, pipeline, ring")
+    assert told.startswith(
+        "vision=ulyses_zero1 does not exist; choose from data, data_zero1, data_zero3, pipeline, ring"
+    )
     assert told.endswith("ulysses, ulysses_zero1, ulysses_zero3; did you mean ulysses_zero1?")
 
 
