@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dhp.config.schema import Config as Config
     from dhp.core.errors import DhpError as DhpError
     from dhp.objectives.objective import Objective as Objective
+    from dhp.objectives.registry import OBJECTIVES as OBJECTIVES
     from dhp.trainer.own_loop import Run as Run
     from dhp.trainer.own_loop import load_config as load_config
     from dhp.trainer.own_loop import train as train
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Config": "dhp.config.schema",
     "DhpError": "dhp.core.errors",
+    "OBJECTIVES": "dhp.objectives.registry",
     "Objective": "dhp.objectives.objective",
     "Run": "dhp.trainer.own_loop",
     "load_config": "dhp.trainer.own_loop",

@@ -36,6 +36,8 @@ ELSEWHERE = {
     "make test ARGS='-m families": "an hour, on demand: tests/engine/test_declared_families.py",
     "make ": ".ci/run; tests/test_docs.py sees that the targets exist",
     "hf download": "needs the hub",
+    "python -m dhp plan --config-name=qwen2_5_vl_7b_tensor": "tests/cli/test_plan.py, slow",
+    "python -m dhp plan --config-name=qwen2_5_vl_32b_8gpus_tensor": "tests/cli/test_plan.py, slow",
     "python -m dhp plan --config-name=qwen2_5_vl_7b": "minutes of tracing; tests/cli/test_plan.py, of the tiny model",
     "python -m dhp doctor model /models/": "needs that download; one of a made model is below",
     "dhp doctor loss family.yaml": "tests/examples/test_new_family.py",
@@ -180,7 +182,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_assets: Path) -> Path:
     assets = shutil.copytree(tiny_assets, made / "assets" / "tiny")
     (made / "my_configs").mkdir()
     (made / "my_configs" / "receipts.yaml").write_text(readers("README.md", "receipts", assets), encoding="utf-8")
-    (made / "my_configs" / "qwen3b.yaml").write_text(readers("docs/checkpoints.md", "qwen3b", assets), encoding="utf-8")
+    (made / "my_configs" / "qwen3b.yaml").write_text(
+        readers("LOAD_PRETRAINED_WEIGHTS.md", "qwen3b", assets), encoding="utf-8"
+    )
     config = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text(encoding="utf-8"))
     config["data"]["data_registry"]["held_out"] = config["data"]["data_registry"]["shapes"]
     for file in ("mine.yaml", "my.yaml", "my_configs/mine.yaml"):

@@ -61,9 +61,20 @@ def test_requirements_are_what_is_imported() -> None:
 
 
 def test_optional_requirements_are_what_a_setting_or_a_file_asks_for() -> None:
-    lines = [line for name in ("gpu", "data", "loggers") for line in extra_lines(name)]
+    lines = [line.replace("-", "_") for name in ("gpu", "data", "loggers") for line in extra_lines(name)]
     listed = {re.split(r"[\[=<>~]", line)[0].strip() for line in lines if line and not line.startswith("#")}
     assert listed <= OPTIONAL
+
+
+def test_flash_attn_is_pinned_to_a_version_that_the_adapter_knows() -> None:
+    from dhp.parallel.optional_packages import FLASH_ATTENTION_FROM, FLASH_ATTENTION_UP_TO
+
+    (version,) = [line.partition("==")[2] for line in extra_lines("gpu") if line.startswith("flash-attn")]
+    assert FLASH_ATTENTION_FROM <= tuple(map(int, version.split(".")[:2])) < FLASH_ATTENTION_UP_TO
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]
+    assert settings["optional-dependencies"]["gpu"] == {"file": ["requirements-gpu.txt"]}
+    page = (ROOT / "docs" / "developers" / "dependencies.md").read_text()
+    assert f"the extra `gpu` pin {version} |" in page
 
 
 def test_every_requirement_has_a_reason() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+
+from dhp.config.command_line import compose_config
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "slurm" / "run.sbatch"
@@ -49,6 +52,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def calls(environment: dict[str, str]) -> list[str]:
     return Path(environment["CALLS"]).read_text().splitlines()
+
+
+def test_the_job_asks_for_as_many_gpus_as_its_configuration_has_actors() -> None:
+    script = SCRIPT.read_text()
+    nodes, gpus = (int(re.search(rf"#SBATCH --{key}=(\d+)", script)[1]) for key in ("nodes", "gpus-per-node"))
+    config = compose_config(re.search(r"--config-name=(\w+)", script)[1])
+    assert nodes * gpus == max(config.vision.num_actors, config.text.num_actors) and config.cluster.collocate
 
 
 def test_ray_starts_on_each_node_and_the_run_on_the_first(environment: dict[str, str]) -> None:

@@ -36,6 +36,7 @@ from dhp.trainer.forecast.verdict import verdict
 from dhp.trainer.graph import devices_as_planned, find_localities, make_graph
 from dhp.trainer.lengths import map_chunks, measure_all, measuring_settings, own_reader
 from dhp.trainer.plan import plan_run
+from dhp.trainer.row_limits import unreached
 
 SHOWN_DEFECTS = 20  # defects that are printed; the file has all
 DATASETS = {
@@ -98,6 +99,8 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
         print(line)
     _tell_lengths(loads)
     _tell_limits(loads, of_methods, config.data.limits.rule)
+    for line in unreached(config, loads):
+        print(line)
     _tell_balance(rows, config)
     packs = choose_method(config.data.balance, config.data.long_tokens)(
         loads, _limits(config, settings, loads), _rows(config), config.seed

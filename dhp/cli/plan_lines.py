@@ -9,6 +9,7 @@ from dhp.cli.plan_outcome import Outcome
 from dhp.cli.plan_table import gib, memory_needed, whole_layout
 from dhp.config.devices import GIB
 from dhp.trainer.forecast.candidates import Candidate
+from dhp.trainer.forecast.freed import rows_by_tokens
 from dhp.trainer.forecast.memory import NAMES
 from dhp.trainer.forecast.needs import FAILURE_HOURS, PIXELS_S, SAVED_BYTES_S, crossing
 from dhp.trainer.forecast.ways import MOST_TOKENS, samples_a_step
@@ -51,11 +52,11 @@ def way_lines(outcome: Outcome) -> Iterator[str]:
             f"longest row   {more}{ways.longest:,} tokens with the layout of 1, recomputing more where it may (now: "
             f"{worst.tokens:,})"
         )
-        rows = best.settings["training.micro_batch_size"]
-        yield (
-            f"largest rows  {ways.rows:,} × micro_batch_size=1 in one micro-batch (now {rows}), each as long as in the "
-            "longest row; a larger batch takes more micro-batches, not memory"
-        )
+        size = best.settings["training.micro_batch_size"]
+        most = f"{ways.rows:,} samples of the longest row's length (now {size})"
+        if rows_by_tokens(outcome.config):
+            most = f"{ways.rows / size:.3g} × the longest row (now 1)"
+        yield f"micro-batch   room for {most}; a larger batch takes more micro-batches, not memory"
     if ways.smallest is not None:
         need = memory_needed(outcome, ways.smallest)
         yield f"least memory  {need:.2f} GiB a device: {whole_layout(outcome, ways.smallest)}"

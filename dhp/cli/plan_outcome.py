@@ -36,6 +36,7 @@ from dhp.trainer.forecast.ways import (
     smallest_memory,
 )
 from dhp.trainer.forecast.whole_run import WholeRun
+from dhp.trainer.row_limits import unreached
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table
@@ -125,6 +126,7 @@ def find_plan(asked: Asked, say: Callable[[str], None]) -> Outcome:
         machine = with_memory(asked.request, machine)
         notes = [note for note in notes if not note.startswith("device=")]
     space = make_space(subject, asked.held, machine, samples, say)
+    notes += unreached(subject.plain, samples.lengths)
     return _answered(asked, space, tuple(notes), samples, table, say)
 
 

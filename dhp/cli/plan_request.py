@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dhp.config.devices import Device, Link, find_device, find_link
+from dhp.config.devices import NODE, Device, Link, find_device, find_link
 from dhp.config.parts import parts
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
@@ -16,7 +16,6 @@ from dhp.trainer.forecast.here import CPU, device_here
 from dhp.trainer.forecast.machine import Machine, machine_of
 from dhp.trainer.forecast.samples import EqualSamples
 
-NODE = 8  # devices of a node, where nothing else is said
 DEVICE, LINK = "h100", "ib400"  # where none is named
 _LENGTH = {"tokens": "tokens", "picture": "features", "targets": "targets"}  # names of length= and of EqualSamples
 

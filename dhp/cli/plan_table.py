@@ -13,12 +13,12 @@ from dhp.core.text import aligned
 from dhp.models.family import VISION
 from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.explain import loses_by, refusals
-from dhp.trainer.forecast.freed import ROWS
+from dhp.trainer.forecast.freed import ROWS, a_step, rows_by_tokens
 
 SHOWN = 10  # layouts of the table
 _REFUSED = 3  # messages that are shown
 _WIDE = 24  # characters of a recompute that is shown whole
-_HEAD = ("", "step_s", "GiB", "margin", "tok/s/dev", "MFU", "m×rows")
+_HEAD = ("", "step_s", "GiB", "margin", "tok/s/dev", "MFU", "m×size")
 
 
 def head_lines(outcome: Outcome) -> Iterator[str]:
@@ -29,7 +29,10 @@ def head_lines(outcome: Outcome) -> Iterator[str]:
     total = sum(one.size for one in counted.parameters)
     trained = sum(one.size for one in counted.parameters if one.used and counted.rules.trains(one.name))
     share = "all trained" if trained == total else f"{trained / 1e9:.3g}B trained"
-    samples = f"{config.training.batch_size} rows" if _by_tokens(outcome) else f"{config.training.batch_size} samples"
+    by_tokens, searched = rows_by_tokens(config), ROWS not in outcome.asked.held.keys
+    samples = f"{a_step(config)} {'rows' if by_tokens else 'samples'}"
+    if by_tokens and searched:
+        samples = f"{config.training.batch_size} / micro_batch_size rows"
     yield (
         f"plan of {outcome.asked.named}: {machine}, {formats}, {samples} a step, {total / 1e9:.3g}B parameters, {share}"
     )
@@ -52,10 +55,6 @@ def _freeing(kept: Collection[str]) -> str:
     """How to have these searched too: free=all leaves alone what would change the batch."""
     named = f"free={ROWS}" if set(kept) == {ROWS} else "free=KEY,… or free=all"
     return f"{named} searches {'it' if len(kept) == 1 else 'them'} too"
-
-
-def _by_tokens(outcome: Outcome) -> bool:
-    return outcome.config.data.limits.text is not None and outcome.config.data.balance in ("isf", "balanced")
 
 
 def _longest(outcome: Outcome) -> str:

@@ -15,6 +15,7 @@ from dhp.core.errors import ConfigError
 DEVICES, LINKS = "devices/devices.json", "devices/links.json"
 KINDS = ("stated", "assumed", "measured")
 TERA, GIGA, MICRO, GIB = 1e12, 1e9, 1e-6, 2**30
+NODE = 8  # devices of a node, where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -132,3 +133,10 @@ def _device(entry: Mapping[str, Any], reached: Mapping[str, Any]) -> Device:
 def _read(table: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((shipped_directory() / table).read_text(encoding="utf-8"))
     return found
+
+
+def nodes(actors: int) -> int | None:
+    """Over how many nodes so many actors go in equal groups of at most `NODE`; None: one. A file has it as
+    `data: ${nodes:${text.num_actors}}`, so that a degree follows the number of actors."""
+    found = next(count for count in range(1, actors + 1) if actors % count == 0 and actors <= count * NODE)
+    return found if found > 1 else None

@@ -102,6 +102,8 @@ def check_training(training: TrainingConfig) -> None:
 
 def _check_loggers(training: TrainingConfig) -> None:
     for name in training.loggers:
+        written = "others: TensorBoard's files are always written, into run_dir/tb. Leave it out"
+        require(name.lower() != "tensorboard", "training.loggers", name, written)
         require_choice("training.loggers", name, LOGGERS)
     twice = len(set(training.loggers)) < len(training.loggers)
     require(not twice, "training.loggers", training.loggers, "each of them once")

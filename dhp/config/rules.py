@@ -17,7 +17,7 @@ from dhp.core.state_forms import BFLOAT16, EXACT_STATES, FORMS
 
 FLASH_ATTENTION_2 = "flash_attention_2"
 DEEPSPEED, FSDP = "deepspeed", "fsdp"
-_FILLING = ("isf", "balanced")  # methods of balance that fill rows
+FILLING = ("isf", "balanced")  # methods of balance that fill rows
 _WHOLE = "bitsandbytes rounds blocks of whole matrices, of which each actor would have a part"
 
 # Of one part, with degrees.
@@ -154,7 +154,7 @@ RUN_RULES: tuple[Rule, ...] = (
 
 # Of balanced rows and the rest of a run.
 BALANCE_RULES: tuple[Rule, ...] = (
-    Rule("data.balance data.packing", lambda p, c: c.data.balance in _FILLING and not c.data.packing,
+    Rule("data.balance data.packing", lambda p, c: c.data.balance in FILLING and not c.data.packing,
          ": it fills rows with samples of any length, which padding would undo. Set data.packing=true, or "
          "data.balance=length_group"),
     Rule("data.balance data.shuffle", lambda p, c: c.data.balance != "random" and not c.data.shuffle,
@@ -227,7 +227,7 @@ def check_balance(config: Config) -> None:
     """Requirements of balanced rows on other keys. Raises ConfigError."""
     data, method = config.data, config.data.balance
     check_rules(BALANCE_RULES, DECODER, config.text, config)
-    _check_limits(data.limits, method, method in _FILLING)
+    _check_limits(data.limits, method, method in FILLING)
     for key, methods in (("isf_passes", ("isf",)), ("group_window", ("length_group", "device_group"))):
         value = getattr(data, key)
         if method not in methods and value != getattr(DataConfig, key):

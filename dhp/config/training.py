@@ -26,7 +26,8 @@ class TrainingConfig:
     """The objective, the optimizer and the length of the run."""
 
     objective: str = "sft"
-    """What a step minimizes: sft (the cross-entropy of each target token, mean over all of the step)."""
+    """What a step minimizes: sft (the cross-entropy of each target token, mean over all of the step), or one that a
+    module of plugins registers."""
 
     batch_size: int = 8
     """Samples a step over all replicas; batch_size = text.data × micro_batch_size × micro-batches a step. With

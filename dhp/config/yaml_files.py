@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from dhp.config.devices import nodes
 from dhp.config.errors import unknown_keys
 from dhp.config.inert import HYDRA, check_inert
 from dhp.config.schema import Config
@@ -54,6 +55,7 @@ class YamlFiles(_Files):  # type: ignore[misc]
     def register(cls) -> None:
         """Make Hydra know the scheme, and begin a new configuration."""
         guard_environment()
+        OmegaConf.register_new_resolver("nodes", nodes, replace=True)
         cls.said.clear()
         Plugins.instance().register(cls)
 

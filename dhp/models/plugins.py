@@ -1,5 +1,5 @@
-"""Modules of the user's own that register a family with transformers: importable ones, which a configuration or a
-command names. What lies in a model's directory, in a checkpoint or in data is never run."""
+"""Modules of the user's own that register a family with transformers, or an objective: importable ones, which a
+configuration or a command names. What lies in a model's directory, in a checkpoint or in data is never run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from types import ModuleType
 
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import ConfigError, ModelError
+from dhp.core.plugins import registered
 from dhp.core.text import one_line
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
 def import_plugins(names: Sequence[str], said: str = "plugins") -> None:
-    """Import modules, each of which registers a vision-language model with transformers. said: the key or the option
-    that names them.
+    """Import modules, each of which registers a vision-language model with transformers, or an objective with dhp.
+    said: the key or the option that names them.
 
     Raises ConfigError for what is no module's name, ModelError for one that cannot be imported, and for one that
     registers nothing.
@@ -36,9 +37,10 @@ def import_plugins(names: Sequence[str], said: str = "plugins") -> None:
             )
         if not _registers(_imported(name, said)):
             raise ModelError(
-                f"{said}={name}: the module registers no vision-language model. When it is imported it should call "
-                "AutoConfig.register(model_type, Config) and AutoModelForImageTextToText.register(Config, Model), as "
-                "examples/new_family/mixer_vl.py does"
+                f"{said}={name}: the module registers no vision-language model and no objective. When it is imported "
+                "it should call AutoConfig.register(model_type, Config) and "
+                "AutoModelForImageTextToText.register(Config, Model), as examples/new_family/mixer_vl.py does, or add "
+                "to dhp.OBJECTIVES"
             )
 
 
@@ -76,6 +78,6 @@ def _registers(module: ModuleType) -> bool:
     from transformers import AutoModelForImageTextToText
 
     own = {id(value) for value in vars(module).values()}
-    registered = AutoModelForImageTextToText._model_mapping._extra_content.values()
+    kinds = [*AutoModelForImageTextToText._model_mapping._extra_content.values(), *registered()]
     package = module.__name__.partition(".")[0]
-    return any(id(kind) in own or kind.__module__.partition(".")[0] == package for kind in registered)
+    return any(id(kind) in own or kind.__module__.partition(".")[0] == package for kind in kinds)

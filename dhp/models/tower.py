@@ -78,10 +78,11 @@ class Tower(Part):
         """Raises ConfigError where a pipeline should divide a tower that runs as a whole alone, or its states between
         layers be cut."""
         if resolved(asked.pipeline) > 1 and not self.divisible:
+            ways = ["data", "sequence", *(["tensor"] if self.tensor_plan else [])]
             raise ConfigError(
                 f"{part}.pipeline={asked.pipeline} with a {self.config.model_type} model: runs of layers of its {part} "
                 f"tower alone are not known here. Set {part}.pipeline=1, and "
-                f"{part}.parallelism=data, sequence or tensor"
+                f"{part}.parallelism={', '.join(ways[:-1])} or {ways[-1]}"
             )
         if asked.sequence_sharded_norms and not self.divisible:
             raise ConfigError(

@@ -132,7 +132,7 @@ def _one_line(text: str) -> str:
 
 def step_line(metrics: StepMetrics, total_steps: int, left_s: float | None = None) -> str:
     """`step 10/60  epoch 0.31  loss 3.2101  norm 1.02  lr 3.0e-03  0.41 s/step  1532 tokens/s  data 2%  41.2 GiB
-    mfu 38%  eta 0:21`, without what is not known: memory on CPUs, mfu of unknown devices.
+    mfu 38%  eta 0:21`, without what is not known: memory and mfu on CPUs, mfu of unknown devices.
 
     left_s: seconds that the run will still take.
     """
@@ -175,8 +175,8 @@ def _speed(metrics: StepMetrics) -> list[str]:
     ]
     if metrics.memory_bytes:
         figures.append(f"{max(metrics.memory_bytes.values()) / GIB:.1f} GiB")
-    if metrics.mfu is not None:
-        figures.append(f"mfu {metrics.mfu:.0%}")
+        if metrics.mfu is not None:  # a CPU's peak is measured, and changes with what else it does
+            figures.append(f"mfu {metrics.mfu:.0%}")
     return figures
 
 

@@ -56,12 +56,35 @@ def sentence(record: Record, times: Times | None) -> str:
         unknown = _not_judged(times)
         if unknown:
             return f"Nothing that was measured takes more than {HEALTHY:.0%} of this run's time. {unknown}{rest}"
-        return f"This run is healthy: computing takes its time, and nothing else more than {HEALTHY:.0%} of it.{rest}"
+        healthy = f"This run is healthy: computing takes its time, and nothing else more than {HEALTHY:.0%} of it."
+        return f"{healthy}{_own_work(record, times)}{rest}"
     first = causes[0]
     return (
         f"This run is bound by {first.what}: {first.share:.0%} of a step. {first.change}: a step would be "
         f"about {first.faster:.2f} times as fast."
     )
+
+
+def _own_work(record: Record, times: Times) -> str:
+    """Which part computes most of the step, where its devices are those of the others, as a sentence; "": none."""
+    own = _own_seconds(times)
+    heavy = max(own, key=lambda name: own[name], default="")
+    share = own.get(heavy, 0.0) / times.mean_s
+    if len(own) < 2 or share <= 0.5 or not _shared(record.config, times):
+        return ""
+    return f" {heavy} computes most of the step ({min(share, 1.0):.0%}): that is the model's own work."
+
+
+def _own_seconds(times: Times) -> dict[str, float]:
+    """Of a step, what the rank with most of it computes, by stage."""
+    return {name: float(stage.own.max(axis=1).mean()) for name, stage in times.stages.items()}
+
+
+def _shared(config: Mapping[str, Any], times: Times) -> bool:
+    """Whether every stage has the devices of the others. Busy seconds of such stages may add up to more than a step:
+    processes compete for a device, or overlap on it."""
+    whole = len({name.partition(".")[0] for name in times.stages}) == len(times.stages)
+    return config.get("cluster.collocate", True) and not config.get("cluster.chain") and whole
 
 
 def _not_judged(times: Times) -> str:
@@ -149,10 +172,11 @@ def _uneven(record: Record, name: str, stage: StageTimes, times: Times) -> Itera
         lost = stage.own.max(axis=1) * (1 - 1 / np.maximum(most, 1))
     share = float(np.nan_to_num(lost).mean()) / times.mean_s
     balance = record.config.get("data.balance")
+    part = name.partition(".")[0]
     change = (
         f"Set data.balance=balanced (it is {balance})"
         if balance in (None, "none", "random")
-        else "A sample is longer than an even share: share rows out (text.ulysses, text.ring), or give steps more "
+        else f"A sample is longer than an even share: share it out ({part}.ulysses, {part}.ring), or give steps more "
         "samples (training.batch_size)"
     )
     yield Cause(
@@ -185,10 +209,10 @@ def _heavy(record: Record, times: Times) -> Iterator[Cause]:
     """A part that has fewer devices than the run, or more than its share of the time where parts work at once."""
     ranks = {name: stage.own.shape[1] for name, stage in times.stages.items()}
     busy = {name: stage.busy_s for name, stage in times.stages.items()}
-    own = {name: float(stage.own.max(axis=1).mean()) for name, stage in times.stages.items()}
+    own = _own_seconds(times)
     if len(busy) < 2:
         return
-    together = sum(busy.values()) > 1.05 * float(times.step_s.mean())
+    together = sum(busy.values()) > 1.05 * float(times.step_s.mean()) and not _shared(record.config, times)
     heavy = max(own, key=lambda name: own[name])
     part = heavy.partition(".")[0]
     if together or record.config.get("cluster.collocate") is False:
@@ -210,10 +234,11 @@ def _apart(
     even = sum(busy[name] * ranks[name] for name in busy) / sum(ranks.values())
     share = (busy[heavy] - even) / times.mean_s
     pipelined = any(name.partition(".")[0] == heavy.partition(".")[0] for name in busy if name != heavy)
+    share_them = ", or share them (cluster.collocate=true)" if config.get("cluster.collocate") is False else ""
     change = (
-        "Cut the stages anew (partition=searched, or dhp plan)"
+        "Cut the stages anew (text.partition=exact, or dhp plan)"
         if pipelined
-        else f"Move devices to it ({heavy.partition('.')[0]}.num_actors), or share them (cluster.collocate=true)"
+        else f"Move devices to it ({heavy.partition('.')[0]}.num_actors){share_them}"
     )
     yield Cause("heavy part", share, f"{heavy}, for which the others wait", change)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, decoder, model_name, parts, resolved
 from dhp.config.resolve import micro_batches
@@ -12,6 +14,7 @@ from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.state_forms import EXACT_STATES
 from dhp.core.text import aligned
+from dhp.data.balance.packs import Loads
 from dhp.models.pretrained import config_source
 from dhp.models.shape import PartShape
 from dhp.models.types import chunks_of
@@ -19,11 +22,13 @@ from dhp.step.schedule import draw, make_schedule
 from dhp.trainer.activations import Activations, expected_activations
 from dhp.trainer.chain import Model, is_joint, part_cuts
 from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_lines
+from dhp.trainer.forecast.freed import a_step, rows_by_tokens
 from dhp.trainer.forecast.verdict import verdict
 from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, copied_bytes, footprint, rank_bytes
 from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import missing_data
+from dhp.trainer.row_limits import unreached
 from dhp.trainer.settings import FULLEST_FIRST, stage_choices
 from dhp.trainer.shapes import stage_shapes
 from dhp.trainer.table import table_of_training
@@ -58,10 +63,15 @@ def dry_run(config: Config) -> str:
     ]
     lines += _pipeline(plan)
     training = config.training
-    lines.append(f"assumed        micro-batches of {assumed_rows(config)}; seconds as operations")
+    assumed = assumed_rows(config)
+    lines.append(f"assumed        micro-batches of {assumed}; seconds as operations")
+    alike = Loads(np.array([assumed.pictures]), np.array([assumed.tokens]))
+    lines += [f"data           {line}" for line in unreached(config, alike)]
+    each = "rows" if rows_by_tokens(config) else "samples"
+    times = "" if each == "rows" else f"micro_batch_size {training.micro_batch_size} × "
     lines.append(
-        f"a step         {training.batch_size} samples = {DECODER}.data {decoder(config).data} × micro_batch_size "
-        f"{training.micro_batch_size} × {micro_batches(config)} micro-batches"
+        f"a step         {a_step(config)} {each} = {DECODER}.data {decoder(config).data} × {times}"
+        f"{micro_batches(config)} micro-batches"
     )
     if training.save_in_background:
         sections = parts(config)

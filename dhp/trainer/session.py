@@ -28,6 +28,7 @@ from dhp.config.schema import Config
 from dhp.core.batch import Batch, StepInfo
 from dhp.core.graph import StageGraph
 from dhp.core.process import say_nothing
+from dhp.data.balance.packs import Loads
 from dhp.engine.kinds import make_rank
 from dhp.engine.settings import StageSettings
 from dhp.models.weights import start_limit_s, weight_bytes
@@ -38,6 +39,7 @@ from dhp.trainer.features import feature_settings, keep_settings
 from dhp.trainer.graph import find_localities
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.resume import check_rates, free_layout, held_files, rates, recipe
+from dhp.trainer.row_limits import LOOKED_AT, LOOKING_S, may_be_unreached, unreached
 from dhp.trainer.settings import feed_settings, kept_settings, needed_paths, passes_of, stage_settings
 
 Work = Mapping[str, Sequence[Sequence[Any]]]  # refs by part, [micro-batch][shard]
@@ -159,6 +161,7 @@ class Session:
         files = held_files(config)
         start.check(kept | {key: value for key, value in files.items() if key in start.settings})
         self.data.measure(start.step, self._timeout_s, tell)
+        self._name_limits()
         if start.checkpoint is not None:  # before anything is planned
             self.data.ask("load_state", start.data, timeout_s=self._timeout_s)
         steps = config.training.max_steps
@@ -168,6 +171,14 @@ class Session:
         kept |= files | {RECIPE: recipe(config) | rates(config, steps), LAYOUT: free_layout(config)}
         self.data.end_at(steps)
         return DataPlan(steps, frozenset(self._epoch_ends(steps)), kept, workers, ahead)
+
+    def _name_limits(self) -> None:
+        """Say which limit of rows is never reached."""
+        if may_be_unreached(self.config):
+            columns = self.data.ask("some_lengths", LOOKED_AT, LOOKING_S, timeout_s=self._timeout_s)
+            usable = columns[columns["text"] > 0]
+            for line in unreached(self.config, Loads(usable["vision"], usable["text"])) if len(usable) else ():
+                self._say(line)
 
     def _epoch_ends(self, steps: int) -> Iterator[int]:
         """Steps before the run's last that end every so many-th epoch, as training.save_epochs says."""

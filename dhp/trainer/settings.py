@@ -25,12 +25,13 @@ from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.parameters import ALL, AdapterSettings, TrainingRules
 from dhp.core.reports import RecomputePolicies
 from dhp.data.sample.chat import read_template
-from dhp.data.sampling.sampler import BalanceSettings, BatchLayout
+from dhp.data.sampling.sampler import BatchLayout
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.flops import TrainedShare
 from dhp.models.trained_flops import find_passes
 from dhp.trainer.graph import degrees
 from dhp.trainer.plan import RunPlan
+from dhp.trainer.row_limits import balance_settings
 from dhp.trainer.trainable import adapters_of
 
 if TYPE_CHECKING:
@@ -75,20 +76,6 @@ def batch_layout(config: Config) -> BatchLayout:
     """How a step's samples are divided."""
     replicas, count, samples = resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size
     return BatchLayout(replicas, count, samples, replicas * count - config.training.batch_size // samples)
-
-
-def balance_settings(config: Config) -> BalanceSettings:
-    """How samples are put into rows."""
-    data = config.data
-    return BalanceSettings(
-        data.balance,
-        window=data.balance_window,
-        long=data.long_tokens,
-        isf_passes=data.isf_passes,
-        group_window=data.group_window,
-        fullest_first=bool(data.fullest_first),
-        **asdict(data.limits),
-    )
 
 
 def passes_of(plan: RunPlan) -> dict[str, TrainedShare]:

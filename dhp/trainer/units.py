@@ -19,6 +19,7 @@ from dhp.models.flops import OPERATIONS
 from dhp.models.shape import DecoderSizes
 from dhp.planner.units import NONE, Link, Saved, Unit
 from dhp.trainer.memory import VALUE_BYTES
+from dhp.trainer.row_limits import samples_a_row
 
 # Assumed of a sample where nothing was measured: a picture and a conversation about it.
 SAMPLE_TOKENS, PICTURE_TOKENS, TARGET_TOKENS = 2048, 1024, 512
@@ -47,7 +48,8 @@ def assumed_rows(config: Config) -> AssumedRows:
     tokens = min(SAMPLE_TOKENS, config.data.max_tokens or SAMPLE_TOKENS)
     share = tokens / SAMPLE_TOKENS
     pictures = round(PICTURE_TOKENS * share) if encoders(config) else 0
-    return AssumedRows(config.training.micro_batch_size, tokens, pictures, max(1, round(TARGET_TOKENS * share)))
+    samples = samples_a_row(config, tokens, pictures)
+    return AssumedRows(samples, tokens, pictures, max(1, round(TARGET_TOKENS * share)))
 
 
 def link() -> Link:

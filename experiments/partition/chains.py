@@ -36,6 +36,7 @@ def chains(every: Sequence[Asked] = CHAINS, methods: Sequence[str] = METHODS) ->
         given += [f"text.num_actors={asked.text}", f"text.pipeline={asked.text}", "text.parallelism=pipeline"]
         given += ["cluster.chain=true", "vision.zero_stage=0", "text.zero_stage=0", "training.schedule=1f1b"]
         given += [f"training.batch_size={asked.micro_batches}", "training.micro_batch_size=1", "cluster.device=cuda"]
+        given += ["data.limits.text=null", "data.limits.vision=null"]  # a sample a micro-batch
         for method in methods:
             overrides = [*given, f"text.partition={method}"]
             config = resolve(compose_config("qwen2_5_vl_7b", overrides=overrides))

@@ -38,12 +38,12 @@ HEAVY = ("torch", "ray", "transformers", "deepspeed", "hydra", "omegaconf")
         (["train", "--config-name=ti"], ["--config-name=tiny"]),
         (["train", "--config-name", "ti"], ["tiny"]),
         (["plan", "--config-name=n"], ["--config-name=needle_tiny"]),
-        (["plan", "-cn", "qwen2_5_vl_32"], ["qwen2_5_vl_32b", "qwen2_5_vl_32b_8gpus"]),
+        (["plan", "-cn", "qwen2_5_vl_32"], ["qwen2_5_vl_32b", "qwen2_5_vl_32b_8gpus", "qwen2_5_vl_32b_8gpus_tensor"]),
         (["train", "training.max_st"], ["training.max_steps="]),
         (["train", "x.yaml", "tra"], ["training."]),
         (["train", "text.lora.ra"], ["text.lora.rank="]),
         (["train", "training.dry_run="], ["training.dry_run=true", "training.dry_run=false"]),
-        (["train", "text=t"], ["text=tensor"]),
+        (["train", "text=t"], ["text=tensor", "text=tensor_pipeline", "text=tensor_zero3"]),
         (["train", "--help", "data.balance"], ["data.balance", "data.balance_window"]),
         (["evaluate", "loss", "runs/x", "exch"], ["exchange="]),
         (["evaluate", "loss", "exchange="], ["exchange=images"]),
@@ -63,7 +63,7 @@ def test_ways_to_go_on(words: list[str], found: list[str]) -> None:
     ("pieces", "found"),
     [
         (["train", "--config-name", "=", "ti"], ["tiny"]),
-        (["train", "text", "="], ["data", "sequence", "tensor", "zero"]),
+        (["train", "text", "=", "t"], ["tensor", "tensor_pipeline", "tensor_zero3"]),
         (["train", "--config-name", "=", "tiny", "training.max_st"], ["training.max_steps="]),
         (["train", "--config-name", "=", "tiny", ""], None),
     ],
@@ -137,7 +137,7 @@ def test_bash_completes(command: Path) -> None:
     assert in_bash(command, "train", "--config-name", "=", "ti") == ["tiny"]
     assert in_bash(command, "train", "training.max_st") == ["training.max_steps="]
     assert in_bash(command, "inspect", "s") == ["sample"]
-    assert in_bash(command, "train", "vision", "=", "u") == ["ulysses_zero1", "ulysses_zero3"]
+    assert in_bash(command, "train", "vision", "=", "u") == ["ulysses", "ulysses_zero1", "ulysses_zero3"]
     assert in_bash(command, "nothing", "x") == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from dhp.core.command import own_command
 from dhp.observe.scatter import HEIGHT, WIDTH
 from dhp.trainer.dry_run import dry_run
 from dhp.trainer.preflight import prepare
+from tests.helpers.pages import blocks
+from tests.helpers.runs import ROOT
 
 QUICK = ("devices=2", "device=h100", "length=tokens:80,picture:20,targets:10")
 
@@ -178,3 +181,13 @@ def test_neither_ray_nor_weights_are_loaded(tiny_assets: Path) -> None:
         "sys.exit('ray' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
+
+
+@pytest.mark.slow
+def test_layouts_that_the_page_compares_are_planned_as_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    shown = [text for _, text in blocks(page[page.index("## Two layouts") : page.index("## How far")])]
+    for command, table in zip(shown[::2], shown[1::2], strict=True):
+        assert main(shlex.split(command)[3:]) == 0
+        printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+        assert {" ".join(line.split()) for line in table.splitlines()} <= printed

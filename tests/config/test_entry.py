@@ -183,7 +183,7 @@ def test_help_needs_no_config_name(capsys):
     assert not caught.value.code
     printed = capsys.readouterr().out
     assert "micro_batch_size: 1" in printed
-    assert "--help KEY" in printed and "qwen2_5_vl_7b, tiny\n" in printed
+    assert "--help KEY" in printed and "qwen2_5_vl_7b_tensor, tiny\n" in printed
 
 
 @pytest.mark.parametrize("arguments", [["--help", "seed"], ["-h", "seed"], ["--config-name=tiny", "seed", "--help"]])

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from dhp.config.command_line import compose_config
 from dhp.config.keys import find_key, schema_keys
+from dhp.config.resolve import resolve
 from dhp.config.vocabulary import TRAINERS, environment_notes, foreign_hint, vocabulary
 from dhp.core.errors import ConfigError
 
@@ -157,3 +158,25 @@ def test_what_keys_are_called_here_exists():
     named = {key for row in (*ROWS, *vocabulary().environment) for key in row.keys}
     missing = {key for key in named if find_key(key.replace("<name>", "any")) is None}
     assert missing == set()
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("early_stopping_patience", "there is none: a run makes all its steps, and training.best_metric"),
+        ("training.early_stopping", "there is none: a run makes all its steps"),
+        ("accumulation", "here it is training.batch_size"),
+        ("tensorboard", "TensorBoard files and metrics.jsonl are always written"),
+        ("plot_loss", "`python -m dhp report RUN` draws it"),
+        ("max_samples", "a share, not a number of samples"),
+        ("cutoff_len", r"plain text \(format: text\) is cut there"),
+    ],
+)
+def test_what_people_expect_by_name_is_answered(key: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        compose_config("tiny", overrides=[f"{key}=3"])
+
+
+def test_tensorboard_is_no_logger_because_it_is_always_written() -> None:
+    with pytest.raises(ConfigError, match="TensorBoard's files are always written, into run_dir/tb. Leave it out"):
+        resolve(compose_config("tiny", overrides=["training.loggers=[wandb,tensorboard]"]))

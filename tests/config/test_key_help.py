@@ -23,7 +23,9 @@ def test_a_key_has_its_type_default_and_meaning():
 
 def test_a_section_has_all_its_keys_and_its_configurations():
     lines = shown("text")
-    assert lines[0].startswith("text: a section of keys; text=NAME takes a configuration: data, sequence, tensor, ")
+    assert lines[0].startswith(
+        "text: a section of keys; text=NAME takes a configuration: data, data_zero2, data_zero3, "
+    )
     told = [line.partition(": ")[0] for line in lines]
     assert told == [path for path in schema_keys() if path == "text" or path.startswith("text.")]
     assert "text.lora.rank" in told and "text.pipeline" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ def test_every_declared_family_equals_the_whole_model_in_two_parts(name: str, tm
     assert {"none", "data", "sequence"} <= set(found.vision)
     assert {"none", "data"} <= set(found.text)
     assert ("pipeline" in found.text) == (name not in WITHOUT_PIPELINE), found.refused
+    for key, why in found.refused.items():  # what is advised is none of what is refused beside it
+        part, _, advised = key.partition(".")[0], *why.partition("parallelism=")[1:]
+        ways = re.findall(r"data|sequence|tensor", advised.partition(".")[0].partition(" with")[0])
+        assert set(ways) <= set(getattr(found, part, ways)), why
     assert found.audio == (("none", "data", "sequence", "pipeline", "deepspeed") if name == "qwen3_omni" else ())
     assert ("\naudio         none, data" in found.as_table()) == ("audio" in found.as_json()) == (name == "qwen3_omni")
 

@@ -11,6 +11,7 @@ import pytest
 
 from dhp.core.errors import ConfigError, ModelError
 from dhp.models.plugins import import_on_rank, import_plugins
+from dhp.objectives.registry import OBJECTIVES, find_objective
 
 FAMILY = """
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
@@ -37,6 +38,20 @@ def test_a_module_registers_a_family_once(folder: Path) -> None:
     from transformers import CONFIG_MAPPING
 
     assert CONFIG_MAPPING["plugin_one"].__module__ == "plugin_one"
+
+
+def test_a_module_registers_an_objective(folder: Path) -> None:
+    (folder / "plugin_sum.py").write_text(
+        "import dhp\nfrom dhp.objectives.cross_entropy import CrossEntropy\n"
+        "class Mine(CrossEntropy): pass\ndhp.OBJECTIVES['mine'] = Mine\n"
+    )
+    with pytest.raises(ConfigError, match="training.objective=mine does not exist.* in plugins"):
+        find_objective("mine")
+    try:
+        import_plugins(["plugin_sum"])
+        assert type(find_objective("mine")).__module__ == "plugin_sum"
+    finally:
+        OBJECTIVES.pop("mine", None)
 
 
 def test_a_package_registers_by_a_module_below_it(folder: Path) -> None:
@@ -74,7 +89,7 @@ def test_a_module_beside_is_not_imported_but_named(tmp_path: Path, monkeypatch: 
         ("1 / 0", r"fails when it is imported \(ZeroDivisionError: division by zero\)"),
         ("raise SystemExit(3)", r"fails when it is imported \(SystemExit: 3\)"),
         ("x = ", r"fails when it is imported \(SyntaxError"),
-        ("x = 1", "registers no vision-language model.*AutoModelForImageTextToText.register"),
+        ("x = 1", "no vision-language model and no objective.*AutoModelForImageTextToText.register.*dhp.OBJECTIVES"),
     ],
 )
 def test_a_module_that_is_no_family_is_refused(text: str, told: str, folder: Path) -> None:

@@ -51,6 +51,7 @@ def test_a_line():
 def test_memory_and_utilisation_where_they_are_known():
     known = replace(metrics(10), memory_bytes={"vision": 2**30, "text": 44 * 2**30}, mfu=0.3812)
     assert "data 10%  44.0 GiB  mfu 38%  eta -" in step_line(known, 60)
+    assert "mfu" not in step_line(replace(known, memory_bytes={}), 60)  # a CPU's changes with what else it does
 
 
 def test_a_line_of_a_long_run_fits():

@@ -137,6 +137,36 @@ def test_two_stages_with_devices_of_their_own_wait_for_the_heavier_one(tmp_path:
     assert "text" in cause.what and "text.num_actors" in cause.change
 
 
+@pytest.mark.parametrize(
+    ("cluster", "text", "gain"),
+    [
+        ({"collocate": True}, ["text"], None),
+        ({}, ["text"], None),
+        ({"collocate": False}, ["text"], "text.num_actors), or share them"),
+        ({"collocate": True}, ["text.0", "text.1"], "text.partition=exact"),
+        ({"collocate": True, "chain": True}, ["text"], "(text.num_actors): a step"),
+    ],
+)
+def test_what_shares_its_devices_is_not_told_to_share_them(
+    cluster: dict[str, bool], text: list[str], gain: str | None, tmp_path: Path
+) -> None:
+    """Processes that compete for one device are busy for more seconds than the step takes."""
+
+    def seconds(step: int) -> Mapping[str, Any]:
+        heavy = {name: {"forward": [0.9 - 0.5 * at], "comm": [0.0]} for at, name in enumerate(text)}
+        return {"vision": {"forward": [0.45], "comm": [0.0]}, **heavy}
+
+    work = {name: [1.0] for name in ("vision", *text)}
+    made = make_run(tmp_path / "run", seconds=seconds, work=lambda step: work, config={"cluster": cluster})
+    record = read_run(made)
+    said = sentence(record, times_of(record))
+    if gain is None:
+        assert said.startswith("This run is healthy") and "num_actors" not in said
+        assert "text computes most of the step (90%): that is the model's own work." in said
+    else:
+        assert said.startswith("This run is bound by text") and gain in said
+
+
 def test_three_steps_are_too_few_to_say(tmp_path: Path) -> None:
     record = read_run(make_run(tmp_path / "run", steps=1))
     assert "Too few steps" in sentence(record, times_of(record))

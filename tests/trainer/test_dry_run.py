@@ -107,12 +107,28 @@ def test_each_ready_made_configuration_passes_without_a_download(name: str, devi
     assert printed.endswith("every check but these of the data passed; nothing was started")
 
 
+@pytest.mark.parametrize(("name", "device"), [("7b_tensor", "45.3 GB"), slow("32b_8gpus_tensor", "58.6 GB")])
+def test_the_layouts_beside_them_fit_and_choose_what_is_recomputed(name: str, device: str, tmp_path: Path) -> None:
+    config = prepared(f"qwen2_5_vl_{name}", f"run_dir={tmp_path / 'run'}")
+    assert (config.vision.recompute, config.text.recompute, config.cluster.collocate) == ("auto", "auto", True)
+    printed = dry_run(config)
+    assert f"fullest device {device} without activations, " in printed
+    assert "planned        fits: " in printed and "of 75.1 GiB" in printed
+
+
+def test_rows_are_assumed_as_the_plan_makes_them_and_a_limit_that_none_reaches_is_named(tmp_path: Path) -> None:
+    run = f"run_dir={tmp_path / 'run'}"
+    printed = dry_run(prepared("qwen2_5_vl_3b", run, "data.limits.vision=null"))
+    assert "rows hold 2,048 tokens in the mean, not data.limits.text=8192: data.limits.vision is null" in printed
+    assert "Set data.limits.vision=8192" in printed and "micro-batches of 1 sample of 2,048 tokens" in printed
+    whole = dry_run(prepared("qwen2_5_vl_3b", run))
+    assert "rows hold" not in whole and "micro-batches of 4 samples of 2,048 tokens" in whole
+    assert "a step         32 rows = text.data 4 × 8 micro-batches" in whole
+
+
 def test_degrees_are_checked_against_the_shipped_shape() -> None:
     with pytest.raises(ConfigError, match=r"heads\(28\) % tensor\(8\)"):
-        prepared(
-            *("qwen2_5_vl_7b", "text=tensor", "text.zero_stage=0", "text.data=1", "text.num_actors=8"),
-            *("vision.num_actors=8", "vision.data=2"),
-        )
+        prepared("qwen2_5_vl_7b", "text=tensor", "text.num_actors=8", "vision.num_actors=8")
 
 
 def test_parts_on_devices_of_their_own(tiny_assets: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dhp.core.errors import DataError, DhpError
 from dhp.data.media.resolver import MediaResolver
-from dhp.data.read.fields import Fields, check_left
+from dhp.data.read.fields import Fields, check_left, check_paired
 from dhp.data.read.files import RawSample, RawSamples
 from dhp.data.read.formats import (
     check_columns,
@@ -50,6 +50,7 @@ def parse_record(raw: Any, dataset: str, position: int, where: str, form: str, m
     """
     if not isinstance(raw, Mapping):
         raise DataError(f"expected an object with 'conversations' or 'messages', got {type(raw).__name__}")
+    check_paired(raw)
     row = Fields(raw)
     turns = FORMATS[form](row, media)
     for number, turn in enumerate(turns, start=1):

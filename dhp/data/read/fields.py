@@ -83,6 +83,10 @@ _PREFERENCES = (
     "preferences are not there: training is supervised, on answers alone. Leave the key out where the other answer of "
     "the row is to be learned as it is"
 )
+_PAIRED = (
+    "rows with 'chosen' and 'rejected' are preferences, and those are not trained here: training is supervised, on "
+    "answers alone. Write the chosen answer as the last turn and leave both keys out where it is to be learned"
+)
 _TWICE = "the sample has its conversation or its files under other keys, which were read. Leave one of them out"
 _SIZES = "give 'min_pixels' and 'max_pixels' (areas) of the picture, or data.max_pixels for all"
 
@@ -156,6 +160,14 @@ _NAMES = ("id",)  # name a sample and say nothing of it
 _FILES = re.compile(
     r"(image|img|picture|photo|pic|video|audio|sound)s?(_?(path|file|name|url|filename|bytes))?s?|file_names?|frames"
 )
+
+
+def check_paired(raw: Mapping[Any, Any]) -> None:
+    """Raises DataError, with the reason alone, for a row with a better and a worse answer, before its turns are read:
+    what else is wrong with these follows from it."""
+    names = [str(key) for key, value in raw.items() if is_set(value)]
+    if all(any(re.fullmatch(f"{kind}(_.*)?", name) for name in names) for kind in ("chosen", "rejected")):
+        raise DataError(_PAIRED)
 
 
 def check_left(row: Fields, shows: bool) -> tuple[str, ...]:

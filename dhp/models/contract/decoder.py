@@ -112,11 +112,12 @@ class ContractDecoder(Decoder):
                 "text.parallelism=data, or deepspeed with a zero_stage"
             )
         if resolved(asked.pipeline) > 1 and not self._contract.cuts:
+            ways = "data" if self._contract.tensor_plan is None else "data or tensor"
             raise ConfigError(
                 f"text.pipeline={asked.pipeline} with a {self.config.model_type} model: its decoder's layers need more "
                 "than the states of the layer before (features of the encoder, tokens, or one another's keys), which "
-                "do not travel from stage to stage. Set text.pipeline=1, and text.parallelism=data, or tensor where "
-                "the model has a plan"
+                "do not travel from stage to stage. Set text.pipeline=1, and "
+                f"text.parallelism={ways}"
             )
 
     def freeze_unused(self, model: PreTrainedModel) -> None:

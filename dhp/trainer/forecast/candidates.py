@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from dhp.config.layout import PLAINEST
 from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.ranges import ONE_F_ONE_B, SEQUENTIAL, VISION_AHEAD
+from dhp.core.axes import EVERY_LAYER
 from dhp.models.family import VISION
 from dhp.planner.planner import as_text
 from dhp.trainer.forecast.forecast import Forecast, forecast
@@ -86,22 +88,23 @@ def _part_choices(plan: RunPlan, found: Forecast, name: str) -> str:
     return as_text(tuple(by_layer[at] for at in sorted(by_layer)))
 
 
-def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest first. Of those that are as fast, within `NEAR`, that with fewer kinds of parallelism, simpler ones,
-    fewer recomputed layers, and more room."""
+def ranked(candidates: Sequence[Candidate], node: int) -> list[Candidate]:
+    """The fastest first. Of those that are as fast, within `NEAR`, that whose groups of every layer stay inside a node,
+    with fewer kinds of parallelism, simpler ones, fewer recomputed layers, and more room. node: devices of one."""
     left = sorted(candidates, key=lambda one: one.found.step_s)
     found: list[Candidate] = []
     while left:
         near = [one for one in left if one.found.step_s <= left[0].found.step_s * (1 + NEAR)]
-        best = min(near, key=_plainness)
+        best = min(near, key=lambda one: _plainness(one, node))
         found.append(best)
         left.remove(best)
     return found
 
 
-def _plainness(one: Candidate) -> tuple[float, ...]:
+def _plainness(one: Candidate, node: int) -> tuple[float, ...]:
     sections_of = parts(one.plan.config).values()
+    across = sum(prod(resolved(getattr(part, key)) for key in EVERY_LAYER) > node for part in sections_of)
     kinds = [[key for key in PLAINEST if resolved(getattr(part, key)) > 1] for part in sections_of]
     places = sum(PLAINEST.index(key) for own in kinds for key in own)
     again = sum(choice != "none" for own in one.found.recompute.values() for choice in own)
-    return (sum(map(len, kinds)), places, again, -one.margin_bytes)
+    return (across, sum(map(len, kinds)), places, again, -one.margin_bytes)

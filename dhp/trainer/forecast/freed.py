@@ -9,6 +9,7 @@ from typing import Any
 from dhp.config.layout import FREED, resolve_part
 from dhp.config.part import PartConfig
 from dhp.config.parts import parts
+from dhp.config.rules import FILLING
 from dhp.config.schema import Config
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import ConfigError
@@ -17,7 +18,6 @@ from dhp.trainer.forecast.held import SEARCHED, held_keys
 ALL = "all"  # every key that a search may set
 ROWS, SCHEDULE, DEVICES = "training.micro_batch_size", "training.schedule", "cluster.collocate"
 RECOMPUTE = "recompute"
-_BY_TOKENS = ("isf", "balanced")  # methods whose rows have so many tokens, where data.limits.text says how many
 _STAGES = {"cuts": None, "virtual_stages": 1}  # keys that go with a number of stages
 
 
@@ -78,7 +78,13 @@ def _set_by(overrides: Sequence[str]) -> list[str]:
 
 def rows_by_tokens(config: Config) -> bool:
     """Whether rows have so many tokens, whatever samples they are of."""
-    return config.data.limits.text is not None and config.data.balance in _BY_TOKENS
+    return config.data.limits.text is not None and config.data.balance in FILLING
+
+
+def a_step(config: Config) -> int:
+    """Samples of a step; where rows have so many tokens, rows: a micro-batch of a replica is one."""
+    training = config.training
+    return training.batch_size // training.micro_batch_size if rows_by_tokens(config) else training.batch_size
 
 
 def freed(config: Config, held: Held) -> Config:

@@ -18,14 +18,14 @@ from dhp.trainer.forecast.forecast import Forecast, forecast
 from dhp.trainer.forecast.here import CPU, assumed_cpu, machine_of_run, may_be_known
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.forecast.question import Question, attempt, count_model, is_quick
-from dhp.trainer.forecast.samples import EqualSamples, Samples
+from dhp.trainer.forecast.sample_source import assumed_equal
+from dhp.trainer.forecast.samples import Samples
 from dhp.trainer.plan import RunPlan
-from dhp.trainer.units import assumed_rows
+from dhp.trainer.row_limits import LOOKED_AT, LOOKING_S
 
 if TYPE_CHECKING:
     from dhp.trainer.session import Session
 
-LOOKED_AT, LOOKING_S = 256, 2.0  # samples, and seconds, from which a step is planned where not all lengths are known
 _SENDING = ("sent", "exposed", "sync")  # kinds of seconds in which ranks wait for what they send
 
 
@@ -118,12 +118,11 @@ def samples_of(plan: RunPlan, columns: np.ndarray) -> Samples:
     """Of lengths of some samples (`LENGTH_COLUMNS`); as assumed where there are none."""
     from dhp.data.sampling.step_loads import Table
 
-    rows, usable = assumed_rows(plan.config), columns[columns["text"] > 0]
+    usable = columns[columns["text"] > 0]
     short = plan.config.training.batch_size - len(usable)
     if 0 < short < plan.config.training.batch_size:
         usable = np.tile(usable, 1 + -(-short // len(usable)))
-    equal = EqualSamples(rows.tokens, rows.pictures, rows.targets)
-    return Samples(plan.family, Table(usable) if len(usable) else None, equal)
+    return Samples(plan.family, Table(usable) if len(usable) else None, assumed_equal(plan.config))
 
 
 def plan_line(found: Forecast, machine: Machine, source: str) -> str:

@@ -15,9 +15,11 @@ from dhp.config.parts import decoder, encoders, resolved
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
+from dhp.data.balance.packs import Loads
 from dhp.models.family import Family
 from dhp.trainer.forecast.loads import RunLoads, even_loads, loads_of_steps
-from dhp.trainer.settings import balance_settings, batch_layout
+from dhp.trainer.row_limits import balance_settings
+from dhp.trainer.settings import batch_layout
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table
@@ -61,6 +63,13 @@ class Samples:
     def count(self) -> int | None:
         """Samples of an epoch; None: not known."""
         return None if self._table is None else len(self._table)
+
+    @property
+    def lengths(self) -> Loads:
+        """Of all samples, or of one where they are alike."""
+        if self._table is None:
+            return Loads(np.array([self._equal.features]), np.array([self._equal.tokens]))
+        return Loads(self._table.rows["vision"], self._table.rows["text"])
 
     @property
     def encoded_bytes(self) -> float:

@@ -66,7 +66,7 @@ def search(space: Space, forecasts: int = FORECASTS) -> Found:
         known, more_refused = _forecasts(space, smallest, False)
         candidates, more = [one for one in known if one.fits], [*more, *more_refused]
         tight = None if candidates else min(known, key=lambda one: one.found.peak.total, default=None)
-    return Found(tuple(ranked(candidates)), tight, tuple(refused + more), scored, len(fitting))
+    return Found(tuple(ranked(candidates, space.machine.node)), tight, tuple(refused + more), scored, len(fitting))
 
 
 def _all(pairs: Sequence[Pairs], name: str) -> Numbers:

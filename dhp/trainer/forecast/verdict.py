@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dhp.config.devices import GIB, find_device, find_link
+from dhp.config.devices import GIB, NODE, find_device, find_link
 from dhp.config.parts import parts
 from dhp.trainer.forecast.forecast import Forecast, forecast
-from dhp.trainer.forecast.here import ASSUMED, BETWEEN, CPU, asked_rates, assumed_cpu, folder_of, measured_machine
+from dhp.trainer.forecast.here import (
+    ASSUMED,
+    BETWEEN,
+    CPU,
+    asked_rates,
+    assumed_cpu,
+    device_here,
+    folder_of,
+    measured_machine,
+)
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.machine import Machine, machine_of
 from dhp.trainer.forecast.question import Question, attempt, count_model, is_quick
-from dhp.trainer.forecast.samples import EqualSamples, Samples
+from dhp.trainer.forecast.sample_source import assumed_equal, equal_samples
+from dhp.trainer.forecast.samples import Samples
 from dhp.trainer.measured_rates import kept_rates
 from dhp.trainer.plan import RunPlan
-from dhp.trainer.units import assumed_rows
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table
-
-NODE = 8  # devices of a node, as most have
 
 
 def verdict(plan: RunPlan, table: Table | None = None) -> list[str]:
@@ -30,9 +37,9 @@ def verdict(plan: RunPlan, table: Table | None = None) -> list[str]:
         return ["planned        not yet: python -m dhp plan traces this model, once, and then a dry run says it too"]
 
     def make() -> tuple[Forecast, Machine]:
-        rows = assumed_rows(plan.config)
-        equal = EqualSamples(rows.tokens, rows.pictures, rows.targets)
-        loads = Samples(plan.family, table, equal).loads(plan.config)
+        equal = assumed_equal(plan.config)
+        samples = Samples(plan.family, table, equal) if table else equal_samples(plan.config, plan.family, equal)
+        loads = samples.loads(plan.config)
         machine = _machine(plan, loads)
         return forecast(Question(plan, counted, machine, loads)), machine
 
@@ -41,8 +48,9 @@ def verdict(plan: RunPlan, table: Table | None = None) -> list[str]:
         return [f"planned        not known: {made}"]
     found, machine = made
     lines = [f"planned        {_memory(found, machine)}"]
+    here = "" if device_here() is not None else "; no GPU is here"
     if machine.figures:
-        lines.append(f"               {_speed(found, machine)}, on {machine} (assumed)")
+        lines.append(f"               {_speed(found, machine)}, on {machine} (assumed{here})")
     others = "other devices and the best layout: python -m dhp plan"
     return [*lines, f"               for {others if table is not None else f'your data, {others}'}"]
 

@@ -12,7 +12,7 @@ from dhp.config.command_line import compose_config
 from dhp.config.parts import parts
 from dhp.models.registry import load_family
 from dhp.planner.rates import Channel, Rates
-from dhp.trainer.forecast.candidates import evaluate, settings_of
+from dhp.trainer.forecast.candidates import evaluate, ranked, settings_of
 from dhp.trainer.forecast.counted import Counted
 from dhp.trainer.forecast.layouts import PartLayout, part_layouts
 from dhp.trainer.forecast.machine import Machine
@@ -45,6 +45,14 @@ def space_of(model: str, devices: int, memory: float, **more: object) -> Space:
 @cache
 def found_for(model: str, devices: int, memory: float) -> Found:
     return search(space_of(model, devices, memory))
+
+
+def test_of_those_that_tie_groups_of_every_layer_stay_on_a_node(made_model: str) -> None:
+    """Two devices a node: Ulysses over four, of one kind, comes after Ulysses 2 × data 2, of two."""
+    alike = [replace(one, found=replace(one.found, step_s=1.0)) for one in found_for(made_model, 4, 2.0**30).candidates]
+    widest = [[part.ulysses * part.tensor for part in parts(one.plan.config).values()] for one in ranked(alike, 2)]
+    across = [sum(own > 2 for own in of) for of in widest]
+    assert across[0] == 0 < across[-1] and across == sorted(across)
 
 
 def test_what_is_found_fits_and_the_fastest_is_first(made_model: str) -> None:
