@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +147,13 @@ class Pictures:
     def about(self) -> list[Any]:
         """All that decides the number of tokens of pictures, except the files."""
         videos = self._videos
-        timing = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
+        timing = videos and [
+            "own times",
+            videos.token_id,
+            asdict(videos.taking),
+            videos.step_tokens,
+            videos.step_text(12.345, 11.9),
+        ]
         processor = self._image_processor.to_json_string()
         return [processor, self._arguments, self._scaling, self._video_scaling, timing]
 
@@ -207,8 +213,8 @@ class Pictures:
         else:
             whole = self._whole_frames
             length = None if whole is None else read_length(file)
-            if whole is not None and length is not None and len(taking.indices(length.total, length.rate)) > whole:
-                pace = taking.pace(length.total, length.rate)
+            if whole is not None and length is not None and len(taking.indices(*astuple(length))) > whole:
+                pace = taking.pace(*astuple(length))
                 (first,) = read_groups(file, taking, length, [0])  # headers do not tell whether frames are turned
                 grid = (len(pace.times), *make(first)[1][1:])
                 return PicturePatches(LongVideo(file, length, grid, video.settings), grid, pace)
