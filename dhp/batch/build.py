@@ -34,6 +34,7 @@ from dhp.data.sampling.sampler import RANDOM, BalanceSettings, BatchLayout, Samp
 from dhp.data.sampling.step_loads import make_sampler
 from dhp.models.family import Family
 from dhp.models.flops import TrainedShare
+from dhp.models.frame_size import find_frame_size
 from dhp.models.plugins import import_on_rank
 from dhp.models.positions import find_positions
 from dhp.models.pretrained import load_image_processor, load_tokenizer
@@ -139,7 +140,7 @@ def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: 
         family.processor.patches,
         settings.data.min_pixels,
         settings.data.max_pixels,
-        _videos(family, settings.data),
+        _videos(family, settings),
         settings.data.max_tokens,
         None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
         [*family.processor.about(), family.processor.patch_dim],
@@ -173,14 +174,14 @@ def _sampler(settings: BatchReaderSettings, dataset: Any) -> Sampler:
     return make_sampler(dataset, settings.balancing, settings.layout, settings.seed, shuffle, bad)
 
 
-def _videos(family: Family, data: DataConfig) -> Videos | None:
+def _videos(family: Family, settings: BatchReaderSettings) -> Videos | None:
     """Video preprocessing; None: the model takes no videos."""
-    own = family.processor
+    own, data = family.processor, settings.data
     if own.video_token_id is None:
         return None
     taking = FrameSampling(data.video_fps, data.video_max_frames, own.frames_per_patch, own.takes_both_ends)
-    most = data.video_max_pixels
-    return Videos(own.video_token_id, taking, own.video_patches, most, own.step_tokens, own.step_text)
+    steps = (own.step_tokens, own.step_text, find_frame_size(settings.model_name, family.config))
+    return Videos(own.video_token_id, taking, own.video_patches, data.video_max_pixels, *steps)
 
 
 def _sounds(family: Family) -> AudioPreprocessing | None:

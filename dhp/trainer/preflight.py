@@ -71,6 +71,7 @@ def prepare(
     if new_run and not config.training.dry_run:
         _look_at_samples(config, family, say)
         _look_at_answers(config, say)
+        _look_at_videos(config, family, say)
     return config
 
 
@@ -164,6 +165,25 @@ def _fix_paths(config: Config) -> None:
             entry.annotation_path = str(Path(entry.annotation_path).absolute())
         if entry.data_path and not is_remote(entry.data_path):
             entry.data_path = str(Path(entry.data_path).absolute())
+
+
+def _look_at_videos(config: Config, family: Family, say: Callable[[str], None]) -> None:
+    """Say where frames are scaled otherwise than by the model's own video processor."""
+    from dhp.models.frame_size import KIND, find_frame_size, read_video_settings
+
+    if family.processor.video_token_id is None:
+        return
+    rule, own = find_frame_size(model_name(config), family.config), read_video_settings(model_name(config))
+    keys = ("video_max_pixels", "max_pixels", "min_pixels")
+    given = ", ".join(
+        f"data.{key}={getattr(config.data, key)}" for key in keys if getattr(config.data, key) is not None
+    )
+    if rule is not None and given:
+        say(f"videos are scaled frame by frame ({given}); the model's own {rule.kind} has {rule}")
+    elif rule is None and own:
+        say(
+            f"videos are scaled as images are; the model's own {own.get(KIND, 'video processor')} has {own.get('size')}"
+        )
 
 
 def missing_data(config: Config) -> list[str]:

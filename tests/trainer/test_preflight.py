@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,27 @@ def test_a_template_that_ends_no_answer_is_said(tiny_assets: Path, tmp_path: Pat
     own = [f"tiny_assets={tiny_assets}", f"data.chat_template={tmp_path / 'own.jinja'}", f"run_dir={tmp_path / 'new'}"]
     prepare(compose_config("tiny", overrides=own), say=lines.append)
     assert any("writes no token behind an answer" in line for line in lines) is not ends
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds", "told"),
+    [
+        ("Qwen2VLVideoProcessor", [], None),
+        ("Qwen2VLVideoProcessor", ["data.max_pixels=4096"], "frame by frame (data.max_pixels=4096); the model's own"),
+        ("OtherVideoProcessor", [], "videos are scaled as images are, by their bounds; the model's own Other"),
+    ],
+)
+def test_other_sizes_of_frames_than_the_models_are_said(
+    tiny_assets: Path, tmp_path: Path, kind: str, bounds: list[str], told: str | None
+) -> None:
+    model = shutil.copytree(tiny_assets / "model", tmp_path / "model")
+    size = {"shortest_edge": 3136, "longest_edge": 50176}
+    (model / "video_preprocessor_config.json").write_text(json.dumps({"video_processor_type": kind, "size": size}))
+    lines: list[str] = []
+    own = [f"{part}.model_name={model}" for part in ("vision", "text")] + [f"run_dir={tmp_path / 'new'}", *bounds]
+    prepare(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", *own]), say=lines.append)
+    found = [line for line in lines if line.startswith("videos are scaled")]
+    assert len(found) == (told is not None) and all(told in line and "50176" in line for line in found)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import TypeVar
 
@@ -125,13 +125,14 @@ class Extent:
     """The frames that are taken of a video.
 
     frames: how many, filled up to whole groups. width, height: pixels of a frame as it is stored; a frame that is shown
-    after a quarter turn has them exchanged.
+    after a quarter turn has them exchanged. taken: how many before they are filled up.
     """
 
     frames: int
     width: int
     height: int
     pace: FrameTimes
+    taken: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,11 @@ def map_images(
     return results, pace
 
 
+def count_images(frames: Frames, taking: FrameSampling) -> int:
+    """How many of them `map_images` takes."""
+    return len(_taken(frames, taking)[0])
+
+
 def extent_of_images(frames: Frames, taking: FrameSampling) -> Extent:
     """The extent of what `map_images` takes, from the files' headers. Raises DataError as it does, for what these
     show."""
@@ -173,7 +179,7 @@ def extent_of_images(frames: Frames, taking: FrameSampling) -> Extent:
     sizes = [read_size(file) for file in files]
     for size, file in zip(sizes, files):
         _check_same(size, sizes[0], file)
-    return Extent(-(-len(files) // taking.group) * taking.group, *sizes[0], pace)
+    return Extent(-(-len(files) // taking.group) * taking.group, *sizes[0], pace, len(files))
 
 
 def _taken(frames: Frames, taking: FrameSampling) -> tuple[list[File], FrameTimes]:

@@ -62,8 +62,9 @@ def read_extent(file: File, taking: FrameSampling) -> Extent:
     """
     with opened_video(file) as (container, stream):
         length = astuple(_length(stream, file))
-        groups = -(-len(taking.indices(*length)) // taking.group)
-        return Extent(groups * taking.group, *_frame_size(container, stream, file), taking.pace(*length))
+        taken = len(taking.indices(*length))
+        frames = -(-taken // taking.group) * taking.group
+        return Extent(frames, *_frame_size(container, stream, file), taking.pace(*length), taken)
 
 
 @contextmanager
