@@ -23,9 +23,9 @@ from dhp.data.remote.places import remote_of
 from dhp.data.sample.audio import NO_ACTORS, NO_TOWER, AudioPreprocessing
 from dhp.data.sample.cached_features import CachedPictures
 from dhp.data.sample.lengths import tile_arguments
-from dhp.data.sample.pictures import Videos
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.tokens import Prompts
+from dhp.data.sample.videos import Videos
 from dhp.data.sampling.dataset import BatchSource, Dataset, open_dataset
 from dhp.data.sampling.exchanged import Exchanged, Records
 from dhp.data.sampling.length_cache import LengthCache

@@ -11,8 +11,8 @@ from dhp.models.families.grid import frames_per_patch, merge_side
 
 Size = tuple[int, int]  # (width, height) in pixels
 FILE, WHOLE_FILE, SECTION = "video_preprocessor_config.json", "processor_config.json", "video_processor"
-# Class of the library → whether its bounds are of all frames of a clip together, and what it has of its own: bounds, and
-# the number of tokens of a cap. Most of these classes cannot be imported without torchvision.
+# Class of the library → whether its bounds are of all frames of a clip together, and what it has of its own: the bounds
+# and a cap's number of tokens. Most of these classes cannot be imported without torchvision.
 _GLM = (True, 112**2, 28**2 * 2 * 30000, 0)
 _KINDS = {
     "Glm46VVideoProcessor": _GLM,

@@ -170,20 +170,18 @@ def _fix_paths(config: Config) -> None:
 def _look_at_videos(config: Config, family: Family, say: Callable[[str], None]) -> None:
     """Say where frames are scaled otherwise than by the model's own video processor."""
     from dhp.models.frame_size import KIND, find_frame_size, read_video_settings
+    from dhp.models.pretrained import load_image_processor
 
     if family.processor.video_token_id is None:
         return
     rule, own = find_frame_size(model_name(config), family.config), read_video_settings(model_name(config))
-    keys = ("video_max_pixels", "max_pixels", "min_pixels")
-    given = ", ".join(
-        f"data.{key}={getattr(config.data, key)}" for key in keys if getattr(config.data, key) is not None
-    )
+    bounds = {key: getattr(config.data, key) for key in ("video_max_pixels", "max_pixels", "min_pixels")}
+    given = ", ".join(f"data.{key}={value}" for key, value in bounds.items() if value is not None)
     if rule is not None and given:
         say(f"videos are scaled frame by frame ({given}); the model's own {rule.kind} has {rule}")
     elif rule is None and own:
-        say(
-            f"videos are scaled as images are; the model's own {own.get(KIND, 'video processor')} has {own.get('size')}"
-        )
+        size = given or dict(load_image_processor(model_name(config)).size or {})
+        say(f"videos are scaled as images are ({size}); the model's own {own.get(KIND)} has {own.get('size')}")
 
 
 def missing_data(config: Config) -> list[str]:

@@ -28,35 +28,13 @@ from dhp.data.sample.cached_features import CachedPictures, seen_to_json
 from dhp.data.sample.lengths import Grids, Size
 from dhp.data.sample.sample import Sample
 from dhp.data.sample.scaling import area_bounds
+from dhp.data.sample.videos import Output, Videos
 
 if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
 
-Output = Mapping[str, np.ndarray]  # of the image processor
 _ANY_RATE = 1e9  # frames a second
 AS_THEY_ARE = {"do_resize": False}  # of frames that are scaled already
-
-
-@dataclass(frozen=True)
-class Videos:
-    """Video preprocessing of one model.
-
-    patches: the image processor's output for one group of frames → (rows float32 [patches, dim], grid).
-
-    max_pixels: width × height of a frame; None: as an image's. size: of each scaled frame of a video, by how many are
-    taken and their size; None: as an image's. It holds where no bounds are set.
-
-    step_tokens: None where a video is one run of placeholders in the prompt. Otherwise each step in time is a run of
-    its own, which stands between these two tokens, and these between the texts that `step_text` makes of its seconds.
-    """
-
-    token_id: int
-    taking: FrameSampling
-    patches: Callable[[Output], tuple[np.ndarray, Grid]]
-    max_pixels: int | None = None
-    step_tokens: tuple[int, int] | None = None
-    step_text: Callable[[float, float], tuple[str, str]] = lambda middle, first: ("", "")
-    size: Callable[[int, Size], Size] | None = None
 
 
 @dataclass(frozen=True)

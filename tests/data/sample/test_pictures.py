@@ -21,8 +21,8 @@ from dhp.data.media.frames import FrameSampling, FrameTimes
 from dhp.data.media.sources import Video
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.chat import Rendered, replace_each
-from dhp.data.sample.pictures import Videos
 from dhp.data.sample.preprocess import Preprocessor
+from dhp.data.sample.videos import Videos
 from dhp.models.families.qwen3_vl import qwen3_vl
 from dhp.models.processor import Processor
 
