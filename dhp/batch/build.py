@@ -125,7 +125,7 @@ def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
     family = load_family(settings.model_name).having(settings.encoders)
     family.processor.load()
     tokenizer = load_tokenizer(settings.model_name, settings.data.chat_template)
-    _check_vocabulary(settings.model_name, tokenizer, family)
+    check_vocabulary(settings.model_name, tokenizer, family)
     return family, tokenizer
 
 
@@ -207,7 +207,7 @@ def _prompts(family: Family, data: DataConfig) -> Prompts:
     return Prompts(data.system_prompt, data.learn_empty_thoughts, no_audio)
 
 
-def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
+def check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
     """A vocabulary split over tensor ranks finds an id beyond its end on no rank: a zero embedding, a wrong loss."""
     largest, rows = max(tokenizer.get_vocab().values()), family.config.get_text_config().vocab_size
     if largest >= rows:

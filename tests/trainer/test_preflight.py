@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2MLP
 
 from dhp.config.command_line import compose_config, to_yaml
@@ -40,7 +41,7 @@ def test_a_template_that_ends_no_answer_is_said(tiny_assets: Path, tmp_path: Pat
     [
         ("Qwen2VLVideoProcessor", [], None),
         ("Qwen2VLVideoProcessor", ["data.max_pixels=4096"], "frame by frame (data.max_pixels=4096); the model's own"),
-        ("OtherVideoProcessor", [], "28224}); the model's own OtherVideoProcessor has"),
+        ("OtherVideoProcessor", [], "28224"),
     ],
 )
 def test_other_sizes_of_frames_than_the_models_are_said(
@@ -270,3 +271,31 @@ def test_what_takes_time_is_told_when_it_begins(tiny_assets: Path, tmp_path: Pat
     prepare(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", f"run_dir={tmp_path}"]), say=said.append)
     model = f"checking the model {tiny_assets}/model"
     assert said == ["checking the configuration", model, "looking at some samples of shapes"]
+
+
+def test_a_folder_in_rays_cache_and_nothing_to_go_on_with_are_said(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    lines: list[str] = []
+    cached = f"run_dir={tmp_path / 'runtime_resources' / 'new'}"
+    own = [f"tiny_assets={tiny_assets}", cached, "training.resume=auto"]
+    prepare(compose_config("tiny", overrides=own), say=lines.append)
+    assert any(line.startswith(f"warning: {cached} lies in Ray's cache") for line in lines)
+    assert any("has no checkpoint, so the run begins at step 1" in line for line in lines)
+    lines.clear()
+    prepare(compose_config("tiny", overrides=[own[0], f"run_dir={tmp_path / 'new'}"]), say=lines.append)
+    assert not any("Ray's cache" in line or "begins at step 1" in line for line in lines)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_before_ray_starts(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_assets / "model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([f"<more {number}>" for number in range(20)])
+    tokenizer.save_pretrained(model)
+    with pytest.raises(ModelError, match="the tokenizer gives ids up to"):
+        check(
+            tiny_assets, *(f"{part}.model_name={model}" for part in ("vision", "text")), f"run_dir={tmp_path / 'new'}"
+        )
