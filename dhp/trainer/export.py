@@ -35,8 +35,8 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None, pictu
             weights = merge(base or str(about.get("model_name")), weights, adapters)
             source = f"with the adapters of step {about['step']} in them, from {checkpoint}"
         save_whole(checkpoint / MODEL, weights, out_dir)
-        told = _write_stops(out_dir) + (_write_pictures(out_dir, picture_settings(about)) if pictures else "")
-        return f"{out_dir}: {len(weights)} weights {source}{told}"
+        notes = _write_stops(out_dir) + (_write_pictures(out_dir, picture_settings(about)) if pictures else "")
+        return f"{out_dir}: {len(weights)} weights {source}{notes}"
 
 
 def picture_settings(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def _write_pictures(out_dir: Path, asked: Mapping[str, Any]) -> str:
         files, lost = set_video_arguments(out_dir, processor, taking, size)
     files = [*(set_image_arguments(out_dir, arguments) if arguments else ()), *files]
     words = ", ".join(f"data.{key}={value}" for key, value in asked.items())
-    told = f"; {' and '.join(dict.fromkeys(files))} read pictures as training did ({words})" if files else ""
-    return told + (f"; what cannot be written: {lost}" if lost else "")
+    notes = f"; {' and '.join(dict.fromkeys(files))} read pictures as training did ({words})" if files else ""
+    return notes + (f"; what cannot be written: {lost}" if lost else "")
 
 
 def _write_stops(out_dir: Path) -> str:
