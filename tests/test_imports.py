@@ -29,7 +29,7 @@ TABLE: dict[str, set[str]] = {
     **{sibling: set() for sibling in SIBLINGS},
     "objectives": {"data.sample.sample", "parallel.tensor.loss"},
     # Joiners: each says what it joins.
-    "tiny": {"data.media", "models.pretrained"},
+    "tiny": {"data.media", "models.config_file", "models.pretrained"},
     "engine": {"checkpoint", "models", "objectives", "parallel"},
     "batch": {
         "checkpoint.feature_folder", "data", "models", "objectives", "parallel.attention.shard_plan",

@@ -23,9 +23,9 @@ from dhp.data.remote.places import remote_of
 from dhp.data.sample.audio import NO_ACTORS, NO_TOWER, AudioPreprocessing
 from dhp.data.sample.cached_features import CachedPictures
 from dhp.data.sample.lengths import tile_arguments
-from dhp.data.sample.pictures import Videos
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.tokens import Prompts
+from dhp.data.sample.videos import Videos
 from dhp.data.sampling.dataset import BatchSource, Dataset, open_dataset
 from dhp.data.sampling.exchanged import Exchanged, Records
 from dhp.data.sampling.length_cache import LengthCache
@@ -34,6 +34,7 @@ from dhp.data.sampling.sampler import RANDOM, BalanceSettings, BatchLayout, Samp
 from dhp.data.sampling.step_loads import make_sampler
 from dhp.models.family import Family
 from dhp.models.flops import TrainedShare
+from dhp.models.frame_size import find_frame_size
 from dhp.models.plugins import import_on_rank
 from dhp.models.positions import find_positions
 from dhp.models.pretrained import load_image_processor, load_tokenizer
@@ -125,7 +126,7 @@ def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
     family.processor.load()
     family.processor.published_positions = settings.data.positions == "published"
     tokenizer = load_tokenizer(settings.model_name, settings.data.chat_template)
-    _check_vocabulary(settings.model_name, tokenizer, family)
+    check_vocabulary(settings.model_name, tokenizer, family)
     return family, tokenizer
 
 
@@ -140,7 +141,7 @@ def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: 
         family.processor.patches,
         settings.data.min_pixels,
         settings.data.max_pixels,
-        _videos(family, settings.data),
+        _videos(family, settings),
         settings.data.max_tokens,
         None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
         [*family.processor.about(), family.processor.patch_dim],
@@ -174,14 +175,14 @@ def _sampler(settings: BatchReaderSettings, dataset: Any) -> Sampler:
     return make_sampler(dataset, settings.balancing, settings.layout, settings.seed, shuffle, bad)
 
 
-def _videos(family: Family, data: DataConfig) -> Videos | None:
+def _videos(family: Family, settings: BatchReaderSettings) -> Videos | None:
     """Video preprocessing; None: the model takes no videos."""
-    own = family.processor
+    own, data = family.processor, settings.data
     if own.video_token_id is None:
         return None
     taking = FrameSampling(data.video_fps, data.video_max_frames, own.frames_per_patch, own.takes_both_ends)
-    most = data.video_max_pixels
-    return Videos(own.video_token_id, taking, own.video_patches, most, own.step_tokens, own.step_text)
+    steps = (own.step_tokens, own.step_text, find_frame_size(settings.model_name, family.config))
+    return Videos(own.video_token_id, taking, own.video_patches, data.video_max_pixels, *steps)
 
 
 def _sounds(family: Family) -> AudioPreprocessing | None:
@@ -207,7 +208,7 @@ def _prompts(family: Family, data: DataConfig) -> Prompts:
     return Prompts(data.system_prompt, data.learn_empty_thoughts, no_audio, data.learn_newline)
 
 
-def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
+def check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
     """A vocabulary split over tensor ranks finds an id beyond its end on no rank: a zero embedding, a wrong loss."""
     largest, rows = max(tokenizer.get_vocab().values()), family.config.get_text_config().vocab_size
     if largest >= rows:

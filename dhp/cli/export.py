@@ -10,7 +10,7 @@ from dhp.checkpoint.folder import find_checkpoint
 from dhp.checkpoint.manifest import read_about
 from dhp.cli.common import PLUGIN, add_plugins, make_parser
 from dhp.core.errors import ConfigError
-from dhp.trainer.export import adapters_in, export_whole, read_parts
+from dhp.trainer.export import adapters_in, export_whole, picture_settings, read_parts
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,4 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         _, weights = read_parts(checkpoint, Path(beside))
         count = save_adapter(base, weights, adapters, given.out_dir)
     print(f"{given.out_dir}: an adapter of {count} tensors of step {about['step']}, beside {base}")
+    if asked := picture_settings(about):
+        words = ", ".join(f"data.{key}={value}" for key, value in asked.items())
+        print(f"its pictures were read with {words}, which an adapter has no file for: set the same where you load it")
     return 0

@@ -127,6 +127,14 @@ def pictures_of(record: Record, sample: Sample, processor: Processor, image_proc
     return shown
 
 
+def _scale(seen: Image.Image, original: Image.Image) -> str:
+    """By what boxes in pixels of the file would be multiplied."""
+    if seen.size == original.size:
+        return ""
+    across, down = seen.width / original.width, seen.height / original.height
+    return f" (scaled by {across:.3f} across, {down:.3f} down)"
+
+
 def clips_of(record: Record, sample: Sample) -> list[Shown]:
     """Clips of sound, as pictures of their spectra: time to the right, pitch upwards."""
     shown = []
@@ -146,7 +154,7 @@ def _image(head: str, images: Sequence[Image.Image], file: File, from_patches: b
     if not images:
         return Shown(f"{head}. Drawn as the file has it: {_UNREAD}", (original,))
     if not from_patches or _alike(images[0], original):
-        return Shown(f"{head}, which the model sees as {_size(images[0])}", tuple(images))
+        return Shown(f"{head}, which the model sees as {_size(images[0])}{_scale(images[0], original)}", tuple(images))
     scaled = original.resize(images[0].size, Image.Resampling.BICUBIC)
     return Shown(
         f"{head}, which the model sees as {_size(scaled)}. Scaled here by Pillow, because {_UNREAD}", (scaled,)

@@ -18,12 +18,13 @@ from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV
 from ray._raylet import AuthenticationTokenLoader, Config
 
 from dhp.core.errors import CheckpointError, ConfigError, DataError
+from dhp.core.own_folder import base_for_socket
 
 TOKEN = "RAY_AUTH_TOKEN"
 NO_REPORTS = {"RAY_USAGE_STATS_ENABLED": "0"}  # whatever the user's own clusters send to Ray's makers
 LOOPBACK = ("127.0.0.1", "localhost")
-# A socket's path has 107 bytes at most, and below this folder Ray adds as much as here.
-_LONGEST = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+# As much as Ray adds to a folder for the paths of its sockets.
+_SOCKET = "/dhp-ray-12345678/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 _EXPECTED = (ConfigError, DataError, CheckpointError, KeyboardInterrupt, SystemExit)  # not in Ray's logs
 _REMOVAL_S = 2.0  # its last helpers end a moment after it, and write until then
 
@@ -111,9 +112,7 @@ def _without_proxy() -> dict[str, str]:
 
 def _base() -> str:
     """Where Ray itself would put its folder, or /tmp where the paths of sockets below it would be too long."""
-    base = get_default_system_temp_dir()
-    room = _LONGEST - len("/dhp-ray-12345678")
-    return base if len(os.path.abspath(base).encode()) <= room and os.path.isdir(base) else "/tmp"
+    return base_for_socket(get_default_system_temp_dir(), _SOCKET)
 
 
 def _remove(folder: Path) -> None:

@@ -44,6 +44,7 @@ class YamlFiles(_Files):  # type: ignore[misc]
     def load_config(self, config_path: str) -> ConfigResult:
         result: ConfigResult = super().load_config(config_path)
         values = OmegaConf.to_container(result.config, resolve=False)
+        _refuse_boolean_names(values, self._normalize_file_name(config_path))
         check_inert(self._normalize_file_name(config_path), values, result.header.get("package"))
         if "/" not in config_path and isinstance(result.config, DictConfig):
             result.config, notices = _in_our_words(result.config, self._normalize_file_name(config_path))
@@ -58,6 +59,24 @@ class YamlFiles(_Files):  # type: ignore[misc]
         OmegaConf.register_new_resolver("nodes", nodes, replace=True)
         cls.said.clear()
         Plugins.instance().register(cls)
+
+
+def _refuse_boolean_names(values: Any, file: str, within: str = "") -> None:
+    """YAML takes no, off, yes and on for booleans. Raises ConfigError for one as a key, or as the name of a dataset."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            if isinstance(key, bool):
+                raise ConfigError(_boolean(key, file, within))
+            _refuse_boolean_names(value, file, f"{within}.{key}".lstrip("."))
+    elif isinstance(values, list) and within.rpartition(".")[2] in ("datasets", "eval_datasets"):
+        for value in values:
+            if isinstance(value, bool):
+                raise ConfigError(_boolean(value, file, within))
+
+
+def _boolean(value: bool, file: str, within: str) -> str:
+    words = "'yes', 'on' or 'true'" if value else "'no', 'off' or 'false'"
+    return f"in {file}: {within or 'the top'} has a name that YAML takes for {str(value).lower()}. Quote it, as {words}"
 
 
 def wrong_keys(file: Path) -> list[ConfigError]:

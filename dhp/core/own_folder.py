@@ -11,15 +11,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+_LONGEST = 107  # bytes of a socket's path
+
+
+def base_for_socket(base: str, below: str) -> str:
+    """`base`, or /tmp where the path of a socket that ends in `below` would be too long in it, or it is no folder."""
+    return base if len(os.path.abspath(base).encode() + below.encode()) <= _LONGEST and os.path.isdir(base) else "/tmp"
+
 
 @contextmanager
-def own_folder(prefix: str) -> Iterator[Path]:
+def own_folder(prefix: str, socket: str = "") -> Iterator[Path]:
     """A new folder for this process, which no other user may enter, removed at the end. Folders of that prefix whose
-    processes were killed go first: a living one has a lock on its folder. Raises OSError where none can be made."""
-    parent = Path(tempfile.gettempdir())
+    processes were killed go first: a living one has a lock on its folder. socket: the name of one in it, whose path
+    must not be too long. Raises OSError where none can be made."""
+    parent = Path(base_for_socket(tempfile.gettempdir(), f"/{prefix}12345678/{socket}"))
     for left in parent.glob(f"{prefix}*"):
         _remove_left(left)
-    unnamed = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
+    unnamed = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
     handle = os.open(unnamed, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks: then nobody gets one, and nothing is taken for left
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from dhp.core.errors import ModelError
 from dhp.core.files import new_folder
 from dhp.models.compose_text import add_image_token, written_with_images
+from dhp.models.config_file import save_model, write_tokenizer_config
 from dhp.models.contract.structure import without_weights
 from dhp.models.pretrained import load_image_processor, load_tokenizer, name_accelerator
 from dhp.models.registry import load_family
@@ -77,8 +78,9 @@ def compose(vision: str, text: str, out: Path, seed: int = 0) -> Composed:
     tokens = _count_tokens(processor, model, side, vision)
     name_accelerator()
     with _quiet(), new_folder(out) as partial:
-        model.save_pretrained(partial)
+        save_model(model, partial)
         processor.save_pretrained(partial)
+        write_tokenizer_config(partial)
     return Composed(out, _sizes(model), token, tokens, side)
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from dhp.core.errors import ModelError
+from dhp.models.config_file import read_config, set_dtype, set_text, write_config
 from dhp.models.load import model_class
 from dhp.models.pretrained import auxiliary_files, name_accelerator
 
@@ -31,11 +32,14 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    content = read_config(model_dir)  # as published: the library would write it anew in its version's form
     with torch.device("meta"):
         model = model_class(str(model_dir))(config)
     result = model.load_state_dict(dict(weights), strict=False, assign=True)
     model.tie_weights()
     if _lost(model, weights):  # the files hold another head than the embedding, though the configuration ties them
+        content["tie_word_embeddings"] = False
+        set_text(content, config, {"tie_word_embeddings": False})
         for section in (config, config.get_text_config()):
             section.tie_word_embeddings = False
         with torch.device("meta"):
@@ -51,6 +55,8 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
     logging.disable_progress_bar()
     name_accelerator()
     model.save_pretrained(out_dir)
+    set_dtype(content, read_config(out_dir)["dtype"])
+    write_config(out_dir, content)
     _check_written(model, weights, out_dir)
     for file in out_dir.glob("*.safetensors"):  # which safetensors lets their owner alone read
         shutil.copymode(out_dir / "config.json", file)

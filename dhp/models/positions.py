@@ -15,6 +15,7 @@ from transformers import __version__ as installed
 
 from dhp.core.batch import PositionRange
 from dhp.core.errors import ModelError
+from dhp.models.config_file import flat_rope, read_config, set_text, write_config
 from dhp.models.contract.rows import differs_behind_videos
 from dhp.models.family import Family
 
@@ -76,11 +77,15 @@ def change_positions(folder: Path, rope_theta: float | None = None, max_position
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
     before = getattr(text, "max_position_embeddings", None)
+    changes: dict[str, Any] = {}
     if rope_theta is not None or max_positions is not None:
         text.rope_parameters = _changed(folder, text.rope_parameters, rope_theta, before if max_positions else None)
+        changes |= {**flat_rope(text.rope_parameters), "rope_parameters": text.rope_parameters}
     if max_positions is not None:
-        text.max_position_embeddings = max_positions
-    config.save_pretrained(folder)
+        text.max_position_embeddings = changes["max_position_embeddings"] = max_positions
+    content = read_config(folder)
+    set_text(content, config, changes)
+    write_config(folder, content)
     again = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     kept = (again.rope_parameters, again.max_position_embeddings)
     if kept != (text.rope_parameters, text.max_position_embeddings):

@@ -40,6 +40,7 @@ def make_family(name: str, folder: Path, seed: int = 0) -> Path:
     from transformers import AutoModelForImageTextToText
     from transformers.utils import logging
 
+    from dhp.models.config_file import save_model, write_tokenizer_config
     from dhp.models.pretrained import name_accelerator
 
     logging.disable_progress_bar()  # small files
@@ -55,8 +56,9 @@ def make_family(name: str, folder: Path, seed: int = 0) -> Path:
     model.generation_config = transformers.GenerationConfig(**ends)
     name_accelerator()
     with new_folder(folder) as partial:
-        model.save_pretrained(partial)
+        save_model(model, partial)
         tokenizer.save_pretrained(partial)
+        write_tokenizer_config(partial)
         _write_processors(name, look, partial)
     return folder
 

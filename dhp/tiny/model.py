@@ -19,6 +19,7 @@ from transformers import (
 
 from dhp.core.errors import ModelError
 from dhp.core.files import new_folder
+from dhp.models.config_file import save_model, write_tokenizer_config
 from dhp.models.pretrained import name_accelerator
 
 SPECIAL_TOKENS = (
@@ -153,8 +154,9 @@ def _write(folder: Path, corpus: Iterable[str], seed: int) -> None:
         pad_token_id=config.text_config.pad_token_id,
     )
     name_accelerator()
-    model.save_pretrained(folder)
+    save_model(model, folder)
     tokenizer.save_pretrained(folder)
+    write_tokenizer_config(folder)
     Qwen2VLImageProcessorPil(
         patch_size=14, temporal_patch_size=2, merge_size=2, min_pixels=56 * 56, max_pixels=168 * 168
     ).save_pretrained(folder)

@@ -101,7 +101,7 @@ GEMMA4 = {
         **square({}, num_hidden_layers=2, num_key_value_heads=2, head_dim=12),
         "patch_size": 4,
         "pooling_kernel_size": 3,
-        "position_embedding_size": 64,
+        "position_embedding_size": 1024,  # of columns or rows: the most that a narrow picture has
     },
     "audio_config": None,
     **PLACES,

@@ -203,7 +203,7 @@ def _from(one: CheckedStage, before: CheckedStage | None, say: Callable[[str], N
             if before is None:
                 _link(one.prepared, partial)
             else:
-                export_whole(find_checkpoint(before.checkpoints), partial)
+                export_whole(find_checkpoint(before.checkpoints), partial, pictures=False)  # bounds are each stage's
             if changes:
                 change_positions(partial, **positions)
     start = str(one.start)

@@ -9,17 +9,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dhp.checkpoint.manifest import MODEL, read_about
+from dhp.checkpoint.resume import RECIPE
 from dhp.checkpoint.source import mapped_shards
+from dhp.config.data import DataConfig
 from dhp.core.errors import CheckpointError, ModelError
 from dhp.core.parameters import AdapterSettings
 from dhp.models.export import save_whole
 
 
-def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> str:
+def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None, pictures: bool = True) -> str:
     """Put the parts together, with adapters added to their matrices, and write them where plain transformers can load
     them; what was written, in words.
 
-    base: the model that adapters were trained with, if it is elsewhere now. Raises CheckpointError, ModelError.
+    base: the model that adapters were trained with, if it is elsewhere now. pictures: the run's bounds of pictures go
+    into the processors' files. Raises CheckpointError, ModelError.
     """
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as beside:
@@ -32,7 +35,42 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> st
             weights = merge(base or str(about.get("model_name")), weights, adapters)
             source = f"with the adapters of step {about['step']} in them, from {checkpoint}"
         save_whole(checkpoint / MODEL, weights, out_dir)
-        return f"{out_dir}: {len(weights)} weights {source}{_write_stops(out_dir)}"
+        notes = _write_stops(out_dir) + (_write_pictures(out_dir, picture_settings(about)) if pictures else "")
+        return f"{out_dir}: {len(weights)} weights {source}{notes}"
+
+
+def picture_settings(about: Mapping[str, Any]) -> dict[str, Any]:
+    """How a checkpoint's run read pictures, by keys of the configuration's section data, where they are set."""
+    plain = DataConfig()
+    keys = ("min_pixels", "max_pixels", "max_tiles", "video_fps", "video_max_frames", "video_max_pixels")
+    found = {key: about["settings"].get(RECIPE, {}).get(f"data.{key}", getattr(plain, key)) for key in keys}
+    return {key: value for key, value in found.items() if value != getattr(plain, key)}
+
+
+def _write_pictures(out_dir: Path, asked: Mapping[str, Any]) -> str:
+    """Let processors of others read pictures as training did; what was changed, and what cannot be, in words."""
+    from dhp.data.sample.lengths import tile_arguments
+    from dhp.data.sample.scaling import area_bounds
+    from dhp.models.pretrained import load_image_processor
+    from dhp.models.processor_files import set_image_arguments, set_video_arguments
+    from dhp.models.registry import load_family
+
+    if not asked:
+        return ""
+    images, processor = load_image_processor(str(out_dir)), load_family(str(out_dir)).processor
+    least, most = asked.get("min_pixels"), asked.get("max_pixels")
+    arguments = {**area_bounds(images, least, most), **tile_arguments(images, asked.get("max_tiles"))}
+    files: list[str] = []
+    lost = ""
+    if processor.video_token_id is not None:  # first, as it may go by the image processor's file
+        names = {"video_fps": "fps", "video_max_frames": "max_frames"}
+        taking = {name: asked[key] for key, name in names.items() if key in asked}
+        size = area_bounds(images, least, asked.get("video_max_pixels") or most).get("size", {})
+        files, lost = set_video_arguments(out_dir, processor, taking, size)
+    files = [*(set_image_arguments(out_dir, arguments) if arguments else ()), *files]
+    words = ", ".join(f"data.{key}={value}" for key, value in asked.items())
+    notes = f"; {' and '.join(dict.fromkeys(files))} read pictures as training did ({words})" if files else ""
+    return notes + (f"; what cannot be written: {lost}" if lost else "")
 
 
 def _write_stops(out_dir: Path) -> str:

@@ -8,6 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dhp.checkpoint.folder import step_folders
+from dhp.checkpoint.resume import AUTO
+from dhp.cluster.address import SUBMITTED
 from dhp.config.layout import resolve_part
 from dhp.config.parts import HEARING, model_name, parts, read_datasets
 from dhp.config.resolve import check_model_dir, micro_batches, resolve
@@ -49,6 +52,7 @@ def prepare(
         raise
     if new_run:
         check_run_dir(config)
+        _look_at_folders(config, say)
     if new_run and not config.training.dry_run:
         from dhp.trainer.reports import require_loggers  # it imports Ray
 
@@ -69,8 +73,9 @@ def prepare(
 
         check_folder(config)
     if new_run and not config.training.dry_run:
-        _look_at_samples(config, family, say)
-        _look_at_answers(config, say)
+        end = _look_at_answers(config, family, say)
+        _look_at_samples(config, family, say, end)
+        _look_at_videos(config, family, say)
     return config
 
 
@@ -85,7 +90,24 @@ def make_tiny(config: Config, folder: str, say: Callable[[str], None]) -> None:
         raise ConfigError(f"tiny_assets={folder} cannot be written ({error}); choose another") from error
 
 
-def _look_at_samples(config: Config, family: Family, say: Callable[[str], None]) -> None:
+def _look_at_folders(config: Config, say: Callable[[str], None]) -> None:
+    """Say where results would go with Ray's cache, and where a run that is to go on has nothing to go on with."""
+    checkpoints = Path(str(config.training.checkpoint_dir)).absolute()
+    for key, folder in (("run_dir", Path(config.run_dir).absolute()), ("training.checkpoint_dir", checkpoints)):
+        if SUBMITTED in os.environ and "runtime_resources" in folder.parts:
+            say(
+                f"warning: {key}={folder} lies in Ray's cache of the job's working directory, which Ray empties. Give "
+                f"an absolute path outside of it, as {key}=$PWD/runs/first where the job is submitted"
+            )
+            break
+    if config.training.resume == AUTO and not step_folders(checkpoints):
+        say(
+            f"training.resume=auto: {checkpoints} has no checkpoint, so the run begins at step 1. The same command "
+            "goes on with it where run_dir is fixed"
+        )
+
+
+def _look_at_samples(config: Config, family: Family, say: Callable[[str], None], end: str) -> None:
     from dhp.data.sampling.probe import check_some_samples
     from dhp.models.positions import tell_positions
 
@@ -94,23 +116,27 @@ def _look_at_samples(config: Config, family: Family, say: Callable[[str], None])
     hears = HEARING in parts(config)
     data, skips = config.data, config.data.on_bad_sample == "skip"
     sees, behind = family.processor.video_token_id is not None, tell_positions(data.positions, family)
-    for note in check_some_samples(
-        looked, data.data_registry, config.seed, data.allow_http, hears, skips, sees, behind
-    ):
+    more = (data.allow_http, hears, skips, sees, end, behind)
+    for note in check_some_samples(looked, data.data_registry, config.seed, *more):
         say(note)
 
 
-def _look_at_answers(config: Config, say: Callable[[str], None]) -> None:
-    """Say where the chat template ends no answer by a token: the model would not learn to stop."""
+def _look_at_answers(config: Config, family: Family, say: Callable[[str], None]) -> str:
+    """The text of the token by which the chat template ends an answer. Say where there is none: the model would not
+    learn to stop. Raises ModelError for a tokenizer with more tokens than the model."""
+    from dhp.batch.build import check_vocabulary
     from dhp.data.sample.template_check import find_answer_end
     from dhp.models.pretrained import load_tokenizer
 
     tokenizer = load_tokenizer(model_name(config), read_template(config.data.chat_template) or "")
-    if tokenizer.chat_template and find_answer_end(tokenizer) is None:
+    check_vocabulary(model_name(config), tokenizer, family)
+    end = find_answer_end(tokenizer) if tokenizer.chat_template else None
+    if tokenizer.chat_template and end is None:
         say(
             "warning: the chat template writes no token behind an answer, so the model does not learn to stop: its "
             "answers will reach the limit of tokens. Name one that writes an end of turn in data.chat_template"
         )
+    return "" if end is None else str(tokenizer.decode([end]))
 
 
 def _also_wrong(config: Config, message: str) -> list[ConfigError]:
@@ -167,6 +193,24 @@ def _fix_paths(config: Config) -> None:
             entry.annotation_path = str(Path(entry.annotation_path).absolute())
         if entry.data_path and not is_remote(entry.data_path):
             entry.data_path = str(Path(entry.data_path).absolute())
+
+
+def _look_at_videos(config: Config, family: Family, say: Callable[[str], None]) -> None:
+    """Say where frames are scaled otherwise than by the model's own video processor."""
+    from dhp.models.frame_size import KIND, find_frame_size, read_video_settings
+    from dhp.models.pretrained import load_image_processor
+
+    if family.processor.video_token_id is None:
+        return
+    rule, own = find_frame_size(model_name(config), family.config), read_video_settings(model_name(config))
+    bounds = {key: getattr(config.data, key) for key in ("video_max_pixels", "max_pixels", "min_pixels")}
+    given = ", ".join(f"data.{key}={value}" for key, value in bounds.items() if value is not None)
+    if rule is not None and given:
+        say(f"videos are scaled frame by frame ({given}); the model's own {rule.kind} has {rule}")
+    elif rule is None and own:
+        images = load_image_processor(model_name(config))
+        size = given or {edge: pixels for edge, pixels in dict(images.size or {}).items() if pixels}
+        say(f"videos are scaled as images are ({size}); the model's own {own.get(KIND)} has {own.get('size')}")
 
 
 def missing_data(config: Config) -> list[str]:

@@ -142,6 +142,7 @@ def test_an_image_is_put_together_from_the_patches_that_the_model_gets(tokenizer
     assert apart(image, Image.open(tmp_path / "a.png").resize((112, 84), Image.Resampling.BICUBIC)) <= 1
     assert (
         shown.caption == f"image 1: {tmp_path / 'a.png'}, 12 tokens; 120 × 80 pixels, which the model sees as 112 × 84"
+        " (scaled by 0.933 across, 1.050 down)"
     )
 
 

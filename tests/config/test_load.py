@@ -1,5 +1,7 @@
 """YAML and overrides in-process: what they mean, and what a mistake is answered with."""
 
+import re
+
 import pytest
 
 from dhp.config.command_line import compose_config, to_yaml
@@ -232,3 +234,19 @@ def test_yaml_text_reads_back_to_an_equal_config(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert compose_config("config", str(tmp_path)) == config
     assert "${" not in to_yaml(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "data: {data_registry: {no: {annotation_path: a.json}}}",
+            "data.data_registry has a name that YAML takes for false",
+        ),
+        ("data: {datasets: [yes]}", "data.datasets has a name that YAML takes for true. Quote it, as 'yes'"),
+    ],
+)
+def test_a_name_that_yaml_takes_for_a_boolean_is_told(tmp_path, text, told):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        compose_config("mine", str(tmp_path))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from dhp.core.own_folder import own_folder
+from dhp.core.own_folder import base_for_socket, own_folder
 
 HOLDING = """
 import sys
@@ -64,3 +66,13 @@ def test_a_link_of_that_name_is_not_followed(temporary: Path) -> None:
     with own_folder("dhp-test-"):
         pass
     assert (target / "file").exists() and (temporary / "dhp-test-link").is_symlink()
+
+
+def test_a_socket_has_a_path_that_is_short_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    assert base_for_socket(str(tmp_path), "/s") == str(tmp_path) and base_for_socket(str(deep), "/s" * 9) == "/tmp"
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with own_folder("dhp-test-", "server") as folder, closing(socket.socket(socket.AF_UNIX)) as server:
+        server.bind(str(folder / "server"))
+        assert folder.parent == Path("/tmp")

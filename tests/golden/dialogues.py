@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +116,6 @@ def _llama_factory(model: str) -> Any:
     os.environ["DISABLE_VERSION_CHECK"] = "1"
     from importlib.metadata import version
 
-    from llamafactory.data.processor.supervised import SupervisedDatasetProcessor
-    from llamafactory.data.template import get_template_and_fix_tokenizer
-    from llamafactory.hparams import DataArguments
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -126,9 +124,11 @@ def _llama_factory(model: str) -> Any:
     processor = types.SimpleNamespace(
         image_processor=images, tokenizer=tokenizer, image_min_pixels=PIXELS[0], image_max_pixels=PIXELS[1]
     )
-    given = DataArguments(template="qwen2_vl", cutoff_len=8192)
-    template = get_template_and_fix_tokenizer(tokenizer, given)
-    encoder = SupervisedDatasetProcessor(template, tokenizer, processor, given)
+    given = import_module("llamafactory.hparams").DataArguments(template="qwen2_vl", cutoff_len=8192)
+    template = import_module("llamafactory.data.template").get_template_and_fix_tokenizer(tokenizer, given)
+    encoder = import_module("llamafactory.data.processor.supervised").SupervisedDatasetProcessor(
+        template, tokenizer, processor, given
+    )
 
     def encode(turns: list[dict[str, str]], pictures: list[str]) -> tuple[list[int], list[int]]:
         said = turns[0]["content"] if turns[0]["role"] == "system" else None
@@ -143,10 +143,9 @@ def _swift(model: str) -> Any:
     from importlib.metadata import version
 
     os.environ |= {"MIN_PIXELS": str(PIXELS[0]), "MAX_PIXELS": str(PIXELS[1])}
-    from swift.model import get_processor
-    from swift.template import get_template
 
-    template = get_template(get_processor(model, model_type="qwen2_5_vl"), template_type="qwen2_5_vl")
+    processor = import_module("swift.model").get_processor(model, model_type="qwen2_5_vl")
+    template = import_module("swift.template").get_template(processor, template_type="qwen2_5_vl")
     template.set_mode("train")
 
     def encode(turns: list[dict[str, str]], pictures: list[str]) -> tuple[list[int], list[int]]:
@@ -159,19 +158,21 @@ def _swift(model: str) -> Any:
 def _mistral(_: str) -> Any:
     from importlib.metadata import version
 
-    import mistral_common
-    from mistral_common.protocol.instruct.messages import AssistantMessage, SystemMessage, UserMessage
-    from mistral_common.protocol.instruct.request import ChatCompletionRequest
-    from mistral_common.protocol.instruct.validator import ValidationMode
-    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
-
-    file = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
-    tokenizer = MistralTokenizer.from_file(str(file), mode=ValidationMode.finetuning)
-    kinds = {"user": UserMessage, "assistant": AssistantMessage, "system": SystemMessage}
+    file = Path(str(import_module("mistral_common").__file__)).parent / "data" / "tekken_240911.json"
+    instruct = import_module("mistral_common.protocol.instruct.messages")
+    request = import_module("mistral_common.protocol.instruct.request").ChatCompletionRequest
+    mode = import_module("mistral_common.protocol.instruct.validator").ValidationMode.finetuning
+    tokenizers = import_module("mistral_common.tokens.tokenizers.mistral")
+    tokenizer = tokenizers.MistralTokenizer.from_file(str(file), mode=mode)
+    kinds = {
+        "user": instruct.UserMessage,
+        "assistant": instruct.AssistantMessage,
+        "system": instruct.SystemMessage,
+    }
 
     def encode(turns: list[dict[str, str]], pictures: list[str]) -> tuple[list[int], list[int]]:
         said = [kinds[turn["role"]](content=without_tags(turn["content"])) for turn in turns]
-        return tokenizer.encode_chat_completion(ChatCompletionRequest(messages=said)).tokens, []
+        return tokenizer.encode_chat_completion(request(messages=said)).tokens, []
 
     return encode, f"mistral-common {version('mistral-common')} (PyPI), MistralTokenizer of tekken_240911.json"
 

@@ -139,7 +139,7 @@ class Trains:
 def two_stages(tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A second stage begins with a copy of the tiny model, whatever was trained before it."""
     model = tiny_assets / "model"
-    monkeypatch.setattr("dhp.trainer.curriculum.export_whole", lambda _, folder: shutil.copytree(model, folder))
+    monkeypatch.setattr("dhp.trainer.curriculum.export_whole", lambda _, folder, **more: shutil.copytree(model, folder))
     config = compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}"])
     config.stages = {"one": StageEntry("alignment"), "two": StageEntry("pretraining", rope_theta=7e4)}
     return config

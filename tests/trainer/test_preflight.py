@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2MLP
 
 from dhp.config.command_line import compose_config, to_yaml
@@ -32,6 +34,27 @@ def test_a_template_that_ends_no_answer_is_said(tiny_assets: Path, tmp_path: Pat
     own = [f"tiny_assets={tiny_assets}", f"data.chat_template={tmp_path / 'own.jinja'}", f"run_dir={tmp_path / 'new'}"]
     prepare(compose_config("tiny", overrides=own), say=lines.append)
     assert any("writes no token behind an answer" in line for line in lines) is not ends
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds", "told"),
+    [
+        ("Qwen2VLVideoProcessor", [], None),
+        ("Qwen2VLVideoProcessor", ["data.max_pixels=4096"], "frame by frame (data.max_pixels=4096); the model's own"),
+        ("OtherVideoProcessor", [], "28224"),
+    ],
+)
+def test_other_sizes_of_frames_than_the_models_are_said(
+    tiny_assets: Path, tmp_path: Path, kind: str, bounds: list[str], told: str | None
+) -> None:
+    model = shutil.copytree(tiny_assets / "model", tmp_path / "model")
+    size = {"shortest_edge": 3136, "longest_edge": 50176}
+    (model / "video_preprocessor_config.json").write_text(json.dumps({"video_processor_type": kind, "size": size}))
+    lines: list[str] = []
+    own = [f"{part}.model_name={model}" for part in ("vision", "text")] + [f"run_dir={tmp_path / 'new'}", *bounds]
+    prepare(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", *own]), say=lines.append)
+    found = [line for line in lines if line.startswith("videos are scaled")]
+    assert len(found) == (told is not None) and all(str(told) in line and "50176" in line for line in found)
 
 
 @pytest.mark.parametrize(
@@ -248,3 +271,31 @@ def test_what_takes_time_is_told_when_it_begins(tiny_assets: Path, tmp_path: Pat
     prepare(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", f"run_dir={tmp_path}"]), say=said.append)
     model = f"checking the model {tiny_assets}/model"
     assert said == ["checking the configuration", model, "looking at some samples of shapes"]
+
+
+def test_a_folder_in_rays_cache_and_nothing_to_go_on_with_are_said(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    lines: list[str] = []
+    cached = f"run_dir={tmp_path / 'runtime_resources' / 'new'}"
+    own = [f"tiny_assets={tiny_assets}", cached, "training.resume=auto"]
+    prepare(compose_config("tiny", overrides=own), say=lines.append)
+    assert any(line.startswith(f"warning: {cached} lies in Ray's cache") for line in lines)
+    assert any("has no checkpoint, so the run begins at step 1" in line for line in lines)
+    lines.clear()
+    prepare(compose_config("tiny", overrides=[own[0], f"run_dir={tmp_path / 'new'}"]), say=lines.append)
+    assert not any("Ray's cache" in line or "begins at step 1" in line for line in lines)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_before_ray_starts(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_assets / "model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([f"<more {number}>" for number in range(20)])
+    tokenizer.save_pretrained(model)
+    with pytest.raises(ModelError, match="the tokenizer gives ids up to"):
+        check(
+            tiny_assets, *(f"{part}.model_name={model}" for part in ("vision", "text")), f"run_dir={tmp_path / 'new'}"
+        )

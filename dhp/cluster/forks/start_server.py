@@ -31,7 +31,7 @@ def fork_server(modules: Sequence[str]) -> Iterator[None]:
     if SERVER in os.environ or not sys.platform.startswith("linux") or has_gpus():
         yield
         return
-    with own_folder("dhp-forks-") as folder:
+    with own_folder("dhp-forks-", "server") as folder:
         address = folder / "server"
         command = [sys.executable, "-m", "dhp.cluster.forks.server", str(address), *modules]
         server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

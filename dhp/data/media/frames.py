@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import TypeVar
 
@@ -32,6 +33,8 @@ class FrameSampling:
     them; the last group is then filled up.
 
     start, end: seconds; only frames from the one to the other are taken. None: to the video's end.
+
+    times, in the methods: seconds of each frame, of a video whose frames are not evenly spaced; None: they are.
     """
 
     fps: float
@@ -41,16 +44,24 @@ class FrameSampling:
     start: float = 0.0
     end: float | None = None
 
-    def indices(self, total: int, rate: float) -> np.ndarray:
+    def indices(self, total: int, rate: float, times: Sequence[float] | None = None) -> np.ndarray:
         """int64 [frames], ascending: which of `total` frames, `rate` a second, are taken. Raises DataError where the
         part that is to be shown has none."""
-        first, stop = self._part(total, rate)
-        return first + self._inside(stop - first, rate)
+        first, stop = self._part(total, rate, times)
+        inside = self._inside(stop - first, rate) if times is None else self._by_time(np.array(times[first:stop]), rate)
+        return first + inside
 
-    def _part(self, total: int, rate: float) -> tuple[int, int]:
-        """The frames [first, stop) from `start` to `end`; the frame at `end` is one of them."""
-        first = ceil(self.start * rate - _NEAR)
-        stop = total if self.end is None else min(int(self.end * rate + _NEAR) + 1, total)
+    def _part(self, total: int, rate: float, times: Sequence[float] | None) -> tuple[int, int]:
+        """The frames [first, stop) from `start` to `end`; the frame at `end` is one of them. Of frames with times of
+        their own, the one before `start` where none begins in the part: it is still shown."""
+        if times is None:
+            first = ceil(self.start * rate - _NEAR)
+            stop = total if self.end is None else min(int(self.end * rate + _NEAR) + 1, total)
+        else:
+            first = bisect_left(times, self.start - _NEAR)
+            stop = total if self.end is None else bisect_right(times, self.end + _NEAR)
+            first -= int(first >= stop and self.start < times[-1] + 1 / rate)
+            stop = max(stop, first + 1) if first < total else stop
         if first >= stop:
             raise DataError(
                 f"no frame of the video, which is {total / rate:.2f} s long, is between {self.start:g} s and "
@@ -67,13 +78,33 @@ class FrameSampling:
         count = int(wanted // self.group) * self.group or total
         return np.arange(count, dtype=np.int64) * total // count
 
-    def pace(self, total: int, rate: float) -> FrameTimes:
+    def _by_time(self, times: np.ndarray, rate: float) -> np.ndarray:
+        """The frames nearest to `fps` moments of each second; evenly by number where these are too few."""
+        most = self.max_frames if self.both_ends else max(self.max_frames // self.group, 1) * self.group
+        wanted = min(max(int(_span(times, rate) * self.fps), MIN_FRAMES), most)
+        moments = np.linspace(times[0], times[-1], wanted)
+        after = np.searchsorted(times, moments).clip(1, max(len(times) - 1, 1))
+        behind = times[after.clip(max=len(times) - 1)] - moments < moments - times[after - 1]
+        taken = np.unique(np.where(behind, after, after - 1)).astype(np.int64)
+        least = min(MIN_FRAMES, most, len(times))
+        return taken if len(taken) >= least else np.linspace(0, len(times) - 1, least).round().astype(np.int64)
+
+    def pace(self, total: int, rate: float, times: Sequence[float] | None = None) -> FrameTimes:
         """Times of the groups of a video with `total` frames, `rate` a second."""
-        seconds = (self.indices(total, rate) / rate).tolist()
+        indices = self.indices(total, rate, times)
+        seconds = (indices / rate).tolist() if times is None else [times[index] for index in indices]
         groups = [seconds[first : first + self.group] for first in range(0, len(seconds), self.group)]
         middles, firsts = tuple((g[0] + g[-1]) / 2 for g in groups), tuple(g[0] for g in groups)
-        first, stop = self._part(total, rate)
+        first, stop = self._part(total, rate, times)
+        if times is not None:
+            return FrameTimes(self.group * _span(times[first:stop], rate) / len(seconds), middles, firsts)
         return FrameTimes(self.group * (stop - first) / (len(seconds) * rate), middles, firsts)
+
+
+def _span(times: Sequence[float] | np.ndarray, rate: float) -> float:
+    """Seconds that frames are shown, the last as long as they are on average."""
+    count = len(times)
+    return float(times[-1] - times[0]) * count / (count - 1) if count > 1 else 1 / rate
 
 
 @dataclass(frozen=True)
@@ -94,21 +125,24 @@ class Extent:
     """The frames that are taken of a video.
 
     frames: how many, filled up to whole groups. width, height: pixels of a frame as it is stored; a frame that is shown
-    after a quarter turn has them exchanged.
+    after a quarter turn has them exchanged. taken: how many before they are filled up.
     """
 
     frames: int
     width: int
     height: int
     pace: FrameTimes
+    taken: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
 class VideoLength:
-    """Frames of a video, and how many of them a second has."""
+    """Frames of a video, and how many of them a second has. times: seconds of each from the first, where they are not
+    evenly spaced; None: they are."""
 
     total: int
     rate: float
+    times: tuple[float, ...] | None = None
 
 
 Result = TypeVar("Result")
@@ -133,6 +167,11 @@ def map_images(
     return results, pace
 
 
+def count_images(frames: Frames, taking: FrameSampling) -> int:
+    """How many of them `map_images` takes."""
+    return len(_taken(frames, taking)[0])
+
+
 def extent_of_images(frames: Frames, taking: FrameSampling) -> Extent:
     """The extent of what `map_images` takes, from the files' headers. Raises DataError as it does, for what these
     show."""
@@ -140,7 +179,7 @@ def extent_of_images(frames: Frames, taking: FrameSampling) -> Extent:
     sizes = [read_size(file) for file in files]
     for size, file in zip(sizes, files):
         _check_same(size, sizes[0], file)
-    return Extent(-(-len(files) // taking.group) * taking.group, *sizes[0], pace)
+    return Extent(-(-len(files) // taking.group) * taking.group, *sizes[0], pace, len(files))
 
 
 def _taken(frames: Frames, taking: FrameSampling) -> tuple[list[File], FrameTimes]:

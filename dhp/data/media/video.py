@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import atan2, degrees
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 def read_length(file: File) -> VideoLength:
     """By the header; where it does not say, the frames are counted. Raises DataError for no video stream, no frames."""
     with opened_video(file) as (_, stream):
-        return VideoLength(*_length(stream, file))
+        return _length(stream, file)
 
 
 def map_frames(
@@ -41,17 +41,17 @@ def map_frames(
     DataError names the file and the reason: broken, no video stream, no frames, too large, cut off.
     """
     with opened_video(file) as (container, stream):
-        total, rate = _length(stream, file) if length is None else (length.total, length.rate)
-        indices = taking.indices(total, rate)
+        known = astuple(_length(stream, file) if length is None else length)
+        indices = taking.indices(*known)
         results, group = [], []
-        for image in read_in_order(container, stream, indices, file, total):
+        for image in read_in_order(container, stream, indices, file, known[0]):
             group.append(image)
             if len(group) == taking.group:
                 results.append(use(group))
                 group = []
         if group:
             results.append(use(group + group[-1:] * (taking.group - len(group))))
-    return results, taking.pace(total, rate)
+    return results, taking.pace(*known)
 
 
 def read_extent(file: File, taking: FrameSampling) -> Extent:
@@ -61,9 +61,10 @@ def read_extent(file: File, taking: FrameSampling) -> Extent:
     Raises DataError as `map_frames` does, for what the header shows: no video stream, no frames, too large.
     """
     with opened_video(file) as (container, stream):
-        total, rate = _length(stream, file)
-        groups = -(-len(taking.indices(total, rate)) // taking.group)
-        return Extent(groups * taking.group, *_frame_size(container, stream, file), taking.pace(total, rate))
+        length = astuple(_length(stream, file))
+        taken = len(taking.indices(*length))
+        frames = -(-taken // taking.group) * taking.group
+        return Extent(frames, *_frame_size(container, stream, file), taking.pace(*length), taken)
 
 
 @contextmanager
@@ -83,14 +84,29 @@ def opened_video(file: File) -> Iterator[tuple[Any, Any]]:
             yield container, stream
 
 
-def _length(stream: Any, file: File) -> tuple[int, float]:
-    """Frames of a video, and how many of them a second has. Raises DataError where there is none."""
+def _length(stream: Any, file: File) -> VideoLength:
+    """Raises DataError where there is no frame."""
     with decoding(f"video {name_of(file)}"):
         rate = float(stream.average_rate or stream.guessed_rate or 0)
         total = _count_shown(file) if _shows_a_part(stream, rate) else stream.frames or _count(file)
     if total <= 0 or rate <= 0:
         raise DataError(f"video {name_of(file)} has {'no frame rate' if total > 0 else 'no frames'}")
-    return total, rate
+    return VideoLength(total, rate, _uneven_times(stream, file, total))
+
+
+def _uneven_times(stream: Any, file: File, total: int) -> tuple[float, ...] | None:
+    """Seconds of each frame from the first, by the packets; None where no frame is further from its evenly spaced place
+    than they are from each other, or where the file does not tell. Packets are not read where the header has the same
+    rate for the whole video as for its shortest steps."""
+    if total < 3 or (stream.frames and stream.base_rate == stream.average_rate):
+        return None
+    with opened_video(file) as (container, again), decoding(f"video {name_of(file)}"):
+        index = _find_index(container, again, total)
+    if index is None or index.times[0] == index.times[-1]:
+        return None
+    times = np.array(index.times, dtype=np.float64) - index.times[0]
+    apart = np.abs(times - np.linspace(0, times[-1], total)).max() * (total - 1) / times[-1]  # in mean steps
+    return tuple((times * float(stream.time_base)).tolist()) if apart > 1 else None
 
 
 def _shows_a_part(stream: Any, rate: float) -> bool:
@@ -201,7 +217,7 @@ def read_groups(
 
     Raises DataError for a file that cannot be decoded so far.
     """
-    indices = taking.indices(length.total, length.rate)
+    indices = taking.indices(*astuple(length))
     members = [indices[group * taking.group : (group + 1) * taking.group] for group in groups]
     with opened_video(file) as (container, stream):
         frames = _read(container, stream, np.concatenate([*members, indices[:0]]), file, length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +45,22 @@ def entries_of(raw: Fields, key: str) -> list[Any]:
     """The list of turns under `key`. Raises DataError when it is missing, of another type or empty."""
     if key not in raw:
         raise DataError(f"key {key!r} is missing; the sample has {sorted(map(str, raw))}")
-    entries = raw[key]
+    entries = _turned(raw[key])
     if not isinstance(entries, list):
         raise DataError(f"{key!r} must be a list of turns, got {type(entries).__name__}")
     if not entries:
         raise DataError(f"{key!r} is empty")
     return entries
+
+
+def _turned(entries: Any) -> Any:
+    """A list of turns from a turn of lists, as `datasets` has a Sequence of them; all else as it is."""
+    if not isinstance(entries, Mapping) or not all(isinstance(column, list) for column in entries.values()):
+        return entries
+    if len({len(column) for column in entries.values()}) > 1:
+        sizes = ", ".join(f"{key}: {len(column)}" for key, column in entries.items())
+        raise DataError(f"columns of turns have different lengths ({sizes}). Write one entry a turn into each")
+    return [dict(zip(entries, values, strict=True)) for values in zip(*entries.values(), strict=True)]
 
 
 def statements(raw: Fields, key: str, names: tuple[str, str], media: MediaResolver) -> list[Said]:
@@ -87,9 +98,11 @@ def _statement(number: int, turn: Fields, names: tuple[str, str], media: MediaRe
             raise DataError(f"{turn.place}: {key!r} is not read: {TOOLS}")
     content = turn.get(text_key)
     if not isinstance(content, str | list):
+        got = f"{turn.place}: {text_key!r} must be a string or a list of parts, got {content!r:.80}"
+        if isinstance(content, int | float):  # true and false are numbers here
+            raise DataError(f'{got}. Write it as a string, "{json.dumps(content)}"')
         raise DataError(
-            f"{turn.place}: {text_key!r} must be a string or a list of parts, got {content!r:.80}; the turn has "
-            f"{sorted(map(str, turn))}. If only names differ, set the dataset's columns, as "
+            f"{got}; the turn has {sorted(map(str, turn))}. If only names differ, set the dataset's columns, as "
             f"columns={{{text_key}: text}}"
         )
     parts = [content] if isinstance(content, str) else read_parts(number, content, turn, media)
@@ -182,7 +195,9 @@ def optional_text(raw: Fields, key: str) -> str:
 
 
 def with_system(raw: Fields, said: Sequence[Said]) -> list[Said]:
-    """The statements, after the text under `system` or `system_prompt` where there is one."""
+    """The statements, after the text under `system` or `system_prompt` where there is one. A system turn without text
+    goes, as an empty `system` does: the template's own takes its place."""
+    said = [one for one in said if one.role != "system" or one.text.strip()]
     texts = list(dict.fromkeys(text for key in ("system", "system_prompt") if (text := optional_text(raw, key))))
     if len(texts) > 1:
         raise DataError("'system' and 'system_prompt' differ; leave one of them")

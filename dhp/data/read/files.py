@@ -93,6 +93,12 @@ class JsonRows:
 def _array(value: Any) -> list[Any]:
     if isinstance(value, list):
         return value
+    if isinstance(value, dict):
+        for key in ("data", "samples", "train", "annotations", "instances", "examples", "rows"):
+            if isinstance(value.get(key), list):
+                raise DataError(
+                    f"the file holds one JSON object, whose samples stand under {key!r}. Save that list alone"
+                )
     kind = {dict: "object", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
     raise DataError(
         f"the file holds one JSON {kind}, not an array of samples. "

@@ -186,6 +186,11 @@ KNOWN = {
 
 def read_unknown(raw: Fields, media: MediaResolver) -> NoReturn:
     """Raises DataError that lists the formats."""
+    if len(raw) == 1 and ";" in str(next(iter(raw))):
+        raise DataError(
+            f"the one column is {next(iter(raw))!r:.200}: the file is separated by semicolons. Write it with commas, "
+            "or with tabs as .tsv"
+        )
     known = "; ".join(f"{name} ({keys})" for name, keys in KNOWN.items())
     raise DataError(
         f"keys {sorted(map(str, raw))} are of no known format. Known are: {known}. If only names differ, say so in "

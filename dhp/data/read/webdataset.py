@@ -48,7 +48,10 @@ class TarRows:
             members = {i.name: Member(i.name, path, i.offset_data, i.size) for i in infos}
             written = [i for i in infos if _ending(i.name) == "json"]
             if len(written) != 1:
-                raise DataError(f"the sample needs one .json member with its conversation; it has {sorted(members)}")
+                raise DataError(
+                    f"the sample needs one .json member with its conversation; it has {sorted(members)}. Members of "
+                    "one sample have one name before the first dot and follow each other (tar --sort=name)"
+                )
             if written[0].size > MAX_BYTES:
                 raise DataError(
                     f"{written[0].name} has {written[0].size} bytes, more than the {MAX_BYTES} that are read"

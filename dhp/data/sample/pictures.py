@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -12,39 +12,29 @@ from PIL import Image
 
 from dhp.core.batch import Features, Grid, ProcessorOutput
 from dhp.core.errors import ConfigError, DataError, UnreadableVideo
-from dhp.data.media.frames import FrameSampling, FrameTimes, LongVideo, extent_of_images, map_images
+from dhp.data.media.frames import (
+    FrameSampling,
+    FrameTimes,
+    LongVideo,
+    VideoLength,
+    count_images,
+    extent_of_images,
+    map_images,
+)
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Frames, Picture, Settings, Video, files_of, name_of, settings_of
 from dhp.data.media.video import map_frames, read_extent, read_groups, read_length
 from dhp.data.sample.cached_features import CachedPictures, seen_to_json
 from dhp.data.sample.lengths import Grids, Size
 from dhp.data.sample.sample import Sample
+from dhp.data.sample.scaling import area_bounds
+from dhp.data.sample.videos import Output, Videos
 
 if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
 
-Output = Mapping[str, np.ndarray]  # of the image processor
 _ANY_RATE = 1e9  # frames a second
-
-
-@dataclass(frozen=True)
-class Videos:
-    """Video preprocessing of one model.
-
-    patches: the image processor's output for one group of frames → (rows float32 [patches, dim], grid).
-
-    max_pixels: width × height of a frame; None: as an image's.
-
-    step_tokens: None where a video is one run of placeholders in the prompt. Otherwise each step in time is a run of
-    its own, which stands between these two tokens, and these between the texts that `step_text` makes of its seconds.
-    """
-
-    token_id: int
-    taking: FrameSampling
-    patches: Callable[[Output], tuple[np.ndarray, Grid]]
-    max_pixels: int | None = None
-    step_tokens: tuple[int, int] | None = None
-    step_text: Callable[[float, float], tuple[str, str]] = lambda middle, first: ("", "")
+AS_THEY_ARE = {"do_resize": False}  # of frames that are scaled already
 
 
 @dataclass(frozen=True)
@@ -88,12 +78,13 @@ class Pictures:
         self._image_processor, self._image_tokens, self._as_patches = image_processor, image_tokens, patches
         self._videos, self._arguments = videos, dict(arguments)
         self._bounds = self._video_bounds = (min_pixels, max_pixels)
-        self._scaling = self._video_scaling = _scaling(image_processor, min_pixels, max_pixels)
+        self._scaling = self._video_scaling = area_bounds(image_processor, min_pixels, max_pixels)
         if videos is not None and videos.max_pixels is not None:
             self._video_bounds = (min_pixels, videos.max_pixels)
-            self._video_scaling = _scaling(image_processor, *self._video_bounds, "data.video_max_pixels")
+            self._video_scaling = area_bounds(image_processor, *self._video_bounds, "data.video_max_pixels")
         self._grids = Grids(image_processor, self._scaling, image_tokens)
         self._video_grids = Grids(image_processor, self._video_scaling, image_tokens)
+        self._fitted_grids = Grids(image_processor, AS_THEY_ARE, image_tokens)
         self._whole_frames = whole_frames
         self._kept, self._digest = kept, "" if kept is None else kept.digest(self.about())
 
@@ -147,7 +138,10 @@ class Pictures:
     def about(self) -> list[Any]:
         """All that decides the number of tokens of pictures, except the files."""
         videos = self._videos
-        timing = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
+        timing: list[Any] = []
+        if videos is not None:
+            timing = [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
+            timing += ["by times", repr(videos.size)]
         processor = self._image_processor.to_json_string()
         return [processor, self._arguments, self._scaling, self._video_scaling, timing]
 
@@ -158,8 +152,9 @@ class Pictures:
         order = np.argsort(steps, kind="stable")
         wanted, starts = np.unique(steps[order], return_index=True)
         frames = read_groups(video.file, taking, video.length, wanted.tolist())
+        count = len(taking.indices(*astuple(video.length)))
         for places, group in zip(np.split(order, starts[1:]), frames, strict=True):
-            patches, grid = videos.patches(self._process(group, video.file, scaling))
+            patches, grid = videos.patches(self._process_frames(group, count, video.file, scaling))
             if grid[1:] != (h, w):
                 raise DataError(
                     f"video {name_of(video.file)} has frames of {grid[1]} × {grid[2]} patches, and its first is of "
@@ -199,16 +194,16 @@ class Pictures:
     def _video(self, video: Video) -> PicturePatches:
         file, videos = video.file, self._seeing(video.file)
         taking, scaling = self._taking(video.settings), self._scaling_of(video.settings, moving=True)
+        length = VideoLength(0, 0.0) if isinstance(file, Frames) else read_length(file)
+        count = count_images(file, taking) if isinstance(file, Frames) else len(taking.indices(*astuple(length)))
         make: Callable[[list[Image.Image]], tuple[np.ndarray, Grid]] = lambda frames: videos.patches(
-            self._process(frames, file, scaling)
+            self._process_frames(frames, count, file, scaling)
         )
         if isinstance(file, Frames):
             groups, pace = map_images(file, taking, make)
         else:
-            whole = self._whole_frames
-            length = None if whole is None else read_length(file)
-            if whole is not None and length is not None and len(taking.indices(length.total, length.rate)) > whole:
-                pace = taking.pace(length.total, length.rate)
+            if self._whole_frames is not None and count > self._whole_frames:
+                pace = taking.pace(*astuple(length))
                 (first,) = read_groups(file, taking, length, [0])  # headers do not tell whether frames are turned
                 grid = (len(pace.times), *make(first)[1][1:])
                 return PicturePatches(LongVideo(file, length, grid, video.settings), grid, pace)
@@ -220,12 +215,16 @@ class Pictures:
         file, videos = video.file, self._seeing(video.file)
         taking, scaling = self._taking(video.settings), self._scaling_of(video.settings, moving=True)
 
-        def blank(size: Size) -> Grid:
-            return videos.patches(self._process([Image.new("RGB", size)] * taking.group, file, scaling))[1]
-
         extent = extent_of_images(file, taking) if isinstance(file, Frames) else read_extent(file, taking)
-        size = (extent.width, extent.height)
-        _, h, w = self._video_grids(size, blank) if scaling is self._video_scaling else blank(size)
+        size, fits = (extent.width, extent.height), videos.size is not None and not scaling
+        size = self._fit(size, extent.taken, file) if fits else size
+
+        def blank(size: Size) -> Grid:
+            frames = [Image.new("RGB", size)] * taking.group
+            return videos.patches(self._process(frames, file, AS_THEY_ARE if fits else scaling))[1]
+
+        grids = self._fitted_grids if fits else self._video_grids
+        _, h, w = grids(size, blank) if fits or scaling is self._video_scaling else blank(size)
         return Outline((extent.frames // taking.group, h, w), extent.pace)
 
     def _taking(self, settings: Settings) -> FrameSampling:
@@ -246,7 +245,7 @@ class Pictures:
             return self._video_scaling if moving else self._scaling
         bounds = self._video_bounds if moving else self._bounds
         try:
-            scaling = _scaling(self._image_processor, own[0] or bounds[0], own[1] or bounds[1])
+            scaling = area_bounds(self._image_processor, own[0] or bounds[0], own[1] or bounds[1])
         except ConfigError as error:
             raise DataError(f"min_pixels and max_pixels of a picture: {error}") from error
         most = max(self._image_processor.size["longest_edge"], bounds[1] or 0)
@@ -259,34 +258,27 @@ class Pictures:
             raise DataError(f"video {name_of(file)}, but this model sees images only. Leave videos out of its data")
         return self._videos
 
+    def _process_frames(
+        self, frames: list[Image.Image], count: int, file: File | Frames, scaling: dict[str, Any]
+    ) -> Output:
+        """Some of `count` frames that are taken of a video."""
+        if self._seeing(file).size is None or scaling:
+            return self._process(frames, file, scaling)
+        size = self._fit(frames[0].size, count, file)
+        scaled = [frame.resize(size, self._image_processor.resample) for frame in frames]
+        return self._process(scaled, file, AS_THEY_ARE)
+
+    def _fit(self, size: Size, count: int, file: File | Frames) -> Size:
+        fit = self._seeing(file).size
+        assert fit is not None
+        try:
+            return fit(count, size)
+        except ValueError as error:
+            raise DataError(f"video {name_of(file)} ({size[0]} × {size[1]}) cannot be scaled: {error}") from error
+
     def _process(self, images: list[Image.Image], file: File | Frames, scaling: dict[str, Any]) -> Output:
         try:
             return self._image_processor(images=images, return_tensors="np", **self._arguments, **scaling)
         except ValueError as error:  # for example sides too unequal to scale
             size = f"{images[0].width} × {images[0].height}"
             raise DataError(f"image {name_of(file)} ({size}) cannot be scaled: {error}") from error
-
-
-def _scaling(
-    processor: BaseImageProcessor,
-    min_pixels: int | None,
-    max_pixels: int | None,
-    upper: str = "data.max_pixels",
-) -> dict[str, Any]:
-    """Arguments of the image processor that bound a scaled image's area; none leaves it its own bounds."""
-    if min_pixels is None and max_pixels is None:
-        return {}
-    if "min_pixels" not in processor.valid_kwargs.__annotations__:
-        raise ConfigError(
-            f"data.min_pixels = {min_pixels}, {upper} = {max_pixels}, but {type(processor).__name__} does "
-            "not scale images by area. Leave both unset (null)"
-        )
-    # Processors that scale by area nevertheless call the two bounds "edges".
-    shortest = processor.size["shortest_edge"] if min_pixels is None else min_pixels
-    longest = processor.size["longest_edge"] if max_pixels is None else max_pixels
-    if not 0 < shortest <= longest:
-        raise ConfigError(
-            f"images need 0 < data.min_pixels <= {upper}, got {shortest} and {longest} "
-            "(the image processor's own value where unset)"
-        )
-    return {"size": {"shortest_edge": shortest, "longest_edge": longest}}

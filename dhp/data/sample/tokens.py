@@ -17,8 +17,9 @@ from dhp.data.read.records import Record
 from dhp.data.sample.audio import NO_ACTORS, AudioPreprocessing, Clip
 from dhp.data.sample.chat import Rendered, render, replace_each, to_messages
 from dhp.data.sample.lengths import check_characters, longest_token
-from dhp.data.sample.pictures import Outline, PicturePatches, Videos
+from dhp.data.sample.pictures import Outline, PicturePatches
 from dhp.data.sample.template_check import find_answer_end
+from dhp.data.sample.videos import Videos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

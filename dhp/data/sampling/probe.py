@@ -15,7 +15,7 @@ from dhp.config.parts import split_share
 from dhp.core.errors import DataError
 from dhp.data.media.sources import Frames, Picture, Video, files_of, open_media
 from dhp.data.read.annotations import Annotations
-from dhp.data.read.records import Record, located
+from dhp.data.read.records import ANSWERS, Record, located
 from dhp.data.sample.audio import refuse_sound
 from dhp.data.sampling.dataset import open_dataset
 
@@ -33,21 +33,24 @@ def check_some_samples(
     audio_allowed: bool = True,
     skips: bool = False,
     videos_allowed: bool = True,
+    end: str = "",
     of_videos: str | None = None,
 ) -> list[str]:
     """Read some annotations of each named dataset, and check that the files that they name exist. audio_allowed:
     whether the run may use audio; videos_allowed: whether its model sees videos. skips: defective samples are left out,
-    so they are no error here. of_videos: a line for data with videos.
+    so they are no error here. end: what the chat template writes behind an answer. of_videos: a line for data with
+    videos.
 
-    Returns a line for each dataset that has keys which were not read. Datasets that are large or of another kind are
-    not looked at, and no file of an image or video is opened. Raises DataError for a dataset that cannot be opened, and
-    otherwise as reading the sample does.
+    Returns a line for each dataset that has keys which were not read, and for one whose answers have that end already.
+    Datasets that are large or of another kind are not looked at, and no file of an image or video is opened. Raises
+    DataError for a dataset that cannot be opened, and otherwise as reading the sample does.
     """
     cheap = [name for name in names if _is_cheap(registry[split_share(name)[0]].annotation_path)]
     notes, moving = [], len(cheap) < len(names)  # of what is not looked at, it is not known
     for name in dict.fromkeys(cheap):
         dataset = open_dataset([name], registry, seed, allow_http=allow_http)
         unread: Counter[str] = Counter()
+        answers: list[str] = []
         chosen = _spread(len(dataset), PROBED_SAMPLES)
         for index in chosen:
             try:
@@ -55,10 +58,17 @@ def check_some_samples(
                 _check(record, audio_allowed, videos_allowed)
                 unread.update(record.unread)
                 moving |= any(isinstance(part, Video) for part in record.media)
+                answers += [str(turn.parts[-1]).rstrip() for turn in record.turns if turn.role == ANSWERS]
             except DataError:
                 if not skips:
                     raise
         notes += tell_unread(split_share(name)[0], unread, len(chosen))
+        doubled = sum(answer.endswith(end) for answer in answers) if end.strip() else 0
+        if doubled:
+            notes.append(
+                f"warning: {split_share(name)[0]}: {doubled} of {len(answers)} answers looked at end in {end}, the "
+                "template's own end token, which is learned twice then. Take it out of the texts"
+            )
     return [*notes, of_videos] if moving and of_videos else notes
 
 

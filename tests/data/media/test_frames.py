@@ -89,6 +89,35 @@ def test_a_part_without_a_frame_is_refused(part):
         replace(TAKING, **part).indices(24, 8.0)
 
 
+BOTH_ENDS = FrameSampling(2.0, 768, 2, both_ends=True)
+UNEVEN = (*(number / 10 for number in range(20)), 12.0, 22.0)  # 20 frames in two seconds, and two later
+
+
+@pytest.mark.parametrize(
+    ("part", "indices", "middles"),
+    [
+        ({}, [0, 5, 10, 15, 19, 20, 21], (0.25, 1.25, 6.95, 22.0)),
+        ({"start": 11.0, "end": 13.0}, [20], (12.0,)),
+        ({"start": 13.0, "end": 14.0}, [20], (12.0,)),  # which is shown until the last one begins
+        ({"end": 1.9}, [0, 6, 13, 19], (0.3, 1.6)),
+        ({"start": 1.9}, [19, 20, 21], (6.95, 22.0)),
+        ({"max_frames": 2}, [0, 21], (11.0,)),
+    ],
+)
+def test_frames_that_are_uneven_are_taken_and_told_by_their_times(part, indices, middles):
+    taking, length = replace(BOTH_ENDS, **part), (22, 22 / 22.5, UNEVEN)
+    assert taking.indices(*length).tolist() == indices
+    assert taking.pace(*length).times == pytest.approx(middles)
+    every = replace(taking, group=1).pace(*length)
+    assert every.firsts == tuple(UNEVEN[index] for index in indices)
+
+
+def test_seconds_between_steps_are_those_of_uneven_frames():
+    assert BOTH_ENDS.pace(22, 1.0, UNEVEN).seconds == pytest.approx(2 * 22.0 * 22 / 21 / 7)
+    with pytest.raises(DataError, match="no frame of the video"):
+        replace(BOTH_ENDS, start=24.0).indices(22, 1.0, UNEVEN)
+
+
 def record(part):
     return Record("set", 1, "here", (Turn("user", (part, "What?")), Turn("assistant", ("A.",))))
 

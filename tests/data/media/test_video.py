@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from fractions import Fraction
 from types import SimpleNamespace
 
 import av
@@ -13,7 +14,7 @@ from PIL import Image
 from dhp.core.errors import DataError
 from dhp.data.media import video
 from dhp.data.media import video as video_parts
-from dhp.data.media.frames import Extent, FrameSampling
+from dhp.data.media.frames import Extent, FrameSampling, VideoLength
 from dhp.data.media.sources import Blob, Video
 from dhp.data.media.video import _frame_size, map_frames, read_extent, read_groups, read_in_order, read_length
 from dhp.data.read.records import Record, Turn
@@ -253,6 +254,35 @@ def write_noise(path, codec):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
     return path
+
+
+@pytest.mark.parametrize(("name", "shift"), [("v.mp4", 0), ("v.mp4", 700), ("v.mkv", 0)])
+def test_the_times_of_uneven_frames_are_read(tmp_path, name, shift):
+    seconds = (0.0, 0.1, 0.2, 0.3, 0.4, 5.0, 9.0)
+    with av.open(str(tmp_path / name), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 56, 56, "yuv420p"
+        stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)
+        for second in seconds:
+            frame = av.VideoFrame.from_ndarray(np.full((56, 56, 3), int(25 * second), np.uint8), format="rgb24")
+            frame.pts, frame.time_base = round(1000 * second) + shift, Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    assert read_length(tmp_path / name).times == pytest.approx(seconds)
+    taking = FrameSampling(2.0, 768, 1, both_ends=True, start=4.5, end=6.0)
+    shades, pace = map_frames(tmp_path / name, taking, lambda group: int(np.asarray(group[0]).mean()))
+    assert shades == pytest.approx([125], abs=5) and pace.times == (5.0,)
+    assert read_extent(tmp_path / name, taking) == Extent(1, 56, 56, pace)
+
+
+def test_the_packets_of_steady_frames_are_not_read(tmp_path, write_video, monkeypatch):
+    monkeypatch.setattr(video_parts, "_find_index", None)
+    assert read_length(write_video(tmp_path / "v.mp4", frames=12)) == VideoLength(12, 4.0)
+
+
+@pytest.mark.parametrize("ending", ["mkv", "avi"])
+def test_steady_frames_have_no_times_of_their_own(tmp_path, write_video, ending):
+    assert read_length(write_video(tmp_path / f"v.{ending}", frames=90, rate=30)).times is None
 
 
 def without_beginning(path, copy, frames):

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import Qwen2VLImageProcessorPil
 
 from dhp.data.media.frames import FrameSampling
-from dhp.data.sample.pictures import Videos
 from dhp.data.sample.preprocess import Preprocessor
+from dhp.data.sample.videos import Videos
 from dhp.models.families.qwen2_5_vl import qwen2_5_vl
 from dhp.tiny.model import tiny_config
 

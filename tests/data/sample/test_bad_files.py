@@ -18,6 +18,7 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "empty array": ("a.json", b"[]", "holds no sample"),
     "JSON error in line 3": ("a.json", b'[\n{"a": 1},\n{"b" 2}\n]', "malformed JSON at line 3, column 6"),
     "JSON of another type": ("a.json", b'{"a": 1}', "one JSON object, not an array"),
+    "samples under a key": ("a.json", b'{"version": 1, "data": [{}]}', "samples stand under 'data'. Save that list"),
     "JSONL called JSON": ("a.json", b'{"a": 1}\n{"a": 2}\n', r"call the file \.jsonl"),
     "array called JSONL": ("a.jsonl", b'[\n{"a": 1},\n{"a": 2}]', "malformed JSON at column 2"),
     "no UTF-8": ("a.json", b'[\n"\xff"]', r"line 2 is not UTF-8 \(byte 0xff\)"),

@@ -137,7 +137,9 @@ LINES: dict[str, tuple[Any, str]] = {
     "turn without text": (
         talk({"from": "human"}, ANSWER), "turn 1: 'value' must be a string or a list of parts, got None"),
     "text of another type": (
-        talk({"from": "human", "value": 5}, ANSWER), "turn 1: 'value' must be a string or a list of parts, got 5"),
+        talk({"from": "human", "value": 5}, ANSWER), "'value' must be a string or .*, got 5. Write it as a string"),
+    "turns of unequal lists": (
+        {"conversations": {"from": ["human", "gpt"], "value": ["What?"]}}, r"different lengths \(from: 2, value: 1\)"),
     "unknown role": (talk({"from": "tool", "value": "x"}, ANSWER), "turn 1: role 'tool': tool calls are not read"),
     "assistant first": (talk(ANSWER), "must begin with a human turn"),
     "two questions": (talk(QUESTION, QUESTION, ANSWER), "turns 1 and 2 are both from the user"),
@@ -271,7 +273,7 @@ WITHOUT_NAME = json.dumps(talk({"from": "human", "value": "<image>\nWhat?"}, ANS
 @pytest.mark.parametrize(
     "second, reason",
     [
-        ({"2.png": png()}, r"needs one \.json member with its conversation; it has \['2\.png'\]"),
+        ({"2.png": png()}, r"needs one \.json member with its conversation; it has \['2\.png'\]. .*tar --sort=name"),
         ({"2.json": b"{"}, "malformed JSON at line 1"),
         ({"2.json": WITHOUT_NAME}, "1 <image> tags in the human turns, but 0 images"),
         ({"2.json": WITHOUT_NAME, "2.png": b""}, r"2\.png in .* is empty"),

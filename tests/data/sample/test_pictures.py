@@ -21,8 +21,8 @@ from dhp.data.media.frames import FrameSampling, FrameTimes
 from dhp.data.media.sources import Video
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.chat import Rendered, replace_each
-from dhp.data.sample.pictures import Videos
 from dhp.data.sample.preprocess import Preprocessor
+from dhp.data.sample.videos import Videos
 from dhp.models.families.qwen3_vl import qwen3_vl
 from dhp.models.processor import Processor
 
@@ -199,3 +199,32 @@ def test_the_librarys_processor_takes_the_same_frames(total: int, most: int) -> 
         about = SimpleNamespace(total_num_frames=total, fps=rate)
         theirs = Qwen3VLVideoProcessor.sample_frames(settings, about, fps=fps)
         assert FrameSampling(fps, most, 2, both_ends=True).indices(total, rate).tolist() == theirs.tolist()
+
+
+def halved(frames: int, size: tuple[int, int]) -> tuple[int, int]:
+    """Smaller the more frames there are."""
+    side = 28 * max(1, 8 // frames)
+    return 2 * side, side
+
+
+@pytest.mark.parametrize(("frames", "grid"), [(4, (2, 4, 8)), (13, (3, 2, 4)), (1, (1, 16, 32))])
+def test_frames_are_scaled_by_the_rule_of_their_clip(
+    frames: int, grid: tuple[int, int, int], tmp_path: Path, write_video: Callable[..., Path],
+    apart: Callable[..., Preprocessor],
+) -> None:  # fmt: skip
+    asked = record(Video(write_video(tmp_path / "v.mp4", frames=frames, rate=4, size=(112, 56))), QUESTION)
+    videos = replace(apart.keywords["videos"], size=halved)
+    whole, parts = apart(videos=videos), apart(videos=videos, whole_frames=1)
+    assert whole(asked).grids == (grid,) and whole.measure(asked).vision == grid[0] * grid[1] * grid[2] // 4
+    assert np.array_equal(parts.pictures.complete(parts(asked)).pixels[0], whole(asked).pixels[0])
+    assert apart(videos=videos, max_pixels=14 * 14 * 16)(asked).grids == (grid[:1] + (2, 4),)
+    assert whole.fingerprint() != apart().fingerprint()
+
+
+def test_a_rule_that_keeps_the_size_changes_nothing(
+    tmp_path: Path, write_video: Callable[..., Path], apart: Callable[..., Preprocessor]
+) -> None:
+    asked = record(Video(write_video(tmp_path / "v.mp4", frames=12, rate=4, size=(250, 100))), QUESTION)
+    wanted = apart()(asked)
+    videos = replace(apart.keywords["videos"], size=lambda *_: (14 * wanted.grids[0][2], 14 * wanted.grids[0][1]))
+    assert np.array_equal(apart(videos=videos)(asked).pixels[0], wanted.pixels[0])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dhp.core.errors import DataError
+from dhp.data.read.annotations import read_annotations
 from tests.data.rows import ROWS
 from tests.data.rows.outcome import make_media, make_readers, verdict
 from tests.data.rows.table import HEADING, table
@@ -60,3 +63,17 @@ def test_the_page_holds_the_table(folder, readers):
     assert written[written.index(HEADING) :] == table(ROWS, folder, readers), (
         "run `python -m tests.data.rows` and paste it"
     )
+
+
+def test_a_turn_of_lists_is_a_list_of_turns(tmp_path):
+    """As `datasets` has a Sequence of them; an empty system turn leaves the place to the template's own."""
+    turned = {"from": ["system", "human", "gpt"], "value": ["", "What?", "A."]}
+    (tmp_path / "a.json").write_text(json.dumps([{"conversations": turned}]))
+    record = read_annotations("set", tmp_path / "a.json", None).record(0)
+    assert [(turn.role, turn.parts) for turn in record.turns] == [("user", ("What?",)), ("assistant", ("A.",))]
+
+
+def test_a_file_separated_by_semicolons_is_told(tmp_path):
+    (tmp_path / "a.csv").write_text("query;response\nWhat?;A.\n")
+    with pytest.raises(DataError, match="the one column is 'query;response': the file is separated by semicolons"):
+        read_annotations("set", tmp_path / "a.csv", None).record(0)

@@ -27,9 +27,9 @@ from dhp.data.media.sources import Picture, files_of, open_media
 from dhp.data.read.annotations import Annotations, read_annotations
 from dhp.data.read.records import Record
 from dhp.data.sample.lengths import LENGTH_COLUMNS, Length
-from dhp.data.sample.pictures import Videos
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.sample import Sample
+from dhp.data.sample.videos import Videos
 from dhp.data.sampling.length_cache import LengthCache, Lengths, key_of, measure_lengths
 from dhp.models.families.llava import llava as llava_family
 from dhp.models.families.qwen2_5_vl import qwen2_5_vl

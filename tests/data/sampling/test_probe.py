@@ -58,3 +58,9 @@ def test_a_turns_and_a_parts_keys_are_named_as_such(write_json):
     turns = [{"role": "user", "content": [part], "name": "Ann"}, {"role": "assistant", "content": "A."}]
     told = probe.count_unread(read_annotations("set", write_json([{"messages": turns}]), None))
     assert told == ["set: keys that are not read, of 1 samples: turn.name (1), part.cache_control (1)"]
+
+
+def test_answers_that_end_in_the_templates_end_are_counted(look):
+    told = look([GOOD | {"response": "A.<|im_end|> "}] * 8, end="<|im_end|>")
+    assert [line.partition(" answers")[0] for line in told] == ["warning: set: 4 of 4"]
+    assert look([GOOD | {"response": "A.\n"}] * 8, end="\n") == []
