@@ -55,19 +55,29 @@ def fenced(folder: Path) -> Iterator[None]:
 
 def require_own(folder: Path) -> None:
     """Raise TakenOver where this process has fenced `folder` and another run has done so since, or has done so
-    and ended."""
+    and ended; CheckpointError where it cannot be told."""
     own = _OWN.get(folder.resolve())
     if own is None:
         return
     now = read_token(folder)
     if now == own:
         return
+    if now is None and not _is_readable(folder):
+        raise CheckpointError(f"training.checkpoint_dir={folder} cannot be read, so nothing is added to it now")
     other = "whose run has ended" if now is None else f"process {now.pid} on host {now.host}"
     raise TakenOver(
         f"training.checkpoint_dir={folder} was taken over by another attempt of this run, or another run "
         f"({other}), while this process was stopped or cut off from it. Nothing was renamed or removed; this process "
         "has nothing left to do"
     )
+
+
+def _is_readable(folder: Path) -> bool:
+    """Whether what is in the folder can be told: of a disk that fails, it cannot."""
+    try:
+        return NAME not in os.listdir(folder) or bool((folder / NAME).read_bytes())
+    except OSError:
+        return False
 
 
 def read_token(folder: Path) -> Token | None:

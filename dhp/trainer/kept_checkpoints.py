@@ -10,7 +10,7 @@ from dhp.checkpoint.folder import BEST, Best, checkpoints, mark_best, read_best,
 from dhp.config.resolve import LOSS
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError
-from dhp.core.fencing import require_own
+from dhp.core.fencing import TakenOver, require_own
 from dhp.observe.metrics import EvalMetrics
 
 
@@ -56,26 +56,27 @@ class KeptCheckpoints:
         try:
             mark_best(self._parent, best)
         except (OSError, CheckpointError) as error:
-            reason = _reason(error) if isinstance(error, OSError) else str(error)
-            self._say(f"warning: {self._parent / BEST} cannot be made to lead to step_{best.step}: {reason}")
+            self._say(f"warning: {self._parent / BEST} cannot be made to lead to step_{best.step}: {_reason(error)}")
         else:
             self._say(f"the best of the checkpoints so far is {self.best}")
 
     def _remove(self) -> None:
         if self._limit is None:
             return
-        require_own(self._parent)
         try:
+            require_own(self._parent)
             remove_old(self._parent, self._limit, self._best)
-        except OSError as error:
+        except TakenOver:
+            raise
+        except (OSError, CheckpointError) as error:
             self._say(
                 f"warning: an old checkpoint in {self._parent} cannot be removed: {_reason(error)}. "
                 "The run goes on; make room yourself"
             )
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+def _reason(error: OSError | CheckpointError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _value(metric: str, found: Sequence[EvalMetrics]) -> float | None:

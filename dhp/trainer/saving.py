@@ -181,9 +181,11 @@ class Saver:
 
     def _begin(self, step: int, background: bool) -> Saving | None:
         self._last = time.monotonic()
-        require_own(self._parent)
         try:
+            require_own(self._parent)
             folder = self._unfinished.add(open_checkpoint(self._parent, step))
+        except TakenOver:
+            raise
         except (CheckpointError, OSError, ValueError) as error:
             self._fail(step, str(error))
             return None

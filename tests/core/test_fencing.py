@@ -13,7 +13,7 @@ import pytest
 
 from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint
 from dhp.core.errors import CheckpointError
-from dhp.core.fencing import NAME, fenced, read_token, require_own
+from dhp.core.fencing import NAME, TakenOver, fenced, read_token, require_own
 
 ABOUT = {"step": 1}
 
@@ -47,6 +47,18 @@ def test_after_the_other_one_has_ended_too(tmp_path: Path) -> None:
         (tmp_path / NAME).unlink()
         with pytest.raises(CheckpointError, match="whose run has ended"):
             require_own(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_is_nobody_elses(tmp_path: Path) -> None:
+    with fenced(tmp_path):
+        (tmp_path / NAME).rename(tmp_path / "aside")
+        (tmp_path / NAME).mkdir()  # which reads as a disk that fails
+        with pytest.raises(CheckpointError, match="cannot be read") as raised:
+            require_own(tmp_path)
+        assert not isinstance(raised.value, TakenOver)
+        (tmp_path / NAME).rmdir()
+        (tmp_path / "aside").rename(tmp_path / NAME)
+        require_own(tmp_path)
 
 
 def test_a_stopped_process_that_wakes_renames_nothing(tmp_path: Path) -> None:

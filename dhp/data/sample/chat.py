@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dhp.core.errors import ConfigError, DataError
@@ -53,6 +54,7 @@ def render(
     messages: list[Message],
     learn_empty_thoughts: bool = False,
     learned: Sequence[bool] | None = None,
+    marks: Mapping[str, str] = MappingProxyType({}),
 ) -> Rendered:
     """Render the conversation once and locate the answers in it by the template itself, never by searching text.
 
@@ -60,7 +62,7 @@ def render(
     template adds between "messages before i, then the prompt for an answer" and "messages up to i". Neither has the
     prompt for an answer in it, nor, unless learn_empty_thoughts, an empty block of thoughts that the template put
     before an answer without any. A conversation that ends before an answer is written with the prompt for it.
-    learned: which answers have a span, in order; None: all.
+    learned: which answers have a span, in order; None: all. marks: see `check_written`.
     DataError when the template refuses the conversation, rewrites earlier turns later on, leaves thoughts out, or takes
     more than LIMIT_S.
     """
@@ -85,7 +87,7 @@ def render(
         raise DataError(
             f"the chat template of {tokenizer.name_or_path!r} refuses it: {error or type(error).__name__}"
         ) from error
-    check_written(rendered.text, rendered.spans, messages)
+    check_written(rendered.text, rendered.spans, messages, marks)
     rendered = rendered if learn_empty_thoughts else _without_empty_thoughts(rendered, messages)
     return rendered if learned is None or all(learned) else _only(rendered, learned)
 

@@ -71,7 +71,8 @@ class Preprocessor:
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """
-        self._text = ConversationTokenizer(tokenizer, prompts, max_tokens, positions, written, videos, sounds)
+        about_pictures = (written, videos, sounds, image_token_id)
+        self._text = ConversationTokenizer(tokenizer, prompts, max_tokens, positions, *about_pictures)
         self._tokenizer = tokenizer
         self._image_token_id = image_token_id
         self._videos, self._max_tokens, self._written, self._about = videos, max_tokens, written, list(about)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dhp.core.errors import DataError
@@ -24,14 +25,17 @@ _WORD = "dhp7answer"  # no template has it
 # <think></think> with nothing but space inside, which some templates leave out of earlier answers.
 _EMPTY_THOUGHTS = re.compile(r"\s*[<◁\[](?:\w+:)?think[>▷\]]\s*[<◁\[]/(?:\w+:)?think[>▷\]]\s*", re.IGNORECASE)
 _TAG = re.compile(r"[<◁\[](/?)(?:\w+:)?think[>▷\]]", re.IGNORECASE)
+_NONE: Mapping[str, str] = MappingProxyType({})
 _SPACE = re.compile(r"\s+")
 
 
-def check_written(text: str, spans: Spans, messages: Sequence[Message]) -> None:
+def check_written(text: str, spans: Spans, messages: Sequence[Message], marks: Mapping[str, str] = _NONE) -> None:
     """Raise DataError where a text or thought of the conversation is not in `text`, the rendered one, in order; space
-    and newlines count alike. spans: of the answers; where there is one for each, an answer is looked for in its own."""
+    and newlines count alike. spans: of the answers; where there is one for each, an answer is looked for in its own.
+    marks: what stands for a picture, by type of part: pictures have to be between the same texts, unless those of a
+    turn stand together, there and in the turn."""
     answers = sum(message["role"] == ANSWERS for message in messages)
-    paired, place, number = len(spans) == answers, 0, 0
+    paired, place, number, ends = len(spans) == answers, 0, 0, [0]
     for turn, message in enumerate(messages, start=1):
         stop = spans[number][0] if paired and number < answers else len(text)
         if message["role"] == ANSWERS:
@@ -43,6 +47,33 @@ def check_written(text: str, spans: Spans, messages: Sequence[Message]) -> None:
             if end is None:
                 raise DataError(_lost(written, thought, turn, message["role"], number))
             place = end
+            ends.append(end)
+    shown = [text[first:last] for first, last in itertools.pairwise((*ends, len(text)))]
+    gaps = [sum(piece.count(mark) for mark in set(marks.values())) for piece in shown]
+    _check_places(gaps, messages, marks)
+
+
+def _check_places(gaps: Sequence[int], messages: Sequence[Message], marks: Mapping[str, str]) -> None:
+    """gaps: pictures that the template wrote before each text, and behind the last one."""
+    wanted = [0]
+    showing: list[tuple[int, int, int]] = []  # turns with pictures: number, gaps [first, stop)
+    for turn, message in enumerate(messages, start=1):
+        first = len(wanted) - 1
+        if not isinstance(message["content"], str):
+            for part in message["content"]:
+                wanted[-1] += part["type"] in marks
+                wanted += [0] if part.get("text", "").strip() else []
+            showing += [(turn, first, len(wanted))] if any(wanted[first:]) and message["role"] != ANSWERS else []
+        wanted += [0] * (sum(1 for _ in _texts(message)) - (len(wanted) - 1 - first))
+    if sum(gaps) != sum(wanted):  # which is said where placeholders are counted
+        return
+    for number, first, stop in showing:
+        there, here = gaps[first:stop], wanted[first:stop]
+        if there != here and (sum(there) != sum(here) or max(there) < sum(there) or max(here) < sum(here)):
+            raise DataError(
+                f"the chat template moves pictures of turn {number} to another place among its words. Name a template "
+                "that leaves them where they are in data.chat_template, or write them where it puts them"
+            )
 
 
 def _texts(message: Message) -> Iterator[tuple[str, bool]]:

@@ -71,6 +71,7 @@ class ConversationTokenizer:
         written: Written | None,
         videos: Videos | None,
         sounds: AudioPreprocessing | None,
+        image_token_id: int | None = None,
     ) -> None:
         """See `dhp.data.sample.preprocess.Preprocessor`. Raises ModelError for a tokenizer that cannot give labels."""
         if not tokenizer.is_fast:
@@ -79,9 +80,15 @@ class ConversationTokenizer:
             raise ModelError(f"tokenizer {tokenizer.name_or_path!r} has no chat template, so answers have no place")
         self._tokenizer, self._prompts, self._max_tokens, self._positions = tokenizer, prompts, max_tokens, positions
         self._written, self._videos, self._sounds = written, videos, sounds
+        image = written[0] if written is not None else self._token(image_token_id)
+        video = None if videos is None else self._token(videos.token_id)
+        self._marks = {kind: mark for kind, mark in (("image", image), ("video", video)) if mark is not None}
         self._longest = longest_token(json.loads(tokenizer.backend_tokenizer.to_str()))
         self._end: tuple[int | None] | None = None  # sought with the first answer whose span has no end
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+    def _token(self, number: int | None) -> str | None:
+        return None if number is None else str(self._tokenizer.convert_ids_to_tokens(number))
 
     def tokenize(
         self,
@@ -96,7 +103,8 @@ class ConversationTokenizer:
             return self._plain_tokens(record.written)
         with _TEXT:
             messages = to_messages(record.turns, self._prompts.system)
-            rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts, record.learned)
+            how = (self._prompts.learn_empty_thoughts, record.learned, self._marks)
+            rendered = render(self._tokenizer, messages, *how)
             check_characters(rendered.text, len(record.media), self._longest, self._max_tokens, self._positions)
             rendered = self._with_times(rendered, paces) if paces else rendered
             rendered = self._with_pictures(rendered, shown) if shown else rendered

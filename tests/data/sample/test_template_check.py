@@ -146,3 +146,28 @@ def test_an_answer_without_a_character_learns_its_end_alone() -> None:
     tokenizer = of_words("USER:", " What?", " ASSISTANT:", " red")
     tokenizer.chat_template = LLAVA.replace(" {% endgeneration %}", "{% endgeneration %}<end>")
     assert learned(tokenizer, talk("What?", "", "What?", "red")) == ["<end>", " red", "<end>"]
+
+
+PICTURE, FIRST, SECOND = {"type": "image"}, {"type": "text", "text": "one"}, {"type": "text", "text": "two"}
+MOVED = {
+    "where they stand": ([PICTURE, FIRST, PICTURE, SECOND], "<i>one<i>two", True),
+    "those of a turn, to its front": ([FIRST, PICTURE, PICTURE], "<i><i>one", True),
+    "one, to the end": ([PICTURE, FIRST, SECOND], "onetwo<i>", True),
+    "from between, to the front": ([FIRST, PICTURE, SECOND, PICTURE], "<i><i>onetwo", False),
+    "apart": ([PICTURE, PICTURE, FIRST], "<i>one<i>", False),
+    "a number that is told elsewhere": ([PICTURE, FIRST], "<i><i>one", True),
+}
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_pictures_stay_between_their_words(case: str) -> None:
+    parts, written, right = MOVED[case]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}
+    messages = [{"role": "user", "content": parts}, answer, {"role": "user", "content": [PICTURE, SECOND]}, answer]
+    text, at = f"{written}yes<i>two yes", len(written)
+    spans = ((at, at + 3), (len(text) - 3, len(text)))
+    check = lambda: check_written(text, spans, messages, {"image": "<i>"})
+    if right:
+        return check()
+    with pytest.raises(DataError, match="moves pictures of turn 1 to another place among its words"):
+        check()
