@@ -4,9 +4,11 @@ VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
 PIP_ARGS ?=
+NEWEST ?= transformers torch
+NEWEST_TESTS = tests/golden tests/models tests/engine/test_video_parity.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test fuzz lint clean
+.PHONY: help install train test test-environment newest fuzz lint clean
 
 help:  ## this list
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12] [PIP_ARGS='...']"
@@ -17,8 +19,14 @@ install: $(VENV)/.dhp-installed  ## make .venv and install requirements.txt and 
 train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=runs/mine' overrides its configuration
 	@$(VENV)/bin/python -m dhp.train_ray --config-name=tiny $(ARGS)
 
-test: $(VENV)/.data-installed $(VENV)/.vocabularies-installed  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
+test: test-environment  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
 	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup --durations=25 --durations-min=5 $(ARGS)
+
+newest: test-environment  ## golden tables and families beside the newest transformers and torch; NEWEST=transformers chooses
+	@rm -rf $(VENV)/newest
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --target $(VENV)/newest $(NEWEST)
+	@PYTHONPATH=$(VENV)/newest $(VENV)/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
+	@PYTHONPATH=$(VENV)/newest $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup --tb=line -W default $(or $(ARGS),$(NEWEST_TESTS))
 
 fuzz: install  ## random layouts beside the plain model; ARGS='--fuzz-minutes=5 --fuzz-seed=24' says how long and which
 	@$(VENV)/bin/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
@@ -31,6 +39,8 @@ lint: $(VENV)/.lint-installed  ## check format, style and types: ruff, and mypy 
 clean:  ## remove .venv, caches and the generated tiny model and data; runs/ stays
 	rm -rf $(VENV) assets/tiny build *.egg-info .pytest_cache
 	find dhp tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+test-environment: $(VENV)/.data-installed $(VENV)/.vocabularies-installed
 
 $(VENV)/.dhp-installed: pyproject.toml $(VENV)/.installed  # in place: what is changed here is what runs
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-build-isolation -e .

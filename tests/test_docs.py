@@ -169,3 +169,12 @@ def test_the_citation_names_the_version() -> None:
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (found["version"], found["cff-version"]) == (VERSION, "1.2.0") and found["authors"]
     assert f"## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_each_hostile_input_has_its_tests() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    file, missing, count = "", [], 0
+    for named, test in re.findall(r"`(tests/[\w/]+\.py)?::(\w+)`", page):
+        file, count = named or file, count + 1
+        missing += [] if f"def {test}(" in (ROOT / file).read_text(encoding="utf-8") else [f"{file}::{test}"]
+    assert missing == [] and count >= 40

@@ -55,7 +55,7 @@ def fenced(folder: Path) -> Iterator[None]:
 
 def require_own(folder: Path) -> None:
     """Raise TakenOver where this process has fenced `folder` and another run has done so since, or has done so
-    and ended; CheckpointError where it cannot be told."""
+    and ended; CheckpointError where it cannot be read."""
     own = _OWN.get(folder.resolve())
     if own is None:
         return
@@ -73,7 +73,7 @@ def require_own(folder: Path) -> None:
 
 
 def _is_readable(folder: Path) -> bool:
-    """Whether what is in the folder can be told: of a disk that fails, it cannot."""
+    """Whether what is in the folder can be read: of a disk that fails, it cannot."""
     try:
         return NAME not in os.listdir(folder) or bool((folder / NAME).read_bytes())
     except OSError:

@@ -102,7 +102,12 @@ def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -
     for part in ("vision", "text"):
         able = "tensor" in axes[f"{part} ranks"] and family not in WHOLE_STATES[part]
         axes[f"{part} norms"] = rng.choice(("sharded", "whole")) if able else "whole"
-    axes["audio states"] = rng.choice(STATES) if kind == "hears" else "no such part"
+    hears = kind == "hears"
+    axes["audio states"] = rng.choice(STATES) if hears else "no such part"
+    whole = hears and axes["audio states"] == "whole"
+    axes["audio stages"] = rng.choice(("1", "2", "2")) if whole else "1" if hears else "no such part"
+    cut = "2" in (axes["stages"], axes["tower stages"])
+    axes["partition"] = rng.choice(("bmp", "profile", "layers", "parameters")) if cut else "null"
     rules = rng.choice(RULES)
     axes["trains"] = " ".join(rule.partition(".")[2] for rule in rules)
     groups = rng.choice(GROUPS)
@@ -128,7 +133,9 @@ def _overrides(axes: dict[str, str]) -> Iterator[str]:
         yield f"{part}.recompute={axes[f'{part} recompute']}"
         yield f"{part}.sequence_sharded_norms={str(axes[f'{part} norms'] == 'sharded').lower()}"
     if axes["audio states"] in STATES:
-        yield from _part("audio", "none" if axes["audio states"] == "whole" else "data", axes["audio states"], 1)
+        states, stages = axes["audio states"], int(axes["audio stages"])
+        yield from _part("audio", "none" if states == "whole" else "data", states, stages)
+    yield f"text.partition={axes['partition']}"
     yield f"cluster.chain={str(axes['chain'] == 'yes').lower()}"
     yield f"text.mlp_chunks={axes['mlp_chunks']}"
     if axes["schedule"] == "interleaved":

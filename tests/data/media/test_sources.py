@@ -48,7 +48,9 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
         (b"\x89PNG\r\n", "image", None),
     ],
 )
-def test_a_file_of_another_kind_is_told_by_its_first_bytes(tmp_path: Path, content: bytes, what: str, told: str | None):
+def test_a_file_of_another_kind_is_named_by_its_first_bytes(
+    tmp_path: Path, content: bytes, what: str, told: str | None
+):
     (tmp_path / "a").write_bytes(content)
     for file in (Blob("b", content), tmp_path / "a"):
         if told is None:
