@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -31,6 +31,14 @@ def open_image(file: File, max_pixels: int = MAX_PIXELS) -> Image.Image:
     with _opened(file, max_pixels) as image:
         image.load()
         return _to_rgb(ImageOps.exif_transpose(image))
+
+
+def is_dim(file: File) -> bool:
+    """Whether it is a grey picture of 16 bits that uses less than an eighth of their range (12 bits of an X-ray, say):
+    `open_image`, which keeps the upper 8, shows it nearly black."""
+    with suppress(DataError), _opened(file, MAX_PIXELS) as image:
+        return image.mode.startswith("I") and int(np.max(image)) < 1 << 13
+    return False
 
 
 def read_size(file: File, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import numpy as np
 from dhp.config.data import DatasetEntry
 from dhp.config.parts import split_share
 from dhp.core.errors import DataError
+from dhp.data.media.images import is_dim
 from dhp.data.media.sources import Frames, Picture, Video, files_of, open_media
 from dhp.data.read.annotations import Annotations
 from dhp.data.read.records import ANSWERS, Record, located
@@ -41,9 +42,10 @@ def check_some_samples(
     so they are no error here. end: what the chat template writes behind an answer. of_videos: a line for data with
     videos.
 
-    Returns a line for each dataset that has keys which were not read, and for one whose answers have that end already.
-    Datasets that are large or of another kind are not looked at, and no file of an image or video is opened. Raises
-    DataError for a dataset that cannot be opened, and otherwise as reading the sample does.
+    Returns a line for each dataset that has keys which were not read, for one whose answers have that end already, and
+    for one of grey pictures that would be nearly black. Datasets that are large or of another kind are not looked at,
+    and no video is opened. Raises DataError for a dataset that cannot be opened, and otherwise as reading the sample
+    does.
     """
     cheap = [name for name in names if _is_cheap(registry[split_share(name)[0]].annotation_path)]
     notes, moving = [], len(cheap) < len(names)  # of what is not looked at, it is not known
@@ -51,18 +53,25 @@ def check_some_samples(
         dataset = open_dataset([name], registry, seed, allow_http=allow_http)
         unread: Counter[str] = Counter()
         answers: list[str] = []
+        dim = 0
         chosen = _spread(len(dataset), PROBED_SAMPLES)
         for index in chosen:
             try:
                 record = dataset.record(index)
                 _check(record, audio_allowed, videos_allowed)
                 unread.update(record.unread)
+                dim += any(is_dim(file) for file, what in _files(record) if what == "image")
                 moving |= any(isinstance(part, Video) for part in record.media)
                 answers += [str(turn.parts[-1]).rstrip() for turn in record.turns if turn.role == ANSWERS]
             except DataError:
                 if not skips:
                     raise
         notes += tell_unread(split_share(name)[0], unread, len(chosen))
+        if dim:
+            notes.append(
+                f"warning: {split_share(name)[0]}: {dim} of {len(chosen)} samples looked at show grey of 16 bits that "
+                "uses less than an eighth of them. The upper 8 are kept, so it is nearly black: stretch the values"
+            )
         doubled = sum(answer.endswith(end) for answer in answers) if end.strip() else 0
         if doubled:
             notes.append(

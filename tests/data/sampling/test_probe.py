@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from dhp.config.data import DatasetEntry
 from dhp.core.errors import DataError
@@ -44,6 +46,15 @@ def test_a_video_for_a_model_that_sees_none_is_found_before_anything_starts(writ
     with pytest.raises(DataError, match="a video, but this model sees images only.*on_bad_sample=skip"):
         look(videos_allowed=False)
     assert look(videos_allowed=False, skips=True) == []
+
+
+@pytest.mark.parametrize(("largest", "dim"), [(4095, True), (40_000, False)])
+def test_grey_pictures_of_few_bits_are_named(write_json, tmp_path, largest, dim):
+    Image.fromarray(np.array([[0, largest]], dtype=np.uint16)).save(tmp_path / "a.png")
+    shown = {"query": "<image>What?", "response": "A.", "images": ["a.png"]}
+    entry = {"set": DatasetEntry(str(write_json([shown] * 4)), str(tmp_path))}
+    found = probe.check_some_samples(["set"], entry, 0, False)
+    assert [("4 of 4" in line and "nearly black" in line) for line in found] == [True] * dim
 
 
 def test_inspect_data_counts_over_all_samples(write_json):
