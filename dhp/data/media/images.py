@@ -37,7 +37,7 @@ def is_dim(file: File) -> bool:
     """Whether it is a grey picture of 16 bits that uses less than an eighth of their range (12 bits of an X-ray, say):
     `open_image`, which keeps the upper 8, shows it nearly black."""
     with suppress(DataError), _opened(file, MAX_PIXELS) as image:
-        return image.mode.startswith("I") and int(np.max(image)) < 1 << 13
+        return image.mode.startswith("I") and bool(np.asarray(image).max() < 1 << 13)
     return False
 
 
