@@ -34,7 +34,7 @@ def refusals() -> list[list[str]]:
     return [re.findall(r"`([^`]+)`", row.split("|")[2]) for row in section.splitlines() if row.startswith("| ")][1:]
 
 
-@pytest.mark.parametrize(("row", "broken"), enumerate(["path", "", "heads", "index", "pickle"]))
+@pytest.mark.parametrize(("row", "broken"), list(enumerate(["path", "", "heads", "index", "pickle"])))
 def test_refusals_read_as_the_page_has_them(row: int, broken: str, tiny_assets: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_assets / "model", tmp_path / "model")
     settings = [f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}"]

@@ -46,23 +46,26 @@ GROUPS = (
     ("+training.groups.light={parameters: ['*norm*', '*bias'], weight_decay: 0.0}",),
 )
 SAMPLES = 4  # of a step
+ONWARD = 1 / 3  # of the draws go on in another layout
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A layout. axes: its value on each axis, for the table of what met what."""
+    """A layout. axes: its value on each axis, for the table of what met what. onward: of the layout in which the run
+    goes on behind its first step; none: in the same."""
 
     family: str
     kind: str
     axes: dict[str, str]
     overrides: tuple[str, ...]
     data_seed: int
+    onward: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> str:
         """DeepSpeed has no float64."""
-        kept = [self.axes[f"{part} states"] for part in ("vision", "text", "audio")]
-        return "float32" if any("deepspeed" in states for states in kept) else "float64"
+        cut = any("deepspeed" in self.axes[f"{part} states"] for part in ("vision", "text", "audio"))
+        return "float32" if cut or any("zero_engine=deepspeed" in one for one in self.onward) else "float64"
 
 
 def draws(seed: int) -> Iterator[Draw]:
@@ -84,6 +87,25 @@ def _endless(rng: random.Random, values: list[str]) -> Iterator[str]:
 
 def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -> Draw:
     family = rng.choice(KINDS[kind])
+    axes = _axes(rng, kind, family, vision_states, text_states)
+    rules = rng.choice(RULES)
+    axes["trains"] = " ".join(rule.partition(".")[2] for rule in rules)
+    groups = rng.choice(GROUPS)
+    axes["groups"] = " ".join(group.partition("groups.")[2].partition("=")[0] for group in groups) or "none"
+    able = not any("deepspeed" in axes[f"{part} states"] for part in ("vision", "text", "audio"))
+    axes["optimizer"] = rng.choice(("adamw", "adamw", "muon", "adafactor")) if able else "adamw"
+    axes["rate"] = rng.choice(("constant", "linear", "cosine"))
+    more = (f"training.optimizer={axes['optimizer']}", f"training.lr_scheduler_type={axes['rate']}", *groups)
+    onward: tuple[str, ...] = ()
+    if rng.random() < ONWARD:
+        states = STATES if axes["optimizer"] == "adamw" else [one for one in STATES if "deepspeed" not in one]
+        onward = (*_overrides(_axes(rng, kind, family, rng.choice(states), rng.choice(states))), *rules, *more)
+    axes["goes on"] = "elsewhere" if onward else "there"
+    return Draw(family, kind, axes, (*_overrides(axes), *rules, *more), rng.randrange(3), onward)
+
+
+def _axes(rng: random.Random, kind: str, family: str, vision_states: str, text_states: str) -> dict[str, str]:
+    """Of a layout, without what is the recipe's."""
     axes = {"vision states": vision_states, "text states": text_states}
     axes["vision ranks"] = _ranks(rng, vision_states)
     axes["text ranks"] = _ranks(rng, text_states)
@@ -108,15 +130,7 @@ def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -
     axes["audio stages"] = rng.choice(("1", "2", "2")) if whole else "1" if hears else "no such part"
     cut = "2" in (axes["stages"], axes["tower stages"])
     axes["partition"] = rng.choice(("bmp", "profile", "layers", "parameters")) if cut else "null"
-    rules = rng.choice(RULES)
-    axes["trains"] = " ".join(rule.partition(".")[2] for rule in rules)
-    groups = rng.choice(GROUPS)
-    axes["groups"] = " ".join(group.partition("groups.")[2].partition("=")[0] for group in groups) or "none"
-    able = not any("deepspeed" in axes[f"{part} states"] for part in ("vision", "text", "audio"))
-    axes["optimizer"] = rng.choice(("adamw", "adamw", "muon", "adafactor")) if able else "adamw"
-    axes["rate"] = rng.choice(("constant", "linear", "cosine"))
-    more = (f"training.optimizer={axes['optimizer']}", f"training.lr_scheduler_type={axes['rate']}", *groups)
-    return Draw(family, kind, axes, (*_overrides(axes), *rules, *more), rng.randrange(3))
+    return axes
 
 
 def _ranks(rng: random.Random, states: str) -> str:

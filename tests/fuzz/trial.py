@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -77,20 +79,22 @@ class Verdict:
 def try_draw(draw: Draw, folder: str, everywhere: bool) -> Verdict:
     """folder: of the family's tiny model. everywhere: no sample is without a picture."""
     try:
-        config = configure(draw, folder)
-        graph = make_graph(config, load_family(folder), folder)
-        schedule = make_schedule(config.training.schedule, graph, micro_batches(config))
+        layouts = [_Layout.of(configure(draw.overrides, draw, folder), folder)]
     except ConfigError as error:
         return Verdict(REFUSED, str(error))
     except Exception:
         return Verdict(DEFECT, f"checking fails: {traceback.format_exc()[-2500:]}")
+    with suppress(ConfigError):
+        layouts += [_Layout.of(configure(draw.onward, draw, folder), folder)] if draw.onward else []
     try:
         with staying_double() if draw.dtype == "float64" else nullcontext():
-            layout = layout_of(config)
-            count = samples_of(layout) if config.data.packing else SAMPLES
-            steps = make_steps(folder, draw.data_seed, everywhere, "audio" in parts(config), count)
-            found = _run(config, graph, schedule, steps, draw.dtype)
-            wrong = _compare(found, config, graph, folder, steps, draw.dtype)
+            steps = []
+            for k in range(STEPS):
+                config = layouts[min(k, len(layouts) - 1)].config
+                count = samples_of(layout_of(config)) if config.data.packing else SAMPLES
+                steps.append(make_steps(folder, draw.data_seed, everywhere, "audio" in parts(config), count)[k])
+            found = _run(layouts, steps, draw.dtype)
+            wrong = _compare(found, layouts[0].config, layouts[0].graph, folder, steps, draw.dtype)
     except DhpError as error:
         return Verdict(DEFECT, f"passes every check and is refused at work: {error}")
     except Exception as error:
@@ -98,15 +102,28 @@ def try_draw(draw: Draw, folder: str, everywhere: bool) -> Verdict:
     return Verdict(DEFECT, "; ".join(wrong)) if wrong else Verdict(EQUAL)
 
 
-def configure(draw: Draw, folder: str) -> Config:
-    """The run's configuration, after its checks. Raises ConfigError."""
+@dataclass(frozen=True)
+class _Layout:
+    config: Config
+    graph: StageGraph
+    schedule: Any
+
+    @classmethod
+    def of(cls, config: Config, folder: str) -> _Layout:
+        """Raises ConfigError."""
+        graph = make_graph(config, load_family(folder), folder)
+        return cls(config, graph, make_schedule(config.training.schedule, graph, micro_batches(config)))
+
+
+def configure(overrides: Sequence[str], draw: Draw, folder: str) -> Config:
+    """The run's configuration in a layout of the draw, after its checks. Raises ConfigError."""
     names = [f"{part}.model_name={folder}" for part in ("vision", "text")]
     own = [f"{part}.dtype={draw.dtype}" for part in ("vision", "text")]
     fixed = ["training.dry_run=true", "training.max_steps=3", "training.learning_rate=1e-3", "training.eps=1e-3"]
     fixed += ["training.warmup_steps=0", "tiny_assets=null", "cluster.device=cpu", "training.max_grad_norm=1.0"]
     if draw.kind == "hears":
         fixed += [f"audio.dtype={draw.dtype}", f"audio.model_name={folder}"]
-    return prepare(compose_config("tiny", overrides=[*names, *own, *fixed, *draw.overrides]), new_run=False)
+    return prepare(compose_config("tiny", overrides=[*names, *own, *fixed, *overrides]), new_run=False)
 
 
 def layout_of(config: Config) -> BatchLayout:
@@ -156,33 +173,52 @@ class _Found:
     weights: list[dict[str, Tensor]]  # of each rank
 
 
-def _run(config: Config, graph: StageGraph, schedule: Any, steps: list[list[Sample]], dtype: str) -> _Found:
+def _run(layouts: Sequence[_Layout], steps: list[list[Sample]], dtype: str) -> _Found:
+    """Both steps in one layout, or each in its own: the second goes on from a checkpoint of the first."""
+    if len(layouts) == 1:
+        return _some_steps(layouts[0], dict(enumerate(steps)), dtype)
+    with TemporaryDirectory() as folder:
+        first = _some_steps(layouts[0], {0: steps[0]}, dtype, save=Path(folder))
+        rest = _some_steps(layouts[1], {1: steps[1]}, dtype, checkpoint=Path(folder))
+    return _Found([*first.losses, *rest.losses], [*first.norms, *rest.norms], rest.evaluated, rest.weights)
+
+
+def _some_steps(
+    layout: _Layout,
+    steps: Mapping[int, list[Sample]],
+    dtype: str,
+    checkpoint: Path | None = None,
+    save: Path | None = None,
+) -> _Found:
+    config, graph = layout.config, layout.graph
     family = load_family(parts(config)["text"].model_name).having(parts(config))
     settings = feed_settings(config, None, passes_of(plan_run(config)))
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     packing = settings.data.packing or settings.text.sequence > 1
     dealer = BatchSharder(family, Collator(family, 0, packing), *division, Draws(settings.seed, settings.drawing))
-    layout = layout_of(config)
+    rows = layout_of(config)
     rules = training_rules(config.training, family, adapters_of(config))
     losses, norms, evaluated = [], [], 0.0
     with ExitStack() as stack:
         groups = {}
         for spec in graph.stages:
-            own = stage_settings(config, graph, spec, "cpu", 3, rules=rules)
+            own = stage_settings(config, graph, spec, "cpu", 3, checkpoint, rules=rules)
             group = LocalGroup(RANKS[dtype][spec.part], spec.degrees.world, own, checked=True)
             groups[spec.name] = stack.enter_context(group)
         stages = make_stages(graph, groups)
         last = graph.stages[-1].name
-        for k, samples in enumerate(steps):
-            even = tuple(tuple(tuple(slot) for slot in row) for row in slots(samples, layout))
-            dealt = deal_unevenly(samples, layout) if config.data.packing else even
+        for k, samples in steps.items():
+            even = tuple(tuple(tuple(slot) for slot in row) for row in slots(samples, rows))
+            dealt = deal_unevenly(samples, rows) if config.data.packing else even
             data = dealer.shard(StepSamples(k, 0, dealt, ()))
             batch = Batch(data.info, data.work, data.routes)
             if k == 1:
                 evaluated = sum(share.loss for share in evaluate_batch(stages, graph, batch).shares)
-            reports = train_step(stages, schedule, graph.ties, batch).reports
+            reports = train_step(stages, layout.schedule, graph.ties, batch).reports
             losses.append(sum(r.loss for r in stages[last].leaders(reports[last])))
             norms.append([r.grad_norm for of_stage in reports.values() for r in of_stage])
+        for spec in graph.stages if save is not None else ():
+            groups[spec.name].execute_all("save", str(save / spec.part), False)
         weights = [of_rank for group in groups.values() for of_rank in group.execute_all("weights")]
     return _Found(losses, norms, evaluated, weights)
 
