@@ -13,13 +13,13 @@ from dhp.core.errors import DataError
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.template_check import find_answer_end
 from dhp.data.sample.tokens import ConversationTokenizer, Prompts
-from tests.golden.vocabularies import FOLDER, load_mistral, load_qwen
+from tests.golden.vocabularies import FOLDER, load_mistral, load_qwen, load_smollm2
 
 pytestmark = [
     pytest.mark.xdist_group("vocabularies"),  # each takes seconds to be read
     pytest.mark.skipif(not FOLDER.is_dir(), reason="`make test` puts requirements-vocabularies.txt there"),
 ]
-VOCABULARIES: dict[str, Callable[..., Any]] = {"qwen": load_qwen, "mistral": load_mistral}
+VOCABULARIES: dict[str, Callable[..., Any]] = {"qwen": load_qwen, "mistral": load_mistral, "smollm2": load_smollm2}
 TEXT = (
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
 )
@@ -146,8 +146,13 @@ def learn(encoder: ConversationTokenizer, tokenizer: Any, system: str | None, th
 
 
 SPACED = [form for form in FORMS if "space" in form or "Mistral" in form]
-CASES = [("qwen", form) for form in FORMS] + [("mistral", form) for form in SPACED]
-SLOW = [pytest.param("mistral", form, marks=pytest.mark.slow) for form in FORMS if form not in SPACED]
+CASES = [("smollm2", form) for form in FORMS] + [(name, form) for name in ("qwen", "mistral") for form in SPACED]
+SLOW = [
+    pytest.param(name, form, marks=pytest.mark.slow)
+    for name in ("qwen", "mistral")
+    for form in FORMS
+    if form not in SPACED
+]
 
 
 @pytest.mark.parametrize(("vocabulary", "form"), [*CASES, *SLOW])

