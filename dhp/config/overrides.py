@@ -97,6 +97,8 @@ def _checked(argument: str, override: Override, source: ConfigSource) -> str | _
     is_choice = source.has_group(name) and not isinstance(override.value(), dict)
     if is_choice and not is_hydras:
         _check_choice(name, override.value(), source)
+        if not argument.startswith(("+", "~")) and not source.composes(name):
+            return f"+{argument}"
     if is_hydras or override.package is not None or is_choice:
         return argument
     key = find_key(name)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
@@ -183,6 +184,18 @@ class ConfigSource:
     def has_group(self, group: str) -> bool:
         """Whether `group` is a folder of configurations, which `group=choice` selects from."""
         return any((directory / group).is_dir() for directory in self.directories)
+
+    def composes(self, group: str, name: str | None = None) -> bool:
+        """Whether the defaults list of the YAML, or of one that it is composed over, has the group."""
+        file = replace(self, name=name or self.name).file()
+        try:
+            read = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None else None
+        except YAMLError:  # which composing says with its line
+            return True
+        listed = read.get("defaults", []) if isinstance(read, dict) else []
+        names = [key.split("@")[0].split()[-1] for one in listed if isinstance(one, dict) for key in one]
+        over = [one.split("@")[0] for one in listed if isinstance(one, str) and one != "_self_"]
+        return group in names or any(self.composes(group, one) for one in over)
 
     def choices(self, group: str) -> list[str]:
         """The configurations in the folder `group`."""

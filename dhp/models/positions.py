@@ -45,15 +45,10 @@ def tell_positions(rule: str, family: Family) -> str | None:
     one_run = own.video_token_id is not None and own.step_tokens is None  # or each step is a picture of its own
     if not one_run or not differs_behind_videos(own.model(), family.config):
         return None
+    library = f"the installed transformers {installed} begins"
     if rule == "published":
-        return (
-            "text behind a video goes on behind the video's greatest position, as the model's makers train it; the "
-            f"installed transformers {installed} begins earlier (data.positions=library follows it)"
-        )
-    return (
-        f"warning: data.positions=library: text behind a video begins where the installed transformers {installed} "
-        "begins it, before the video's greatest position; the model's makers, and servers such as vLLM, go on behind it"
-    )
+        return f"text behind a video goes on at its last position plus one, as the makers have it; {library} earlier"
+    return f"warning: data.positions=library: {library} text behind a video earlier than makers and servers do"
 
 
 def _kinds(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -130,3 +130,9 @@ def test_rows_hold_the_tokens_that_the_file_names(name):
 def test_a_section_is_still_a_section_where_a_group_has_its_name():
     config = compose_config("qwen2_5_vl_7b", overrides=["vision={num_actors: 2}", "text.data=1"])
     assert (config.vision.num_actors, config.vision.data, config.text.data) == (2, None, 1)
+
+
+def test_a_group_is_laid_over_a_file_that_composes_none() -> None:
+    for asked in (["vision=data_zero1", "text=tensor"], ["+vision=data_zero1", "+text=tensor"]):
+        config = compose_config("tiny", overrides=asked)
+        assert (config.vision.parallelism, config.vision.zero_stage, config.text.parallelism) == ("data", 1, "tensor")

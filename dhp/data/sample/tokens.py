@@ -163,8 +163,8 @@ class ConversationTokenizer:
     def _encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Token ids, and the characters of each, [tokens, 2]."""
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        return np.array(encoding["input_ids"], dtype=np.int64), offsets
+        ids, offsets = (np.array(encoding[key], dtype=np.int64) for key in ("input_ids", "offset_mapping"))
+        return ids, offsets.reshape(-1, 2)
 
     def _cut_newlines(
         self, ids: np.ndarray, offsets: np.ndarray, text: str, start: int

@@ -52,8 +52,7 @@ def check_some_samples(
     for name in dict.fromkeys(cheap):
         dataset = open_dataset([name], registry, seed, allow_http=allow_http)
         unread: Counter[str] = Counter()
-        answers: list[str] = []
-        dim = 0
+        answers, dim = list[str](), 0
         chosen = _spread(len(dataset), PROBED_SAMPLES)
         for index in chosen:
             try:
