@@ -17,7 +17,7 @@ from dhp.checkpoint.files import read_json, sync, write_text, writing
 from dhp.checkpoint.manifest import ABOUT, MODEL, file_checksum, write_about
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import CheckpointError, ConfigError
-from dhp.core.fencing import TakenOver, require_own
+from dhp.core.fencing import require_own
 from dhp.core.files import remove
 from dhp.core.reports import WrittenFile
 
@@ -75,7 +75,7 @@ class Unfinished:
 
     def __exit__(self, *_: object) -> None:
         for folder in self._folders:  # kept in mind: ranks that still run may write into it once more
-            with suppress(TakenOver):  # then a folder of that name is the other run's
+            with suppress(CheckpointError):  # TakenOver: then a folder of that name is the other run's
                 require_own(folder.parent)
                 shutil.rmtree(folder, ignore_errors=True)
 

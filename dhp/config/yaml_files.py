@@ -190,11 +190,11 @@ class ConfigSource:
         file = replace(self, name=name or self.name).file()
         try:
             read = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None else None
-        except YAMLError:  # which composing says with its line
+        except (YAMLError, ValueError):  # which composing says with its line
             return True
-        listed = read.get("defaults", []) if isinstance(read, dict) else []
+        listed = read.get("defaults") or [] if isinstance(read, dict) else []
         names = [key.split("@")[0].split()[-1] for one in listed if isinstance(one, dict) for key in one]
-        over = [one.split("@")[0] for one in listed if isinstance(one, str) and one != "_self_"]
+        over = [one.split("@")[0] for one in listed if isinstance(one, str) and one not in ("_self_", name, self.name)]
         return group in names or any(self.composes(group, one) for one in over)
 
     def choices(self, group: str) -> list[str]:

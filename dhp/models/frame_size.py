@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dhp.core.errors import ModelError
 from dhp.models.families.grid import frames_per_patch, merge_side
 
 Size = tuple[int, int]  # (width, height) in pixels
@@ -94,7 +95,10 @@ def read_video_settings(model_name: str) -> dict[str, Any]:
     optional = ("missing_entries", "connection_errors", "gated_repo")
     for name in (WHOLE_FILE, FILE):
         found = cached_file(model_name, name, **{f"_raise_exceptions_for_{one}": False for one in optional})
-        content = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+        try:
+            content = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+        except ValueError as error:
+            raise ModelError(f"{model_name}: {name} is no JSON ({error}). Copy the file again") from error
         if name == FILE or SECTION in content:
             return dict(content.get(SECTION, {}) if name == WHOLE_FILE else content)
     return {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.core.files import write_whole
-from dhp.models.frame_size import FILE, KIND, SECTION, WHOLE_FILE, FrameSize, find_frame_size, read_video_settings
+from dhp.models.frame_size import FILE, KIND, SECTION, WHOLE_FILE, find_frame_size, read_video_settings
 from dhp.models.processor import Processor
 
 IMAGE_FILE, _IMAGE_SECTION = "preprocessor_config.json", "image_processor"
@@ -55,7 +55,8 @@ def set_video_arguments(
         lost = f"{kind} chooses frames by its own rule, and training took {_words(values)}"
         values = {}
     if bounds and (rule.clip if rule else kind != "Qwen2VLVideoProcessor"):
-        lost += f"{'; ' * bool(lost)}{kind} bounds all frames of a clip ({_clip(rule, own)}), and training had "
+        bounded = rule or _words(own.get("size") or {})
+        lost += f"{'; ' * bool(lost)}{kind} bounds all frames of a clip ({bounded}), and training had "
         lost += f"{_words(bounds)} for each frame"
         bounds = {}
     values |= {"size": bounds, **_edges(bounds)} if bounds else {}
@@ -65,10 +66,6 @@ def set_video_arguments(
         return [WHOLE_FILE], lost
     write_whole(folder / FILE, json.dumps(own | values, indent=2, ensure_ascii=False) + "\n")
     return [FILE], lost
-
-
-def _clip(rule: FrameSize | None, own: Mapping[str, Any]) -> str:
-    return str(rule) if rule else _words(own.get("size") or {})
 
 
 def _words(values: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ def picture_settings(about: Mapping[str, Any]) -> dict[str, Any]:
     """How a checkpoint's run read pictures, by keys of the configuration's section data, where they are set."""
     plain = DataConfig()
     keys = ("min_pixels", "max_pixels", "max_tiles", "video_fps", "video_max_frames", "video_max_pixels")
-    found = {key: about["settings"].get(RECIPE, {}).get(f"data.{key}", getattr(plain, key)) for key in keys}
+    found = {key: about.get("settings", {}).get(RECIPE, {}).get(f"data.{key}", getattr(plain, key)) for key in keys}
     return {key: value for key, value in found.items() if value != getattr(plain, key)}
 
 
@@ -60,8 +60,7 @@ def _write_pictures(out_dir: Path, asked: Mapping[str, Any]) -> str:
     images, processor = load_image_processor(str(out_dir)), load_family(str(out_dir)).processor
     least, most = asked.get("min_pixels"), asked.get("max_pixels")
     arguments = {**area_bounds(images, least, most), **tile_arguments(images, asked.get("max_tiles"))}
-    files: list[str] = []
-    lost = ""
+    files, lost = list[str](), ""
     if processor.video_token_id is not None:  # first, as it may go by the image processor's file
         names = {"video_fps": "fps", "video_max_frames": "max_frames"}
         taking = {name: asked[key] for key, name in names.items() if key in asked}

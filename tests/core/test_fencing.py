@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint
+from dhp.checkpoint.folder import Unfinished, finish_checkpoint, open_checkpoint
 from dhp.core.errors import CheckpointError
 from dhp.core.fencing import NAME, TakenOver, fenced, read_token, require_own
 
@@ -56,6 +56,9 @@ def test_a_folder_that_cannot_be_read_is_nobody_elses(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="cannot be read") as raised:
             require_own(tmp_path)
         assert not isinstance(raised.value, TakenOver)
+        with pytest.raises(KeyError), Unfinished() as unfinished:  # the error of the run's own is the one to report
+            unfinished.add(open_checkpoint(tmp_path, 1))
+            raise KeyError
         (tmp_path / NAME).rmdir()
         (tmp_path / "aside").rename(tmp_path / NAME)
         require_own(tmp_path)

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from transformers.image_utils import SizeDict
 from transformers.video_processing_utils import BaseVideoProcessor
 
+from dhp.core.errors import ModelError
 from dhp.models.frame_size import _KINDS, FrameSize, find_frame_size
 from dhp.tiny.family import make_family
 
@@ -97,3 +98,10 @@ def test_where_the_rule_is_read(tmp_path: Path) -> None:
     assert str(find()) == "8192 to 2000000 pixels of all frames of a clip"
     with_video_file(folder, "Qwen2VLVideoProcessor", nested=True)
     assert find() == FrameSize("Qwen2VLVideoProcessor", False, 4096, 2_000_000, 8, 2)
+
+
+@pytest.mark.parametrize("file", ["processor_config.json", "video_preprocessor_config.json"])
+def test_a_file_that_is_no_json_is_named(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).write_text("{broken")
+    with pytest.raises(ModelError, match=f"{file} is no JSON .*Copy the file again"):
+        find_frame_size(str(tmp_path), AutoConfig.for_model("qwen3_vl"))

@@ -35,53 +35,54 @@ def check_written(text: str, spans: Spans, messages: Sequence[Message], marks: M
     marks: what stands for a picture, by type of part: pictures have to be between the same texts, unless those of a
     turn stand together, there and in the turn."""
     answers = sum(message["role"] == ANSWERS for message in messages)
-    paired, place, number, ends = len(spans) == answers, 0, 0, [0]
+    paired, place, number, behind = len(spans) == answers, 0, 0, 0
+    found = {mark: text.count(mark) for mark in marks.values()}
+    shown = sum(item in found for message in messages for item, _ in _texts(message, marks))
     for turn, message in enumerate(messages, start=1):
         stop = spans[number][0] if paired and number < answers else len(text)
         if message["role"] == ANSWERS:
             if paired:
                 place, stop = spans[number]
+                behind = max(behind, place)
             number += 1
         for written, thought in _texts(message):
             end = _find(text, written, place, stop)
             if end is None:
                 raise DataError(_lost(written, thought, turn, message["role"], number))
             place = end
-            ends.append(end)
-    shown = [text[first:last] for first, last in itertools.pairwise((*ends, len(text)))]
-    gaps = [sum(piece.count(mark) for mark in set(marks.values())) for piece in shown]
-    _check_places(gaps, messages, marks)
+        if 0 < shown == sum(found.values()):  # where not, miscounted placeholders are the error
+            items = [written for written, _ in _texts(message, marks)]
+            behind = _pass_pictures(text, items, found, behind, stop, turn)
 
 
-def _check_places(gaps: Sequence[int], messages: Sequence[Message], marks: Mapping[str, str]) -> None:
-    """gaps: pictures that the template wrote before each text, and behind the last one."""
-    wanted = [0]
-    showing: list[tuple[int, int, int]] = []  # turns with pictures: number, gaps [first, stop)
-    for turn, message in enumerate(messages, start=1):
-        first = len(wanted) - 1
-        if not isinstance(message["content"], str):
-            for part in message["content"]:
-                wanted[-1] += part["type"] in marks
-                wanted += [0] if part.get("text", "").strip() else []
-            showing += [(turn, first, len(wanted))] if any(wanted[first:]) and message["role"] != ANSWERS else []
-        wanted += [0] * (sum(1 for _ in _texts(message)) - (len(wanted) - 1 - first))
-    if sum(gaps) != sum(wanted):  # which is said where placeholders are counted
-        return
-    for number, first, stop in showing:
-        there, here = gaps[first:stop], wanted[first:stop]
-        if there != here and (sum(there) != sum(here) or max(there) < sum(there) or max(here) < sum(here)):
-            raise DataError(
-                f"the chat template moves pictures of turn {number} to another place among its words. Name a template "
-                "that leaves them where they are in data.chat_template, or write them where it puts them"
-            )
+def _pass_pictures(text: str, items: list[str], marks: Mapping[str, int], place: int, stop: int, turn: int) -> int:
+    """Where a turn's texts and pictures end, in order and each as early as can be. Pictures that stand together in the
+    turn may stand before its texts or behind them. Raises DataError where they are elsewhere."""
+    pictures, texts = ([item for item in items if (item in marks) == are] for are in (True, False))
+    together = sum(1 for are, _ in itertools.groupby(items, marks.__contains__) if are) < 2
+    ends = []
+    for order in (items, pictures + texts, texts + pictures) if together else (items,):
+        end: int | None = place
+        for item in order:
+            end = _find(text, item, end, stop) if end is not None else None
+        ends += [] if end is None else [end]
+    if not ends:
+        raise DataError(
+            f"the chat template moves pictures of turn {turn} to another place among its words. Name a template that "
+            "leaves them where they are in data.chat_template, or write them where it puts them"
+        )
+    return min(ends)
 
 
-def _texts(message: Message) -> Iterator[tuple[str, bool]]:
-    """Texts of a turn in the order in which they are written, and which of them are thoughts."""
+def _texts(message: Message, marks: Mapping[str, str] = _NONE) -> Iterator[tuple[str, bool]]:
+    """Texts of a turn in the order in which they are written, and which of them are thoughts; with the marks of its
+    pictures among them."""
     if message.get("reasoning_content", "").strip():
         yield message["reasoning_content"].strip(), True
     for part in message["content"] if not isinstance(message["content"], str) else [{"text": message["content"]}]:
-        if part.get("text", "").strip():
+        if part.get("type") in marks:
+            yield marks[part["type"]], False
+        elif part.get("text", "").strip():
             yield part["text"].strip(), False
 
 

@@ -181,6 +181,8 @@ class ConversationTokenizer:
             return ids, offsets
         begin, end = offsets[first, 0], offsets[last - 1, 1]
         pieces = [(self._encode(text[a:b]), a) for a, b in ((begin, start), (start, end))]
+        if sum(int(np.diff(own_at).sum()) for (_, own_at), _ in pieces) != end - begin:
+            return ids, offsets  # this tokenizer begins each text with a space
         cut = [(ids[:first], offsets[:first]), *((own, own_at + a) for (own, own_at), a in pieces)]
         return tuple(np.concatenate(part) for part in zip(*cut, (ids[last:], offsets[last:]), strict=True))  # type: ignore[return-value]
 

@@ -148,13 +148,15 @@ def test_an_answer_without_a_character_learns_its_end_alone() -> None:
     assert learned(tokenizer, talk("What?", "", "What?", "red")) == ["<end>", " red", "<end>"]
 
 
-PICTURE, FIRST, SECOND = {"type": "image"}, {"type": "text", "text": "one"}, {"type": "text", "text": "two"}
+PICTURE, A = {"type": "image"}, {"type": "text", "text": "a"}
+FIRST, SECOND = {"type": "text", "text": "one"}, {"type": "text", "text": "two"}
 MOVED = {
     "where they stand": ([PICTURE, FIRST, PICTURE, SECOND], "<i>one<i>two", True),
     "those of a turn, to its front": ([FIRST, PICTURE, PICTURE], "<i><i>one", True),
     "one, to the end": ([PICTURE, FIRST, SECOND], "onetwo<i>", True),
     "from between, to the front": ([FIRST, PICTURE, SECOND, PICTURE], "<i><i>onetwo", False),
     "apart": ([PICTURE, PICTURE, FIRST], "<i>one<i>", False),
+    "texts that stand elsewhere too": ([PICTURE, A, PICTURE, SECOND], "<|im_start|>user\n<i>a<i>two", True),
     "a number that is told elsewhere": ([PICTURE, FIRST], "<i><i>one", True),
 }
 
