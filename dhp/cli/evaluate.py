@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from dhp.cli import needle
 from dhp.cli.common import add_options, find_configuration, logs_folder, make_parser
+from dhp.cli.needle import needle
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.command import own_command
 from dhp.core.errors import ConfigError
@@ -80,4 +80,4 @@ def _line(metrics: EvalMetrics, images: str) -> str:
     return f"{shown}  {counted}"
 
 
-EVALUATIONS: dict[str, Callable[[Sequence[str]], int]] = {"loss": loss, "needle": needle.main}
+EVALUATIONS: dict[str, Callable[[Sequence[str]], int]] = {"loss": loss, "needle": needle}

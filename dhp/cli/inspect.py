@@ -12,15 +12,15 @@ from pathlib import Path
 from dhp.batch.build import make_reader
 from dhp.checkpoint.shard_writer import save_tensors
 from dhp.cli.common import add_configuration, make_parser
-from dhp.cli.inspect_checkpoint import main as inspect_checkpoint
+from dhp.cli.inspect_checkpoint import inspect_checkpoint
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
 from dhp.core.errors import ConfigError
 from dhp.core.process import StartUp, say_line
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.layout import with_layout
 from dhp.trainer.preflight import prepare
-from dhp.trainer.settings import feed_settings
 
 # Keys of each, by what it shows.
 _OWN = {"batch": ("step", "out"), "data": ("out", "decode"), "sample": ("index", "out")}

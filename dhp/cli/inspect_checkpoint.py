@@ -17,9 +17,9 @@ from dhp.core.errors import CheckpointError
 from dhp.trainer.dry_run import gigabytes
 
 
-def main(arguments: Sequence[str]) -> int:
+def inspect_checkpoint(arguments: Sequence[str]) -> int:
     """Say what a checkpoint holds, and what stands beside it. Exit status 0; 1 where one of them is damaged."""
-    parser = make_parser("inspect checkpoint", main.__doc__)
+    parser = make_parser("inspect checkpoint", inspect_checkpoint.__doc__)
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run or a directory of checkpoints")
     parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums, of all of them")
     parser.add_argument("--json", action="store_true", help="one object of JSON instead of text")

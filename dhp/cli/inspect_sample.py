@@ -14,7 +14,7 @@ from dhp.core.errors import ConfigError
 from dhp.core.text import harmless
 from dhp.models.pretrained import load_image_processor, load_tokenizer
 from dhp.models.registry import load_family
-from dhp.trainer.settings import feed_settings
+from dhp.trainer.batches import feed_settings
 
 
 def inspect_sample(config: Config, index: int, out: Path) -> None:

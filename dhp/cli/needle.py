@@ -25,14 +25,14 @@ NAME = "needles"  # of the dataset that is made
 FRAMES, DEPTHS = (16, 32, 64, 128, 256), (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def main(arguments: Sequence[str]) -> int:
+def needle(arguments: Sequence[str]) -> int:
     """evaluate needle: hide a picture in videos of several lengths, at several depths, and ask for it.
 
     A needle is found where each token of the answer is the likeliest one, after what truly stands before it (V-NIAH,
     Zhang et al. 2024, section 4). PATH as for evaluate loss. Without --haystack and --image: grey noise, plain frames
     of one colour, as --config-name=needle_tiny learns them. Writes needle.json and needle.png to --out.
     """
-    parser = make_parser("evaluate needle", main.__doc__)
+    parser = make_parser("evaluate needle", needle.__doc__)
     add_options(parser)
     parser.add_argument("--frames", type=_numbers(int), default=FRAMES, metavar="N,N,…", help="lengths of the videos")
     parser.add_argument(

@@ -21,8 +21,8 @@ from dhp.doctor.plain import PlainStep, plain_step
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.observe.metrics import read_metrics
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.preflight import prepare
-from dhp.trainer.settings import feed_settings
 from dhp.trainer.trainable import training_rules
 from dhp.trainer.trainer import run
 

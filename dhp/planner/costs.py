@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dhp.core.graph import StageGraph
 from dhp.core.reports import RecomputePolicies
 from dhp.core.text import aligned
 from dhp.planner.cache import read_entry, write_entry
+from dhp.step.schedule import Schedule, outstanding
 
 
 @dataclass(frozen=True, order=True)
@@ -150,3 +152,15 @@ def plan_table(costs: Mapping[str, StageCosts], plan: Plan) -> list[str]:
 def mebibytes(count: float) -> str:
     """`12.3 MiB` of 2²⁰ bytes."""
     return f"{count / 2**20:.1f} MiB"
+
+
+def arrange(graph: StageGraph, schedule: Schedule, device: str) -> Arrangement:
+    """The stages that share devices, and what they hold at the same time under a schedule."""
+    devices = range(graph.device_count())
+    sharing = dict.fromkeys(frozenset(s.name for s in graph.stages if device in s.devices) for device in devices)
+    chunks = {stage.name: len(stage.chunks) for stage in graph.stages}
+    most = outstanding(schedule, graph)
+    holding = {one: {other: n / chunks[other] for other, n in of.items()} for one, of in most.items()}
+    several = any(most[stage][stage] > chunks[stage] for stage in most)
+    # On GPUs, memory that one process has freed stays in its allocator's cache and is not the other's to use.
+    return Arrangement(tuple(sharing), holding, together=several or device == "cuda")

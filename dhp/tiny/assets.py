@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from dhp.config.parts import read_datasets
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
 from dhp.core.process import say_line
 
 SAMPLES = 256
@@ -49,3 +52,14 @@ def _make_notes(folder: Path) -> None:
 
 # Further datasets, by the folder of each: videos in which one frame is asked for; long texts.
 FURTHER: dict[str, Callable[[Path], None]] = {"needles": _make_needles, "notes": _make_notes}
+
+
+def make_tiny(config: Config, folder: str, say: Callable[[str], None]) -> None:
+    """The tiny model and dataset below `folder`, as far as they are not there. Raises ConfigError."""
+    from dhp.tiny.assets import FURTHER, make_tiny_assets
+
+    read = [Path(config.data.data_registry[name].annotation_path).parent for name in read_datasets(config.data)]
+    try:
+        make_tiny_assets(Path(folder), say, [name for name in FURTHER if Path(folder) / name in read])
+    except OSError as error:
+        raise ConfigError(f"tiny_assets={folder} cannot be written ({error}); choose another") from error

@@ -11,10 +11,9 @@ from dhp.config.resolve import micro_batches
 from dhp.core.errors import ModelError
 from dhp.core.graph import StageSpec
 from dhp.core.reports import StageUsage
-from dhp.planner.costs import Arrangement, LayerCost, Plan, StageCosts, predicted_bytes
+from dhp.planner.costs import Arrangement, LayerCost, Plan, StageCosts, arrange, predicted_bytes
 from dhp.step.schedule import make_schedule
 from dhp.trainer.plan import RunPlan
-from dhp.trainer.recompute import arrange
 from dhp.trainer.traces import traced
 
 

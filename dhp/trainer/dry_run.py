@@ -15,6 +15,7 @@ from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.state_forms import EXACT_STATES
 from dhp.core.text import aligned
 from dhp.data.balance.packs import Loads
+from dhp.data.remote.places import missing_data
 from dhp.models.pretrained import config_source
 from dhp.models.shape import PartShape
 from dhp.models.types import chunks_of
@@ -24,12 +25,12 @@ from dhp.trainer.chain import Model, is_joint, part_cuts
 from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_lines
 from dhp.trainer.forecast.freed import a_step, rows_by_tokens
 from dhp.trainer.forecast.verdict import verdict
+from dhp.trainer.graph import stage_choices
 from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, copied_bytes, footprint, rank_bytes
 from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.plan import RunPlan, plan_run
-from dhp.trainer.preflight import missing_data
 from dhp.trainer.row_limits import unreached
-from dhp.trainer.settings import FULLEST_FIRST, stage_choices
+from dhp.trainer.settings import FULLEST_FIRST
 from dhp.trainer.shapes import stage_shapes
 from dhp.trainer.table import table_of_training
 from dhp.trainer.units import assumed_rows

@@ -26,12 +26,12 @@ from dhp.data.media.sources import File, Video
 from dhp.data.read.records import Part, Record, Turn
 from dhp.observe.metrics import AnswerMetrics
 from dhp.step.step import answer_batch
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.evaluation import HeldOut, of_evaluation
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import prepare
 from dhp.trainer.preload import preloaded
 from dhp.trainer.session import Session
-from dhp.trainer.settings import feed_settings
 
 ROUNDS = 3  # of a benchmark, after one that does not count
 PROMPT = "the prompt"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dhp.batch.assign_images import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
 from dhp.cluster.rank_device import RankDevice
 from dhp.config.model_rules import check_cuts
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, parts, resolved
+from dhp.config.recompute import read_choices
 from dhp.config.schema import ClusterConfig, Config
 from dhp.core.axes import Degrees
 from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
+from dhp.core.reports import RecomputePolicies
 from dhp.models.family import VISION, Family
 from dhp.models.types import chunks_of
 from dhp.trainer.model_shapes import ModelShapes, Shapes
@@ -170,3 +172,34 @@ def _distance(own: set[RankDevice], other: set[RankDevice]) -> int:
     if own & other:
         return SAME_DEVICE
     return SAME_NODE if {rank.node for rank in own} & {rank.node for rank in other} else ELSEWHERE
+
+
+def world(config: Config) -> dict[str, dict[str, Any]]:
+    """Actors and degrees of each part, by its name."""
+    return {
+        name: {
+            "num_actors": part.num_actors,
+            **asdict(degrees(part)),
+            **_pipeline(part),
+            "zero_stage": part.zero_stage,
+            **({"zero_engine": part.zero_engine} if part.zero_stage else {}),
+        }
+        for name, part in parts(config).items()
+    }
+
+
+def _pipeline(part: PartConfig) -> dict[str, Any]:
+    """Settings that say which stage holds which layers, where there are several."""
+    if part.pipeline == 1:
+        return {}
+    cuts = {} if part.cuts is None else {"cuts": list(part.cuts)}
+    virtual = {"virtual_stages": part.virtual_stages} if part.virtual_stages > 1 else {}
+    partition = {} if part.partition is None else {"partition": part.partition}
+    return {"pipeline": part.pipeline, **cuts, **partition, **virtual}
+
+
+def stage_choices(recompute: str, graph: StageGraph, stage: StageSpec) -> RecomputePolicies:
+    """What each of the stage's layers recomputes, from what the part's key says of all its layers."""
+    of_part = graph.of_part(stage.part)
+    choices = read_choices(recompute, sum(len(one.layers) for one in of_part))
+    return tuple(choices[layer] for layer in stage.layers)

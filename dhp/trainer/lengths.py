@@ -18,7 +18,7 @@ from dhp.config.schema import Config
 from dhp.core.errors import PartFailed
 from dhp.data.sampling.length_cache import Lengths
 from dhp.data.sampling.length_table import RowChunk
-from dhp.trainer.settings import feed_settings
+from dhp.trainer.batches import feed_settings
 
 T = TypeVar("T")
 

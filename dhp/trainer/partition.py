@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf, isinf
@@ -16,7 +16,7 @@ from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import TrainingRules
 from dhp.core.reports import StageUsage
 from dhp.models.family import Family
-from dhp.models.shape import DecoderSizes, Parameter
+from dhp.models.shape import DecoderSizes
 from dhp.planner.partition.bmp import bmp
 from dhp.planner.partition.even import by_layers, by_parameters, by_profile
 from dhp.planner.partition.exact import exact
@@ -26,7 +26,7 @@ from dhp.trainer.measured import as_measured
 from dhp.trainer.model_shapes import Shapes
 from dhp.trainer.programs import pipeline_programs
 from dhp.trainer.traces import traced
-from dhp.trainer.units import assumed_rows, decoder_units, layer_seconds, link, replay_shares, saved_of
+from dhp.trainer.units import assumed_rows, decoder_units, layer_seconds, link, replay_shares, saved_of, shares_of
 
 GIB = 2**30
 _EVEN = {PARAMETERS: by_parameters, LAYERS: by_layers, PROFILE: by_profile}
@@ -106,21 +106,6 @@ def trained_shares(family: Family, shapes: Shapes, rules: TrainingRules) -> dict
     """Of each of the decoder's layers, and of all outside of them under None, the share of the parameters that are
     trained; None: all are everywhere."""
     return shares_of(family, shapes.parameters, rules) if rules.selects else None
-
-
-def shares_of(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> dict[int | None, float]:
-    """The same of all parameters of a model."""
-    path = f"{family.decoder.layers.path}."
-    of_layer: dict[int | None, list[tuple[int, bool]]] = {}
-    for one in parameters:
-        if one.part == DECODER:
-            number = one.name.removeprefix(path).partition(".")[0] if one.name.startswith(path) else None
-            own = of_layer.setdefault(None if number is None else int(number), [])
-            own.append((one.size, one.used and rules.trains(one.name)))
-    return {
-        at: sum(size for size, is_trained in own if is_trained) / sum(size for size, _ in own)
-        for at, own in of_layer.items()
-    }
 
 
 def _saved(

@@ -12,19 +12,19 @@ from dhp.checkpoint.folder import step_folders
 from dhp.checkpoint.resume import AUTO
 from dhp.cluster.address import SUBMITTED
 from dhp.config.layout import resolve_part
-from dhp.config.parts import HEARING, model_name, parts, read_datasets
+from dhp.config.parts import HEARING, model_name, parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve
 from dhp.config.rules import FLASH_ATTENTION_2
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
 from dhp.config.vocabulary import environment_notes
 from dhp.core.addresses import is_remote
-from dhp.core.errors import ConfigError, DataError, DhpError, raise_all
+from dhp.core.errors import ConfigError, DhpError, raise_all
 from dhp.core.process import say_nothing
-from dhp.data.remote.places import missing_place, remote_of
-from dhp.data.remote.transfer import check_address
+from dhp.data.remote.places import missing_data
 from dhp.data.sample.chat import read_template
 from dhp.models.plugins import import_plugins
+from dhp.tiny.assets import make_tiny
 
 if TYPE_CHECKING:
     from dhp.models.family import Family
@@ -77,17 +77,6 @@ def prepare(
         _look_at_samples(config, family, say, end)
         _look_at_videos(config, family, say)
     return config
-
-
-def make_tiny(config: Config, folder: str, say: Callable[[str], None]) -> None:
-    """The tiny model and dataset below `folder`, as far as they are not there. Raises ConfigError."""
-    from dhp.tiny.assets import FURTHER, make_tiny_assets
-
-    read = [Path(config.data.data_registry[name].annotation_path).parent for name in read_datasets(config.data)]
-    try:
-        make_tiny_assets(Path(folder), say, [name for name in FURTHER if Path(folder) / name in read])
-    except OSError as error:
-        raise ConfigError(f"tiny_assets={folder} cannot be written ({error}); choose another") from error
 
 
 def _look_at_folders(config: Config, say: Callable[[str], None]) -> None:
@@ -211,36 +200,6 @@ def _look_at_videos(config: Config, family: Family, say: Callable[[str], None]) 
         images = load_image_processor(model_name(config))
         size = given or {edge: pixels for edge, pixels in dict(images.size or {}).items() if pixels}
         say(f"videos are scaled as images are ({size}); the model's own {own.get(KIND)} has {own.get('size')}")
-
-
-def missing_data(config: Config) -> list[str]:
-    """Messages about wrong paths of the datasets. Raises ConfigError for an address that cannot be read here."""
-    missing = []
-    for name in read_datasets(config.data):
-        entry, key = config.data.data_registry[name], f"data.data_registry.{name}"
-        for field, path in (("annotation_path", entry.annotation_path), ("data_path", entry.data_path)):
-            if is_remote(path):
-                check_address(f"{key}.{field}", path)
-        found = _missing_annotations(config, entry.annotation_path)
-        if found is not None:
-            missing.append(f"{key}.annotation_path={entry.annotation_path} {found}")
-        if entry.data_path and not is_remote(entry.data_path) and not os.path.isdir(entry.data_path):
-            missing.append(f"{key}.data_path={entry.data_path} does not exist. {_from_here()}")
-    return missing
-
-
-def _missing_annotations(config: Config, path: str) -> str | None:
-    if not is_remote(path) and not any(brace in path for brace in "{}"):
-        return None if os.path.exists(path) else f"does not exist. {_from_here()}"
-    try:
-        found = missing_place(path, remote_of(config.data))
-    except DataError as error:
-        return f"cannot be read: {error}"
-    return None if found is None else f"is not whole: {found}. {_from_here()}"
-
-
-def _from_here() -> str:
-    return f"Correct the path; relative paths start from {Path.cwd()}"
 
 
 def _check_model(config: Config, saves: bool) -> Family:

@@ -10,13 +10,13 @@ from dhp.config.rules import no_budget
 from dhp.config.schema import Config
 from dhp.core.graph import StageGraph
 from dhp.core.reports import StageReport
-from dhp.planner.costs import Arrangement, Plan, StageCosts, mebibytes, plan_table, read_costs, write_costs
+from dhp.planner.costs import Plan, StageCosts, arrange, mebibytes, plan_table, read_costs, write_costs
 from dhp.planner.planner import Planner, as_text
-from dhp.step.schedule import Schedule, outstanding
+from dhp.step.schedule import Schedule
 from dhp.step.stages import EngineProtocol, Stages
+from dhp.trainer.graph import stage_choices, world
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.run_shape import run_shape, usage_of
-from dhp.trainer.settings import stage_choices, world
 
 GIB = 2**30
 _LEFT_FREE = 0.1  # of a device's memory, where the budget is read from it
@@ -158,15 +158,3 @@ def activation_bytes(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, 
     """By stage, the peak of the rank whose activations took most; None where they are not measured."""
     usages = {stage: usage_of(of_ranks) for stage, of_ranks in reports.items()}
     return {stage: usage.peak_bytes for stage, usage in usages.items() if usage is not None} or None
-
-
-def arrange(graph: StageGraph, schedule: Schedule, device: str) -> Arrangement:
-    """The stages that share devices, and what they hold at the same time under a schedule."""
-    devices = range(graph.device_count())
-    sharing = dict.fromkeys(frozenset(s.name for s in graph.stages if device in s.devices) for device in devices)
-    chunks = {stage.name: len(stage.chunks) for stage in graph.stages}
-    most = outstanding(schedule, graph)
-    holding = {one: {other: n / chunks[other] for other, n in of.items()} for one, of in most.items()}
-    several = any(most[stage][stage] > chunks[stage] for stage in most)
-    # On GPUs, memory that one process has freed stays in its allocator's cache and is not the other's to use.
-    return Arrangement(tuple(sharing), holding, together=several or device == "cuda")

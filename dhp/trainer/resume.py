@@ -19,7 +19,7 @@ from dhp.data.remote.files import RemoteFile
 from dhp.data.remote.places import Place, find_place, remote_of
 from dhp.data.sample.chat import read_template
 from dhp.models.pretrained import WEIGHT_ENDINGS
-from dhp.trainer.settings import world
+from dhp.trainer.graph import world
 
 TOTAL, WARMUP, DECAY = "training.total_steps", "training.warmup_steps", "training.lr_decay_steps"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +11,10 @@ from dhp.config.rules import FILLING
 from dhp.config.schema import Config
 from dhp.data.balance.packs import Loads
 from dhp.data.sampling.sampler import BalanceSettings
+
+if TYPE_CHECKING:
+    pass
+
 
 LOOKED_AT, LOOKING_S = 256, 2.0  # samples, and seconds, by which rows are judged where not all lengths are known
 _MORE = 1.05  # times as many rows by one limit as by the other: less is no matter

@@ -34,13 +34,14 @@ from dhp.engine.settings import StageSettings
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.step.stages import EngineProtocol, Stages, make_stages
 from dhp.supervise.attempt import known_device, restarts, this_attempt
+from dhp.trainer.batches import feed_settings, passes_of
 from dhp.trainer.dry_run import require_room
 from dhp.trainer.features import feature_settings, keep_settings
 from dhp.trainer.graph import find_localities
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.resume import check_rates, free_layout, held_files, rates, recipe
 from dhp.trainer.row_limits import LOOKED_AT, LOOKING_S, may_be_unreached, unreached
-from dhp.trainer.settings import feed_settings, kept_settings, needed_paths, passes_of, stage_settings
+from dhp.trainer.settings import kept_settings, needed_paths, stage_settings
 
 Work = Mapping[str, Sequence[Sequence[Any]]]  # refs by part, [micro-batch][shard]
 

@@ -3,124 +3,32 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dhp.batch.assign_images import Locality
 from dhp.checkpoint.resume import OPTIMIZER
 from dhp.config.learning_rate import decay_steps
 from dhp.config.part import PartConfig
-from dhp.config.parts import DECODER, decoder, encoders, model_name, parts, read_datasets, resolved, split_share
-from dhp.config.recompute import read_choices
-from dhp.config.resolve import micro_batches, warmup_steps
+from dhp.config.parts import DECODER, encoders, model_name, parts, read_datasets, resolved, split_share
+from dhp.config.resolve import warmup_steps
 from dhp.config.rules import read_kernels
 from dhp.config.schema import Config
 from dhp.core.addresses import is_remote
-from dhp.core.batch import FeatureSettings, KeepSettings
+from dhp.core.batch import KeepSettings
 from dhp.core.command import own_command
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.parameters import ALL, AdapterSettings, TrainingRules
-from dhp.core.reports import RecomputePolicies
-from dhp.data.sample.chat import read_template
-from dhp.data.sampling.sampler import BatchLayout
 from dhp.engine.settings import OptimizerSettings, StageSettings
-from dhp.models.flops import TrainedShare
-from dhp.models.trained_flops import find_passes
-from dhp.trainer.graph import degrees
-from dhp.trainer.plan import RunPlan
-from dhp.trainer.row_limits import balance_settings
+from dhp.trainer.graph import stage_choices
 from dhp.trainer.trainable import adapters_of
 
-if TYPE_CHECKING:
-    from dhp.batch.build import BatchReaderSettings
-    from dhp.batch.encoder_shards import Split
-
 FULLEST_FIRST = "the fullest steps come first (data.fullest_first)"  # said at the beginning, where it is so
-
-
-def feed_settings(
-    config: Config,
-    localities: Mapping[str, Locality] | None = None,
-    passes: Mapping[str, TrainedShare] = MappingProxyType({}),
-    features: FeatureSettings | None = None,
-) -> BatchReaderSettings:
-    """The dataset actor's settings. localities: of the ranks of each encoder, once they are known. passes: what a
-    step computes of each part of which not all is trained. features: of pictures, where a run keeps them; without them
-    pixels are read."""
-    from dhp.batch.build import BatchReaderSettings  # imports what reads samples, and objectives
-
-    near = localities or {}
-    data = config.data
-    return BatchReaderSettings(
-        model_name=model_name(config),
-        data=replace(data, chat_template=read_template(data.chat_template)),
-        layout=batch_layout(config),
-        encoders={name: _split(part, near.get(name)) for name, part in encoders(config).items()},
-        seed=config.seed,
-        objective=config.training.objective,
-        balancing=balance_settings(config),
-        passes=dict(passes),
-        features=features,
-        text=degrees(decoder(config)),
-        sequence_groups=decoder(config).sequence_groups,
-        even_calls=decoder(config).zero_stage == 3,
-        drawing=tuple(name for name, adapters in adapters_of(config).items() if adapters.dropout),
-        plugins=tuple(config.plugins),
-    )
-
-
-def batch_layout(config: Config) -> BatchLayout:
-    """How a step's samples are divided."""
-    replicas, count, samples = resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size
-    return BatchLayout(replicas, count, samples, replicas * count - config.training.batch_size // samples)
-
-
-def passes_of(plan: RunPlan) -> dict[str, TrainedShare]:
-    """The share that a step computes of each part; none where all of them are trained."""
-    if not (plan.config.training.trainable or plan.config.training.frozen or plan.adapters):
-        return {}
-    return find_passes(plan.family, plan.parameters, plan.rules)
-
-
-def _split(part: PartConfig, locality: Locality | None) -> Split:
-    from dhp.batch.encoder_shards import Split
-
-    own = degrees(part)
-    # An encoder in 16 bits rounds its inputs first thing: rounded before, they take half the room in transfer.
-    dtype = "bfloat16" if part.dtype == "bfloat16" else "float32"
-    return Split(own.data, own.sequence, dtype, locality, part.zero_stage == 3, resolved(part.pipeline))
 
 
 def measures(config: Config) -> bool:
     """Whether ranks report what activations take: where asked for, and where a plan is made of it."""
     return config.memory.accounting or any(part.recompute == "auto" for part in parts(config).values())
-
-
-def world(config: Config) -> dict[str, dict[str, Any]]:
-    """Actors and degrees of each part, by its name."""
-    return {
-        name: {
-            "num_actors": part.num_actors,
-            **asdict(degrees(part)),
-            **_pipeline(part),
-            "zero_stage": part.zero_stage,
-            **({"zero_engine": part.zero_engine} if part.zero_stage else {}),
-        }
-        for name, part in parts(config).items()
-    }
-
-
-def _pipeline(part: PartConfig) -> dict[str, Any]:
-    """Settings that say which stage holds which layers, where there are several."""
-    if part.pipeline == 1:
-        return {}
-    cuts = {} if part.cuts is None else {"cuts": list(part.cuts)}
-    virtual = {"virtual_stages": part.virtual_stages} if part.virtual_stages > 1 else {}
-    partition = {} if part.partition is None else {"partition": part.partition}
-    return {"pipeline": part.pipeline, **cuts, **partition, **virtual}
 
 
 def kept_settings(config: Config) -> dict[str, Any]:
@@ -200,13 +108,6 @@ def stage_settings(
         objective=config.training.objective,
         plugins=tuple(config.plugins),
     )
-
-
-def stage_choices(recompute: str, graph: StageGraph, stage: StageSpec) -> RecomputePolicies:
-    """What each of the stage's layers recomputes, from what the part's key says of all its layers."""
-    of_part = graph.of_part(stage.part)
-    choices = read_choices(recompute, sum(len(one.layers) for one in of_part))
-    return tuple(choices[layer] for layer in stage.layers)
 
 
 def _optimizer_settings(config: Config, steps: int) -> OptimizerSettings:

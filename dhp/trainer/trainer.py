@@ -31,6 +31,7 @@ from dhp.supervise.attempt import (
     telling_end,
 )
 from dhp.trainer.evaluation import Evaluation, due, misses
+from dhp.trainer.graph import world
 from dhp.trainer.nonfinite import NonfiniteSteps
 from dhp.trainer.opening import open_run
 from dhp.trainer.pending import Pending, Spans, naming_step
@@ -40,7 +41,7 @@ from dhp.trainer.record import record_step, write_page
 from dhp.trainer.reports import Timing, make_loggers, notes, step_metrics
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import DataPlan, Session
-from dhp.trainer.settings import FULLEST_FIRST, resume_line, world
+from dhp.trainer.settings import FULLEST_FIRST, resume_line
 
 STEPS_AHEAD = 1  # submitted beyond the one that runs: no rank waits for the run loop
 

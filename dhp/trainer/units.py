@@ -6,17 +6,18 @@ Bytes are traced on the meta device (`dhp.trainer.traces`), where a budget asks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, decoder, encoders, resolved
 from dhp.config.recompute import read_choices
 from dhp.config.schema import Config
+from dhp.core.parameters import TrainingRules
 from dhp.core.reports import StageUsage
 from dhp.models.family import Family
 from dhp.models.flops import OPERATIONS
-from dhp.models.shape import DecoderSizes
+from dhp.models.shape import DecoderSizes, Parameter
 from dhp.planner.units import NONE, Link, Saved, Unit
 from dhp.trainer.memory import VALUE_BYTES
 from dhp.trainer.row_limits import samples_a_row
@@ -157,3 +158,18 @@ def fixed_choices(section: PartConfig, layers: int) -> tuple[str, ...]:
 def hidden_width(family: Family) -> int:
     """Of a decoder's states."""
     return int(family.config.get_text_config().hidden_size)
+
+
+def shares_of(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> dict[int | None, float]:
+    """The same of all parameters of a model."""
+    path = f"{family.decoder.layers.path}."
+    of_layer: dict[int | None, list[tuple[int, bool]]] = {}
+    for one in parameters:
+        if one.part == DECODER:
+            number = one.name.removeprefix(path).partition(".")[0] if one.name.startswith(path) else None
+            own = of_layer.setdefault(None if number is None else int(number), [])
+            own.append((one.size, one.used and rules.trains(one.name)))
+    return {
+        at: sum(size for size, is_trained in own if is_trained) / sum(size for size, _ in own)
+        for at, own in of_layer.items()
+    }

@@ -9,8 +9,8 @@ import numpy as np
 
 from dhp.batch.build import make_reader
 from dhp.config.schema import Config
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.preflight import prepare
-from dhp.trainer.settings import feed_settings
 
 IMAGE = 1  # in a sample's mm_token_type_ids
 

@@ -15,9 +15,10 @@ from dhp.checkpoint.source import read_shards
 from dhp.config.schema import Config
 from dhp.models.registry import load_family
 from dhp.observe.metrics import read_metrics
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.graph import make_graph
 from dhp.trainer.preflight import prepare
-from dhp.trainer.settings import feed_settings, stage_settings
+from dhp.trainer.settings import stage_settings
 from dhp.trainer.trainer import run
 from tests.helpers.oracle import Oracle, Step
 

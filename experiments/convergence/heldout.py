@@ -17,8 +17,8 @@ from dhp.batch.reader import BatchReader
 from dhp.cli import export
 from dhp.config.schema import Config
 from dhp.core.batch import IGNORED
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.preflight import prepare
-from dhp.trainer.settings import feed_settings
 
 Inputs = dict[str, Tensor]
 

@@ -21,7 +21,7 @@ from dhp.cluster.cluster import Cluster
 from dhp.cluster.transport.shared_memory import OBJECT_STORE, SHARED_MEMORY
 from dhp.cluster.watch import wait_all
 from dhp.core.tracing import BACKWARD, FORWARD, Span
-from dhp.trainer.settings import feed_settings
+from dhp.trainer.batches import feed_settings
 from experiments.overhead.__main__ import configure, dhp_step, graph_of, one_actor_each, start
 from experiments.pair import as_batch, make_pair
 

@@ -27,11 +27,11 @@ from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.registry import load_family
+from dhp.planner.costs import arrange
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Stages as GraphStages
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from dhp.trainer.recompute import arrange
 from dhp.trainer.run_shape import usage_of
 from dhp.trainer.settings import stage_settings
 from experiments.layouts.peers import LEARNING_RATE

@@ -35,9 +35,10 @@ from dhp.step.stages import Stages, make_stages
 from dhp.step.step import train_step
 from dhp.tiny.assets import make_tiny_assets
 from dhp.tiny.model import tiny_config
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.graph import make_graph
 from dhp.trainer.preflight import prepare
-from dhp.trainer.settings import feed_settings, stage_settings
+from dhp.trainer.settings import stage_settings
 from experiments.pair import TEXT, VISION, as_batch
 
 TEXT_SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}

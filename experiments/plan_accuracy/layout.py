@@ -26,13 +26,14 @@ from dhp.data.sampling.sampler import slots
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
+from dhp.trainer.batches import batch_layout, feed_settings
 from dhp.trainer.forecast.forecast import Forecast, forecast
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.forecast.question import Question, count_model
 from dhp.trainer.forecast.samples import EqualSamples, Samples
 from dhp.trainer.plan import RunPlan, plan_run
-from dhp.trainer.settings import batch_layout, feed_settings, stage_settings
+from dhp.trainer.settings import stage_settings
 from experiments.pair import as_batch
 from experiments.plan_accuracy.models import Load, make_samples
 

@@ -22,12 +22,11 @@ from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.planner.costs import Arrangement, Plan
+from dhp.planner.costs import Arrangement, Plan, arrange
 from dhp.planner.planner import Planner
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Group, make_stages
 from dhp.step.step import train_step
-from dhp.trainer.recompute import arrange
 from dhp.trainer.run_shape import usage_of
 from experiments.pair import TEXT, VISION, Here, as_batch, join_alone, pair_of, settings_of
 

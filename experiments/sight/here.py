@@ -16,8 +16,8 @@ from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import OptimizerSettings
 from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.preflight import prepare
-from dhp.trainer.settings import feed_settings
 from experiments.pair import TEXT, VISION, join_alone, pair_of, settings_of
 from experiments.sight.datasets import Sets
 from experiments.sight.runs import CONFIG

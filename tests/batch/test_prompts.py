@@ -22,7 +22,7 @@ from dhp.core.generation import Sampling
 from dhp.data.read.records import Record, Turn
 from dhp.models.pretrained import load_image_processor
 from dhp.models.registry import load_family
-from dhp.trainer.settings import feed_settings
+from dhp.trainer.batches import feed_settings
 from tests.helpers.answers import make_text
 
 

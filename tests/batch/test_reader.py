@@ -12,7 +12,7 @@ from dhp.batch.reader import BatchReader
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.data.sample.lengths import LENGTH_COLUMNS
-from dhp.trainer.settings import feed_settings
+from dhp.trainer.batches import feed_settings
 
 
 def reader(assets: Path, cache: Path, *overrides: str) -> BatchReader:

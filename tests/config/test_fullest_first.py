@@ -8,7 +8,7 @@ from dhp.config.command_line import compose_config
 from dhp.config.generation import unbalanced
 from dhp.config.resolve import resolve
 from dhp.core.errors import ConfigError
-from dhp.trainer.settings import feed_settings
+from dhp.trainer.batches import feed_settings
 
 BALANCED, PLANNED = "data.balance=balanced", ("text.recompute=auto", "memory.budget_gib=1")
 NO_TOWER = ("vision.recompute=auto", "memory.budget_gib=1", "training.frozen=[vision,projector]")

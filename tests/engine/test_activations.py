@@ -15,9 +15,8 @@ from dhp.core.reports import StageUsage
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.planner.costs import predicted_bytes
+from dhp.planner.costs import arrange, predicted_bytes
 from dhp.planner.planner import Planner
-from dhp.trainer.recompute import arrange
 from dhp.trainer.run_shape import usage_of
 from tests.helpers.layouts import Case, Fault, Running, graph_of, make_reader, settings
 from tests.helpers.ranks import LocalGroup

@@ -33,10 +33,11 @@ from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import evaluate_batch, train_step
+from dhp.trainer.batches import feed_settings, passes_of
 from dhp.trainer.graph import make_graph
 from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
-from dhp.trainer.settings import feed_settings, passes_of, stage_settings
+from dhp.trainer.settings import stage_settings
 from dhp.trainer.trainable import adapters_of, training_rules
 from tests.engine.test_declared_families import ExactText, ExactVision
 from tests.fuzz.draws import SAMPLES, Draw

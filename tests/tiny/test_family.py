@@ -18,8 +18,8 @@ from dhp.tiny.families import FAMILIES
 from dhp.tiny.family import family_names, make_family
 from dhp.tiny.looks import LOOKS
 from dhp.tiny.pictures import make_dataset
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.preflight import prepare
-from dhp.trainer.settings import feed_settings
 from tests.helpers.runs import ONE_ACTOR_EACH
 
 QUICK = ("llava", "internvl", "qwen2_5_vl")  # in every run of the tests; the others with `-m families`

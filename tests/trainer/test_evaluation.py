@@ -21,12 +21,12 @@ from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, DataError
 from dhp.data.sampling.sampler import BatchLayout, RandomSampler
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_metrics
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.evaluation import due, misses, of_evaluation
 from dhp.trainer.kept_checkpoints import KeptCheckpoints
 from dhp.trainer.preflight import prepare
 from dhp.trainer.saving import saves_after
 from dhp.trainer.session import DataPlan, Session
-from dhp.trainer.settings import feed_settings
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
 
 

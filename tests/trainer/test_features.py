@@ -12,9 +12,10 @@ from dhp.config.schema import Config
 from dhp.core.batch import FeatureSettings, KeepSettings
 from dhp.core.errors import ConfigError
 from dhp.models.registry import load_family
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.features import GIB, check_features, check_folder, feature_settings, keep_settings
 from dhp.trainer.graph import make_graph
-from dhp.trainer.settings import feed_settings, needed_paths, stage_settings
+from dhp.trainer.settings import needed_paths, stage_settings
 
 FROZEN = ("training.frozen=[vision,projector]", "vision.zero_stage=0")
 

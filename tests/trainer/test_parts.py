@@ -22,9 +22,10 @@ from dhp.models.types import LayerParts
 from dhp.step.schedule import draw, make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from dhp.trainer.graph import devices_as_planned, find_localities, make_graph
+from dhp.trainer.batches import feed_settings
+from dhp.trainer.graph import devices_as_planned, find_localities, make_graph, world
 from dhp.trainer.resume import free_layout
-from dhp.trainer.settings import feed_settings, measures, needed_paths, stage_settings, world
+from dhp.trainer.settings import measures, needed_paths, stage_settings
 from tests.step.test_step import Call, FakeGroup
 
 ROOT = Path(__file__).parents[2]

@@ -14,13 +14,13 @@ from dhp.config.command_line import compose_config
 from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
 from dhp.core.reports import StageReport, StageUsage
-from dhp.planner.costs import StageCosts
+from dhp.planner.costs import StageCosts, arrange
 from dhp.planner.planner import PATIENCE
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
-from dhp.trainer.recompute import Recomputing, arrange, room
+from dhp.trainer.recompute import Recomputing, room
 from tests.helpers.graphs import make_graph
 from tests.helpers.runs import tiny, train
 from tests.planner.made import MIB, ROWS, costs, usage

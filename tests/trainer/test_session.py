@@ -14,9 +14,9 @@ from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.axes import Degrees
 from dhp.trainer import session as module
+from dhp.trainer.batches import feed_settings
 from dhp.trainer.graph import devices_as_planned
 from dhp.trainer.session import Session, look_ahead, named_elsewhere
-from dhp.trainer.settings import feed_settings
 from tests.helpers.graphs import make_graph
 
 WORK = {"vision": [["v00", "v01"], ["v10", "v11"]], "text": [["t0"], ["t1"]]}

@@ -20,9 +20,10 @@ from dhp.models.flops import NO_BACKWARD, MatmulShare, TrainedShare
 from dhp.models.registry import load_family
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
+from dhp.trainer.batches import feed_settings, passes_of
 from dhp.trainer.graph import make_graph as of_config
 from dhp.trainer.plan import plan_run
-from dhp.trainer.settings import feed_settings, kept_settings, passes_of, resume_line, stage_settings
+from dhp.trainer.settings import kept_settings, resume_line, stage_settings
 from tests.helpers.graphs import make_graph
 
 OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.video_fps=1", "data.allow_http=true"]

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dhp.config.data import DataConfig
+from dhp.config.parts import read_datasets
+from dhp.config.schema import Config
 from dhp.core.addresses import is_remote, without_file_scheme
 from dhp.core.errors import DataError
 from dhp.data.remote.files import RemoteFile, RemoteFolder, Source, is_folder, list_folder
-from dhp.data.remote.transfer import RemoteSettings
+from dhp.data.remote.transfer import RemoteSettings, check_address
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -112,3 +114,33 @@ def _choices(inside: str, pattern: str) -> Iterator[str]:
         raise DataError(f"{pattern}: {{{inside}}} must count up, to {_MOST} files at most")
     width = len(counted[1]) if counted[1].startswith("0") else 0
     yield from (f"{number:0{width}d}" for number in range(first, last + 1))
+
+
+def missing_data(config: Config) -> list[str]:
+    """Messages about wrong paths of the datasets. Raises ConfigError for an address that cannot be read here."""
+    missing = []
+    for name in read_datasets(config.data):
+        entry, key = config.data.data_registry[name], f"data.data_registry.{name}"
+        for field, path in (("annotation_path", entry.annotation_path), ("data_path", entry.data_path)):
+            if is_remote(path):
+                check_address(f"{key}.{field}", path)
+        found = _missing_annotations(config, entry.annotation_path)
+        if found is not None:
+            missing.append(f"{key}.annotation_path={entry.annotation_path} {found}")
+        if entry.data_path and not is_remote(entry.data_path) and not os.path.isdir(entry.data_path):
+            missing.append(f"{key}.data_path={entry.data_path} does not exist. {_from_here()}")
+    return missing
+
+
+def _missing_annotations(config: Config, path: str) -> str | None:
+    if not is_remote(path) and not any(brace in path for brace in "{}"):
+        return None if os.path.exists(path) else f"does not exist. {_from_here()}"
+    try:
+        found = missing_place(path, remote_of(config.data))
+    except DataError as error:
+        return f"cannot be read: {error}"
+    return None if found is None else f"is not whole: {found}. {_from_here()}"
+
+
+def _from_here() -> str:
+    return f"Correct the path; relative paths start from {Path.cwd()}"

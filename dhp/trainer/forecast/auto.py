@@ -18,6 +18,7 @@ from dhp.config.recorded import read_recorded
 from dhp.config.run_dir import check_run_dir, config_of
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
+from dhp.data.remote.places import missing_data
 from dhp.models.family import VISION
 from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.explain import equations
@@ -28,7 +29,6 @@ from dhp.trainer.forecast.samples import Samples
 from dhp.trainer.forecast.search import Found, search
 from dhp.trainer.forecast.space import Space
 from dhp.trainer.forecast.subject import Subject, make_space, read_subject
-from dhp.trainer.preflight import missing_data
 
 _NAMING = ("parallelism", "num_actors")  # follow from degrees
 _CHECKPOINTING = "activation_checkpointing"

@@ -29,11 +29,10 @@ from dhp.models.family import VISION, Family
 from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
 from dhp.trainer.forecast.loads import window_length
 from dhp.trainer.forecast.written import read_bytes, written_bytes
-from dhp.trainer.partition import shares_of
 from dhp.trainer.row_bytes import PartBytes, layers_to_trace
 from dhp.trainer.shapes import count_held
 from dhp.trainer.tower_units import Piece, TowerLoad, tower_operations, tower_pieces
-from dhp.trainer.units import replay_shares, replays
+from dhp.trainer.units import replay_shares, replays, shares_of
 
 T = TypeVar("T")
 FOLDER = "shapes"  # below the cache's

@@ -17,13 +17,13 @@ from dhp.models.family import VISION
 from dhp.models.flops import EVERYTHING, OPERATIONS, MatmulShare, TrainedShare, VisionWork
 from dhp.models.hidden_matrices import hidden_matrices
 from dhp.models.shape import states_of
+from dhp.trainer.batches import passes_of
 from dhp.trainer.forecast.candidates import Candidate
 from dhp.trainer.forecast.counted import Counted
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.memory import VALUE_BYTES
 from dhp.trainer.plan import RunPlan
-from dhp.trainer.settings import passes_of
 
 # Assumed of hosts, where nothing was measured.
 PIXELS_S = 2.5e7  # that one process decodes, resizes and normalizes in a second

@@ -12,13 +12,12 @@ from dhp.config.parts import DECODER, parts
 from dhp.config.resolve import micro_batches
 from dhp.core.errors import DhpError
 from dhp.models.family import VISION
-from dhp.planner.costs import Arrangement
+from dhp.planner.costs import Arrangement, arrange
 from dhp.step.schedule import Schedule, make_schedule
 from dhp.trainer.forecast.counted import Counted, Cut
 from dhp.trainer.forecast.loads import RunLoads
 from dhp.trainer.forecast.machine import Machine
 from dhp.trainer.plan import RunPlan
-from dhp.trainer.recompute import arrange
 
 T = TypeVar("T")
 AT_ONCE = 16  # layers of a part that are traced without being asked for; many take a minute

@@ -11,10 +11,10 @@ import numpy as np
 from dhp.config.parts import encoders, model_name
 from dhp.config.schema import Config
 from dhp.core.errors import DataError
+from dhp.data.remote.places import missing_data
 from dhp.models.family import Family
 from dhp.trainer.forecast.freed import rows_by_tokens
 from dhp.trainer.forecast.samples import EqualSamples, Samples
-from dhp.trainer.preflight import missing_data
 from dhp.trainer.units import assumed_rows
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.data.balance.packs import Loads
 from dhp.models.family import Family
+from dhp.trainer.batches import batch_layout
 from dhp.trainer.forecast.loads import RunLoads, even_loads, loads_of_steps
 from dhp.trainer.row_limits import balance_settings
-from dhp.trainer.settings import batch_layout
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table

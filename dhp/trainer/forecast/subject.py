@@ -14,6 +14,7 @@ from dhp.config.schema import Config
 from dhp.models.family import Family
 from dhp.models.pretrained import config_source
 from dhp.models.registry import load_family
+from dhp.tiny.assets import make_tiny
 from dhp.trainer.forecast.counted import Counted
 from dhp.trainer.forecast.freed import DEVICES, ROWS, SCHEDULE, Held, freed, one_actor_each
 from dhp.trainer.forecast.machine import Machine
@@ -21,7 +22,6 @@ from dhp.trainer.forecast.samples import Samples
 from dhp.trainer.forecast.space import Space
 from dhp.trainer.forecast.whole_run import WholeRun
 from dhp.trainer.model_checks import having_parts
-from dhp.trainer.preflight import make_tiny
 from dhp.trainer.trainable import adapters_of, training_rules
 
 
