@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from dhp.core.errors import DhpError as DhpError
     from dhp.objectives.objective import Objective as Objective
     from dhp.objectives.registry import OBJECTIVES as OBJECTIVES
-    from dhp.trainer.own_loop import Run as Run
-    from dhp.trainer.own_loop import load_config as load_config
-    from dhp.trainer.own_loop import train as train
+    from dhp.trainer.run_loop import Run as Run
+    from dhp.trainer.run_loop import load_config as load_config
+    from dhp.trainer.run_loop import train as train
 
 _HOMES = {
     "Config": "dhp.config.schema",
     "DhpError": "dhp.core.errors",
     "OBJECTIVES": "dhp.objectives.registry",
     "Objective": "dhp.objectives.objective",
-    "Run": "dhp.trainer.own_loop",
-    "load_config": "dhp.trainer.own_loop",
-    "train": "dhp.trainer.own_loop",
+    "Run": "dhp.trainer.run_loop",
+    "load_config": "dhp.trainer.run_loop",
+    "train": "dhp.trainer.run_loop",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604
 

@@ -6,12 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from dhp.cli.commands import COMMANDS, usage
-from dhp.config.suggestions import did_you_mean, nearest
-from dhp.core.command import own_command
+from dhp.cli.completion import COMMANDS, usage
 from dhp.core.errors import DhpError
 from dhp.core.process import INTERRUPTED, outlive_readers
-from dhp.core.text import harmless
+from dhp.core.text import did_you_mean, harmless, nearest, own_command
 from dhp.version import VERSION
 
 

@@ -51,7 +51,7 @@ def _report_failure(run_dir: Path) -> None:
     """Write the page of a run that is not started again: its last attempt did not know that it was the last."""
     written, page = run_dir / "metrics.jsonl", run_dir / "report.html"
     if written.exists() and not (page.exists() and page.stat().st_mtime >= written.stat().st_mtime):
-        from dhp.trainer.record import write_page
+        from dhp.trainer.reports import write_page
 
         if (shown := write_page(run_dir)) is not None:
             print(f"report: {shown}", file=sys.stderr, flush=True)
@@ -78,7 +78,7 @@ def _run(config: Config) -> None:
                 prepared = prepare(planned, say=say)
                 if prepared.training.elastic:
                     from dhp.supervise.attempt import tell_layouts
-                    from dhp.trainer.elastic import find_layouts
+                    from dhp.trainer.layout import find_layouts
 
                     find = partial(find_layouts, planned, prepared, say, planned=config.layout != planned.layout)
                     if prepared.training.dry_run:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from dhp.cli.experiments import read_arguments
-from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.text import did_you_mean, nearest
 from experiments.index import PAGE, indexed
 from experiments.layouts import chart
 from experiments.registry import BY_NAME, EXPERIMENTS, Experiment

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dhp.config.recompute import read_choices
+from dhp.config.layout import read_choices
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
 from dhp.core.dispatch import PerRank, spread

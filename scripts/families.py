@@ -1,7 +1,7 @@
 """Write docs/reference/families.md: every family of transformers for image and text, and what of it works here.
 
 `python -m scripts.families` examines each by `dhp.doctor`: a declared family by its tiny configuration of the tests
-(dhp/tiny/families.py), any other by the defaults of its configuration class, made small. Each runs in a
+(dhp/tiny/tiny_families.py), any other by the defaults of its configuration class, made small. Each runs in a
 process of its own, as some take more memory than there is. What was found is kept in results/families.jsonl; names as
 arguments are examined anew, and without any all that the file lacks; --page only writes the page.
 """

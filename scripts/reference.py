@@ -15,9 +15,8 @@ from typing import Any, get_type_hints
 
 from dhp.config.keys import Key, default_words, field_docs, schema_keys, type_words
 from dhp.config.vocabulary import ANY, TRAINERS, Alias, Foreign, shown_value, vocabulary
-from dhp.observe.events import Event
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, StepMetrics
-from dhp.observe.ranks import RankLine
+from dhp.observe.ranks import Event, RankLine
 from dhp.observe.summary import Summary
 from dhp.observe.trace import TraceEvent
 

@@ -188,7 +188,7 @@ def qwen3_vl_moe_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded default's model and dataset."""
-    from dhp.tiny.assets import make_tiny_assets
+    from dhp.tiny.tiny_model import make_tiny_assets
 
     folder = tmp_path_factory.mktemp("assets")
     make_tiny_assets(folder)

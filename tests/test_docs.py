@@ -67,7 +67,7 @@ def test_optional_requirements_are_what_a_setting_or_a_file_asks_for() -> None:
 
 
 def test_flash_attn_is_pinned_to_a_version_that_the_adapter_knows() -> None:
-    from dhp.parallel.optional_packages import FLASH_ATTENTION_FROM, FLASH_ATTENTION_UP_TO
+    from dhp.parallel.device import FLASH_ATTENTION_FROM, FLASH_ATTENTION_UP_TO
 
     (version,) = [line.partition("==")[2] for line in extra_lines("gpu") if line.startswith("flash-attn")]
     assert FLASH_ATTENTION_FROM <= tuple(map(int, version.split(".")[:2])) < FLASH_ATTENTION_UP_TO

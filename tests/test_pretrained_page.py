@@ -10,7 +10,7 @@ import pytest
 
 from dhp.config.command_line import compose_config
 from dhp.core.errors import DhpError
-from dhp.core.state_forms import EXACT_STATES, FORMS
+from dhp.core.parameters import EXACT_STATES, FORMS
 from dhp.models.empty import part_shape
 from dhp.models.pretrained import shapes_directory
 from dhp.trainer.preflight import prepare

@@ -180,7 +180,7 @@ def test_an_export_is_an_ordinary_model_directory(exported: Path, run_dir: Path,
     assert {oct(file.stat().st_mode)[-3:] for file in exported.iterdir()} == {oct(0o666 & ~UMASK)[-3:]}
     model, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    from dhp.checkpoint.source import read_shards
+    from dhp.checkpoint.shard_reader import read_shards
 
     checkpoint = run_dir / "checkpoints" / f"step_{STEPS}"
     weights = read_shards(checkpoint / "vision") | read_shards(checkpoint / "text")

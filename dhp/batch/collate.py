@@ -11,12 +11,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dhp.core.batch import IGNORED, ProcessorOutput
 from dhp.data.sample.sample import Sample
-from dhp.models.contract.pictures import joined, unpack
-from dhp.models.contract.rows import find_prefixes
+from dhp.models.contract.random_pictures import joined, unpack
+from dhp.models.contract.random_rows import find_prefixes
 from dhp.models.decoder import Decoder
 from dhp.models.family import Family
-from dhp.objectives.cross_entropy import CrossEntropy
 from dhp.objectives.objective import Objective
+from dhp.objectives.registry import CrossEntropy
 from dhp.parallel.attention.visibility import number_runs
 
 

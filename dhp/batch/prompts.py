@@ -8,13 +8,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from dhp.batch.build import BatchReaderSettings, make_preprocessor, open_datasets, open_model, pad_token
 from dhp.batch.collate import Collator
-from dhp.batch.patches import fill
+from dhp.batch.encoder_shards import fill
+from dhp.batch.reader import BatchReaderSettings, make_preprocessor, open_datasets, open_model, pad_token
 from dhp.batch.shard import BatchSharder
-from dhp.core.batch import PositionRange, StepData, VisionInput
+from dhp.core.batch import PositionRange, Sampling, StepData, VisionInput
 from dhp.core.errors import DataError
-from dhp.core.generation import Sampling
 from dhp.data.media.frames import LongVideo
 from dhp.data.media.sources import File
 from dhp.data.read.records import Record, located
@@ -23,7 +22,7 @@ from dhp.data.sample.sample import Sample
 from dhp.data.sample.template_check import find_answer_end
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import StepBatch
-from dhp.models.positions import find_positions
+from dhp.models.config_file import find_positions
 from dhp.models.pretrained import find_stop_tokens
 
 DECODED = {"skip_special_tokens": True}

@@ -1,11 +1,12 @@
-"""Reads a global batch and shards it over ranks."""
+"""Reads a global batch by its step and shards it over ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,25 +14,47 @@ import numpy as np
 from torch import Tensor
 
 from dhp.batch.collate import Collator, pixels_by_argument, sounds_by_argument
-from dhp.batch.draws import NO_DRAWS, Draws
-from dhp.batch.encoder_shards import Split
-from dhp.batch.patches import ReadPatches, fill, nothing_unread
+from dhp.batch.encoder_shards import AUDIO, ReadPatches, Split, fill, nothing_unread
+from dhp.batch.row_shards import NO_DRAWS, Draws
 from dhp.batch.shard import ONE, ONE_GROUP, ONE_RANK, BatchSharder
+from dhp.checkpoint.feature_folder import FeatureFolder
+from dhp.config.data import DataConfig
+from dhp.config.parts import resolved
 from dhp.core.axes import Degrees
-from dhp.core.batch import StepData, VisionInput
-from dhp.core.errors import DhpError
+from dhp.core.batch import FeatureSettings, StepData, VisionInput
+from dhp.core.errors import DhpError, ModelError
+from dhp.data.media.frames import FrameSampling
 from dhp.data.media.sources import File
 from dhp.data.read.records import Record
-from dhp.data.sample.lengths import LENGTH_COLUMNS
-from dhp.data.sample.sample import Sample
-from dhp.data.sampling.dataset import BatchSource, Dataset, StepSamples
-from dhp.data.sampling.length_cache import Lengths
-from dhp.data.sampling.length_table import MeasuredDataset, RowChunk
-from dhp.data.sampling.sampler import Sampler, StepBatch
-from dhp.data.sampling.step_ids import digest, names, rows_of
+from dhp.data.remote.places import remote_of
+from dhp.data.sample.lengths import LENGTH_COLUMNS, tile_arguments
+from dhp.data.sample.picture_inputs import CachedPictures
+from dhp.data.sample.preprocess import Preprocessor
+from dhp.data.sample.sample import Sample, Videos
+from dhp.data.sample.sound_inputs import NO_ACTORS, NO_TOWER, AudioPreprocessing
+from dhp.data.sample.tokens import Prompts
+from dhp.data.sampling.dataset import (
+    BatchSource,
+    Dataset,
+    Exchanged,
+    Records,
+    StepSamples,
+    digest,
+    names,
+    open_dataset,
+    rows_of,
+)
+from dhp.data.sampling.length_table import LengthCache, Lengths, MeasuredDataset, RowChunk
+from dhp.data.sampling.sampler import RANDOM, BalanceSettings, BatchLayout, Sampler, StepBatch
+from dhp.data.sampling.step_loads import make_sampler
+from dhp.models.config_file import find_positions
 from dhp.models.family import Family
 from dhp.models.flops import TrainedShare
+from dhp.models.pretrained import load_image_processor, load_tokenizer
+from dhp.models.processor_files import find_frame_size
+from dhp.models.registry import import_on_rank, load_family
 from dhp.objectives.objective import Objective
+from dhp.objectives.registry import find_objective
 
 
 class BatchReader:
@@ -67,7 +90,7 @@ class BatchReader:
 
         sequence_groups, even_calls: see `dhp.batch.shard.BatchSharder`.
 
-        read_patches: of long videos, see `dhp.data.sample.pictures.Pictures.read_patches`.
+        read_patches: of long videos, see `dhp.data.sample.picture_inputs.Pictures.read_patches`.
 
         objective: whose columns and weights the samples get; None: cross-entropy.
 
@@ -207,3 +230,180 @@ def _measured(known: MeasuredDataset, indices: np.ndarray, limit_s: float) -> np
         if time.perf_counter() - begun > limit_s:
             break
     return np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class BatchReaderSettings:
+    """Settings of the dataset actor.
+
+    data: the run's section, resolved; chat_template is the template's text there.
+
+    encoders: how each one's inputs are sharded, by part.
+
+    features: where those of pictures are; None: every picture is decoded.
+
+    passes: what a step computes of each part of which not all is trained; none: all is.
+
+    text: degrees of the decoder. sequence_groups, even_calls: see `dhp.batch.shard.BatchSharder`.
+
+    exchange: OWN or OTHERS of `dhp.data.sampling.dataset`: samples with images that can be exchanged; "": all, as
+    they are.
+
+    objective: the name of what a step minimizes (`dhp.objectives.objective.find_objective`).
+
+    drawing: parts whose adapters have dropout, which draw by `seed`.
+
+    plugins: modules that register the model's family (`dhp.models.registry`).
+    """
+
+    model_name: str
+    data: DataConfig
+    layout: BatchLayout
+    encoders: Mapping[str, Split]
+    seed: int
+    balancing: BalanceSettings = BalanceSettings()
+    passes: Mapping[str, TrainedShare] = field(default_factory=dict)
+    features: FeatureSettings | None = None
+    text: Degrees = ONE
+    sequence_groups: str = ONE_GROUP
+    even_calls: bool = False
+    exchange: str = ""
+    objective: str = "sft"
+    drawing: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
+
+
+def make_reader(settings: BatchReaderSettings) -> BatchReader:
+    """Open the datasets and the model's tokenizer and image processor. Where rows are balanced, lengths come from the
+    cache as far as it has them.
+
+    Raises DataError for an annotation file that cannot be read, ModelError for a model without the needed parts.
+    """
+    family, tokenizer = open_model(settings)
+    preprocess = make_preprocessor(settings, family, tokenizer)
+    dataset = open_datasets(settings)
+    open_lengths = partial(_open_lengths, settings, dataset, preprocess)
+    measured = open_lengths() if settings.balancing.method != RANDOM else None
+    records: Records = dataset
+    if settings.exchange:
+        records = Exchanged(dataset, settings.exchange, settings.data.on_bad_sample == "skip")
+    sampler = _sampler(settings, measured or records)
+    source = BatchSource(records, preprocess, sampler, settings.data.on_bad_sample, preprocess.pictures.complete)
+    division = (settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
+    shape = (settings.encoders, settings.data.packing, measured, *division)
+    return BatchReader(
+        source,
+        family,
+        pad_token(tokenizer),
+        *shape,
+        preprocess.pictures.read_patches,
+        find_objective(settings.objective),
+        open_lengths,
+        None if settings.exchange else dataset,
+        Draws(settings.seed, settings.drawing),
+    )
+
+
+def _open_lengths(settings: BatchReaderSettings, dataset: Dataset, preprocess: Preprocessor) -> MeasuredDataset:
+    cache, whole = LengthCache(Path(resolved(settings.data.cache_dir))), settings.balancing.window is None
+    return MeasuredDataset(dataset, preprocess, cache, whole)
+
+
+def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
+    """The family, ready to read samples, and the tokenizer. Raises ModelError for a model without the needed parts."""
+    import_on_rank(settings.plugins)
+    family = load_family(settings.model_name).having(settings.encoders)
+    family.processor.load()
+    family.processor.published_positions = settings.data.positions == "published"
+    tokenizer = load_tokenizer(settings.model_name, settings.data.chat_template)
+    check_vocabulary(settings.model_name, tokenizer, family)
+    return family, tokenizer
+
+
+def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: Any) -> Preprocessor:
+    """The preprocessor of records to samples, as the settings say."""
+    images = load_image_processor(settings.model_name)
+    return Preprocessor(
+        tokenizer,
+        images,
+        family.processor.image_token_id,
+        family.processor.image_tokens,
+        family.processor.patches,
+        settings.data.min_pixels,
+        settings.data.max_pixels,
+        _videos(family, settings),
+        settings.data.max_tokens,
+        None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
+        [*family.processor.about(), family.processor.patch_dim],
+        {**family.processor.image_arguments, **tile_arguments(images, settings.data.max_tiles)},
+        _sounds(family),
+        _prompts(family, settings.data),
+        _kept(family, settings.features),
+        find_positions(family.config),
+        settings.data.video_whole_frames,
+        family.processor.frame_patches,
+        family.processor.pictures_apart,
+    )
+
+
+def open_datasets(settings: BatchReaderSettings) -> Dataset:
+    """The datasets of the settings. Raises DataError for an annotation file that cannot be read."""
+    data = settings.data
+    return open_dataset(
+        data.datasets, data.data_registry, settings.seed, data.shuffle, data.allow_http, remote_of(data)
+    )
+
+
+def pad_token(tokenizer: Any) -> int:
+    """The token that fills rows up."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return pad or 0
+
+
+def _sampler(settings: BatchReaderSettings, dataset: Any) -> Sampler:
+    shuffle, bad = settings.data.shuffle, settings.data.on_bad_sample
+    return make_sampler(dataset, settings.balancing, settings.layout, settings.seed, shuffle, bad)
+
+
+def _videos(family: Family, settings: BatchReaderSettings) -> Videos | None:
+    """Video preprocessing; None: the model takes no videos."""
+    own, data = family.processor, settings.data
+    if own.video_token_id is None:
+        return None
+    taking = FrameSampling(data.video_fps, data.video_max_frames, own.frames_per_patch, own.takes_both_ends)
+    steps = (own.step_tokens, own.step_text, find_frame_size(settings.model_name, family.config))
+    return Videos(own.video_token_id, taking, own.video_patches, data.video_max_pixels, *steps)
+
+
+def _sounds(family: Family) -> AudioPreprocessing | None:
+    """Audio preprocessing; None: the run takes no audio."""
+    own = family.processor.hearing
+    if own is None or AUDIO not in family.parts:
+        return None
+    own.load()
+    return AudioPreprocessing(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about())
+
+
+def _kept(family: Family, features: FeatureSettings | None) -> CachedPictures | None:
+    """Lookup of cached features; None: every picture is decoded."""
+    own = family.processor
+    about = [type(own).__name__, *own.about()]
+    if features is None:
+        return None
+    return CachedPictures(features.tower, FeatureFolder(Path(features.folder)).load, family.tower.tensors, about)
+
+
+def _prompts(family: Family, data: DataConfig) -> Prompts:
+    no_audio = NO_TOWER if family.processor.hearing is None else NO_ACTORS
+    return Prompts(data.system_prompt, data.learn_empty_thoughts, no_audio, data.learn_newline)
+
+
+def check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
+    """A vocabulary split over tensor ranks finds an id beyond its end on no rank: a zero embedding, a wrong loss."""
+    largest, rows = max(tokenizer.get_vocab().values()), family.config.get_text_config().vocab_size
+    if largest >= rows:
+        raise ModelError(
+            f"{model_name}: the tokenizer gives ids up to {largest}, but the model's vocabulary has {rows} rows, so "
+            f"largest id({largest}) < rows({rows}) fails. Use the tokenizer that was saved with the model, or enlarge "
+            "the model with resize_token_embeddings() and save it again."
+        )

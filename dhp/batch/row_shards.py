@@ -1,18 +1,12 @@
-"""Which rank has which tokens of a text replica's row.
-
-Long samples are divided over all ranks that share the row, because no rank could hold one next to the others' work.
-Short ones stay whole on a rank, or within the Ulysses ranks of one ring rank, where attention needs no other rank: in
-one row, ranks work as one group on what is long and as several on what is short. Whatever is chosen, a token attends to
-the same tokens, so the result is the same.
-
-Targets were shifted and positions counted before, on the whole row, so no rank needs a neighbour's token.
-"""
+"""Decides which rank has which tokens of a row, and the keys of what adapters draw for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +14,9 @@ from torch import Tensor
 from dhp.batch.assign_images import TOLERANCE, assign_longest_first
 from dhp.batch.collate import BY_PICTURE
 from dhp.core.batch import TokenRange
+from dhp.core.draws import DrawRun, draw_key
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import StepSamples
 from dhp.parallel.attention.shard_plan import ShardPlan, cut_ranges, even_counts, is_whole, join_ranges, zigzag_chunks
 
 ROOM = 1.1  # no rank gets more than so many times an even share of the row's tokens: they are what fills memory
@@ -181,3 +178,57 @@ def count_divided(plan: ShardPlan) -> int:
 
 def _dummy(values: Tensor, fill: float) -> Tensor:
     return values.new_full((*values.shape[:-1], 1), fill)
+
+
+Shown = TypeVar("Shown")
+FILLER: DrawRun = (0, 0, 1)  # one token that counts for nothing
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What of a run draws. seed: the run's. parts: that have adapters with dropout."""
+
+    seed: int = 0
+    parts: tuple[str, ...] = ()
+
+
+NO_DRAWS = Draws()
+StepKeys = tuple[tuple[tuple[int, ...], ...], ...]  # [micro-batch][replica][sample]
+
+
+def sample_keys(samples: StepSamples, seed: int) -> StepKeys:
+    """A key for each sample of a step: by the step and by which sample it is, not by where the layout puts it.
+
+    A sample that the step has more than once has a key for each time; which of them is where makes no difference to
+    their sum.
+    """
+    seen = Counter[tuple[str, int]]()
+
+    def key(sample: Sample) -> int:
+        name = (sample.dataset, sample.position)
+        seen[name] += 1
+        return draw_key(seed, samples.step, *name, seen[name])
+
+    return tuple(tuple(tuple(map(key, row)) for row in of_replicas) for of_replicas in samples.samples)
+
+
+def with_keys(sample: int | None, pictures: Iterable[Shown]) -> Iterator[tuple[int, Shown]]:
+    """A sample's pictures, or clips, each with a key by its number. sample: its own key; None: nothing draws."""
+    for number, picture in enumerate(pictures):
+        yield 0 if sample is None else draw_key(sample, number), picture
+
+
+def runs_of_rows(keys: Sequence[int], lengths: Sequence[int], width: int) -> tuple[DrawRun, ...]:
+    """The runs of a replica's samples of these lengths, each in a row of `width` tokens; 0: behind one another in one.
+    Without samples there is one token that fills up."""
+    found: list[DrawRun] = []
+    for key, length in zip(keys, lengths, strict=True):
+        found.append((key, 0, length))
+        if width > length:
+            found.append((0, 0, width - length))
+    return tuple(found) or (FILLER,)
+
+
+def runs_of_shard(keys: Sequence[int], spans: Spans) -> tuple[DrawRun, ...]:
+    """The runs of a rank that shares a row of samples with these keys. Segments behind the samples fill up."""
+    return tuple((keys[segment] if segment < len(keys) else 0, first, count) for segment, first, count in spans)

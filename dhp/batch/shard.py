@@ -1,4 +1,4 @@
-"""Shards a step's samples over the ranks of all parts: which rank computes what, and which sends rows to which."""
+"""Shards a step's samples over the ranks of all parts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,67 @@ from types import MappingProxyType
 import numpy as np
 from torch import Tensor
 
+from dhp.batch.assign_images import segment_cost
 from dhp.batch.collate import BY_PICTURE, Collator, Row, find_blocks
-from dhp.batch.draws import NO_DRAWS, Draws, runs_of_rows, runs_of_shard, sample_keys
 from dhp.batch.encoder_shards import VISION, Encoder, EncoderShards, Split
-from dhp.batch.rank_work import encoder_work, text_work
-from dhp.batch.row_shards import SharedRow, choose_groups, count_divided, divide_all, grouped_plan, share_row
+from dhp.batch.row_shards import (
+    NO_DRAWS,
+    Draws,
+    SharedRow,
+    choose_groups,
+    count_divided,
+    divide_all,
+    grouped_plan,
+    runs_of_rows,
+    runs_of_shard,
+    sample_keys,
+    share_row,
+)
 from dhp.core.axes import Degrees
-from dhp.core.batch import StepData, StepInfo, TextInput, VisionInput
+from dhp.core.batch import PromptInput, Sampling, StepData, StepInfo, TextInput, VisionInput
 from dhp.core.draws import DrawRun
 from dhp.core.errors import DataError
-from dhp.core.generation import PromptInput, Sampling
 from dhp.core.graph import later
 from dhp.core.kinds import tokens_of
-from dhp.data.balance.metrics import dist_ratio
+from dhp.data.balance.packs import dist_ratio
 from dhp.data.sampling.dataset import StepSamples
 from dhp.models.family import Family
-from dhp.models.flops import EVERYTHING, TrainedShare
+from dhp.models.flops import EVERYTHING, TextWork, TrainedShare
 from dhp.parallel.attention.shard_plan import ShardPlan
+
+
+def encoder_work(inputs: Sequence[Sequence[VisionInput]], ranks: int, crossover: float) -> tuple[float, ...]:
+    """Of each shard of an encoder, its patches at what attention makes them cost. inputs: [micro-batch][shard]. ranks:
+    that share a sequence. crossover: see `dhp.batch.assign_images.segment_cost`."""
+    shards = range(len(inputs[0]) if inputs else 0)
+    return tuple(sum(_patches(of[shard], shard % ranks, crossover) for of in inputs) for shard in shards)
+
+
+def _patches(one: VisionInput, rank: int, crossover: float) -> float:
+    if not any(one.rows):  # a dummy window
+        return 0.0
+    if rank >= len(one.shards):
+        return sum(segment_cost(length, crossover) for length in one.segment_lengths)
+    own = ((one.segment_lengths[segment], count) for segment, _, count in one.shards[rank])
+    return sum(segment_cost(length, crossover) * count / length for length, count in own)
+
+
+def text_work(
+    inputs: Sequence[Sequence[TextInput]], rows: Sequence[Sequence[Row]], ranks: int, work: TextWork
+) -> tuple[float, ...]:
+    """Multiply-adds of each text shard, padding among them. inputs: [micro-batch][shard]; rows: the samples of each
+    replica, [micro-batch][replica]; ranks: that share a replica's row, and the pairs and targets of its samples
+    evenly."""
+    found = [0.0] * len(inputs[0]) if inputs else []
+    for of_shards, of_replicas in zip(inputs, rows, strict=True):
+        for shard, one in enumerate(of_shards):
+            count, length = one.tensors["input_ids"].shape
+            lengths = [length] * count if one.lengths is None else one.lengths
+            targets = sum(sample.target_tokens for sample in of_replicas[shard // ranks])
+            shared = work.pair * sum(n * n for n in lengths) / 2 + work.target * targets
+            found[shard] += work.token * count * length + shared / ranks
+    return tuple(found)
+
 
 TEXT = "text"
 ONE = Degrees()
@@ -78,7 +122,7 @@ class BatchSharder:
         return self._data(samples, [list(map(_with_keys, *both)) for both in zip(made, keys, strict=True)])
 
     def shard_prompts(self, samples: StepSamples, sampling: Sampling) -> StepData:
-        """Samples without labels, one a replica at most, as `dhp.core.generation.PromptInput`s in the place of text
+        """Samples without labels, one a replica at most, as `dhp.core.batch.PromptInput`s in the place of text
         inputs. Raises DataError for a prompt that ends with a picture."""
         whole = [[self._collator.make(row)[0] for row in rows] for rows in samples.samples]
         cut = [[self._make_prompt(row, tensors) for row, tensors in zip(*both)] for both in zip(samples.samples, whole)]

@@ -7,9 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.files import REMEDY, Unreadable
-from dhp.checkpoint.folder import find_checkpoint, quarantine, step_folders, step_of
-from dhp.checkpoint.manifest import LaterFormat, check_checkpoint, has_checksums, read_about
+from dhp.checkpoint.folder import (
+    LaterFormat,
+    check_checkpoint,
+    find_checkpoint,
+    has_checksums,
+    quarantine,
+    read_about,
+    step_folders,
+    step_of,
+)
+from dhp.checkpoint.shard_files import REMEDY, Unreadable
 from dhp.core.errors import CheckpointError
 from dhp.core.process import say_nothing
 

@@ -1,22 +1,49 @@
-"""Writes a safetensors file and its checksums in one pass, from memory that is not copied.
-
-The library's own writer takes no checksum, so a file would have to be read again; reading is the library's.
-"""
+"""Writes a safetensors file and its checksums in one pass over memory."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from dhp.checkpoint.checksum import join
-from dhp.checkpoint.files import NO_SYNC
+from dhp.checkpoint.shard_files import NO_SYNC
 from dhp.core.reports import WrittenFile
+
+_POLYNOMIAL = 0xEDB88320  # of crc32; the coefficient of x⁰ is the highest bit
+_ONE = 1 << 31
+
+
+def join(first: int, second: int, nbytes: int) -> int:
+    """The crc32 of bytes with the crc32 `first`, and `nbytes` more with the crc32 `second`."""
+    return _multiply(_shift(nbytes), first) ^ second
+
+
+@lru_cache(maxsize=4096)  # tensors of one size are many
+def _shift(nbytes: int) -> int:
+    """x to the power of the bits of so many bytes."""
+    found, power, count = _ONE, 1 << 23, nbytes  # x⁸
+    while count:
+        if count & 1:
+            found = _multiply(power, found)
+        power, count = _multiply(power, power), count >> 1
+    return found
+
+
+def _multiply(a: int, b: int) -> int:
+    """The product of two polynomials, reduced."""
+    found = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            found ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return found
+
 
 # The format's names (https://github.com/huggingface/safetensors).
 NAMES: Mapping[torch.dtype, str] = {

@@ -15,15 +15,13 @@ from typing import Any, NoReturn
 
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.config.command_line import compose_config
-from dhp.config.generation import unbalanced
+from dhp.config.generate_request import unbalanced
 from dhp.config.parts import parts
-from dhp.config.recorded import compose_recorded, require_named_addresses
-from dhp.config.run_dir import config_of
+from dhp.config.run_dir import compose_recorded, config_of, require_named_addresses
 from dhp.config.schema import Config
-from dhp.config.suggestions import did_you_mean, nearest
 from dhp.config.yaml_files import named_file
-from dhp.core.command import own_command
 from dhp.core.errors import ClusterError, ConfigError, DhpError, PartFailed
+from dhp.core.text import did_you_mean, nearest, own_command
 
 PLUGIN = "--plugin"
 

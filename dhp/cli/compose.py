@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dhp.cli.common import make_parser
-from dhp.config.suggestions import did_you_mean, nearest
-from dhp.core.command import own_command
 from dhp.core.errors import ConfigError
-from dhp.core.text import harmless
+from dhp.core.text import did_you_mean, harmless, nearest, own_command
 
 KEYS = ("vision", "text", "out", "seed")
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dhp.cli.common import PLUGIN, add_configuration, add_plugins, make_parser
-from dhp.core.command import own_command
 from dhp.core.errors import ConfigError
+from dhp.core.text import own_command
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.make is not None:
         return _make(given.make, given.path)
     from dhp.doctor.diagnose import examine  # brings modeling code along, which takes seconds
-    from dhp.models.plugins import import_plugins
+    from dhp.models.registry import import_plugins
 
     import_plugins(given.plugins, PLUGIN)
     diagnosis = examine(given.path)
@@ -71,7 +71,7 @@ def _compare(arguments: Sequence[str]) -> int:
     if name is None:
         raise ConfigError("name a FILE.yaml or --config-name=NAME: its first step is compared")
     config = compose_config(name, folder, overrides)
-    from dhp.doctor.loss import compare_first_step  # it imports torch and Ray
+    from dhp.doctor.plain_step import compare_first_step  # it imports torch and Ray
 
     found = compare_first_step(config)
     print("\n".join(found.lines()))
@@ -82,7 +82,7 @@ def _make(family: str, out: str) -> int:
     key, _, folder = out.partition("=")
     if key != "out" or not folder:
         raise ConfigError(f"--make {family} writes to a new directory: name it by out=DIR in the place of {out}")
-    from dhp.tiny.family import make_family
+    from dhp.tiny.tiny_model import make_family
 
     made = make_family(family, Path(folder).expanduser())
     print(f"{made}: a tiny {family} with random weights, to be named as vision.model_name and text.model_name")

@@ -2,19 +2,153 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dhp.cli.common import add_options, find_configuration, logs_folder, make_parser
-from dhp.cli.needle import needle
-from dhp.config.suggestions import did_you_mean, nearest
-from dhp.core.command import own_command
+from dhp.config.data import DatasetEntry
+from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.core.process import StartUp, heed, interruptible, say_nothing
+from dhp.core.text import did_you_mean, nearest, own_command
 from dhp.observe.metrics import EvalMetrics
+
+if TYPE_CHECKING:
+    from dhp.tiny.made_pictures import Hidden, Needle
+
+NAME = "needles"  # of the dataset that is made
+FRAMES, DEPTHS = (16, 32, 64, 128, 256), (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def needle(arguments: Sequence[str]) -> int:
+    """evaluate needle: hide a picture in videos of several lengths, at several depths, and ask for it.
+
+    A needle is found where each token of the answer is the likeliest one, after what truly stands before it (V-NIAH,
+    Zhang et al. 2024, section 4). PATH as for evaluate loss. Without --haystack and --image: grey noise, plain frames
+    of one colour, as --config-name=needle_tiny learns them. Writes needle.json and needle.png to --out.
+    """
+    parser = make_parser("evaluate needle", needle.__doc__)
+    add_options(parser)
+    parser.add_argument("--frames", type=_numbers(int), default=FRAMES, metavar="N,N,…", help="lengths of the videos")
+    parser.add_argument(
+        "--depths", type=_numbers(float), default=DEPTHS, metavar="D,D,…", help="0: first frames, 1: last"
+    )
+    parser.add_argument("--needles", type=int, default=6, help="videos of each length and depth")
+    parser.add_argument("--haystack", type=Path, metavar="VIDEO", help="whose frames are taken")
+    parser.add_argument("--image", type=Path, help="the needle; with --question and --answer")
+    parser.add_argument("--question")
+    parser.add_argument("--answer")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise and the colours")
+    parser.add_argument("--out", type=Path, default=Path(), help="a folder")
+    given = parser.parse_intermixed_args(arguments)
+    _check(given)
+    heed()
+    with interruptible(), tempfile.TemporaryDirectory(prefix="dhp-needle-") as folder:
+        say = StartUp(time.perf_counter())
+        shares = _measure(given, Path(folder), say)
+    _tell(given, shares)
+    return 0
+
+
+def _numbers(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    def numbers(text: str) -> tuple[Any, ...]:
+        return tuple(map(kind, text.split(",")))
+
+    return numbers
+
+
+def _check(given: argparse.Namespace) -> None:
+    for frames in given.frames:
+        if frames < 4 or frames % 2:
+            raise ConfigError(f"--frames {frames}: two frames are a step in time; take even numbers from 4 on")
+    for depth in given.depths:
+        if not 0 <= depth <= 1:
+            raise ConfigError(f"--depths {depth}: 0 is a video's beginning and 1 its end")
+    if given.needles < 1:
+        raise ConfigError(f"--needles {given.needles}: at least one video of each length and depth")
+    own = [given.image, given.question, given.answer]
+    if any(one is not None for one in own) and None in own:
+        raise ConfigError("--image, --question and --answer make a needle together: give all three, or none")
+    if given.haystack is not None and given.image is None:
+        raise ConfigError("--haystack without --image: plain frames of a colour may be in it. Give --image as well")
+
+
+def _measure(given: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> list[list[float]]:
+    """The share of needles that are found, for each depth and each length."""
+    from dhp.tiny.made_pictures import write_needles
+
+    config, checkpoint = find_configuration(given, [NAME])
+    hidden = _hide(given)
+    say(f"writing {len(hidden)} videos")
+    annotations = write_needles(folder / "videos", hidden, given.haystack)
+    config = _reading(config, annotations, max(given.frames))
+    from dhp.trainer.evaluation import opened  # it imports torch and Ray
+
+    with opened(replace(config, run_dir=str(folder / "logs")), checkpoint, say) as (evaluation, _):
+        found = evaluation.each()
+    cells = [found[first : first + given.needles] for first in range(0, len(found), given.needles)]
+    shares = [sum(cell) / len(cell) for cell in cells]
+    width = len(given.frames)
+    return [shares[first : first + width] for first in range(0, len(shares), width)]
+
+
+def _hide(given: argparse.Namespace) -> list[Hidden]:
+    """Every cell's videos, depth by depth and length by length."""
+    from dhp.tiny.made_pictures import Hidden, coloured_needles, read_needle
+
+    needles: list[Needle] = coloured_needles()
+    if given.image is not None:
+        needles = [read_needle(given.image, given.question, given.answer)]
+    cells = product(given.depths, given.frames, range(given.needles))
+    return [
+        Hidden(needles[number % len(needles)], frames, depth, given.seed + 1000 * number + place)
+        for place, (depth, frames, number) in enumerate(cells)
+    ]
+
+
+def _reading(config: Config, annotations: Path, frames: int) -> Config:
+    """Batches of one video a replica, each read whole."""
+    from dhp.tiny.made_pictures import FPS
+
+    entry = DatasetEntry(annotation_path=str(annotations), data_path=str(annotations.parent))
+    data = replace(
+        config.data,
+        datasets=[NAME],
+        eval_datasets=[NAME],
+        data_registry={NAME: entry},
+        video_fps=float(FPS),
+        video_max_frames=max(frames, config.data.video_max_frames),
+        max_tokens=None,
+        on_bad_sample="error",
+    )
+    replicas = config.text.data or (config.text.num_actors if config.text.parallelism == "data" else 1)
+    training = replace(config.training, batch_size=replicas, micro_batch_size=1)
+    return replace(config, data=data, training=training)
+
+
+def _tell(given: argparse.Namespace, shares: list[list[float]]) -> None:
+    from dhp.observe.plots import draw_heat_map
+
+    given.out.mkdir(parents=True, exist_ok=True)
+    columns, rows = [str(frames) for frames in given.frames], [f"{depth:g}" for depth in given.depths]
+    print(f"{'depth':>6}" + "".join(f"{name:>8}" for name in columns) + "  frames")
+    for name, values in zip(rows, shares, strict=True):
+        print(f"{name:>6}" + "".join(f"{share:8.0%}" for share in values))
+    found = {"model": str(given.path), "frames": list(given.frames), "depths": list(given.depths)}
+    found |= {"needles": given.needles, "found": shares}
+    (given.out / "needle.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    title = f"needles found, {given.needles} a cell"
+    draw_heat_map(shares, columns, rows, title, "frames", "depth", given.out / "needle.png")
+    print(f"written to {given.out}: needle.json, needle.png")
+
 
 EXCHANGE = "exchange"  # a setting of the command alone
 
@@ -50,7 +184,10 @@ def loss(arguments: Sequence[str]) -> int:
     exchange, given.settings = _split_exchange(given.settings)
     config, checkpoint = find_configuration(given)
     say = say_nothing if given.json else StartUp(time.perf_counter())
-    from dhp.trainer.evaluation import evaluate, evaluate_exchanged  # it imports torch and Ray
+    from dhp.trainer.evaluation import (
+        evaluate,  # it imports torch and Ray
+        evaluate_exchanged,
+    )
 
     with interruptible(), logs_folder("dhp-evaluate-") as logs:
         asked = (replace(config, run_dir=str(logs)), checkpoint, say)

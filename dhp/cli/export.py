@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dhp.checkpoint.folder import find_checkpoint
-from dhp.checkpoint.manifest import read_about
+from dhp.checkpoint.folder import find_checkpoint, read_about
 from dhp.cli.common import PLUGIN, add_plugins, make_parser
 from dhp.core.errors import ConfigError
 from dhp.trainer.export import adapters_in, export_whole, picture_settings, read_parts
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     add_plugins(parser)
     given = parser.parse_args(arguments)
     if given.plugins:
-        from dhp.models.plugins import import_plugins
+        from dhp.models.registry import import_plugins
 
         import_plugins(given.plugins, PLUGIN)
     checkpoint = find_checkpoint(given.checkpoint)
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     if not given.adapter:
         print(export_whole(checkpoint, given.out_dir, given.base))
         return 0
-    from dhp.models.lora_export import save_adapter
+    from dhp.models.export import save_adapter
 
     base = given.base or about["model_name"]
     with TemporaryDirectory() as beside:

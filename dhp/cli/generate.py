@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.cli.common import add_configuration, logs_folder, make_parser, read_configuration
-from dhp.config.generation import GenerateRequest, answering, laid_out_anew, read_request
+from dhp.config.generate_request import GenerateRequest, answering, laid_out_anew, read_request
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.core.process import StartUp, heed, interruptible
@@ -44,7 +44,10 @@ def main(arguments: Sequence[str]) -> int:
     if request.dataset and out is not None:
         print(_answer_all(config, checkpoint, request, out), flush=True)
         return 0
-    from dhp.trainer.generation import ROUNDS, generate  # it imports torch and Ray
+    from dhp.trainer.generation import (
+        ROUNDS,  # it imports torch and Ray
+        generate,
+    )
 
     with interruptible(), logs_folder("dhp-generate-") as logs:
         say, rounds = StartUp(time.perf_counter()), ROUNDS if given.benchmark else 0

@@ -1,42 +1,180 @@
-"""Statistics of a configuration's data: counts, lengths, defects, and the result of each balancing method."""
+"""Statistics of a configuration's data: counts, lengths, defects, balance, contents, costs, locality."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from dhp.batch.assign_images import Locality
-from dhp.batch.build import BatchReaderSettings, make_reader, open_datasets
-from dhp.batch.reader import BatchReader
-from dhp.cli.inspect_contents import content_table
-from dhp.cli.inspect_costs import cost_table
-from dhp.cli.inspect_locality import locality_table
+from dhp.batch.assign_images import SAME_DEVICE, Locality, assign_longest_first, assign_near
+from dhp.batch.reader import BatchReader, BatchReaderSettings, make_reader, open_datasets
 from dhp.config.parts import resolved
 from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.errors import DataError
+from dhp.core.text import aligned
 from dhp.data.balance.methods import PADDED, choose_method
-from dhp.data.balance.metrics import BalanceMetrics, measure_balance
-from dhp.data.balance.packs import Limits, Loads
+from dhp.data.balance.packs import BalanceMetrics, Limits, Loads, Packs, measure_balance
 from dhp.data.sampling.length_table import RowChunk
 from dhp.data.sampling.probe import count_unread
 from dhp.data.sampling.sampler import BalanceSettings
 from dhp.data.sampling.step_loads import Table
 from dhp.models.registry import load_family
 from dhp.observe.plots import draw_histograms
-from dhp.trainer.forecast.verdict import verdict
-from dhp.trainer.graph import devices_as_planned, find_localities, make_graph
-from dhp.trainer.lengths import map_chunks, measure_all, measuring_settings, own_reader
-from dhp.trainer.plan import plan_run
-from dhp.trainer.row_limits import unreached
+from dhp.plan.count.row_limits import unreached
+from dhp.plan.run_plan import plan_run
+from dhp.plan.search.sample_source import map_chunks, measure_all, measuring_settings, own_reader
+from dhp.plan.search.verdict import verdict
+from dhp.plan.stage_graph import devices_as_planned, find_localities, make_graph
+
+CONTENTS = {
+    "samples": "usable ones, as often as weights and shares (name%50) show them; behind it the share of all",
+    "tokens": "of these samples, those of pictures and sound included; behind it the share of all",
+    "text alone": "share of a dataset's samples without picture and sound",
+    "one picture": "share of samples with one image or video",
+    "2 to 4": "share of samples with so many images and videos",
+    "5 and more": "share of samples with so many images and videos",
+    "sound": "share of samples with sound, whatever else they have",
+}
+
+
+def content_table(datasets: Mapping[str, np.ndarray]) -> list[str]:
+    """Lines to print. datasets: the lengths of each one's samples in an epoch (LENGTH_COLUMNS)."""
+    usable = [(name, columns[columns["text"] > 0]) for name, columns in datasets.items()]
+    whole = np.concatenate([own for _, own in usable])
+    if len(usable) > 1:
+        usable.append(("all", whole))
+    rows = [["an epoch shows", *CONTENTS], *([name, *_content_cells(own, whole)] for name, own in usable if len(own))]
+    return ["", *aligned(rows, 1), *(f"  {name:16}{text}" for name, text in CONTENTS.items())]
+
+
+def _content_cells(columns: np.ndarray, whole: np.ndarray) -> list[str]:
+    tokens, of_all = (int(one["text"].sum(dtype=np.int64)) for one in (columns, whole))
+    pictures, sound = columns["pictures"], columns["sound"] > 0
+    kinds = (
+        (pictures == 0) & ~sound,
+        pictures == 1,
+        (pictures > 1) & (pictures < 5),
+        pictures > 4,
+        sound,
+    )
+    return [
+        f"{len(columns):,} {len(columns) / len(whole):6.1%}",
+        f"{tokens:,} {tokens / of_all:6.1%}",
+        *(f"{kind.mean():.1%}" for kind in kinds),
+    ]
+
+
+COSTS = {
+    "patches": "of a usable sample's images and videos, as they enter the tower: mean and largest",
+    "pictures": "images and videos of a sample: mean and largest",
+    "targets": "tokens of a sample that the loss counts: mean and largest",
+    "encoded": "files of a sample's pictures and sound, as stored; 0 where only an address is known: mean and largest",
+    "learned": "share of targets among tokens of text, those in the place of pictures and sound left out",
+}
+
+
+def cost_table(datasets: Mapping[str, np.ndarray]) -> list[str]:
+    """Lines to print. datasets: the measured lengths of each (LENGTH_COLUMNS); one without a usable sample is left
+    out."""
+    usable = {name: columns[columns["text"] > 0] for name, columns in datasets.items()}
+    rows = [["costs of a sample", *COSTS], *([name, *_cost_cells(own)] for name, own in usable.items() if len(own))]
+    return ["", *aligned(rows, 1), *(f"  {name:16}{text}" for name, text in COSTS.items())]
+
+
+def _cost_cells(columns: np.ndarray) -> list[str]:
+    patches, pictures, targets = columns["patches"], columns["pictures"], columns["targets"]
+    encoded = columns["encoded_bytes"]
+    tokens, vision, sound = (columns[name].sum(dtype=np.int64) for name in ("text", "vision", "sound"))
+    return [
+        f"{patches.mean():.0f}, {patches.max()}",
+        f"{pictures.mean():.2f}, {pictures.max()}",
+        f"{targets.mean():.1f}, {targets.max()}",
+        f"{readable_bytes(encoded.mean())}, {readable_bytes(encoded.max())}",
+        f"{targets.sum(dtype=np.int64) / (tokens - vision - sound):.1%}",
+    ]
+
+
+def readable_bytes(count: float) -> str:
+    """`12 B`, `3.4 KiB`, `5.6 MiB` or `7.8 GiB`, of 1,024 each."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GiB"
+
+
+MICRO_BATCHES = 200  # of the epoch that are looked at
+SLACKS = (0.0, 0.01, 0.05)
+
+
+@dataclass(frozen=True)
+class EncoderShards:
+    """Figures of some micro-batches: the share of image tokens on their replica's own devices, the work of the busiest
+    vision replica over the most even way's (mean), and pairs of ranks that exchange something (mean)."""
+
+    near: float
+    busiest: float
+    pairs: float
+
+
+def locality_table(packs: Packs, loads: Loads, locality: Locality | None) -> list[str]:
+    """Lines to print; none where there is one vision replica. A sample's image tokens count as one image."""
+    if locality is None:
+        return []
+    slacks = sorted({*SLACKS, locality.slack})
+    batches = list(_micro_batches(packs, loads, len(locality.distances)))
+    if not batches:
+        return []
+    lines = [f"\n{'data.locality_slack':20} {'near':>8} {'busiest':>9} {'pairs':>8}   of {len(batches)} micro-batches"]
+    for slack in slacks:
+        found = encoder_shards(batches, replace(locality, slack=slack))
+        chosen = " *" if slack == locality.slack else ""
+        lines.append(f"{f'{slack:g}' + chosen:20} {found.near:8.1%} {found.busiest:9.4f} {found.pairs:8.1f}")
+    return [
+        *lines,
+        f"  {'near':16}image tokens on devices of the text replica that needs them",
+        f"  {'busiest':16}work of the busiest vision replica over the most even way's",
+        f"  {'pairs':16}of ranks that exchange something in a micro-batch",
+    ]
+
+
+def encoder_shards(batches: Sequence[tuple[Sequence[float], Sequence[int]]], locality: Locality) -> EncoderShards:
+    """batches: of each micro-batch, the cost of each image and the text replica that needs it."""
+    near = total = 0.0
+    busiest, pairs = [], []
+    for costs, replicas in batches:
+        even = assign_longest_first(costs, len(locality.distances[0]))
+        assigned = assign_near(costs, replicas, even, locality)
+        most = max(sum(costs[i] for i in own) for own in even)
+        busiest.append(max(sum(costs[i] for i in own) for own in assigned) / most)
+        at = {index: vision for vision, own in enumerate(assigned) for index in own}
+        near += sum(costs[i] for i, v in at.items() if locality.distances[replicas[i]][v] == SAME_DEVICE)
+        total += sum(costs)
+        pairs.append(len({(v, replicas[i]) for i, v in at.items()}))
+    return EncoderShards(near / total, float(np.mean(busiest)), float(np.mean(pairs)))
+
+
+def _micro_batches(packs: Packs, loads: Loads, replicas: int) -> Iterator[tuple[list[float], list[int]]]:
+    for first in range(0, min(len(packs) - replicas + 1, MICRO_BATCHES * replicas), replicas):
+        costs, owners = [], []
+        for replica in range(replicas):
+            for sample in packs.pack(first + replica):
+                if loads.vision[sample]:
+                    costs.append(float(loads.vision[sample]))
+                    owners.append(replica)
+        if costs:
+            yield costs, owners
+
 
 SHOWN_DEFECTS = 20  # defects that are printed; the file has all
 DATASETS = {

@@ -8,25 +8,20 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from dhp.cli.plan_data import find_samples
-from dhp.cli.plan_request import PlanRequest, find_machine, measured_device, with_memory
+from dhp.cli.plan_request import PlanRequest, find_machine, find_samples, measured_device, with_memory
 from dhp.config.devices import GIB, known_devices
 from dhp.config.parts import DECODER, encoders, parts
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
-from dhp.models.plugins import import_plugins
-from dhp.trainer.forecast.candidates import Candidate
-from dhp.trainer.forecast.explain import TooLarge, equations, too_large
-from dhp.trainer.forecast.freed import Held, freed
-from dhp.trainer.forecast.loads import window_length
-from dhp.trainer.forecast.machine import Machine
-from dhp.trainer.forecast.measure import measured_here
-from dhp.trainer.forecast.needs import Needs, needs_of, useful_operations
-from dhp.trainer.forecast.samples import Samples
-from dhp.trainer.forecast.search import Found, search
-from dhp.trainer.forecast.space import Space
-from dhp.trainer.forecast.subject import keys_of_run, make_space, read_subject
-from dhp.trainer.forecast.ways import (
+from dhp.models.registry import import_plugins
+from dhp.plan.bench.machine import Machine
+from dhp.plan.count.loads import window_length
+from dhp.plan.count.row_limits import unreached
+from dhp.plan.count.samples import Samples
+from dhp.plan.search.candidates import Candidate
+from dhp.plan.search.explain import TooLarge, equations, too_large
+from dhp.plan.search.free_keys import Held, freed
+from dhp.plan.search.inverse import (
     Ways,
     devices_in_time,
     fewest_devices,
@@ -35,8 +30,11 @@ from dhp.trainer.forecast.ways import (
     samples_a_step,
     smallest_memory,
 )
-from dhp.trainer.forecast.whole_run import WholeRun
-from dhp.trainer.row_limits import unreached
+from dhp.plan.search.layout_search import Found, search
+from dhp.plan.search.needs import Needs, needs_of, useful_operations
+from dhp.plan.search.run_devices import measured_here
+from dhp.plan.search.space import Space, WholeRun
+from dhp.plan.search.subject import keys_of_run, make_space, read_subject
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table

@@ -8,10 +8,9 @@ from pathlib import Path
 from dhp.cli.common import make_parser
 from dhp.core.errors import ConfigError
 from dhp.core.text import harmless
-from dhp.report.bound import sentence
+from dhp.report.bound import sentence, times_of
 from dhp.report.page import FILE, write_report
-from dhp.report.record import Record, read_run
-from dhp.report.split import times_of
+from dhp.report.record import RunRecord, read_run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _exceptions(record: Record) -> Iterator[str]:
+def _exceptions(record: RunRecord) -> Iterator[str]:
     """What the sentence about the times leaves out: that the run did not complete, and what of it cannot be read."""
     if record.status != "completed":
         why = (

@@ -13,14 +13,13 @@ from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp.cluster.clock import ClockReading, offset_ns, read_clock
+from dhp.cluster.hangs.lookout import Lookout
+from dhp.cluster.hangs.vitals import Post, open_stacks, own_post
+from dhp.cluster.hangs.watch import Watched, fetch, wait_all
 from dhp.cluster.host import require_paths
-from dhp.cluster.lookout import Lookout
 from dhp.cluster.placement.nodes import own_node
-from dhp.cluster.post import Post, own_post
-from dhp.cluster.processes import named_errors, redirect_output
-from dhp.cluster.remote_values import RemoteValue
-from dhp.cluster.stacks import open_stacks
-from dhp.cluster.watch import Watched, fetch, wait_all
+from dhp.cluster.servers import named_errors, redirect_output
+from dhp.cluster.transport.shared_memory import RemoteValue
 from dhp.core.batch import Batch
 from dhp.core.errors import UnreadableVideo
 from dhp.core.tracing import DATA, Span, keep_spans, span, take_spans

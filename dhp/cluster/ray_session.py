@@ -1,16 +1,16 @@
-"""Starts or joins Ray, with our time limit, and leaves nothing of ours behind.
-
-What is replaced here for the time of the start is none of Ray's public names; it is pinned with Ray, and
-tests/cluster/test_starting.py fails when it is gone.
-"""
+"""Starts or joins Ray, isolated from other users, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
+import shutil
 import signal
 import socket
 import stat
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,17 +19,131 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._common.utils import get_default_system_temp_dir
 from ray._private import ray_constants, services, utils
+from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
 from ray._private.node import Node
+from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError
 
-from dhp.cluster.address import CLIENT, LOCAL
 from dhp.cluster.forks.start_server import environment
-from dhp.cluster.own_ray import TOKEN, changed_environment, on_loopback, own_ray
-from dhp.cluster.processes import descendants, end_descendants, has_ended, is_named
-from dhp.cluster.servers import own_servers
-from dhp.core.errors import ClusterError, ConfigError, DhpError, NoCluster
+from dhp.cluster.servers import descendants, end_descendants, has_ended, is_named, own_servers
+from dhp.core.errors import CheckpointError, ClusterError, ConfigError, DataError, DhpError, NoCluster
+from dhp.core.files import base_for_socket
 from dhp.core.process import end, go_on, say_nothing, was_interrupted
+
+TOKEN = "RAY_AUTH_TOKEN"
+NO_REPORTS = {"RAY_USAGE_STATS_ENABLED": "0"}  # whatever the user's own clusters send to Ray's makers
+LOOPBACK = ("127.0.0.1", "localhost")
+# As much as Ray adds to a folder for the paths of its sockets.
+_SOCKET = "/dhp-ray-12345678/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+_EXPECTED = (ConfigError, DataError, CheckpointError, KeyboardInterrupt, SystemExit)  # not in Ray's logs
+_REMOVAL_S = 2.0  # its last helpers end a moment after it, and write until then
+
+
+@contextmanager
+def own_ray() -> Iterator[Path]:
+    """The environment of a Ray of our own, for as long as it runs, and an empty folder for its sockets and logs that
+    this user alone may enter. The folder is removed at the end; after a failure that Ray's logs may explain it stays.
+
+    Raises OSError where no folder can be made.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="dhp-ray-", dir=_base()))  # 0700; Ray opens what it makes below to everybody
+    try:
+        with own_token(), changed_environment({**NO_REPORTS, **_without_proxy()}):
+            yield folder / "ray"
+    except _EXPECTED:
+        _remove(folder)
+        raise
+    except BaseException:
+        if any(folder.iterdir()):
+            print(f"the logs of Ray's own processes stay in {folder}", file=sys.stderr, flush=True)
+        else:
+            _remove(folder)
+        raise
+    _remove(folder)
+
+
+@contextmanager
+def own_token() -> Iterator[None]:
+    """Ray started in here asks for a token that is in the environment of its processes alone. The file that Ray would
+    make in the home directory can be read by others wherever they may enter it, and the agent that runs commands for
+    those who have the token listens without a dashboard too."""
+    try:
+        with changed_environment({AUTH_MODE_ENV_VAR: "token", TOKEN: secrets.token_hex(32)}):
+            _read_anew()
+            yield
+    finally:
+        _read_anew()
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Ray started in here, and its workers, listen on 127.0.0.1 only.
+
+    `ray.init` replaces a loopback node address by the host's own; what it has for desktops, where clusters are
+    off and firewalls ask, is the way to keep it.
+    """
+    enabled = ray_constants.ENABLE_RAY_CLUSTER
+    with changed_environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        try:
+            yield
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = enabled
+
+
+@contextmanager
+def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables with these values in here, and as they were after it."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _read_anew() -> None:
+    """Ray reads both variables once a process; here one process may start several Rays, or join one."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _without_proxy() -> dict[str, str]:
+    """Both spellings of the addresses that no proxy is asked for, with loopback among them: Ray's processes would ask
+    it for their own neighbours."""
+    known = [name for key in ("no_proxy", "NO_PROXY") for name in os.environ.get(key, "").split(",") if name.strip()]
+    names = ",".join(dict.fromkeys([*known, *LOOPBACK]))
+    return {"no_proxy": names, "NO_PROXY": names}
+
+
+def _base() -> str:
+    """Where Ray itself would put its folder, or /tmp where the paths of sockets below it would be too long."""
+    return base_for_socket(get_default_system_temp_dir(), _SOCKET)
+
+
+def _remove(folder: Path) -> None:
+    deadline = time.monotonic() + _REMOVAL_S
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+
+
+LOCAL, RUNNING, CLIENT = "local", "auto", "ray://"
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for what `ray job submit` starts
+
+
+def chosen_address(asked: str) -> str:
+    """`asked`, but for a run submitted as a Ray job the cluster that it was submitted to in place of one of its own."""
+    return RUNNING if asked == LOCAL and SUBMITTED in os.environ else asked
+
 
 _SERVER_WAIT = "RAY_gcs_server_port_wait_time_s"
 _POLL_S = 0.1

@@ -17,7 +17,16 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from dhp.cluster.clock import BusyTime, ClockReading, read_clock
 from dhp.cluster.gpus import check_gpus, read_gpus
-from dhp.cluster.heartbeat import IN_STEP, SUFFIX, Heart, keep_heartbeat
+from dhp.cluster.hangs.vitals import (
+    HEARTBEAT_SUFFIX,
+    IN_STEP,
+    Heart,
+    Post,
+    keep_heartbeat,
+    open_kept,
+    open_stacks,
+    own_post,
+)
 from dhp.cluster.host import (
     LOOPBACK,
     choose_interface,
@@ -32,16 +41,21 @@ from dhp.cluster.host import (
     require_paths,
     whereabouts,
 )
-from dhp.cluster.post import Post, open_kept, own_post
-from dhp.cluster.processes import named_errors, redirect_output
-from dhp.cluster.remote_values import Lookahead, RemoteValue
-from dhp.cluster.stacks import open_stacks
-from dhp.cluster.transport.shared_memory import CUDA_IPC, SHARED_MEMORY, Inbox, Outbox, take_refusals
+from dhp.cluster.servers import named_errors, redirect_output
+from dhp.cluster.transport.shared_memory import (
+    CUDA_IPC,
+    SHARED_MEMORY,
+    Inbox,
+    Lookahead,
+    Outbox,
+    RemoteValue,
+    take_refusals,
+)
 from dhp.core.batch import Bundle
 from dhp.core.collectives import RECORD
 from dhp.core.process import count_cores
 from dhp.core.reports import StageReport
-from dhp.core.tracing import (  # fmt: skip
+from dhp.core.tracing import (
     BACKWARD,
     CHECKPOINT,
     FORWARD,
@@ -134,7 +148,7 @@ class Worker:
         name = f"{settings.stage}-{rank}"
         redirect_output(settings.log_dir, name)
         self._heart = Heart(settings.steps_done, NCCL in settings.backend)
-        file, path = open_kept(settings.log_dir, f"{name}{SUFFIX}")
+        file, path = open_kept(settings.log_dir, f"{name}{HEARTBEAT_SUFFIX}")
         keep_heartbeat(file, self._heart.beat)
         self._files = open_stacks(settings.log_dir, name), path
         own_local_rank()

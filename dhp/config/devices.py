@@ -1,4 +1,4 @@
-"""Devices and the links between them, as data: what vendors state, and what of it real work is taken to reach."""
+"""Devices and links as data: what vendors state, and the share that real work reaches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from dhp.config.shipped import shipped_directory
-from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import ConfigError
+from dhp.core.text import did_you_mean, nearest
+
+
+def shipped_directory() -> Path:
+    """The `configs/` that comes with dhp: inside the package when installed, next to it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
 
 DEVICES, LINKS = "devices/devices.json", "devices/links.json"
 KINDS = ("stated", "assumed", "measured")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from math import gcd
 
-from dhp.config.layout import LAYERS
-from dhp.config.part import PartConfig
+from dhp.config.layout import LAYERS, read_choices
 from dhp.config.parts import resolved
-from dhp.config.recompute import read_choices
+from dhp.config.schema import PartConfig
 from dhp.core.errors import ConfigError
 
 
@@ -56,7 +55,7 @@ def check_runs(name: str, part: PartConfig, layers: int) -> None:
 
 
 def check_layers(key: str, text: str, layers: int) -> None:
-    """`text`, as in `dhp.config.recompute`, must name none but the part's `layers` layers. Raises ConfigError."""
+    """`text`, as in `dhp.config.layout`, must name none but the part's `layers` layers. Raises ConfigError."""
     read_choices(text, layers, key)
 
 

@@ -7,8 +7,7 @@ from dataclasses import fields
 from typing import TypeVar
 
 from dhp.config.data import DataConfig
-from dhp.config.part import PartConfig
-from dhp.config.schema import Config
+from dhp.config.schema import Config, PartConfig
 from dhp.core.errors import ConfigError
 
 DECODER = "text"  # the part after all others: it has the samples' rows and the loss

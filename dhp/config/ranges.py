@@ -1,17 +1,102 @@
-"""Which values one field may have, whatever the other fields say."""
+"""Checks single settings: which values each may have."""
+
+from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from dhp.config.data import DataConfig
-from dhp.config.learning_rate import check_learning_rate
-from dhp.config.parts import read_datasets, split_share
-from dhp.config.schema import ClusterConfig, MemoryConfig
-from dhp.config.suggestions import did_you_mean, nearest
+from dhp.config.parts import HEARING, read_datasets, split_share
+from dhp.config.schema import ClusterConfig, LoraConfig, MemoryConfig, PartConfig
 from dhp.config.training import TrainingConfig
 from dhp.core.errors import ConfigError
+from dhp.core.parameters import NF4
+from dhp.core.text import did_you_mean, nearest
+
+CONSTANT, RESTARTS, STABLE = "constant", "cosine_with_restarts", "warmup_stable_decay"
+LR_SCHEDULES = (CONSTANT, "linear", "cosine", RESTARTS, STABLE)
+DECAYS = ("cosine", "linear", "1-sqrt")
+# By others' names, ours, with what to bear in mind.
+_MEANT = MappingProxyType(
+    {
+        "cosine_with_min_lr": "cosine, with training.min_lr",
+        "constant_with_warmup": "constant, with training.warmup_steps",
+        "cosine_with_hard_restarts": f"{RESTARTS}, with training.lr_num_cycles",
+        "wsd": STABLE,
+    }
+)
+_DEFAULTS = TrainingConfig()
+# By key, the schedules that it says something about.
+_ABOUT = {
+    "min_lr": tuple(kind for kind in LR_SCHEDULES if kind != CONSTANT),
+    "lr_num_cycles": (RESTARTS,),
+    "lr_decay_steps": (STABLE,),
+    "lr_decay_ratio": (STABLE,),
+    "lr_decay_type": (STABLE,),
+}
+
+
+def check_learning_rate(training: TrainingConfig) -> None:
+    """Raises ConfigError for values out of range, and for a key that the schedule would not read."""
+    kind = training.lr_scheduler_type
+    if kind not in LR_SCHEDULES:
+        hint = did_you_mean([_MEANT.get(kind.lower()) or nearest(kind, LR_SCHEDULES)])
+        raise ConfigError(
+            f"training.lr_scheduler_type={kind} does not exist; choose from {', '.join(LR_SCHEDULES)}{hint}"
+        )
+    for key, kinds in _ABOUT.items():
+        value = getattr(training, key)
+        if kind not in kinds and value != getattr(_DEFAULTS, key):
+            raise ConfigError(
+                f"training.{key}={value} with training.lr_scheduler_type={kind}, which does not read it. Set "
+                f"training.lr_scheduler_type={' or '.join(kinds)}, or leave training.{key} out"
+            )
+    low, peak = training.min_lr, training.learning_rate
+    if not (math.isfinite(low) and 0 <= low <= peak):
+        raise ConfigError(
+            f"training.min_lr={low} is out of range: 0 <= min_lr <= learning_rate({peak:g}). It is a learning rate, "
+            "not a share of one: set it to the share times training.learning_rate"
+        )
+    _check_waves(training)
+
+
+def _check_waves(training: TrainingConfig) -> None:
+    if training.lr_num_cycles < 1:
+        raise ConfigError(f"training.lr_num_cycles={training.lr_num_cycles} is out of range: lr_num_cycles >= 1")
+    steps, ratio, by = training.lr_decay_steps, training.lr_decay_ratio, training.lr_decay_type
+    if steps is not None and steps < 0:
+        raise ConfigError(f"training.lr_decay_steps={steps} is out of range: lr_decay_steps >= 0")
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"training.lr_decay_ratio={ratio} is out of range: 0 <= lr_decay_ratio <= 1, of all steps")
+    if by not in DECAYS:
+        hint = did_you_mean([nearest(by, DECAYS)])
+        raise ConfigError(f"training.lr_decay_type={by} does not exist; choose from {', '.join(DECAYS)}{hint}")
+
+
+def decay_steps(training: TrainingConfig, total_steps: int, warmup_steps: int) -> int:
+    """The last steps of a run, over which warmup_stable_decay falls: training.lr_decay_steps, else lr_decay_ratio of
+    `total_steps` rounded up; 0 with another schedule.
+
+    Raises ConfigError where warm-up and decay are longer than the run together.
+    """
+    if training.lr_scheduler_type != STABLE:
+        return 0
+    given = training.lr_decay_steps
+    steps = math.ceil(total_steps * training.lr_decay_ratio) if given is None else given
+    warmed = {f"training.groups.{name}.": one.warmup_steps or 0 for name, one in training.groups.items()}
+    section, warmup = max({"": warmup_steps, **warmed}.items(), key=lambda item: item[1])
+    if warmup + steps > total_steps:
+        key = f"lr_decay_ratio={training.lr_decay_ratio:g}" if given is None else f"lr_decay_steps={given}"
+        raise ConfigError(
+            f"training.{key} leaves no room for the warm-up: {section}warmup_steps({warmup}) + decay_steps({steps}) > "
+            f"steps({total_steps}). Lower one of them, or raise training.num_epochs or training.max_steps"
+        )
+    return steps
+
 
 DATA_FORMATS = ("auto", "llava", "sharegpt", "openai", "alpaca", "swift", "text")
 TURN_COLUMNS = ("role", "content", "from", "value")  # of each turn; the others are a sample's
@@ -221,3 +306,27 @@ def _require_not_negative(section: str, settings: object, *keys: str) -> None:
         field, value = f"{section}.{key}", getattr(settings, key)
         fits = value is None or (math.isfinite(value) and value >= 0)
         require(fits, field, value, f"{field} >= 0 and finite")
+
+
+def resolve_lora(lora: LoraConfig) -> LoraConfig:
+    """The same with its alpha a number, where there are adapters."""
+    return replace(lora, alpha=2.0 * lora.rank) if lora.rank and lora.alpha is None else lora
+
+
+def check_lora(name: str, part: PartConfig) -> None:
+    """Raises ConfigError for values out of range. Which layouts have adapters is in `dhp.config.rules.PART_RULES`."""
+    lora, key = part.lora, f"{name}.lora"
+    require(lora.rank >= 0, f"{key}.rank", lora.rank, "rank >= 0; 0 is none")
+    if not lora.rank:
+        if lora != LoraConfig():
+            raise ConfigError(f"{key} has settings, but {key}.rank=0: there are no adapters. Set {key}.rank, as 16")
+        return
+    require_positive(f"{key}.alpha", float(lora.alpha or 0.0))
+    require(0.0 <= lora.dropout < 1.0, f"{key}.dropout", lora.dropout, "0 <= dropout < 1")
+    if lora.quantization is not None:
+        require_choice(f"{key}.quantization", lora.quantization, (NF4,))
+        if name == HEARING:
+            raise ConfigError(
+                f"{key}.quantization={lora.quantization}: layers of audio towers were never tested in four bits. Leave "
+                f"{key}.quantization out."
+            )

@@ -9,16 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dhp.config.generation import check_layout
+from dhp.config.generate_request import check_layout
 from dhp.config.layout import LAYOUTS, resolve_part
-from dhp.config.optimizer import check_optimizer, with_engine
 from dhp.config.parts import OPTIONAL, decoder, encoders, parts, resolved, sections, split_share
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training, require_choice
-from dhp.config.rules import FSDP, check_balance, check_run
+from dhp.config.rules import FSDP, check_balance, check_optimizer, check_run, with_engine
 from dhp.config.schema import ClusterConfig, Config
-from dhp.config.suggestions import did_you_mean, nearest
-from dhp.core.addresses import without_file_scheme
 from dhp.core.errors import ConfigError, raise_all
+from dhp.core.files import without_file_scheme
+from dhp.core.text import did_you_mean, nearest
 
 COLLECTIVE_TIMEOUT_S = 600.0  # torch's own for NCCL
 

@@ -1,19 +1,68 @@
-"""Rules between settings: which exclude each other, and why. Most are rows of tables."""
+"""Rules between settings, as rows of tables: which exclude each other, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from types import MappingProxyType, SimpleNamespace
 
 from dhp.config.data import DataConfig, LimitsConfig
-from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, parts
-from dhp.config.ranges import require_choice
-from dhp.config.rule import Rule, check_rules, goes_with
-from dhp.config.schema import Config
-from dhp.config.suggestions import did_you_mean, nearest
+from dhp.config.ranges import require, require_choice
+from dhp.config.schema import Config, PartConfig
+from dhp.config.vocabulary import shown_value
 from dhp.core.errors import ConfigError
-from dhp.core.state_forms import BFLOAT16, EXACT_STATES, FORMS
+from dhp.core.parameters import ADAMW, BFLOAT16, EXACT_STATES, FORMS, MUON, OPTIMIZERS
+from dhp.core.text import did_you_mean, nearest
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Settings that exclude each other. keys: dotted, separated by spaces; the error begins with them and their values,
+    as `A=1 with B=2 and C=3`. when: whether they do, by the resolved section of a part, and by the configuration where
+    the rule is about a whole run. says: the rest of the error.
+
+    In keys and says, {name} is the part, {p} its section, {c} the configuration.
+    """
+
+    keys: str
+    when: Callable[..., bool]
+    says: str
+
+    def error(self, name: str, part: PartConfig, config: Config | None) -> ConfigError:
+        """The error for a part of that name."""
+        settings = SimpleNamespace(**{**(vars(config) if config else {}), name: part})
+        keys = self.keys.format(name=name).split()
+        first, *others = (f"{key}={shown_value(attrgetter(key)(settings))}" for key in keys)
+        shown = f"{first} with {' and '.join(others)}" if others else first
+        return ConfigError(shown + self.says.format(name=name, p=part, c=config))
+
+
+def check_rules(rules: Sequence[Rule], name: str, part: PartConfig, config: Config | None = None) -> None:
+    """Raises ConfigError for the first rule that a resolved part breaks. config: of the run, for rules about it."""
+    for rule in rules:
+        if rule.when(part, *([] if config is None else [config])):
+            raise rule.error(name, part, config)
+
+
+def goes_with(
+    key: str, asked: Callable[[PartConfig], bool], leave: str, *others: tuple[str, object, str]
+) -> list[Rule]:
+    """Rules of a setting that goes with one value of others alone. asked: whether a part has it. leave: the way
+    without it. others: key, the value or values that it goes with, why."""
+    rules = []
+    for other, fits, why in others:
+        values = fits if isinstance(fits, tuple) else (fits,)
+
+        def when(p: PartConfig, other: str = other, values: tuple[object, ...] = values) -> bool:
+            return asked(p) and attrgetter(other)(p) not in values
+
+        needed = " or ".join(map(shown_value, values))
+        says = f": {why}. Set {{name}}.{other}={needed}, or {leave}."
+        rules.append(Rule(f"{{name}}.{key} {{name}}.{other}", when, says))
+    return rules
+
 
 FLASH_ATTENTION_2 = "flash_attention_2"
 DEEPSPEED, FSDP = "deepspeed", "fsdp"
@@ -295,3 +344,45 @@ def check_formats(name: str, part: PartConfig) -> None:
     require_choice(f"{name}.dtype", part.dtype, _DTYPES)
     require_choice(f"{name}.attention_backend", part.attention_backend, _BACKENDS)
     read_kernels(name, part.kernels)
+
+
+MATCH_ADAMW, ORIGINAL = ADJUSTMENTS = ("match_rms_adamw", "original")
+
+# Of optimizers other than AdamW, in a part of a run.
+_RULES: tuple[Rule, ...] = (
+    Rule("training.optimizer {name}.zero_stage {name}.zero_engine",
+         lambda p, c: p.zero_stage and p.zero_engine == DEEPSPEED,
+         ": DeepSpeed cuts weights into ranges of elements and updates each by itself, but {c.training.optimizer} "
+         "needs whole rows and columns. Set {name}.zero_engine=fsdp with {name}.zero_stage=2 or 3 (and "
+         "{name}.parallelism=data in the place of deepspeed), {name}.zero_stage=0, or training.optimizer=adamw."),
+    Rule("training.optimizer {name}.state_bytes", lambda p, c: p.state_bytes != EXACT_STATES,
+         f": forms of states below {EXACT_STATES} bytes are AdamW's. Leave {{name}}.state_bytes out, or set "
+         "training.optimizer=adamw."),
+    Rule("training.optimizer {name}.host_moments", lambda p, c: p.host_moments,
+         ": rows of AdamW's moments come from host memory one after another, but {c.training.optimizer} needs whole "
+         "matrices. Set {name}.host_moments=false, or training.optimizer=adamw."),
+    Rule("training.optimizer {name}.parallelism", lambda p, c: p.parallelism == "autotp",
+         ": DeepSpeed's layers were never tested with it here. Set {name}.parallelism=tensor, or "
+         "training.optimizer=adamw."),
+)  # fmt: skip
+
+
+def with_engine(optimizer: str, part: PartConfig) -> PartConfig:
+    """The part with zero_engine=fsdp in the place of auto where the optimizer goes with that one alone."""
+    asked = optimizer != ADAMW and part.zero_stage >= 2 and part.parallelism != DEEPSPEED
+    return replace(part, zero_engine=FSDP) if asked and part.zero_engine == "auto" else part
+
+
+def check_optimizer(config: Config) -> None:
+    """Rules of the optimizer of a resolved configuration. Raises ConfigError."""
+    training = config.training
+    require_choice("training.optimizer", training.optimizer, OPTIMIZERS, {"adam": ADAMW, "adamw_torch": ADAMW})
+    require_choice("training.muon_adjust_lr", training.muon_adjust_lr, ADJUSTMENTS)
+    momentum = training.muon_momentum
+    require(0 <= momentum < 1, "training.muon_momentum", momentum, "0 <= muon_momentum < 1")
+    for key, default in (("muon_momentum", 0.95), ("muon_adjust_lr", MATCH_ADAMW)):
+        value, alone = getattr(training, key), training.optimizer == MUON
+        require(alone or value == default, f"training.{key}", value, "training.optimizer=muon, which alone reads it")
+    if training.optimizer != ADAMW:
+        for name, part in parts(config).items():
+            check_rules(_RULES, name, part, config)

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from dhp.config.suggestions import nearest
 from dhp.core.errors import ConfigError
+from dhp.core.text import nearest
 
 ANY = object()  # any value; and, as what it becomes, the same value
 

@@ -1,20 +1,24 @@
-"""Files and folders: written whole or not at all, removed without following links, compared by fingerprint."""
+"""Writes files whole or not at all, removes folders without following links, recognizes addresses."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import unquote
 from uuid import uuid4
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write or replace a file; its folder is made where there is none. A crash of the machine may leave it empty or
-    half: there is no fsync (`dhp.checkpoint.files` has one). Raises OSError."""
+    half: there is no fsync (`dhp.checkpoint.shard_files` has one). Raises OSError."""
     with replaced(path) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -102,3 +106,64 @@ def _add(digest: hashlib._Hash, opened: BinaryIO, size: int) -> None:
     for number in range(_BLOCKS):
         opened.seek(number * (size - _BLOCK) // (_BLOCKS - 1))
         digest.update(opened.read(_BLOCK))
+
+
+_LONGEST = 107  # bytes of a socket's path
+
+
+def base_for_socket(base: str, below: str) -> str:
+    """`base`, or /tmp where the path of a socket that ends in `below` would be too long in it, or it is no folder."""
+    return base if len(os.path.abspath(base).encode() + below.encode()) <= _LONGEST and os.path.isdir(base) else "/tmp"
+
+
+@contextmanager
+def own_folder(prefix: str, socket: str = "") -> Iterator[Path]:
+    """A new folder for this process, which no other user may enter, removed at the end. Folders of that prefix whose
+    processes were killed go first: a living one has a lock on its folder. socket: the name of one in it, whose path
+    must not be too long. Raises OSError where none can be made."""
+    parent = Path(base_for_socket(tempfile.gettempdir(), f"/{prefix}12345678/{socket}"))
+    for left in parent.glob(f"{prefix}*"):
+        _remove_left(left)
+    unnamed = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
+    handle = os.open(unnamed, os.O_RDONLY)
+    with suppress(OSError):  # a file system without locks: then nobody gets one, and nothing is taken for left
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder = unnamed.rename(parent / f"{prefix}{uuid4().hex[:8]}")  # with its lock, which goes by inode
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove a folder of this user's that no living process holds."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(handle).st_uid == os.getuid():
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)://")
+
+
+def scheme_of(path: str) -> str | None:
+    """The scheme of an address, in lower case; None for a path."""
+    found = _SCHEME.match(path)
+    return None if found is None else found[1].lower()
+
+
+def is_remote(path: str) -> bool:
+    """Whether it is the address of something that is no file of this machine."""
+    return scheme_of(path) not in (None, "file")
+
+
+def without_file_scheme(path: str) -> str:
+    """A file: address as the path that it stands for; all else as it is."""
+    if scheme_of(path) != "file":
+        return path
+    return unquote(path.partition("://")[2].removeprefix("localhost"))

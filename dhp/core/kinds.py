@@ -1,8 +1,8 @@
-"""The kinds of stages: a record for each part of a model, from which engines, inputs and counts follow."""
+"""The kinds of stages, and what a user's modules may register: a record each."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,3 +36,16 @@ def tokens_of(part: str, kinds: Any, parts: Collection[str]) -> Any:
         for token in other.tokens if other.part in parts and other.part != part else ():
             found = found & (kinds != token)
     return found
+
+
+_TAKEN: dict[str, Callable[[], Iterable[type]]] = {}
+
+
+def takes(what: str, classes: Callable[[], Iterable[type]]) -> None:
+    """A room takes classes of modules. what: it is, in a word. classes: gives all that are registered now."""
+    _TAKEN[what] = classes
+
+
+def registered() -> list[type]:
+    """All classes that are registered in the rooms that are imported by now."""
+    return [kind for classes in _TAKEN.values() for kind in classes()]

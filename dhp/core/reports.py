@@ -136,7 +136,7 @@ class KernelUse:
     faster: str | None = None
 
 
-RecomputePolicies = tuple[str, ...]  # what each layer of a stage recomputes, in order: see `dhp.config.recompute`
+RecomputePolicies = tuple[str, ...]  # what each layer of a stage recomputes, in order: see `dhp.config.layout`
 
 
 @dataclass(frozen=True)

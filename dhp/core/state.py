@@ -25,7 +25,7 @@ class StateSink(Protocol):
 
 
 class StateSource(Protocol):
-    """Returns saved state: what `dhp.checkpoint.source.open_source` finds in a folder."""
+    """Returns saved state: what `dhp.checkpoint.shard_reader.open_source` finds in a folder."""
 
     @property
     def names(self) -> list[str]:

@@ -1,10 +1,14 @@
-"""Text for people: aligned tables, numbers, untrusted text with control characters escaped."""
+"""Text for people: tables, numbers, harmless text, the name of the command, the name that was meant."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
 
@@ -57,3 +61,76 @@ def harmless(text: str) -> str:
 def one_line(text: str) -> str:
     """As `harmless`, with line ends escaped as well: the text cannot fake another line."""
     return harmless(text).replace("\n", "\\n").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+_NAME, _TRAINING = "dhp", "train"
+
+
+def own_command(*words: str) -> list[str]:
+    """The words of a shell command that runs dhp's command `words[0]` with the others as its arguments.
+
+    They can be pasted: `dhp …` where a shell finds the console command of the Python that runs this process, its path
+    where that was called by its path, else `python -m dhp …`, and `python -m dhp.train_ray …` for `train`.
+    """
+    if _has_console_command():
+        return [_NAME, *words]
+    if Path(sys.argv[0]).name == _NAME and Path(sys.argv[0]).is_file():
+        return [sys.argv[0], *words]
+    if words[:1] == (_TRAINING,):
+        return ["python", "-m", "dhp.train_ray", *words[1:]]
+    return ["python", "-m", _NAME, *words]
+
+
+def _has_console_command() -> bool:
+    found = shutil.which(_NAME)
+    return found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
+
+
+_SIMILAR = 0.75  # at difflib's own 0.6, `seed` is close to `deepspeed` and `max_steps` to `eval_steps`
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name in `known` most like `name`, or None when none resembles it. Ties: the first one.
+
+    A name of several words resembles some of them too: `path` means `data_path`.
+    """
+    scored = [(_similarity(name, one), one) for one in known if _resembles(name, one)]
+    return max(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+def nearest_key(key: str, known: Iterable[str]) -> list[str]:
+    """Dotted keys that `key` may have meant, several where the section does not distinguish them.
+
+    The last name decides: an equal one anywhere, else a similar one in the same section, else a similar one
+    anywhere.
+    """
+    section, leaf = _split(key)
+    leaves: dict[str, list[str]] = {}
+    for candidate in known:
+        leaves.setdefault(_split(candidate)[1], []).append(candidate)
+    beside = [name for name, paths in leaves.items() if any(_split(path)[0] == section for path in paths)]
+    meant = leaf if leaf in leaves else nearest(leaf, beside) or nearest(leaf, leaves)
+    candidates = leaves.get(meant, []) if meant else []
+    similar = [path for path in candidates if _similarity(section, _split(path)[0]) >= _SIMILAR]
+    plain = [path for path in candidates if "<" not in path]  # a name of the user's choice is seldom left out
+    return similar or plain or candidates
+
+
+def did_you_mean(names: Iterable[str | None]) -> str:
+    """`; did you mean a or b?`, or nothing when there is no suggestion."""
+    suggestions = [name for name in names if name]
+    return f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""
+
+
+def _resembles(name: str, candidate: str) -> bool:
+    words, of_candidate = ({*text.lower().split("_")} for text in (name, candidate))
+    return words <= of_candidate or _similarity(name, candidate) >= _SIMILAR
+
+
+def _similarity(left: str, right: str) -> float:
+    return SequenceMatcher(None, left.lower(), right.lower()).ratio()
+
+
+def _split(key: str) -> tuple[str, str]:
+    section, _, leaf = key.rpartition(".")
+    return section, leaf

@@ -25,12 +25,12 @@ from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.engine.kinds import make_rank
 from dhp.engine.settings import OptimizerSettings, StageSettings
-from dhp.models.clips import clip_forms
-from dhp.models.contract.pictures import joined, pack, row_values, unpack
-from dhp.models.contract.processor import ContractProcessor
-from dhp.models.contract.rows import kinds_for, make_row, token_types
-from dhp.models.contract.twin_model import ProbeModel
+from dhp.models.contract.generic_parts import ContractProcessor
+from dhp.models.contract.random_pictures import joined, pack, row_values, unpack
+from dhp.models.contract.random_rows import kinds_for, make_row, token_types
+from dhp.models.contract.twin import ProbeModel
 from dhp.models.family import Family
+from dhp.models.processor import clip_forms
 
 
 class SampleMaker:

@@ -1,8 +1,8 @@
-"""Steps that make a stage: what is trained, how its gradients and states are sharded, which kernels it has."""
+"""Builds a stage: what is trained, sharding of gradients, states and norms, kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,32 +14,34 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from dhp.checkpoint.source import stored_formats
+from dhp.checkpoint.shard_reader import stored_formats
 from dhp.checkpoint.tensor_file import NAMES
-from dhp.core.parameters import ADAFACTOR, MUON, Group
+from dhp.core.parameters import ADAFACTOR, EXACT_STATES, FORMS, MUON, Group
 from dhp.core.reports import KernelUse
-from dhp.core.state_forms import EXACT_STATES, FORMS
 from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.models.decoder import Decoder
+from dhp.models.empty import stored_dtype
 from dhp.models.family import Family
-from dhp.models.hidden_matrices import hidden_matrices
+from dhp.models.load import ReadPlan
 from dhp.models.lora import adapted_modules, add_adapters, find_targets
-from dhp.models.part import Part
-from dhp.models.types import LayerParts
-from dhp.models.weights import stored_dtype
-from dhp.parallel.attention.choose import segment_kernel
+from dhp.models.shape import hidden_matrices
+from dhp.models.tower import Tower
+from dhp.models.types import Chunk, LayerParts, Part
+from dhp.parallel.attention.attention_kernels import segment_kernel
 from dhp.parallel.comm import replicas_mesh
-from dhp.parallel.expert.modules import GATE_UP, takes_groups
+from dhp.parallel.expert.expert_modules import GATE_UP, takes_groups
 from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels
 from dhp.parallel.optim.adafactor import make_adafactor
-from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, exact_dtype, make_adamw
+from dhp.parallel.optim.base import Frozen, StageOptimizer, TiedOptimizer, exact_dtype, make_adamw
 from dhp.parallel.optim.chunked_adamw import make_chunked_adamw
-from dhp.parallel.optim.frozen import Frozen
 from dhp.parallel.optim.fsdp import FullySharded
-from dhp.parallel.optim.learning_rate import RateCurve, learning_rate_at
+from dhp.parallel.optim.learning_rates import RateCurve, learning_rate_at
 from dhp.parallel.optim.muon import make_muon
 from dhp.parallel.optim.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optim.zero import ZeroSharded
+from dhp.parallel.tensor.sequence_norms import SequenceNorms, TensorRanks
 from dhp.parallel.tensor.slices import cut_adapters
+from dhp.parallel.tensor.tensor_plan import local_plan
 
 DEEPSPEED = "deepspeed"  # a zero_engine; the other is fsdp
 
@@ -209,3 +211,52 @@ def _mixers(model: nn.Module, classes: Collection[str]) -> tuple[KernelUse, ...]
 def _patches(model: nn.Module) -> tuple[KernelUse, ...]:
     count = sum(isinstance(module, nn.Conv2d | nn.Conv3d) and "forward" in vars(module) for module in model.modules())
     return (KernelUse("patches", "product", count),) if count else ()
+
+
+def shard_decoder(model: nn.Module, decoder: Decoder, chunks: Sequence[Chunk], ranks: TensorRanks) -> SequenceNorms:
+    """Shard the layers of these chunks of a decoder, whose projections are cut, and the norm behind the last one."""
+    norms, layers = SequenceNorms(ranks), _held(model, decoder.layers.path, chunks)
+    norms.install(list(layers.values()))
+    for chunk in chunks:
+        norms.begin_at(layers[chunk.layers[0]])
+        behind = chunk.last and bool(decoder.norm)
+        norms.end_at(model.get_submodule(decoder.norm) if behind else layers[chunk.layers[-1]], behind)
+    return norms
+
+
+def shard_tower(model: nn.Module, tower: Tower, chunk: Chunk, ranks: TensorRanks) -> None:
+    """Shard the layers of a chunk of a tower, whose projections are cut. What else the tower has, as mergers of inner
+    layers' features, is given whole states."""
+    norms, layers = SequenceNorms(ranks), _held(model, tower.layers.path, (chunk,))
+    norms.install(list(layers.values()))
+    holder, _, own = tower.layers.path.rpartition(".")
+    for name, child in model.get_submodule(holder).named_children():
+        if name != own:
+            for module in child if isinstance(child, nn.ModuleList) else (child,):
+                norms.whole_for(module)
+    norms.begin_at(layers[chunk.layers[0]])
+    norms.end_at(layers[chunk.layers[-1]], False)
+
+
+def check_norms(part: Part, tensor: int) -> ReadPlan:
+    """What reads a tensor-parallel plan as `local_plan` does, and raises ModelError where the part's layers are not
+    known to allow that their states are cut by tokens."""
+
+    def read(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+        ours = local_plan(model, plan)
+        shard_without_ranks(model, part, tensor)
+        return ours
+
+    return read
+
+
+def shard_without_ranks(model: nn.Module, part: Part, tensor: int) -> None:
+    """The same on the meta device, of all the part's layers."""
+    if isinstance(part, Tower):
+        shard_tower(model, part, part.whole, TensorRanks(tensor))
+    elif isinstance(part, Decoder):
+        shard_decoder(model, part, (part.whole,), TensorRanks(tensor))
+
+
+def _held(model: nn.Module, path: str, chunks: Sequence[Chunk]) -> dict[int, nn.Module]:
+    return {at: model.get_submodule(f"{path}.{at}") for chunk in chunks for at in chunk.layers}

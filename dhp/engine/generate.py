@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 
-from dhp.core.generation import Answer, PromptInput
+from dhp.core.batch import Answer, PromptInput
 from dhp.engine.transfer import move_together
 from dhp.models.decoder import Decoder
 from dhp.models.types import DecoderInputs
-from dhp.parallel.attention.decode import Chooser, NewToken, ShardedCacheIndex, ShardedKVCache, new_token_attention
+from dhp.parallel.attention.row_decode import Chooser, NewToken, ShardedCacheIndex, ShardedKVCache, new_token_attention
 from dhp.parallel.attention.segment_plan import SegmentPlan
 from dhp.parallel.comm import replica_group, send_to_all, sequence_group
 from dhp.parallel.tensor.loss import whole_logits

@@ -1,10 +1,18 @@
-"""The engine of a stage, by its part's record."""
+"""The engine of a stage by its part, and the imports that every rank needs."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import torch.utils.cpp_extension  # noqa: F401
+import transformers.generation.utils  # noqa: F401
+import transformers.models.auto.processing_auto  # noqa: F401
+import transformers.optimization  # noqa: F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import dhp.engine.encoder
+import dhp.engine.text  # noqa: F401
 from dhp.core.kinds import KINDS
 from dhp.engine.settings import StageSettings
 
@@ -18,3 +26,6 @@ def make_rank(settings: StageSettings) -> StageEngine:
     module, name = KINDS[settings.spec.part].engine.split(":")
     engine: StageEngine = getattr(import_module(module), name)(settings)
     return engine
+
+
+get_checkpoint_conversion_mapping("qwen2_5_vl")  # compiles a thousand patterns, of all families

@@ -1,19 +1,22 @@
-"""The loss of each sample in a rank's rows: kept token by token while a step goes on, summed up when it ends.
-
-Until then nothing waits for the device and nothing is added there: the head computes a loss a token anyway.
-"""
+"""Evaluates forward only, and sums losses sample by sample; excludes losses that are no numbers."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from dhp.core.batch import TextInput
-from dhp.core.reports import SampleLosses
+from dhp.core.batch import Answer, Bundle, PromptInput, StepInfo, TextInput
+from dhp.core.reports import EvaluatedShare, SampleLosses
+from dhp.core.tracing import forget
+from dhp.models.lora import without_dropout
 from dhp.objectives.objective import Objective
+from dhp.parallel.optim.base import StageOptimizer
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,61 @@ def _targets(kept: _Kept) -> tuple[int, ...]:
         if count:
             found[sample] += count
     return tuple(found)
+
+
+class EvaluatingEngine(ABC):
+    """See `dhp.step.stages.EngineProtocol`."""
+
+    model: PreTrainedModel
+    device: torch.device
+    optimizer: StageOptimizer
+    by_sample: SampleLossKeeper | None = None  # where losses are computed
+
+    @abstractmethod
+    def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
+        """A chunk's forward: see `dhp.step.stages.EngineProtocol`."""
+
+    @abstractmethod
+    def forget(self, micro_batch: int, chunk: int) -> None:
+        """Drop what a forward saved for its backward."""
+
+    def evaluate_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
+        """As `forward_step`, for the loss alone: under no_grad, without dropout."""
+        with torch.no_grad(), without_dropout(self.model):
+            sent = self.forward_step(micro_batch, chunk, work, *received)
+        self.forget(micro_batch, chunk)
+        return sent
+
+    def generate(self, micro_batch: int, chunk: int, work: PromptInput, *received: Bundle) -> Answer:
+        """Answer a prompt: see `dhp.step.stages.EngineProtocol`."""
+        raise NotImplementedError(f"{type(self).__name__} has no decoder to answer with")
+
+    def evaluated(self, info: StepInfo) -> EvaluatedShare:
+        """This rank's share of what it evaluated since the last time."""
+        loss = self.take_loss()
+        self.optimizer.rest()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # or others would write where kernels still read
+        return EvaluatedShare(loss or 0.0, *self.take_right())
+
+    def end_evaluation(self, info: StepInfo, *others: Any) -> None:
+        """Discard the count of sent bytes: evaluation belongs to no step."""
+        forget()
+
+    def take_loss(self) -> float | None:
+        """This rank's share of the step's objective; None where the stage has no head."""
+        return None
+
+    def take_right(self) -> tuple[int, int]:
+        """Counts of what this rank evaluated: targets with the highest logit, and all targets."""
+        return 0, 0
+
+
+def breaking(loss: Tensor) -> Tensor:
+    """The loss. Where it is infinite or not a number, so are all gradients that go back from it.
+
+    A loss may be broken though its gradients are not. The norm of all gradients, which every rank of every part knows,
+    then shows it to all of them, without a message of its own and without a look at the loss, which a GPU would wait
+    for. A finite loss is multiplied by 1: value and gradients keep their bits.
+    """
+    return loss * (1.0 + 0.0 * loss.detach())

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 
 from dhp.core.batch import KeepSettings
 from dhp.core.graph import StageGraph, StageSpec
-from dhp.core.parameters import ADAMW, AdapterSettings, TrainingRules
+from dhp.core.parameters import ADAMW, EXACT_STATES, AdapterSettings, TrainingRules
 from dhp.core.reports import RecomputePolicies
-from dhp.core.state_forms import EXACT_STATES
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
     """The optimizer and its schedule, all steps optimizer steps. betas, eps: AdamW's. momentum, adjust_lr: Muon's.
-    decay_steps, decay_type, cycles: as `RateCurve` has them (`dhp.parallel.optim.learning_rate`)."""
+    decay_steps, decay_type, cycles: as `RateCurve` has them (`dhp.parallel.optim.learning_rates`)."""
 
     learning_rate: float
     betas: tuple[float, float]
@@ -50,7 +49,7 @@ class StageSettings:
 
     sequence_sharded_norms: of tensor ranks, between whose blocks each holds the states of its own tokens.
 
-    state_bytes: of a trained parameter, which say in what form its states are kept (`dhp.core.state_forms`).
+    state_bytes: of a trained parameter, which say in what form its states are kept (`dhp.core.parameters`).
     host_moments: the optimizer's moments lie in host memory.
 
     autotp: DeepSpeed splits the matrices over tensor ranks, not transformers.
@@ -76,7 +75,7 @@ class StageSettings:
 
     objective: the name of what a step minimizes (`dhp.objectives.registry`).
 
-    plugins: modules that register the model's family (`dhp.models.plugins`).
+    plugins: modules that register the model's family (`dhp.models.registry`).
     """
 
     spec: StageSpec

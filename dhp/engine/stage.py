@@ -1,13 +1,14 @@
-"""One rank of a stage: the recipe that makes it, and all it does besides forward and backward."""
+"""One rank of a stage: its recipe, its measurements, its share of a checkpoint."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,13 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from dhp.checkpoint.manifest import OPTIMIZER
-from dhp.checkpoint.source import load_shards, open_source
+from dhp.checkpoint.folder import OPTIMIZER
+from dhp.checkpoint.shard_reader import load_shards, open_source
+from dhp.checkpoint.shard_writer import BackgroundWriter, ShardWriter, Write, run_write
 from dhp.core.batch import Bundle, StepInfo
 from dhp.core.collectives import RECORD, watch_layers
 from dhp.core.draws import DrawRun, TokenKeys, keys_of
 from dhp.core.graph import Edge, Node
-from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, SavedShare, StageReport
+from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, SavedShare, StageReport, StageUsage, WrittenFile
 from dhp.core.tracing import forget, take_sent, take_waited
 from dhp.engine.build import (
     cuts_first,
@@ -35,28 +37,144 @@ from dhp.engine.build import (
     tie_weight,
     trained_groups,
 )
-from dhp.engine.evaluate import EvaluatingEngine
-from dhp.engine.measure import Measuring, Output
-from dhp.engine.saving import ShareSaver
+from dhp.engine.sample_losses import EvaluatingEngine
 from dhp.engine.settings import StageSettings
 from dhp.engine.transfer import to_device
 from dhp.models.export import persistent_buffers
-from dhp.models.plugins import import_on_rank
-from dhp.models.registry import load_family
-from dhp.models.token_dropout import TokenDropout
+from dhp.models.lora import TokenDropout
+from dhp.models.registry import import_on_rank, load_family
 from dhp.models.types import LayerParts
-from dhp.parallel.attention.choose import FLASH_ATTENTION_2, require
+from dhp.parallel.attention.attention_kernels import FLASH_ATTENTION_2, require
 from dhp.parallel.comm import build_mesh
 from dhp.parallel.device import compute_alike, describe_device
-from dhp.parallel.kernels.compile import compile_layers, eager
+from dhp.parallel.kernels.elementwise import compile_layers, eager
 from dhp.parallel.kernels.replace import require_compiler
 from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, clip_coefficient, exact_dtype, widen
-from dhp.parallel.recompute.layers import ATTENTION, RecomputedLayers, tile_mlps
 from dhp.parallel.recompute.meter import ActivationMeter
+from dhp.parallel.recompute.recomputed_layers import ATTENTION, RecomputedLayers, tile_mlps
 from dhp.parallel.recompute.saved_calls import save_output
-from dhp.parallel.tensor.alike import require_alike
 from dhp.parallel.tensor.slices import as_dtensors
+from dhp.parallel.tensor.tensor_plan import require_alike
 from dhp.parallel.traffic import count_collectives, time_collectives
+
+Output = TypeVar("Output")
+
+
+class Measuring:
+    """Measured passes of one rank. short: whether a pass since the last `take` ran out of memory and was made again."""
+
+    def __init__(self, layers: RecomputedLayers, meter: ActivationMeter, device: torch.device):
+        self._layers, self._meter, self._device = layers, meter, device
+        self._planned = False  # whether a plan says what is recomputed, and not the user
+        self._alone: bool | None = None  # whether passes begin no collective, as far as was seen
+        self.short = False
+
+    def choose(self, choices: RecomputePolicies) -> None:
+        """A plan's: what each layer recomputes from the next forward on."""
+        self._layers.choose(choices)
+        self._planned = True
+
+    def forward(self, rows: int, micro_batch: int, compute: Callable[[], Output]) -> Output:
+        """The result of `compute`, a micro-batch of `rows` patches or tokens.
+
+        Where it runs out of memory under a plan that keeps anything, every layer is recomputed from here on, and the
+        pass is made again. But only in a stage whose passes begin no collective: in
+        others, ranks may wait inside one already, and would wait in backward for those of layers that are not run
+        again. There the error goes on, as it does where everything was recomputed already.
+        """
+        if not torch.is_grad_enabled():
+            return compute()
+        last_call = RECORD.last
+        try:
+            return self._measured(rows, micro_batch, compute)
+        except torch.OutOfMemoryError:
+            if not (self._alone and RECORD.last is last_call and self._planned and self._keeps_any()):
+                raise
+        # Behind the handler: its traceback holds what the failed pass had computed.
+        self.short = True
+        self._recompute_everything()
+        return self._measured(rows, micro_batch, compute)
+
+    def _measured(self, rows: int, micro_batch: int, compute: Callable[[], Output]) -> Output:
+        last_call = RECORD.last
+        with self._meter.forward(rows, micro_batch):
+            output = compute()
+        self._alone = self._alone is not False and RECORD.last is last_call
+        return output
+
+    def take(self, gradient_bytes: int) -> tuple[StageUsage | None, bool]:
+        """The step's usage, and `short`; None where no layer or no micro-batch was measured as a whole."""
+        usage, short = self._meter.take(self._layers.choices, gradient_bytes), self.short
+        self.short = False
+        return (None if short else usage), short
+
+    def _keeps_any(self) -> bool:
+        return bool(set(self._layers.choices) - {"all", "offload"})
+
+    def _recompute_everything(self) -> None:
+        self._layers.choose(("all",) * len(self._layers.choices))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class ShareSaver:
+    """Saves what one rank holds of its part.
+
+    number: of the rank in its part; rank: in its stage. writes: false for a rank that others write everything for.
+    once: this rank writes what all ranks of the part have alike.
+    buffers: persistent ones, saved with the weights. only: names of weights that are saved; None: all.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        rank: int,
+        writes: bool,
+        once: bool,
+        buffers: Mapping[str, Tensor],
+        only: frozenset[str] | None,
+        pinned: bool,
+    ) -> None:
+        self._number, self._rank, self._writes, self._once = number, rank, writes, once
+        self._buffers, self._only = buffers, only
+        self._behind = BackgroundWriter(pinned)
+        self._saved: SavedShare | None = SavedShare(done=True)  # None: what is behind says it
+
+    def save(self, optimizer: StageOptimizer, folder: Path, background: bool) -> None:
+        """Write below the part's `folder`. background: copy it, and write the copies while the rank goes on."""
+        self._behind.take(wait=True)  # a checkpoint before
+        if background:
+            self._saved = None
+            self._behind.begin(self._staged(optimizer, folder, self._behind.keep))
+        else:
+            self._saved = run_write(lambda: self._staged(optimizer, folder, None)())
+
+    def saved(self, wait: bool) -> SavedShare:
+        """What the last `save` has written. wait: until all of it is on the disk."""
+        found = self._behind.take(wait) if self._saved is None else self._saved
+        assert found is not None  # something was begun
+        return found
+
+    def _staged(self, optimizer: StageOptimizer, folder: Path, keep: Callable[[str, Tensor], Tensor] | None) -> Write:
+        """What writes the share. keep: copies its tensors now; None: they are written as they are met."""
+        writers = []
+        if self._writes:
+            state = ShardWriter(folder / OPTIMIZER, self._number, self._rank, keep=keep, once=self._once)
+            optimizer.save_state(state)
+            weights = ShardWriter(folder, self._number, self._rank, self._only, keep=keep)
+            optimizer.save_weights(weights)
+            for name, buffer in self._buffers.items():
+                weights.add(name, buffer)
+            writers = [(f"{OPTIMIZER}/", state), ("", weights)]
+
+        def write() -> tuple[WrittenFile, ...]:
+            files: list[WrittenFile] = []
+            for below, writer in writers:
+                files += [replace(file, name=f"{below}{file.name}") for file in writer.write()]
+            return tuple(files)
+
+        return write
+
 
 TIED = "gradient"  # the one tensor of a bundle between stages that share a weight
 

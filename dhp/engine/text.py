@@ -13,17 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.core.axes import EXPERTS
-from dhp.core.batch import Bundle, StepInfo, TextInput
+from dhp.core.batch import Answer, Bundle, PromptInput, StepInfo, TextInput
 from dhp.core.draws import drawing
-from dhp.core.generation import Answer, PromptInput
 from dhp.core.graph import HIDDEN_STATES
 from dhp.core.kinds import tokens_of
 from dhp.core.reports import KernelUse
-from dhp.engine.build import DEEPSPEED, place_kernels
+from dhp.engine.build import DEEPSPEED, place_kernels, shard_decoder
 from dhp.engine.generate import Generator
-from dhp.engine.nonfinite import breaking
-from dhp.engine.sample_losses import SampleLossKeeper
-from dhp.engine.shard_norms import shard_decoder
+from dhp.engine.sample_losses import SampleLossKeeper, breaking
 from dhp.engine.stage import StageEngine
 from dhp.engine.transfer import gradient_of, joined, move_with_plans, rows_of, to_device
 from dhp.models.family import VISION
@@ -32,21 +29,18 @@ from dhp.models.lora import without_dropout
 from dhp.models.types import DecoderInputs, LayerParts, add_rows, chunks_of
 from dhp.objectives.objective import Chosen, Head, share_of_balance
 from dhp.objectives.registry import find_objective
-from dhp.parallel.attention.choose import FLASH_ATTENTION_2, has_varlen
+from dhp.parallel.attention.attention_kernels import FLASH_ATTENTION_2, has_varlen
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS, MeshPosition, SegmentPlan, plan_segments, plan_shard
-from dhp.parallel.attention.segments import packed_attention
+from dhp.parallel.attention.segments import packed_attention, run_by_segment
 from dhp.parallel.attention.shard_plan import plan_of_shards
-from dhp.parallel.attention.stateful_layers import run_by_segment
 from dhp.parallel.comm import neighbours_mesh
-from dhp.parallel.expert.modules import Routers, balance_losses, choose_product, sample_ranges
-from dhp.parallel.expert.shares import share_out, share_plan
-from dhp.parallel.expert.unvisited import let_all_take_part
+from dhp.parallel.expert.expert_modules import Routers, balance_losses, choose_product, let_all_take_part, sample_ranges
+from dhp.parallel.expert.expert_shares import share_out, share_plan
 from dhp.parallel.tensor.autotp import split_by_autotp
-from dhp.parallel.tensor.expert_widths import cut_widths
-from dhp.parallel.tensor.plan import local_plan
-from dhp.parallel.tensor.sequence_shares import TensorRanks
-from dhp.parallel.tensor.slices import use_local_slices
+from dhp.parallel.tensor.sequence_norms import TensorRanks
+from dhp.parallel.tensor.slices import cut_widths, use_local_slices
 from dhp.parallel.tensor.styles import shared_heads_style
+from dhp.parallel.tensor.tensor_plan import local_plan
 
 CPU = torch.device("cpu")
 SEGMENTS = "dhp_segments"  # a name that transformers has no mask function for: no mask is built

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dhp.config.part import PartConfig
 from dhp.config.parts import resolved
+from dhp.config.schema import PartConfig
 from dhp.core.batch import Grid, ProcessorOutput
 from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ConfigError
 from dhp.core.graph import HIDDEN_STATES
-from dhp.models.clips import CHUNK, clip_forms, count_tokens
-from dhp.models.contract.pictures import arrays_of
+from dhp.models.contract.random_pictures import arrays_of
 from dhp.models.decoder import having
 from dhp.models.flops import AudioWork
+from dhp.models.processor import CHUNK, clip_forms, count_tokens
 from dhp.models.tower import ChunkEnd, Tower, TowerInputs, leave_forward
 from dhp.models.types import Chunk, ImageLayout, LayerParts, held_layers
 

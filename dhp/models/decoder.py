@@ -19,14 +19,23 @@ from dhp.config.model_rules import (
     check_tensor,
     shares_sequence,
 )
-from dhp.config.part import PartConfig
 from dhp.config.parts import resolved
+from dhp.config.schema import PartConfig
+from dhp.core.batch import LogitRule
 from dhp.core.errors import ConfigError, ModelError
-from dhp.core.generation import LogitRule
 from dhp.models.flops import TextWork, text_work
-from dhp.models.part import Part
 from dhp.models.tower import EMBEDDINGS
-from dhp.models.types import BlockRule, Chunk, DecoderInputs, Experts, HeadShape, LayerParts, find_experts, held_layers
+from dhp.models.types import (
+    BlockRule,
+    Chunk,
+    DecoderInputs,
+    Experts,
+    HeadShape,
+    LayerParts,
+    Part,
+    find_experts,
+    held_layers,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,24 +1,35 @@
-"""Writes a whole model from its parts' weights as an ordinary Hugging Face directory."""
+"""Exports weights as a Hugging Face directory: whole, adapters merged, or adapters alone."""
 
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
-from dhp.core.errors import ModelError
+from dhp.core.errors import ConfigError, ModelError
+from dhp.core.parameters import ADAPTER, AdapterSettings, is_adapter, plain_name
 from dhp.models.config_file import read_config, set_dtype, set_text, write_config
+from dhp.models.family import Family
 from dhp.models.load import model_class
+from dhp.models.lora import adapted_modules, add_adapters, find_targets
 from dhp.models.pretrained import auxiliary_files, name_accelerator
+from dhp.models.registry import load_family
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 _Content = tuple[tuple[int, ...], int]  # a tensor's shape, and the crc32 of its bytes
 
@@ -116,3 +127,175 @@ def _copy_beside(files: Sequence[Path], out_dir: Path) -> None:
     for file in files:
         if file.name != "config.json":
             shutil.copy(file, out_dir / file.name)
+
+
+Adapters = Mapping[str, AdapterSettings]  # by part
+FILE, PREFIX = "adapter_model.safetensors", "base_model.model."  # file of peft's; the prefix of names in it
+
+
+def merge(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters) -> dict[str, Tensor]:
+    """All weights of the model of `model_dir`, with what was trained: adapters added to their matrices by peft's own
+    arithmetic, other weights in the place of the model's. In the directory's number format, rounded once.
+
+    weights: of a checkpoint, by name. Raises ModelError where they are another model's, ConfigError for adapters of
+    matrices in four bits.
+    """
+    _refuse_quantized(adapters)
+    model = _load(model_dir)
+    formats = {name: tensor.dtype for name, tensor in _held(model).items()}
+    for parameter in model.parameters():  # or 16 bits would round the adapters, their product and the sum
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    for part, own in _targets(model, load_family(model_dir), adapters).items():
+        add_adapters(model, own, adapters[part], seed=0)
+    _fill(model, weights, model_dir)
+    for _, layer in adapted_modules(model):
+        layer.merge(safe_merge=True)
+    held = {plain_name(name): tensor for name, tensor in _held(model).items() if not is_adapter(name)}
+    return {name: tensor.detach().to(formats[name]) for name, tensor in held.items()}
+
+
+def _held(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+
+
+def save_adapter(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters, out_dir: Path) -> int:
+    """Write `weights` as an ordinary adapter of peft's, which `PeftModel.from_pretrained(model, out_dir)` loads; how
+    many tensors.
+
+    Other weights than adapters that are not as in the model of `model_dir` come along, module by module (peft's
+    modules_to_save). Raises ModelError where peft has no way to say what was trained, or would read something else.
+    """
+    if out_dir.exists() and any(out_dir.iterdir()):
+        raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
+    model = _load(model_dir)
+    targets = _targets(model, load_family(model_dir), adapters)
+    whole = _changed_modules(model, {n: tensor for n, tensor in weights.items() if not is_adapter(n)})
+    config = _peft_config(model_dir, targets, adapters, list(whole))
+    trained = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
+    kept = trained | {name: tensor for own in whole.values() for name, tensor in own.items()}
+    named = {_peft_name(name): tensor.contiguous() for name, tensor in kept.items()}
+    _check_read(model, config, named, trained)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(out_dir))
+    save_file(named, out_dir / FILE, metadata={"format": "pt"})
+    shutil.copymode(out_dir / "adapter_config.json", out_dir / FILE)  # safetensors lets its owner alone read it
+    return len(named)
+
+
+def _load(model_dir: str) -> PreTrainedModel:
+    try:
+        return model_class(model_dir).from_pretrained(model_dir, dtype="auto")
+    except OSError as error:
+        raise ModelError(
+            f"{model_dir}: the model that the adapters belong to cannot be read ({error}). Say by --base where it is"
+        ) from error
+
+
+def _peft_config(
+    model_dir: str, targets: Mapping[str, tuple[str, ...]], adapters: Adapters, whole: list[str]
+) -> PeftConfig:
+    """One configuration for all parts: the last part's; rank and alpha of others may differ."""
+    from peft import LoraConfig
+
+    (*others, last), every = targets, {name: part for part, own in targets.items() for name in own}
+    for other in others:
+        if (adapters[other].dora, adapters[other].rslora) != (adapters[last].dora, adapters[last].rslora):
+            raise ModelError(
+                f"the adapters of {other} and {last} differ in dora or rslora, of which an adapter of peft's has one "
+                "for all. Export without --adapter: they are merged into the model then"
+            )
+    own = adapters[last]
+    return LoraConfig(
+        r=own.rank,
+        lora_alpha=own.alpha,
+        lora_dropout=own.dropout,
+        use_dora=own.dora,
+        use_rslora=own.rslora,
+        target_modules=list(every),
+        rank_pattern={name: adapters[part].rank for name, part in every.items() if part != last},
+        alpha_pattern={name: adapters[part].alpha for name, part in every.items() if part != last},
+        modules_to_save=whole or None,
+        base_model_name_or_path=model_dir,
+        inference_mode=True,
+    )
+
+
+def _changed_modules(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Modules of which some weight is no longer the model's, with all of their weights."""
+    held = dict(model.named_parameters())
+    changed = [n for n, tensor in weights.items() if n not in held or not torch.equal(held[n].to(tensor), tensor)]
+    found = {}
+    for name in changed:
+        owner = plain_name(name).rpartition(".")[0]
+        module = model.get_submodule(owner)
+        if plain_name(name) != name or any(module.children()):
+            raise ModelError(
+                f"{plain_name(name)} was trained beside the adapters, which no adapter of peft's can say: it keeps "
+                "other weights as whole modules. Export without --adapter: the adapters are merged into the model then"
+            )
+        own = {n: p.detach() for n, p in module.named_parameters(prefix=owner)}
+        found[owner] = {n: weights.get(n, value) for n, value in own.items()}
+    return found
+
+
+def _check_read(
+    model: PreTrainedModel, config: PeftConfig, named: dict[str, Tensor], trained: Mapping[str, Tensor]
+) -> None:
+    """Load the adapter with peft into the model, which is of no further use then. named: tensors as in the file.
+    trained: adapters by their names here. Raises ModelError unless each is loaded where it was trained."""
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the loaded weights are checked below
+            by_peft = get_peft_model(model, deepcopy(config))
+            set_peft_model_state_dict(by_peft, named)
+    except ValueError as error:
+        raise ModelError(_tell_other(model, str(error))) from error
+    read = {name.removeprefix(PREFIX): p for name, p in by_peft.named_parameters() if is_adapter(name)}
+    other = [n for n, tensor in trained.items() if n not in read or not torch.equal(read[n].to(tensor), tensor)]
+    other += [name for name in read if name not in trained]
+    if other:
+        raise ModelError(_tell_other(model, f"{plain_name(other[0])} would be another"))
+
+
+def _tell_other(model: PreTrainedModel, what: str) -> str:
+    return (
+        f"peft would not read these adapters of a {model.config.model_type} model as they were trained ({what}): in "
+        "some kinds with experts it takes names as gate_proj for those of experts, wherever they stand. Export without "
+        "--adapter: the adapters are merged into the model then"
+    )
+
+
+def _refuse_quantized(adapters: Adapters) -> None:
+    rounded = [part for part, asked in adapters.items() if asked.quantization is not None]
+    if rounded:
+        raise ConfigError(
+            f"the adapters of {', '.join(rounded)} were trained beside matrices in four bits "
+            f"({rounded[0]}.lora.quantization); added to those of the model they would not compute what was trained. "
+            "Export them by --adapter, and load them beside the model in four bits: docs/what-is-trained.md#adapters"
+        )
+
+
+def _targets(model: nn.Module, family: Family, adapters: Adapters) -> dict[str, tuple[str, ...]]:
+    return {part: find_targets(model, family.parts[part], asked) for part, asked in adapters.items()}
+
+
+def _fill(model: nn.Module, weights: Mapping[str, Tensor], model_dir: str) -> None:
+    held = dict(model.named_parameters(remove_duplicate=False))
+    other = [n for n, tensor in weights.items() if n not in held or held[n].shape != tensor.shape]
+    missing = [n for n in held if is_adapter(n) and n not in weights]
+    if other or missing:
+        raise ModelError(
+            f"{model_dir} is not the model that these adapters were trained beside: it lacks {other[:3]} in their "
+            f"shapes, and they lack {missing[:3]}. Give the directory of that model by --base"
+        )
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            held[name].copy_(tensor)
+
+
+def _peft_name(name: str) -> str:
+    name = plain_name(name)
+    for piece in ("lora_A", "lora_B"):
+        name = name.replace(f".{piece}.{ADAPTER}.weight", f".{piece}.weight")
+    return PREFIX + name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")

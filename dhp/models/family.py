@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dhp.models.decoder import Decoder
-    from dhp.models.part import Part
     from dhp.models.processor import Processor
     from dhp.models.tower import Tower
+    from dhp.models.types import Part
 
 VISION = "vision"  # the part that every family has besides its decoder
 

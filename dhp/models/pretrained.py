@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 from typing import Any
 from zipfile import is_zipfile
 
-from dhp.config.shipped import shipped_directory
+from dhp.config.devices import shipped_directory
 from dhp.core.errors import ModelError
 
 

@@ -1,12 +1,22 @@
-"""The model families that can be split, by the `model_type` of config.json."""
+"""Registers model families by `model_type`, and imports a user's modules that add some."""
 
 from __future__ import annotations
 
+import os
+import pkgutil
 import re
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from dhp.core.errors import ModelError
+from dhp.core.errors import ConfigError, ModelError
+from dhp.core.kinds import registered
+from dhp.core.text import did_you_mean, nearest, one_line
 from dhp.models.pretrained import read_model_config
 
 if TYPE_CHECKING:
@@ -49,8 +59,8 @@ def load_family(model_name: str) -> Family:
             module, name = FAMILIES[config.model_type]
             family: Family = getattr(import_module(f"dhp.models.families.{module}"), name)(config)
             return family
-        from dhp.models.contract.family import generic
-        from dhp.models.contract.structure import family_class
+        from dhp.models.contract.contract import family_class
+        from dhp.models.contract.find import generic
 
         family_class(config)  # first, as nothing helps a family without the contract
         _refuse_dropout(config)
@@ -80,7 +90,7 @@ def _refuse_dropout(config: Any) -> None:
 
 def _refuse_chance(config: Any) -> None:
     """Raises ModelError for a configuration whose layers draw random numbers in training: of a family with an adapter
-    of its own. Another's layers are run, and their generator looked at (`dhp.models.contract.twin_model`)."""
+    of its own. Another's layers are run, and their generator looked at (`dhp.models.contract.twin`)."""
     parts = [getattr(config, name, None) for name in ("vision_config", "text_config", "audio_config")]
     for part in (one for one in parts if one is not None):
         for name, rate in vars(part).items():
@@ -91,3 +101,67 @@ def _refuse_chance(config: Any) -> None:
                     "what one rank drew no other can draw again, nor a layer that is recomputed. Set it to 0 in the "
                     "model's config.json"
                 )
+
+
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+def import_plugins(names: Sequence[str], said: str = "plugins") -> None:
+    """Import modules, each of which registers a vision-language model with transformers, or an objective with dhp.
+    said: the key or the option that names them.
+
+    Raises ConfigError for what is no module's name, ModelError for one that cannot be imported, and for one that
+    registers nothing.
+    """
+    for name in names:
+        if _DOTTED.fullmatch(name) is None or name.endswith(".py"):
+            raise ConfigError(
+                f"{said}={name} is no name of a Python module. Write it as in an import, as my_family for "
+                "my_family.py, and start with PYTHONPATH=FOLDER, its folder"
+            )
+        if not _registers(_imported(name, said)):
+            raise ModelError(
+                f"{said}={name}: the module registers no vision-language model and no objective. When it is imported "
+                "it should call AutoConfig.register(model_type, Config) and "
+                "AutoModelForImageTextToText.register(Config, Model), as examples/new_family/mixer_vl.py does, or add "
+                "to dhp.OBJECTIVES"
+            )
+
+
+def import_on_rank(names: Sequence[str]) -> None:
+    """The same in an actor, whose node may lack what the driver's has. Errors name the node."""
+    import_plugins(names, f"on the node {socket.gethostname()}, plugins")
+
+
+def _imported(name: str, said: str) -> ModuleType:
+    try:
+        with redirect_stdout(sys.stderr):  # what it prints is no part of a command's answer
+            return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise ModelError(f"{said}={name}: {_not_found(error.name)}") from error
+        raise ModelError(f"{said}={name}: it imports {error.name}, which is not installed here") from error
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise ModelError(f"{said}={name}: the module fails when it is imported ({why}). Correct it") from error
+
+
+def _not_found(missing: str) -> str:
+    """What to do about a module that Python does not find."""
+    if Path(f"{missing.replace('.', os.sep)}.py").is_file():
+        return f"{missing}.py lies in this folder, where Python does not look. Start with PYTHONPATH={os.getcwd()}"
+    near = did_you_mean([nearest(missing, (module.name for module in pkgutil.iter_modules()))])
+    return (
+        f"there is no module {missing} here. Install it on every node, or start with PYTHONPATH=FOLDER, where it lies"
+        f"{near}"
+    )
+
+
+def _registers(module: ModuleType) -> bool:
+    """Whether a registered class is the module's, or of another module of its package."""
+    from transformers import AutoModelForImageTextToText
+
+    own = {id(value) for value in vars(module).values()}
+    kinds = [*AutoModelForImageTextToText._model_mapping._extra_content.values(), *registered()]
+    package = module.__name__.partition(".")[0]
+    return any(id(kind) in own or kind.__module__.partition(".")[0] == package for kind in kinds)

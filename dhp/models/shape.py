@@ -1,17 +1,30 @@
-"""The shape of a model without its weights: its parameters, those that a rank holds, and sizes of a decoder's pieces.
-
-They are counted by `dhp.models.empty`, which brings modeling code along; these values bring nothing.
-"""
+"""The shape of a model without weights: parameters, hidden matrices, the products that training computes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from dhp.core.parameters import ADAFACTOR, ADAMW, MUON, PERSISTENT_ELEMENTS
-from dhp.core.state_forms import MOMENTS
-from dhp.models.types import Chunk, held_layers
+from dhp.config.parts import DECODER
+from dhp.core.parameters import (
+    ADAFACTOR,
+    ADAMW,
+    MOMENTS,
+    MUON,
+    PERSISTENT_ELEMENTS,
+    TrainingRules,
+    is_adapter,
+    is_inside,
+    plain_name,
+)
+from dhp.models.family import Family
+from dhp.models.flops import MatmulShare, TrainedShare
+from dhp.models.types import Chunk, LayerParts, Part, held_layers
+
+if TYPE_CHECKING:
+    from dhp.models.types import Experts
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class HeldParameter:
     total: numbers that it has; own: of these, on the rank; split: other ranks hold the rest. trains: it is trained.
     quantized: it is kept in four bits.
 
-    shape: of the whole. matrix: it is one of a hidden layer (`dhp.models.hidden_matrices`).
+    shape: of the whole. matrix: it is one of a hidden layer (`dhp.models.shape`).
     """
 
     names: tuple[str, ...]
@@ -135,3 +148,127 @@ class DecoderSizes:
         ends = self.embedding * first + (self.norm + self.head) * last
         twice = self.head if self.tied and first and last else 0
         return ends - twice + sum(self.layers[layer] for layer in held_layers(chunks))
+
+
+_WEIGHT = "weight"  # at the end of a matrix's name: Gemma 3's projection has it behind an underscore
+_EMBEDS = "embed"  # in the name of what embeds tokens, patches or positions
+
+
+def hidden_matrices(shapes: Mapping[str, Sequence[int]], family: Family) -> frozenset[str]:
+    """Names of the matrices among parameters of these shapes: weights with two axes of a part's layers, and outside of
+    them of all that neither embeds nor is the head. A stack of experts' matrices has three axes."""
+    paths = [part.layers.path for part in family.parts.values()]
+    matrices = (name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(_WEIGHT))
+    return frozenset(name for name in matrices if is_inside(name, paths) or not _is_end(name, family))
+
+
+def _is_end(name: str, family: Family) -> bool:
+    return _EMBEDS in name or is_inside(name, (family.decoder.embedding, family.decoder.head))
+
+
+_ENTERING, _LAYERS, _ENDING = range(3)  # regions of a part
+_NORM, _INTO_ATTENTION, _OUT_OF_ATTENTION, _INTO_MLP, _REST = range(-1, 4)  # places within a layer; norms: anywhere
+_FIRST = (-1.0, 0.0)  # the place of what comes before all
+_READS = "lora_A"  # of an adapter's two matrices, the one that reads the input of the adapted matrix
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter. region, place: where states reach it. size: multiply-adds of each row; 0 if it is no matrix.
+
+    reads: it multiplies the states that reach its place; else the output of its adapter's first matrix.
+    """
+
+    region: int
+    place: tuple[int, int]
+    size: float
+    trained: bool
+    adapter: bool
+    reads: bool
+
+
+def find_passes(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> dict[str, TrainedShare]:
+    """The trained share of each part. family: with the parts of the run; parameters: all of its model's."""
+    used = [one for one in parameters if one.used]
+    handed = any(rules.trains(one.name) for one in used if one.part != DECODER)
+    found = {}
+    for name, part in family.parts.items():
+        own = [one for one in used if one.part == name]
+        experts = family.decoder.experts if name == DECODER else None
+        found[name] = _passes(list(_weights(own, part, experts, rules)), handed and name == DECODER)
+    return found
+
+
+def _passes(weights: Sequence[_Weight], before: bool) -> TrainedShare:
+    """before: whether what enters the part has a gradient."""
+    products, attention = [], 0.0
+    for region in (_ENTERING, _LAYERS, _ENDING):
+        own = [weight for weight in weights if weight.region == region]
+        trained = [weight.place for weight in own if weight.trained]
+        first = _FIRST if before else min(trained, default=(math.inf, 0.0))
+        products.append(_products(own, first))
+        if region == _LAYERS:
+            layers = {weight.place[0] for weight in own}
+            attention = sum(first <= (layer, _INTO_ATTENTION) for layer in layers) / max(len(layers), 1)
+        before = before or bool(trained)
+    return TrainedShare(*products, attention)
+
+
+def _products(weights: Sequence[_Weight], first: tuple[float, float]) -> MatmulShare:
+    """first: the first place that trains anything; states behind it have gradients."""
+    whole = sum(weight.size for weight in weights if not weight.adapter)
+    if not whole:
+        return MatmulShare()
+    inputs = sum(weight.size for weight in weights if weight.place > first or not weight.reads)
+    trained = sum(weight.size for weight in weights if weight.trained)
+    return MatmulShare(sum(weight.size for weight in weights) / whole, inputs / whole, trained / whole)
+
+
+def _weights(own: Sequence[Parameter], part: Part, experts: Experts | None, rules: TrainingRules) -> Iterator[_Weight]:
+    """own: the part's, in the model's order."""
+    matrices = {_module(one.name) for one in own if len(one.shape) > 1}
+    head = getattr(part, "head", None)
+    behind = (*part.projector, *([head] if head else []))
+    numbers: dict[str, int] = {}  # of modules outside of the layers, in that order
+    passed = False
+    for one in own:
+        module, adapter = _module(one.name), is_adapter(one.name)
+        about = (_size(one, experts), rules.trains(one.name), adapter, not adapter or _READS in one.name)
+        if is_inside(one.name, [part.layers.path]):
+            number, _, inside = module.removeprefix(f"{part.layers.path}.").partition(".")
+            passed = True
+            yield _Weight(_LAYERS, (int(number), _place(inside, module in matrices, part.layers)), *about)
+            continue
+        place = (0, numbers.setdefault(module, len(numbers)))
+        leads_out = any(is_inside(name, behind) for name in (one.name, *one.also))
+        if not (passed or is_inside(one.name, behind)):
+            yield _Weight(_ENTERING, place, *about)
+        if passed or leads_out:  # an embedding that is the head too does both
+            yield _Weight(_ENDING, place, *about)
+
+
+def _module(name: str) -> str:
+    """The module of the plain model that a parameter, or its adapter's, belongs to."""
+    pieces = plain_name(name).split(".")
+    adapter = next((at for at, piece in enumerate(pieces) if piece.startswith("lora_")), len(pieces) - 1)
+    return ".".join(pieces[:adapter])
+
+
+def _place(inside: str, matrix: bool, layers: LayerParts) -> int:
+    """The place of a module inside a layer. matrix: it has one."""
+    if inside in layers.projections:
+        return _OUT_OF_ATTENTION if inside == layers.projections[-1] else _INTO_ATTENTION
+    if is_inside(inside, layers.mlp):
+        return _INTO_MLP
+    if matrix:
+        return _REST
+    attentions = {name.rpartition(".")[0] for name in layers.projections} - {""}
+    return _INTO_ATTENTION if inside.rpartition(".")[0] in attentions else _NORM
+
+
+def _size(one: Parameter, experts: Experts | None) -> float:
+    """Multiply-adds a row; of experts that are one matrix, for as many as a token visits."""
+    if len(one.shape) < 2:
+        return 0.0
+    share = experts.visits / experts.count if experts and len(one.shape) == 3 else 1.0
+    return one.size * share

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from dhp.core.generation import LogitRule
+from dhp.core.batch import LogitRule
 from dhp.data.sample.sample import Sample
 from dhp.parallel.tensor.loss import PLAIN
 

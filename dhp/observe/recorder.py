@@ -11,7 +11,6 @@ from typing import Any
 
 from dhp.core.errors import ConfigError, RecordError
 from dhp.core.process import say_line
-from dhp.observe.events import END, EVALUATION, START, EventWriter
 from dhp.observe.loggers import Loggers
 from dhp.observe.metrics import (
     AnswerMetrics,
@@ -25,8 +24,17 @@ from dhp.observe.metrics import (
     read_record,
 )
 from dhp.observe.planned import Beside, Planned
-from dhp.observe.ranks import RankLine, RankWriter, keep_rank_lines
-from dhp.observe.stragglers import RankShare, Stragglers
+from dhp.observe.ranks import (
+    END,
+    EVALUATION,
+    START,
+    EventWriter,
+    RankLine,
+    RankShare,
+    RankWriter,
+    Stragglers,
+    keep_rank_lines,
+)
 from dhp.observe.summary import StepTotals, Summary, write_summary
 from dhp.observe.terminal import Progress, answer_line, closing_table, eval_line
 from dhp.observe.trace import TraceWriter
@@ -126,7 +134,7 @@ class Recorder:
             self._ranks.write(line)
 
     def note(self, event: str, step: int, seconds: float | None = None, text: str = "") -> None:
-        """Something happened beside steps: see `dhp.observe.events`."""
+        """Something happened beside steps: see `dhp.observe.ranks`."""
         if self._events is not None:
             with self.writing():
                 self._events.write(event, step, seconds, text)

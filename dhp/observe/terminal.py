@@ -14,9 +14,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from dhp.core.axes import AXES
-from dhp.core.command import own_command
 from dhp.core.reports import KernelUse
-from dhp.core.text import harmless, shown
+from dhp.core.text import harmless, own_command, shown
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, StepMetrics
 from dhp.observe.summary import Summary
 

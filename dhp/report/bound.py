@@ -1,17 +1,151 @@
-"""What bounds a run: each cause with the share of a step that would go if it were not, and what to change."""
+"""Says what bounds a run: where each rank's time went, what would win it back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dhp.core.axes import AXES, SAMPLES
-from dhp.observe.stragglers import SLOW
-from dhp.report.record import Record
-from dhp.report.split import StageTimes, Times
+from dhp.observe.metrics import StepMetrics
+from dhp.observe.ranks import COMM, SAVE, SLOW, RankLine
+from dhp.report.record import RunRecord
+
+WARM_UP = 2  # steps that do not count: kernels are made ready, and caches filled
+DATA, FORWARD, BACKWARD, COLLECTIVE = "data", "forward", "backward", "collective"
+WAITING, OPTIMIZER, CHECKPOINT = "waiting for others", "optimizer", "checkpoint"
+KINDS = (DATA, FORWARD, BACKWARD, COLLECTIVE, WAITING, OPTIMIZER, CHECKPOINT)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of a stage's ranks, [steps, ranks], in some of the steps. own: in which a rank computed; comm: in
+    collectives, waiting for its stage's other ranks among it. apart: the two are measured apart; else, as on GPUs, own
+    has both and comm is 0. work: relative to the stage's mean rank; None where it is not known."""
+
+    steps: Sequence[int]
+    own: np.ndarray
+    comm: np.ndarray
+    work: np.ndarray | None
+    apart: bool
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of a step in which the stage was at work, in the mean."""
+        return float((self.own + self.comm).max(axis=1).mean())
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of a step that collectives take themselves: of the rank that waits least for the others in them."""
+        return float(self.comm.min(axis=1).mean())
+
+    @property
+    def pace(self) -> np.ndarray:
+        """[steps, ranks]: seconds over work, relative to the median of the stage's ranks in that step; NaN where a rank
+        had no work."""
+        work = np.ones_like(self.own) if self.work is None else self.work
+        with np.errstate(divide="ignore", invalid="ignore"):
+            each = np.where(work > 0, self.own / work, np.nan)
+            middle = np.array([np.nanmedian(row) if np.isfinite(row).any() else np.nan for row in each])
+            return each / middle[:, None]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of the steps that count. step_s, data_s: of each of them. save_s: seconds in which training waited for
+    checkpoints, in all. stages: those of which ranks are known."""
+
+    lines: Sequence[RankLine]
+    steps: Sequence[StepMetrics]
+    step_s: np.ndarray
+    data_s: np.ndarray
+    save_s: float
+    stages: Mapping[str, StageTimes]
+
+    @property
+    def mean_s(self) -> float:
+        """Of a step, with its share of the checkpoints."""
+        return float(self.step_s.mean()) + self.save_s / len(self.step_s)
+
+
+def times_of(record: RunRecord) -> Times | None:
+    """Times of the steps behind the first `WARM_UP` of each attempt; None where none is known."""
+    warm = {step + 1 + n for step in _begins(record) for n in range(WARM_UP)}
+    timed = [one for one in record.steps if one.step_s is not None]
+    steps = [one for one in timed if one.step not in warm] or timed
+    if not steps:
+        return None
+    known = {one.step for one in steps}
+    lines = [line for line in record.ranks if line.step in known]
+    # Of the newest attempt's, and but for the last step's: a checkpoint at the end is one in a run, however long.
+    waits = {one.step: one.seconds or 0.0 for one in record.events if one.event == SAVE and one.step in known}
+    saved = sum(seconds for step, seconds in waits.items() if step != record.steps[-1].step)
+    step_s, data_s = (np.array([getattr(one, name) or 0.0 for one in steps]) for name in ("step_s", "data_s"))
+    return Times(lines, steps, step_s, data_s, saved, _stages(lines))
+
+
+def _begins(record: RunRecord) -> list[int]:
+    return [0, *(one.step for one in record.events if one.event == "start")]
+
+
+def _stages(lines: Sequence[RankLine]) -> dict[str, StageTimes]:
+    found: dict[str, StageTimes] = {}
+    if not lines:
+        return found
+    for name in lines[-1].seconds:
+        ranks = len(next(iter(lines[-1].seconds[name].values()), ()))
+        of = [line for line in lines if _is_of(line.seconds.get(name, {}), ranks)]  # in the last attempt's layout
+        if not ranks or not of:
+            continue
+        own = np.array([
+            np.sum([value for kind, value in line.seconds[name].items() if kind != COMM], axis=0) for line in of
+        ])  # fmt: skip
+        comm = np.array([line.seconds[name].get(COMM, [0.0] * ranks) for line in of])
+        work = [line.work.get(name) for line in of]
+        known = None if any(one is None or len(one) != ranks for one in work) else np.array(work, dtype=float)
+        apart = all(COMM in line.seconds[name] for line in of)
+        found[name] = StageTimes([line.step for line in of], own, comm, known, apart)
+    return found
+
+
+def _is_of(seconds: Mapping[str, Sequence[float]], ranks: int) -> bool:
+    """Whether something that so many ranks did was measured."""
+    return set(seconds) - {COMM} != set() and all(len(of) == ranks for of in seconds.values())
+
+
+def split_by_rank(times: Times) -> dict[str, dict[str, float]]:
+    """Seconds of a mean step by rank and kind (`KINDS`), which add up to the step; what is left is waiting."""
+    found: dict[str, dict[str, float]] = {}
+    step_s, data_s = float(times.step_s.mean()), float(times.data_s.mean())
+    for name in times.stages:
+        known = set(times.stages[name].steps)
+        lines = [line.seconds[name] for line in times.lines if line.step in known]
+        for rank in range(times.stages[name].own.shape[1]):
+            spent = {kind: float(np.mean([of.get(kind, [0.0] * (rank + 1))[rank] for of in lines])) for kind in _RANKS}
+            own = {_RANKS[kind]: seconds for kind, seconds in spent.items()}
+            waiting = max(0.0, step_s - data_s - sum(own.values()))
+            row = {DATA: data_s, **own, WAITING: waiting, CHECKPOINT: times.save_s / len(times.step_s)}
+            found[f"{name} rank {rank}"] = {kind: row[kind] for kind in KINDS}
+    return found
+
+
+_RANKS = {"forward": FORWARD, "backward": BACKWARD, COMM: COLLECTIVE, "optimizer": OPTIMIZER}  # of RankLine → of KINDS
+
+
+def pace_rows(times: Times) -> tuple[list[str], list[int], np.ndarray]:
+    """Names of all ranks, the steps, and each rank's seconds over its work relative to its stage's median, [ranks,
+    steps]."""
+    names, rows, steps = [], [], [line.step for line in times.lines]
+    at = {step: number for number, step in enumerate(steps)}
+    for name, stage in times.stages.items():
+        pace = np.full((len(steps), stage.own.shape[1]), np.nan)
+        pace[[at[step] for step in stage.steps]] = stage.pace
+        names += [f"{name} rank {rank}" for rank in range(pace.shape[1])]
+        rows.append(pace.T)
+    return names, steps, np.concatenate(rows) if rows else np.zeros((0, len(steps)))
+
 
 HEALTHY = 0.1  # of a step: what could be gained less than this bounds no run
 LONG = 1.5  # times the median of the steps' operations and seconds: the step of a long sample
@@ -34,7 +168,7 @@ class Cause:
         return 1 / max(1e-9, 1 - self.share)
 
 
-def find_causes(record: Record, times: Times) -> list[Cause]:
+def find_causes(record: RunRecord, times: Times) -> list[Cause]:
     """All that is known to take time, the largest share first."""
     if len(times.step_s) < NEEDED:
         return []
@@ -46,7 +180,7 @@ def find_causes(record: Record, times: Times) -> list[Cause]:
     return sorted((cause for cause in found if cause.share > 0), key=lambda cause: -cause.share)
 
 
-def sentence(record: Record, times: Times | None) -> str:
+def sentence(record: RunRecord, times: Times | None) -> str:
     """What bounds this run, what to change, and the gain that is expected of it."""
     if times is None or len(times.step_s) < NEEDED:
         return f"Too few steps to say what bounds this run: {NEEDED} are needed behind those that warm it up."
@@ -65,7 +199,7 @@ def sentence(record: Record, times: Times | None) -> str:
     )
 
 
-def _own_work(record: Record, times: Times) -> str:
+def _own_work(record: RunRecord, times: Times) -> str:
     """Which part computes most of the step, where its devices are those of the others, as a sentence; "": none."""
     own = _own_seconds(times)
     heavy = max(own, key=lambda name: own[name], default="")
@@ -100,7 +234,7 @@ def _not_judged(times: Times) -> str:
     )
 
 
-def _reading(record: Record, times: Times) -> Iterator[Cause]:
+def _reading(record: RunRecord, times: Times) -> Iterator[Cause]:
     share = float(times.data_s.sum()) / (times.mean_s * len(times.step_s))
     workers = record.config.get("data.num_workers", 0)
     yield Cause(
@@ -111,7 +245,7 @@ def _reading(record: Record, times: Times) -> Iterator[Cause]:
     )
 
 
-def _saving(record: Record, times: Times) -> Iterator[Cause]:
+def _saving(record: RunRecord, times: Times) -> Iterator[Cause]:
     keys = ("save_steps", "save_minutes", "save_epochs")
     every = next((key for key in keys if record.config.get(f"training.{key}")), "save_steps")
     now = record.config.get(f"training.{every}")
@@ -120,7 +254,7 @@ def _saving(record: Record, times: Times) -> Iterator[Cause]:
     yield Cause("save", share, "waiting for checkpoints", f"Save less often than training.{every}={now}{behind}")
 
 
-def _long_samples(record: Record, times: Times) -> Iterator[Cause]:
+def _long_samples(record: RunRecord, times: Times) -> Iterator[Cause]:
     """Steps that take much longer because they have much more to compute."""
     operations = np.array([sum((one.flops or {}).values()) for one in times.steps], dtype=float)
     if not operations.all():
@@ -159,7 +293,7 @@ def _slow_rank(name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
     )
 
 
-def _uneven(record: Record, name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
+def _uneven(record: RunRecord, name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
     """Ranks that have more work than others, which wait for them."""
     if stage.work is None or stage.work.shape[1] < 2:
         return
@@ -184,7 +318,7 @@ def _uneven(record: Record, name: str, stage: StageTimes, times: Times) -> Itera
     )
 
 
-def _exchanging(record: Record, name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
+def _exchanging(record: RunRecord, name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:
     if not stage.apart:
         return
     part = name.partition(".")[0]
@@ -205,7 +339,7 @@ def _exchanging(record: Record, name: str, stage: StageTimes, times: Times) -> I
     )
 
 
-def _heavy(record: Record, times: Times) -> Iterator[Cause]:
+def _heavy(record: RunRecord, times: Times) -> Iterator[Cause]:
     """A part that has fewer devices than the run, or more than its share of the time where parts work at once."""
     ranks = {name: stage.own.shape[1] for name, stage in times.stages.items()}
     busy = {name: stage.busy_s for name, stage in times.stages.items()}

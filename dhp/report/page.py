@@ -6,15 +6,13 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dhp.core.command import own_command
 from dhp.core.files import write_whole
-from dhp.report.bound import HEALTHY, find_causes, sentence
-from dhp.report.charts import Line, line_chart
-from dhp.report.drawing import PALETTE, Drawing
-from dhp.report.pictures import Gallery
-from dhp.report.record import Record, read_run
-from dhp.report.split import Times, times_of
+from dhp.core.text import own_command
+from dhp.report.bound import HEALTHY, Times, find_causes, sentence, times_of
+from dhp.report.charts import PALETTE, Drawing, Line, line_chart
+from dhp.report.record import RunRecord, read_run
 from dhp.report.tables import (
+    Gallery,
     SampleLoss,
     answers_beside,
     answers_table,
@@ -48,7 +46,7 @@ def write_report(runs: Sequence[Path], out: Path, png: Path | None = None) -> Pa
     return out
 
 
-def drawings(records: Sequence[Record]) -> list[Drawing]:
+def drawings(records: Sequence[RunRecord]) -> list[Drawing]:
     """All charts of the report on these runs."""
     if len(records) > 1:
         return list(_beside(records))
@@ -57,7 +55,7 @@ def drawings(records: Sequence[Record]) -> list[Drawing]:
     return [*timed, *memory_views(record), *learning_views(record, {}), *load_views(record)]
 
 
-def run_page(record: Record) -> str:
+def run_page(record: RunRecord) -> str:
     """The page about one run."""
     times, highest, gallery = times_of(record), highest_losses(record), Gallery(record.config)
     opened = opened_steps(record, highest)
@@ -78,7 +76,7 @@ def run_page(record: Record) -> str:
     return _page(f"{record.name}: {record.status}", parts)
 
 
-def runs_page(records: Sequence[Record]) -> str:
+def runs_page(records: Sequence[RunRecord]) -> str:
     """The page about several runs: what differs first."""
     known = [(record, times_of(record)) for record in records]
     facts = [figures(record, times) for record, times in known]
@@ -95,7 +93,7 @@ def runs_page(records: Sequence[Record]) -> str:
     return _page(" beside ".join(record.name for record in records), parts)
 
 
-def _beside(records: Sequence[Record]) -> Iterable[Drawing]:
+def _beside(records: Sequence[RunRecord]) -> Iterable[Drawing]:
     for key, title, unit in (
         ("loss", "Loss", "nats a token"),
         ("grad_norm", "Norm of the gradient before clipping", "nats a token"),
@@ -116,13 +114,13 @@ def _beside(records: Sequence[Record]) -> Iterable[Drawing]:
         yield line_chart("held_out", "Held-out loss", held, "nats a token")
 
 
-def _all(record: Record) -> str:
+def _all(record: RunRecord) -> str:
     """The dataset of the evaluation's lines about all datasets."""
     names = {one.dataset for one in record.evaluations}
     return "" if "" in names or not names else min(names)
 
 
-def _bound(record: Record, times: Times | None) -> str:
+def _bound(record: RunRecord, times: Times | None) -> str:
     causes = find_causes(record, times) if times is not None else []
     rows = [[safe(one.what), f"{one.share:.0%}", f"{one.faster:.2f} ×", safe(one.change)] for one in causes]
     more = table(["what takes time", "of a step", "a step without it", "change"], rows, "causes") if rows else ""
@@ -133,7 +131,7 @@ def _bound(record: Record, times: Times | None) -> str:
     )
 
 
-def _facts(record: Record, times: Times | None) -> str:
+def _facts(record: RunRecord, times: Times | None) -> str:
     rows = "".join(
         f"<tr><th>{safe(name)}</th><td>{safe(value)}</td></tr>" for name, value in figures(record, times).items()
     )
@@ -152,7 +150,7 @@ def _highest(highest: Sequence[SampleLoss], opened: dict[int, str], gallery: Gal
     )
 
 
-def _samples(record: Record, opened: dict[int, str], gallery: Gallery) -> str:
+def _samples(record: RunRecord, opened: dict[int, str], gallery: Gallery) -> str:
     if not opened:
         return ""
     shown = shlex.join(own_command("inspect", "sample", str(record.run_dir.absolute() / "config.yaml")))

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dhp.config.recorded import plain_values
-from dhp.config.suggestions import did_you_mean, nearest
+from dhp.config.run_dir import plain_values
 from dhp.core.errors import RecordError
-from dhp.observe.events import END, Event, read_events
+from dhp.core.text import did_you_mean, nearest
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_record
-from dhp.observe.ranks import RankLine, read_rank_lines
+from dhp.observe.ranks import END, Event, RankLine, read_events, read_rank_lines
 
 Kind = TypeVar("Kind", StepMetrics, EvalMetrics, AnswerMetrics)
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """One run's record.
 
     config: by dotted key. steps, evaluations, answers, ranks: oldest first. faults: one for each attempt that failed,
@@ -57,7 +56,7 @@ class Record:
         return []
 
 
-def read_run(run_dir: Path) -> Record:
+def read_run(run_dir: Path) -> RunRecord:
     """Read a run's directory. Raises RecordError where there is no run, or it has no step yet."""
     if run_dir.is_file():
         raise RecordError(f"{run_dir} is a file: give the run's directory, as {run_dir.parent}")
@@ -76,7 +75,7 @@ def read_run(run_dir: Path) -> Record:
     if not steps:
         ended = f". The run {summary.get('status')}: {summary['error']}" if summary and summary.get("error") else ""
         raise RecordError(f"{run_dir}/metrics.jsonl has no step yet: there is nothing to report on{ended}")
-    return Record(
+    return RunRecord(
         run_dir=run_dir,
         config=_config(run_dir / "config.yaml"),
         steps=steps,
@@ -90,7 +89,7 @@ def read_run(run_dir: Path) -> Record:
     )
 
 
-def ended_by_itself(record: Record) -> bool:
+def ended_by_itself(record: RunRecord) -> bool:
     """Whether the newest attempt wrote that it ended."""
     return bool(record.events) and record.events[-1].event == END
 

@@ -1,25 +1,122 @@
-"""The tables of a report: how a run ended, its events, the samples of its steps, its answers, what differs between
-runs."""
+"""Tables of a report, and samples as small pictures."""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dhp.core.errors import DataError
+from dhp.core.files import is_remote
 from dhp.core.text import harmless
-from dhp.observe.events import NONFINITE
+from dhp.data.media.images import open_image
+from dhp.data.media.sources import Video, files_of
+from dhp.data.read.annotations import Annotations, read_annotations
+from dhp.data.read.records import ANSWERS, Record
 from dhp.observe.metrics import AnswerMetrics, StepMetrics
-from dhp.report.pictures import Gallery
-from dhp.report.record import Record
-from dhp.report.split import Times
+from dhp.observe.ranks import NONFINITE
+from dhp.report.bound import Times
+from dhp.report.record import RunRecord
 from dhp.report.views import MIB, sent_bytes
+
+SIDE = 96  # pixels of the longer side
+MOST_PICTURES = 3  # of a sample
+MOST_TEXT = 160  # characters of a question or an answer
+MOST_BYTES = 1_000_000  # of all pictures of a page
+MOST_S = 10.0  # that drawing takes: files may be on a slow disk, and a run's end waits for the page
+MOST_ANNOTATIONS = 256 * 2**20  # bytes of a file: opening a larger one would hold up the end of a run
+_REGISTRY = "data.data_registry."
+
+
+class Gallery:
+    """Draws samples while there is room on the page. What cannot be read any more, or lies behind an address, is left
+    out."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        """config: of the run, by dotted key."""
+        self._config, self._room, self._until = config, MOST_BYTES, time.monotonic() + MOST_S
+        self._opened: dict[str, Annotations | None] = {}
+
+    def sample(self, dataset: str, row: int) -> str:
+        """HTML about a sample: its pictures, what is asked and what is answered. row: from 0. "": nothing is known."""
+        record = self._record(dataset, row)
+        if record is None:
+            return ""
+        texts = (_text(record, answers) for answers in (False, True))
+        asked, answered = (escape(harmless(text)) for text in texts)
+        return f'<div class="sample">{self._images(record)}<span>{asked}<br><b>{answered}</b></span></div>'
+
+    def images(self, dataset: str, row: int) -> str:
+        """HTML of its pictures alone."""
+        record = self._record(dataset, row)
+        return "" if record is None else self._images(record)
+
+    def _record(self, dataset: str, row: int) -> Record | None:
+        if dataset not in self._opened:
+            self._opened[dataset] = self._open(dataset)
+        annotations = self._opened[dataset]
+        try:
+            return None if annotations is None or row >= len(annotations) else annotations.record(row)
+        except (DataError, OSError):
+            return None
+
+    def _open(self, dataset: str) -> Annotations | None:
+        prefix = f"{_REGISTRY}{dataset}."
+        entry = {key[len(prefix) :]: value for key, value in self._config.items() if key.startswith(prefix)}
+        path, folder = str(entry.get("annotation_path") or ""), str(entry.get("data_path") or "")
+        # A folder's shards are read through to be counted.
+        if not path or is_remote(path) or is_remote(folder) or not Path(path).is_file():
+            return None
+        if Path(path).stat().st_size > MOST_ANNOTATIONS:
+            return None
+        columns = {key.partition(".")[2]: str(value) for key, value in entry.items() if key.startswith("columns.")}
+        root = Path(folder) if folder else None
+        try:
+            return read_annotations(dataset, Path(path), root, str(entry.get("format", "auto")), False, columns)
+        except (DataError, OSError):
+            return None
+
+    def _images(self, record: Record) -> str:
+        found = [part for part in record.media if not isinstance(part, Video)]
+        drawn = "".join(self._image(files_of(part)[0]) for part in found[:MOST_PICTURES])
+        return drawn + (f"<i>and {len(record.media) - MOST_PICTURES} more</i>" if len(found) > MOST_PICTURES else "")
+
+    def _image(self, file: Any) -> str:
+        if self._room <= 0 or time.monotonic() > self._until:
+            return ""
+        try:
+            image = open_image(file)
+        except (DataError, OSError):
+            return "<i>a picture that cannot be read</i>"
+        image.thumbnail((SIDE, SIDE))
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=80)
+        address = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        self._room -= len(address)
+        return f'<img src="{address}" width="{image.width}" height="{image.height}" alt="">'
+
+
+def _text(record: Record, answers: bool) -> str:
+    parts = [
+        part
+        for turn in record.turns
+        if (turn.role == ANSWERS) == answers
+        for part in turn.parts
+        if isinstance(part, str)
+    ]
+    text = " ".join(" ".join(parts).split())
+    return text if len(text) <= MOST_TEXT else text[:MOST_TEXT] + " …"
+
 
 MOST_OPENED = 60  # steps whose samples are listed
 MOST_ROWS = 100  # samples of a step that are listed
@@ -45,7 +142,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], classes: str = "")
     )
 
 
-def figures(record: Record, times: Times | None) -> dict[str, str]:
+def figures(record: RunRecord, times: Times | None) -> dict[str, str]:
     """The figures of a run by name, as they are shown at its head."""
     last, summary = record.steps[-1], record.summary or {}
     evaluated = [one for one in record.evaluations if one.step == record.evaluations[-1].step]
@@ -79,7 +176,7 @@ class SampleLoss:
     row: int
 
 
-def highest_losses(record: Record) -> list[SampleLoss]:
+def highest_losses(record: RunRecord) -> list[SampleLoss]:
     """The samples of highest loss, each with its latest one: of the last epoch of a run of two or more, else of the
     last quarter of its steps, because in the untrained beginning most are high."""
     first = _late(record.steps)
@@ -111,7 +208,7 @@ def losses_table(found: Sequence[SampleLoss], opened: Mapping[int, str], gallery
     return table(["loss", "step", "dataset", "row, from 0", ""], rows, "samples")
 
 
-def opened_steps(record: Record, highest: Sequence[SampleLoss] = ()) -> dict[int, str]:
+def opened_steps(record: RunRecord, highest: Sequence[SampleLoss] = ()) -> dict[int, str]:
     """The steps whose samples are listed, and why: those whose loss, gradient norm or time is largest beside the steps
     around them, those of the `highest` samples, those that updated nothing, and others evenly."""
     samples = {line.step for line in record.ranks if line.samples}
@@ -143,7 +240,7 @@ def _outstanding(steps: Sequence[StepMetrics], name: str) -> list[int]:
     return [known[at][0] for at in order.tolist() if above[at] > 1]
 
 
-def samples_table(record: Record, opened: Mapping[int, str], gallery: Gallery) -> str:
+def samples_table(record: RunRecord, opened: Mapping[int, str], gallery: Gallery) -> str:
     """Each opened step with the rows of its samples, and of those that stand out some as they are."""
     lines = {line.step: line for line in record.ranks}
     metrics = {one.step: one for one in record.steps}
@@ -170,7 +267,7 @@ def _listed(rows: Sequence[int]) -> str:
     return safe(", ".join(map(str, rows[:MOST_ROWS]))) + more
 
 
-def events_table(record: Record) -> str:
+def events_table(record: RunRecord) -> str:
     """Saves, evaluations, skipped samples, faults and starts, in order of time."""
     rows = [(one.time, one.step, one.event, one.seconds, one.text) for one in record.events]
     for fault in record.faults:
@@ -188,7 +285,7 @@ def events_table(record: Record) -> str:
     return table(["when", "step", "what", "training waited, s", ""], cells, "events") + note
 
 
-def answers_table(record: Record, gallery: Gallery) -> str:
+def answers_table(record: RunRecord, gallery: Gallery) -> str:
     """Each held-out question with its reference, and the answers over time."""
     steps = list(dict.fromkeys(one.step for one in record.answers))
     chosen = steps if len(steps) <= 4 else [steps[0], steps[len(steps) // 3], steps[2 * len(steps) // 3], steps[-1]]
@@ -196,7 +293,7 @@ def answers_table(record: Record, gallery: Gallery) -> str:
     return _answers(found, {step: f"after step {safe(step)}" for step in chosen}, lambda _: gallery)
 
 
-def answers_beside(records: Sequence[Record], galleries: Sequence[Gallery]) -> str:
+def answers_beside(records: Sequence[RunRecord], galleries: Sequence[Gallery]) -> str:
     """Each question that several runs were asked, and the last answer of each. galleries: of each run."""
     found = [(number, one) for number, record in enumerate(records) for one in record.answers]
     return _answers(found, {number: safe(one.name) for number, one in enumerate(records)}, galleries.__getitem__, 2)
@@ -227,7 +324,7 @@ def _answers(
     return table(["", "pictures", "question", "reference", *columns.values()], rows, "answers") if rows else ""
 
 
-def links_table(record: Record, times: Times | None) -> str:
+def links_table(record: RunRecord, times: Times | None) -> str:
     """Bytes by kind, the rate at which they went, and the seconds that were planned for them."""
     planned = (record.summary or {}).get("planned") or {}
     rows = []
@@ -247,7 +344,7 @@ def links_table(record: Record, times: Times | None) -> str:
     )
 
 
-def differences_table(records: Sequence[Record]) -> str:
+def differences_table(records: Sequence[RunRecord]) -> str:
     """Keys that the runs have with different values."""
     keys = dict.fromkeys(key for record in records for key in record.config if key not in _PLACES)
     rows = []

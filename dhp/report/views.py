@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from dhp.observe.metrics import StepMetrics
-from dhp.report.charts import Line, heat_map, line_chart, stacked_bars
-from dhp.report.drawing import Drawing
-from dhp.report.record import Record
-from dhp.report.split import Times, pace_rows, split_by_rank
+from dhp.report.bound import Times, pace_rows, split_by_rank
+from dhp.report.charts import Drawing, Line, heat_map, line_chart, stacked_bars
+from dhp.report.record import RunRecord
 
 MOST_BARS = 32  # ranks that have a bar: of more, those of each stage with the least and the most of it
 GIB, MIB = 2**30, 2**20
@@ -35,7 +34,7 @@ def _some(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return {name: rows[name] for name in names[: MOST_BARS // 2] + names[-MOST_BARS // 2 :]}
 
 
-def memory_views(record: Record) -> Iterator[Drawing]:
+def memory_views(record: RunRecord) -> Iterator[Drawing]:
     """Memory by stage over steps, and by kind as planned."""
     planned = (record.summary or {}).get("planned") or {}
     for key, title in (("memory_bytes", "Device memory"), ("activation_bytes", "Memory of activations")):
@@ -55,7 +54,7 @@ def memory_views(record: Record) -> Iterator[Drawing]:
         yield stacked_bars("memory_by_kind", "Memory of the fullest rank at its fullest moment", rows, "GiB")
 
 
-def learning_views(record: Record, links: Mapping[int, str]) -> Iterator[Drawing]:
+def learning_views(record: RunRecord, links: Mapping[int, str]) -> Iterator[Drawing]:
     """Loss, held-out loss and accuracy, gradient norm, learning rates. links: where points of steps lead to."""
     steps = record.steps
     lines = [Line("loss", *_series(steps, "loss"), links=links)]
@@ -79,7 +78,7 @@ def learning_views(record: Record, links: Mapping[int, str]) -> Iterator[Drawing
         yield line_chart("lr", "Learning rates", rates, "factor", zero=True)
 
 
-def load_views(record: Record) -> Iterator[Drawing]:
+def load_views(record: RunRecord) -> Iterator[Drawing]:
     """Tokens, padding, balance, speed, and what ranks send."""
     steps = record.steps
     tokens = [Line("tokens", *_series(steps, "tokens")), Line("patches", *_series(steps, "vision_tokens"))]

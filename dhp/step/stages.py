@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from dhp.core.batch import Batch, Bundle, StepInfo
+from dhp.core.batch import Answer, Batch, Bundle, PromptInput, StepInfo
 from dhp.core.dispatch import Call, PerRank, Several, per_rank, several
-from dhp.core.generation import Answer, PromptInput
 from dhp.core.graph import Edge, Node, Route, StageGraph, StageSpec, straight
 from dhp.core.reports import EvaluatedShare, RecomputePolicies, SavedShare, StageReport
 from dhp.step.schedule import Action, Backward, Forward

@@ -1,17 +1,197 @@
-"""What a supervised driver says to its supervisor, in a folder of their own: its state, its checkpoints, its end."""
+"""What an attempt of a supervised run leaves: state, checkpoint, layout, how it ended."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from dhp.core.errors import (
+    RAISED,
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    Diverged,
+    Fault,
+    ModelError,
+    MoreDevices,
+    NoCluster,
+    PartFailed,
+    RecordError,
+    TooFewDevices,
+)
 from dhp.core.files import write_whole
-from dhp.supervise.elastic import Layouts, read_layouts, written
-from dhp.supervise.verdict import Verdict, read_verdict, verdict_of, write_verdict
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout of a run. devices: that it takes. words: its settings, as on a command line; none: the run's own."""
+
+    devices: int
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """All of a run. own: the configured one. smaller: for fewer devices, the largest first."""
+
+    own: Layout
+    smaller: tuple[Layout, ...] = ()
+
+    def for_devices(self, there: int) -> Layout | None:
+        """The largest for which there are enough; None: there are too few for any."""
+        return next((layout for layout in (self.own, *self.smaller) if layout.devices <= there), None)
+
+    def larger_than(self, layout: Layout) -> tuple[int, ...]:
+        """Devices of the layouts that are larger."""
+        return tuple(one.devices for one in (self.own, *self.smaller) if one.devices > layout.devices)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which layout a run's attempts have, one after another.
+
+    layouts: that it may have. now: of the next attempt. before: the smaller one that it grew from, until it has trained
+    in the larger one. failed: numbers of devices of layouts that it could not train in, though their devices were said
+    to be there: it does not grow to these again.
+    """
+
+    layouts: Layouts
+    now: Layout
+    before: Layout | None = None
+    failed: frozenset[int] = frozenset()
+
+    @property
+    def larger(self) -> tuple[int, ...]:
+        """Devices at which a larger layout is to be taken."""
+        return tuple(devices for devices in self.layouts.larger_than(self.now) if devices not in self.failed)
+
+    def after(self, there: int | None, trained: bool, ended: bool) -> Choice:
+        """What follows an attempt. there: devices that the run could have, where the attempt ended for their number.
+        trained: it came as far as that. ended: no other attempt would do better in this layout."""
+        if self.before is not None and not trained and (ended or there is not None):
+            return replace(self, now=self.before, before=None, failed=self.failed | {self.now.devices})
+        kept = replace(self, before=None) if trained else self
+        if there is None:
+            return kept
+        chosen = self.layouts.for_devices(there) or self.now
+        grows = chosen.devices > self.now.devices
+        return replace(kept, now=chosen, before=self.now if grows else kept.before)
+
+
+def read_layouts(values: Sequence[tuple[int, Sequence[str]]]) -> Layouts:
+    """What `written` gave, the run's own layout first."""
+    own, *smaller = (Layout(int(devices), tuple(words)) for devices, words in values)
+    return Layouts(own, tuple(smaller))
+
+
+def written(layouts: Layouts) -> list[tuple[int, Sequence[str]]]:
+    """As JSON has them."""
+    return [(one.devices, one.words) for one in (layouts.own, *layouts.smaller)]
+
+
+COMPLETED, INTERRUPTED, REFUSED, CLUSTER, KILLED = "completed", "interrupted", "refused", "cluster", "killed"
+FEWER, MORE, GONE = "fewer devices", "more devices", "no cluster"
+ONCE_TRAINED = (FEWER, GONE)  # that another attempt may do better is known where one has trained
+FOLDER = "faults"  # in run_dir
+RETRY = 75  # exit status of an attempt after which another one may do better
+
+# What another attempt would meet again: configuration, data, model, checkpoints, a full disk.
+_NEVER = (ConfigError, DataError, ModelError, CheckpointError, RecordError, Diverged)
+_RANK = re.compile(r"(?P<part>\S+) rank (?P<rank>\d+)")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one attempt ended.
+
+    attempt: from 1. kind: completed | interrupted | refused (nothing that another attempt would change) | raised (an
+    exception of the run's own) | died, lost, drained, hung (see `dhp.core.errors.Fault`) | cluster (Ray itself) |
+    killed (the driver ended without a word) | fewer devices (are there than its layout takes) | more devices (are
+    there, for a larger layout: it ended behind a checkpoint) | no cluster (answers at its address).
+
+    error, message: type and text of the exception. part, rank, node, step, action: where, as far as it is known.
+
+    devices: where there are fewer or more, how many the run could have.
+
+    state: what the driver was doing. restartable: whether another attempt may do better. exit_code: of the driver,
+    minus a signal's number where one ended it. followed_by: what was done about it. at: when it was known, seconds
+    since 1970.
+    """
+
+    attempt: int
+    kind: str
+    error: str = ""
+    message: str = ""
+    part: str = ""
+    rank: int | None = None
+    node: str = ""
+    step: int | None = None
+    action: str = ""
+    devices: int | None = None
+    state: str = ""
+    restartable: bool = False
+    exit_code: int | None = None
+    followed_by: str = ""
+    at: float = field(default_factory=time.time, compare=False)
+
+    def headline(self) -> str:
+        """What failed, in one line."""
+        first = self.message.partition("\n")[0]
+        return f"{self.error}: {first}" if self.error else first or self.kind
+
+
+def verdict_of(error: BaseException | None, attempt: int, state: str = "") -> Verdict:
+    """What the driver itself knows about its end. error: that ended it; None: it completed."""
+    if error is None:
+        return Verdict(attempt, COMPLETED, state=state)
+    if isinstance(error, KeyboardInterrupt):
+        return Verdict(attempt, INTERRUPTED, state=state)
+    verdict = Verdict(attempt, RAISED, type(error).__name__, str(error), state=state)
+    if isinstance(error, TooFewDevices | MoreDevices):
+        kind = FEWER if isinstance(error, TooFewDevices) else MORE
+        return replace(verdict, kind=kind, devices=error.there, restartable=True)
+    if isinstance(error, NoCluster):
+        return replace(verdict, kind=GONE, restartable=True)
+    if isinstance(error, _NEVER):
+        return replace(verdict, kind=REFUSED)
+    if isinstance(error, ClusterError):
+        return replace(verdict, kind=CLUSTER, step=error.step, restartable=True)
+    if isinstance(error, PartFailed):
+        return replace(verdict, restartable=True, **_where(error.fault))
+    return replace(verdict, restartable=isinstance(error, Exception))
+
+
+def _where(fault: Fault) -> dict[str, Any]:
+    found = _RANK.fullmatch(fault.who)
+    rank = {"part": found["part"], "rank": int(found["rank"])} if found else {"part": fault.who}
+    return {"kind": fault.kind, "node": fault.node, "step": fault.step, "action": fault.action, **rank}
+
+
+def write_verdict(path: Path, verdict: Verdict) -> None:
+    """Write it whole or not at all. Raises OSError."""
+    write_whole(path, json.dumps(asdict(verdict), indent=1) + "\n")
+
+
+def read_verdict(path: Path) -> Verdict | None:
+    """What was written there; None: nothing, or no whole one."""
+    try:
+        return Verdict(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def verdict_file(run_dir: Path, number: int) -> Path:
+    """Where the verdict of an attempt is kept."""
+    return run_dir / FOLDER / f"{number:03}.json"
+
 
 VARIABLE = "DHP_ATTEMPT"  # in the environment of a supervised driver
 STARTING, LOADING, TRAINING, SAVING = "starting", "loading", "training", "saving"

@@ -13,10 +13,9 @@ from dhp.config.run_dir import continues
 from dhp.config.schema import Config
 from dhp.core.errors import DhpError
 from dhp.core.process import INTERRUPTED, say_line
-from dhp.supervise.attempt import Attempt
+from dhp.supervise.attempt import RETRY, Attempt
 from dhp.supervise.policy import Rules
 from dhp.supervise.supervisor import LOGGERS_S, STOPPING_S, Begun, Supervisor
-from dhp.supervise.verdict import RETRY
 
 AUTO, NEVER = "auto", "never"
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from dhp.core.errors import DRAINED, RAISED
 from dhp.core.process import INTERRUPTED as INTERRUPTED_STATUS
-from dhp.supervise.attempt import SAVING, TRAINING
-from dhp.supervise.verdict import COMPLETED, INTERRUPTED, ONCE_TRAINED, Verdict
+from dhp.supervise.attempt import COMPLETED, INTERRUPTED, ONCE_TRAINED, SAVING, TRAINING, Verdict
 
 LONGEST_WAIT_S = 300.0
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dhp.tiny.sections import PINPOINTS, SIDE
+from dhp.tiny.tiny_families import PINPOINTS, SIDE
 
 ONE_SIZE = {"height": SIDE, "width": SIDE}
 FEWEST, MOST = 32 * 32, 64 * 64  # pixels of a picture of any size
@@ -208,3 +208,8 @@ LOOKS: dict[str, Look] = {
     "cohere2_vision": Look("<image>", _IMAGE_ID, ("Cohere2VisionImageProcessor", {}), needs="torchvision"),
     "kimi_k25": Look(_QWEN.image, _QWEN_IDS, ("KimiK25ImageProcessor", {}), needs="torchvision"),
 }
+
+
+def family_names() -> list[str]:
+    """Families that can be made here, by their model types."""
+    return sorted(name for name, look in LOOKS.items() if look.needs is None)

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dhp.config.layout import read_choices
 from dhp.config.parts import parts, resolved
-from dhp.config.recompute import read_choices
 from dhp.config.resolve import micro_batches
 from dhp.core.errors import ModelError
 from dhp.core.graph import StageSpec
 from dhp.core.reports import StageUsage
-from dhp.planner.costs import Arrangement, LayerCost, Plan, StageCosts, arrange, predicted_bytes
+from dhp.plan.count.costs import Arrangement, LayerCost, Plan, StageCosts, arrange, predicted_bytes
+from dhp.plan.count.traces import traced
+from dhp.plan.run_plan import RunPlan
 from dhp.step.schedule import make_schedule
-from dhp.trainer.plan import RunPlan
-from dhp.trainer.traces import traced
 
 
 @dataclass(frozen=True)

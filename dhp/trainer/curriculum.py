@@ -1,11 +1,11 @@
-"""A curriculum: training stages one after another, each from the weights of the one before it."""
+"""Runs training stages one after another, each from the weights before it."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,21 +16,74 @@ import yaml
 
 from dhp.checkpoint.folder import checkpoints, find_checkpoint
 from dhp.checkpoint.resume import NEVER
-from dhp.config.curriculum import GROUP, TrainingStage, training_stages
+from dhp.config.devices import shipped_directory
 from dhp.config.parts import model_name, parts
 from dhp.config.run_dir import refuse_to_remove
 from dhp.config.schema import Config
-from dhp.config.shipped import shipped_directory
+from dhp.config.training_stages import GROUP, TrainingStage, training_stages
 from dhp.core.errors import ConfigError, DhpError
-from dhp.core.files import new_folder
-from dhp.core.folder_lock import locked
-from dhp.models.positions import change_positions
+from dhp.core.files import new_folder, write_whole
+from dhp.core.locks import locked
+from dhp.models.config_file import change_positions
 from dhp.models.pretrained import auxiliary_files
 from dhp.observe.metrics import read_metrics
-from dhp.trainer.curriculum_record import CurriculumRecord
 from dhp.trainer.export import export_whole
 from dhp.trainer.layout import with_layout
 from dhp.trainer.preflight import prepare
+
+NAME = "stages.json"
+_STEPS = "steps"  # an entry has it from the stage's end on
+
+
+class CurriculumRecord:
+    """Entries by the name of a stage's directory, in the order in which they began; each change is written at once.
+
+    Raises ConfigError for a file that is none.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / NAME
+        self._entries: dict[str, dict[str, Any]] = {}
+        if self.path.is_file():
+            try:
+                entries = json.loads(self.path.read_text(encoding="utf-8"))
+                self._entries = {str(name): dict(entry) for name, entry in entries.items()}
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"{self.path} is no record of training stages ({error}): restore it, or choose another run_dir"
+                ) from error
+
+    @property
+    def begun(self) -> list[str]:
+        """Names of the stages that have begun."""
+        return list(self._entries)
+
+    def has_ended(self, name: str) -> bool:
+        """Whether the stage's end is written down."""
+        return _STEPS in self._entries.get(name, {})
+
+    def made_with(self, name: str) -> Mapping[str, Any]:
+        """The `made_with` that `begin` recorded for a stage."""
+        return self._entries.get(name, {})
+
+    def begin(self, name: str, made_with: Mapping[str, Any]) -> None:
+        """A stage begins, or goes on. made_with: what its start is made with, by key."""
+        self._entries[name] = self._entries.get(name, {}) | dict(made_with)
+        self._write()
+
+    def end(self, name: str, account: Mapping[str, Any]) -> None:
+        """A stage is done. account: what the record says of it, `steps` among it."""
+        self._entries[name] = self._entries.get(name, {}) | dict(account)
+        self._write()
+
+    def remove(self) -> None:
+        """No stage has begun any more."""
+        self._entries = {}
+        self.path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        write_whole(self.path, json.dumps(self._entries, indent=1) + "\n")
+
 
 START = "start"  # the model that a stage begins with
 _LENGTH = ("max_steps", "num_epochs")  # of training: with others a stage that was done goes on

@@ -6,34 +6,32 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, decoder, model_name, parts, resolved
 from dhp.config.resolve import micro_batches
-from dhp.config.schema import Config
+from dhp.config.schema import Config, PartConfig
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph, StageSpec
-from dhp.core.state_forms import EXACT_STATES
+from dhp.core.parameters import EXACT_STATES
 from dhp.core.text import aligned
 from dhp.data.balance.packs import Loads
 from dhp.data.remote.places import missing_data
 from dhp.models.pretrained import config_source
 from dhp.models.shape import PartShape
 from dhp.models.types import chunks_of
+from dhp.plan.count.counted_model import stage_shapes
+from dhp.plan.count.decoder_units import assumed_rows
+from dhp.plan.count.row_limits import unreached
+from dhp.plan.count.state_bytes import Footprint, RankBytes, by_zero_stage, copied_bytes, footprint, rank_bytes
+from dhp.plan.cut.chain import Model, is_joint, part_cuts
+from dhp.plan.model_shapes import ModelShapes
+from dhp.plan.run_plan import RunPlan, plan_run
+from dhp.plan.search.free_keys import a_step, rows_by_tokens
+from dhp.plan.search.verdict import verdict
+from dhp.plan.stage_graph import stage_choices
 from dhp.step.schedule import draw, make_schedule
 from dhp.trainer.activations import Activations, expected_activations
-from dhp.trainer.chain import Model, is_joint, part_cuts
 from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_lines
-from dhp.trainer.forecast.freed import a_step, rows_by_tokens
-from dhp.trainer.forecast.verdict import verdict
-from dhp.trainer.graph import stage_choices
-from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, copied_bytes, footprint, rank_bytes
-from dhp.trainer.model_shapes import ModelShapes
-from dhp.trainer.plan import RunPlan, plan_run
-from dhp.trainer.row_limits import unreached
-from dhp.trainer.settings import FULLEST_FIRST
-from dhp.trainer.shapes import stage_shapes
-from dhp.trainer.table import table_of_training
-from dhp.trainer.units import assumed_rows
+from dhp.trainer.settings import FULLEST_FIRST, table_of_training
 
 CLOCK_MICRO_BATCHES = 8  # of a step that the clock table shows at most
 

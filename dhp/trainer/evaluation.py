@@ -11,22 +11,21 @@ from itertools import chain
 from pathlib import Path
 
 from dhp.batch.prompts import Prompt, make_held_out_feed
-from dhp.checkpoint.manifest import read_about
+from dhp.checkpoint.folder import read_about
 from dhp.checkpoint.resume import Start
 from dhp.cluster.data_actor import DatasetActor
-from dhp.cluster.watch import Watched, wait_all
-from dhp.config.generation import unbalanced
+from dhp.cluster.hangs.watch import Watched, wait_all
+from dhp.config.generate_request import unbalanced
 from dhp.config.parts import split_share
 from dhp.config.schema import Config
-from dhp.core.batch import StepInfo
+from dhp.core.batch import Answer, Sampling, StepInfo
 from dhp.core.errors import ConfigError
-from dhp.core.generation import Answer, Sampling
 from dhp.core.process import ending
 from dhp.core.reports import EvaluatedShare
-from dhp.data.sampling.exchanged import OTHERS, OWN
+from dhp.data.sampling.dataset import OTHERS, OWN
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_evaluations
+from dhp.plan.run_plan import plan_run
 from dhp.step.step import EvaluationRefs, answer_batch, evaluate_batch
-from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
 from dhp.trainer.preload import preloaded
 from dhp.trainer.session import Session

@@ -9,14 +9,14 @@ from dhp.config.resolve import micro_batches
 from dhp.core.graph import Edge, Node, StageGraph
 from dhp.models.family import VISION
 from dhp.models.flops import VisionWork
-from dhp.planner.units import Unit, first_trained
+from dhp.plan.count.decoder_units import decoder_units, link
+from dhp.plan.count.tower_units import tower_units
+from dhp.plan.count.units import Unit, first_trained
+from dhp.plan.cut.partition import trained_shares
+from dhp.plan.model_shapes import ModelShapes
+from dhp.plan.run_plan import RunPlan
 from dhp.step.schedule import Action, Forward, make_schedule
 from dhp.step.timed import Timeline, draw_timeline, play
-from dhp.trainer.model_shapes import ModelShapes
-from dhp.trainer.partition import trained_shares
-from dhp.trainer.plan import RunPlan
-from dhp.trainer.tower_units import tower_units
-from dhp.trainer.units import decoder_units, link
 
 MOST_MICRO_BATCHES = 64  # of a step that is played
 _WIDEST = 118  # characters of a line that is drawn

@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dhp.checkpoint.manifest import MODEL, read_about
+from dhp.checkpoint.folder import MODEL, read_about
 from dhp.checkpoint.resume import RECIPE
-from dhp.checkpoint.source import mapped_shards
+from dhp.checkpoint.shard_reader import mapped_shards
 from dhp.config.data import DataConfig
 from dhp.core.errors import CheckpointError, ModelError
 from dhp.core.parameters import AdapterSettings
@@ -30,7 +30,7 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None, pictu
         adapters = adapters_in(about)
         source = f"of step {about['step']}, from {checkpoint}"
         if adapters:
-            from dhp.models.lora_export import merge  # which imports peft
+            from dhp.models.export import merge  # which imports peft
 
             weights = merge(base or str(about.get("model_name")), weights, adapters)
             source = f"with the adapters of step {about['step']} in them, from {checkpoint}"
@@ -50,7 +50,7 @@ def picture_settings(about: Mapping[str, Any]) -> dict[str, Any]:
 def _write_pictures(out_dir: Path, asked: Mapping[str, Any]) -> str:
     """Let processors of others read pictures as training did; what was changed, and what cannot be, in words."""
     from dhp.data.sample.lengths import tile_arguments
-    from dhp.data.sample.scaling import area_bounds
+    from dhp.data.sample.sample import area_bounds
     from dhp.models.pretrained import load_image_processor
     from dhp.models.processor_files import set_image_arguments, set_video_arguments
     from dhp.models.registry import load_family

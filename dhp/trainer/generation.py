@@ -10,25 +10,24 @@ from pathlib import Path
 from statistics import median
 
 from dhp.batch.prompts import make_held_out_feed, make_prompt_feed
-from dhp.checkpoint.files import read_extents
-from dhp.checkpoint.manifest import read_about
+from dhp.checkpoint.folder import read_about
 from dhp.checkpoint.resume import Start
+from dhp.checkpoint.shard_files import read_extents
 from dhp.cluster.data_actor import DatasetActor
-from dhp.cluster.watch import wait_all
-from dhp.config.generation import GenerateRequest
+from dhp.cluster.hangs.watch import wait_all
+from dhp.config.generate_request import GenerateRequest
 from dhp.config.parts import parts
 from dhp.config.schema import Config
+from dhp.core.batch import Answer, Sampling
 from dhp.core.errors import CheckpointError
-from dhp.core.generation import Answer, Sampling
 from dhp.core.process import ending
-from dhp.data.media.resolver import MediaResolver
-from dhp.data.media.sources import File, Video
+from dhp.data.media.sources import File, MediaResolver, Video
 from dhp.data.read.records import Part, Record, Turn
 from dhp.observe.metrics import AnswerMetrics
+from dhp.plan.batches import feed_settings
+from dhp.plan.run_plan import RunPlan, plan_run
 from dhp.step.step import answer_batch
-from dhp.trainer.batches import feed_settings
 from dhp.trainer.evaluation import HeldOut, of_evaluation
-from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import prepare
 from dhp.trainer.preload import preloaded
 from dhp.trainer.session import Session
@@ -42,7 +41,7 @@ _ROOT = Path("/")
 class Figures:
     """Time and memory of an answer. first_token_s: seconds from when its pictures are decoded to its first token.
     tokens_per_s: of the tokens after that one; None where there are none. peak_bytes, cache_bytes: by rank of the
-    decoder, see `dhp.core.generation.Answer`."""
+    decoder, see `dhp.core.batch.Answer`."""
 
     prompt_tokens: int
     new_tokens: int
@@ -64,8 +63,8 @@ class Generated:
 def generate(
     config: Config, checkpoint: Path | None, request: GenerateRequest, say: Callable[[str], None], rounds: int = 0
 ) -> Generated:
-    """Start what `config` says (`dhp.config.generation.answering`), with the weights of `checkpoint` or of the model
-    itself, and answer the request. rounds: answer it again so often, and report what these took.
+    """Start what `config` says (`dhp.config.generate_request.answering`), with the weights of `checkpoint` or of the
+    model itself, and answer the request. rounds: answer it again so often, and report what these took.
 
     The prompt is read before anything is started, and so is what of the checkpoint does not fit. Nothing is written but
     logs, in run_dir. Raises DhpError; leaves no process.

@@ -1,4 +1,4 @@
-"""Checks before any actor starts: paths, model, degrees, some of the samples."""
+"""Checks a run before any actor starts: paths, model, degrees, samples, cached features."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dhp.checkpoint.feature_folder import FeatureFolder
 from dhp.checkpoint.folder import step_folders
 from dhp.checkpoint.resume import AUTO
-from dhp.cluster.address import SUBMITTED
+from dhp.cluster.ray_session import SUBMITTED
 from dhp.config.layout import resolve_part
 from dhp.config.parts import HEARING, model_name, parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve
@@ -18,17 +19,20 @@ from dhp.config.rules import FLASH_ATTENTION_2
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
 from dhp.config.vocabulary import environment_notes
-from dhp.core.addresses import is_remote
+from dhp.core.batch import FeatureSettings, KeepSettings
 from dhp.core.errors import ConfigError, DhpError, raise_all
+from dhp.core.files import is_remote
+from dhp.core.graph import StageGraph
 from dhp.core.process import say_nothing
 from dhp.data.remote.places import missing_data
 from dhp.data.sample.chat import read_template
-from dhp.models.plugins import import_plugins
-from dhp.tiny.assets import make_tiny
+from dhp.models.family import VISION
+from dhp.models.registry import import_plugins
+from dhp.tiny.tiny_model import make_tiny
 
 if TYPE_CHECKING:
     from dhp.models.family import Family
-    from dhp.trainer.plan import RunPlan
+    from dhp.plan.run_plan import RunPlan
 
 
 def prepare(
@@ -69,8 +73,6 @@ def prepare(
     family = _check_model(config, saves=new_run)
     _check_packages(config)
     if config.data.cache_features is not None and not config.training.dry_run:
-        from dhp.trainer.features import check_folder
-
         check_folder(config)
     if new_run and not config.training.dry_run:
         end = _look_at_answers(config, family, say)
@@ -98,7 +100,7 @@ def _look_at_folders(config: Config, say: Callable[[str], None]) -> None:
 
 def _look_at_samples(config: Config, family: Family, say: Callable[[str], None], end: str) -> None:
     from dhp.data.sampling.probe import check_some_samples
-    from dhp.models.positions import tell_positions
+    from dhp.models.config_file import tell_positions
 
     looked = [*config.data.datasets, *config.data.eval_datasets]
     say(f"looking at some samples of {', '.join(looked)}")
@@ -113,7 +115,7 @@ def _look_at_samples(config: Config, family: Family, say: Callable[[str], None],
 def _look_at_answers(config: Config, family: Family, say: Callable[[str], None]) -> str:
     """The text of the token by which the chat template ends an answer. Say where there is none: the model would not
     learn to stop. Raises ModelError for a tokenizer with more tokens than the model."""
-    from dhp.batch.build import check_vocabulary
+    from dhp.batch.reader import check_vocabulary
     from dhp.data.sample.template_check import find_answer_end
     from dhp.models.pretrained import load_tokenizer
 
@@ -159,7 +161,7 @@ def _check_packages(config: Config) -> None:
         return
     for name, part in parts(config).items():
         if part.attention_backend == FLASH_ATTENTION_2:
-            from dhp.parallel.attention.choose import require_package
+            from dhp.parallel.attention.attention_kernels import require_package
 
             require_package(f"{name}.attention_backend")
         if part.lora.quantization is not None:
@@ -186,8 +188,8 @@ def _fix_paths(config: Config) -> None:
 
 def _look_at_videos(config: Config, family: Family, say: Callable[[str], None]) -> None:
     """Say where frames are scaled otherwise than by the model's own video processor."""
-    from dhp.models.frame_size import KIND, find_frame_size, read_video_settings
     from dhp.models.pretrained import load_image_processor
+    from dhp.models.processor_files import KIND, find_frame_size, read_video_settings
 
     if family.processor.video_token_id is None:
         return
@@ -207,11 +209,10 @@ def _check_model(config: Config, saves: bool) -> Family:
     family. saves: what checkpoints take along too."""
     from dhp.models.registry import load_family
     from dhp.objectives.registry import find_objective
+    from dhp.plan.model_checks import check_fit, check_plan, having_parts
+    from dhp.plan.run_plan import plan_run
+    from dhp.plan.trainable import check_frozen_states
     from dhp.step.schedule import make_schedule
-    from dhp.trainer.features import check_features
-    from dhp.trainer.model_checks import check_fit, check_plan, having_parts
-    from dhp.trainer.plan import plan_run
-    from dhp.trainer.trainable import check_frozen_states
 
     find_objective(config.training.objective)
     source = model_name(config)
@@ -239,12 +240,12 @@ def _check_model(config: Config, saves: bool) -> Family:
 
 def _check_rules(plan: RunPlan) -> None:
     """Raises ConfigError for rules of training that match nothing in the model, or leave nothing to train."""
-    from dhp.trainer.trainable import check_rules, part_names
+    from dhp.plan.trainable import check_rules, part_names
 
     if plan.adapters:
-        from dhp.engine.traced_draws import check_draws
         from dhp.models.empty import check_adapters
         from dhp.models.quantized import check_quantized
+        from dhp.plan.count.traced import check_draws
 
         check_adapters(plan.source, plan.family, plan.adapters)
         check_quantized(plan.family, plan.adapters)
@@ -253,3 +254,50 @@ def _check_rules(plan: RunPlan) -> None:
     training = plan.config.training
     if training.trainable or training.frozen or training.groups:
         check_rules(plan.rules, plan.parameters, part_names(plan.family))
+
+
+GIB = 1 << 30
+
+
+def check_features(config: Config, graph: StageGraph) -> None:
+    """Raises ConfigError where the encoder's features would change as it is trained."""
+    where = config.data.cache_features
+    if where is None:
+        return
+    if any(stage.trains for stage in graph.of_part(VISION)):
+        raise ConfigError(
+            f"data.cache_features={where} with something of {VISION} trained: what is kept of a picture would be that "
+            "of other weights after the first step. "
+            f"Set training.frozen=[{VISION},projector] and {VISION}.zero_stage=0 without {VISION}.lora, or leave "
+            "data.cache_features out."
+        )
+
+
+def check_folder(config: Config) -> None:
+    """Raises ConfigError where the folder cannot be written."""
+    if config.data.cache_features is not None:
+        FeatureFolder(Path(config.data.cache_features)).check()
+
+
+def feature_settings(config: Config) -> FeatureSettings | None:
+    """Settings for readers to look features up; None where none are saved. Reads the encoder's weights, which takes
+    seconds."""
+    where = config.data.cache_features
+    if where is None:
+        return None
+    from dhp.models.empty import digest_tower  # imports modeling code, which takes a second
+
+    return FeatureSettings(where, digest_tower(model_name(config), parts(config)[VISION].dtype, parts(config)))
+
+
+def keep_settings(config: Config, graph: StageGraph) -> dict[str, KeepSettings]:
+    """Settings of the ranks of each part that write features; the bytes that there is room for are shared evenly."""
+    where, most = config.data.cache_features, config.data.cache_features_gib
+    if where is None:
+        return {}
+    room = None
+    if most is not None:
+        degrees = graph.of_part(VISION)[0].degrees
+        left = int(most * GIB) - FeatureFolder(Path(where)).nbytes()
+        room = max(left, 0) // (degrees.data * degrees.sequence)
+    return {VISION: KeepSettings(where, room)}

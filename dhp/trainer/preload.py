@@ -6,12 +6,12 @@ import json
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
-from dhp.cluster.address import LOCAL, chosen_address
 from dhp.cluster.forks.start_server import fork_server
+from dhp.cluster.ray_session import LOCAL, chosen_address
 from dhp.config.parts import parts
 from dhp.config.schema import Config
 
-_ALWAYS = ("dhp.engine.preload", "dhp.batch.build")
+_ALWAYS = ("dhp.engine.kinds", "dhp.batch.reader")
 _DEEPSPEED = "dhp.parallel.deepspeed:preload_deepspeed"
 
 

@@ -1,46 +1,45 @@
-"""Starts and ends what a run needs: the cluster, the actors that read its data, the groups of its stages.
-
-A session trains nothing. `dhp.trainer.trainer` submits steps to it; after a failure another session can be started in
-its place.
-"""
+"""Opens a run's directory; starts and ends its cluster, data actors and stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dhp.batch.build import make_reader
 from dhp.batch.prompts import PromptReader
-from dhp.checkpoint.resume import LAYOUT, RECIPE, Start
-from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.address import chosen_address
-from dhp.cluster.cluster import Cluster, Layout
+from dhp.batch.reader import make_reader
+from dhp.checkpoint.folder import check_writable, remove_unfinished
+from dhp.checkpoint.resume import LAYOUT, RECIPE, Start, find_start
+from dhp.cluster.cluster import ActorGroup, Cluster, Layout
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.gpus import least_memory, read_gpus
-from dhp.cluster.remote_values import RemoteValue
-from dhp.cluster.watch import Watched, wait_all
-from dhp.config.parts import DECODER, model_name
+from dhp.cluster.hangs.watch import Watched, wait_all
+from dhp.cluster.ray_session import chosen_address
+from dhp.cluster.transport.shared_memory import RemoteValue
+from dhp.config.parts import DECODER, model_name, parts
 from dhp.config.resolve import collective_timeout_s, micro_batches
+from dhp.config.run_dir import make_run_dir, replaces_checkpoints, run_directory
 from dhp.config.schema import Config
 from dhp.core.batch import Batch, StepInfo
 from dhp.core.graph import StageGraph
-from dhp.core.process import say_nothing
+from dhp.core.locks import fenced
+from dhp.core.process import interruptible, say_nothing
 from dhp.data.balance.packs import Loads
 from dhp.engine.kinds import make_rank
 from dhp.engine.settings import StageSettings
-from dhp.models.weights import start_limit_s, weight_bytes
+from dhp.models.empty import start_limit_s, weight_bytes
+from dhp.plan.batches import feed_settings, passes_of
+from dhp.plan.count.row_limits import LOOKED_AT, LOOKING_S, may_be_unreached, unreached
+from dhp.plan.run_plan import RunPlan
+from dhp.plan.stage_graph import find_localities
 from dhp.step.stages import EngineProtocol, Stages, make_stages
-from dhp.supervise.attempt import known_device, restarts, this_attempt
-from dhp.trainer.batches import feed_settings, passes_of
+from dhp.supervise.attempt import known_device, restarts, tell_opened, this_attempt
 from dhp.trainer.dry_run import require_room
-from dhp.trainer.features import feature_settings, keep_settings
-from dhp.trainer.graph import find_localities
-from dhp.trainer.plan import RunPlan
-from dhp.trainer.resume import check_rates, free_layout, held_files, rates, recipe
-from dhp.trainer.row_limits import LOOKED_AT, LOOKING_S, may_be_unreached, unreached
+from dhp.trainer.preflight import feature_settings, keep_settings
+from dhp.trainer.recipe import check_rates, check_recipe, free_layout, held_files, rates, recipe
 from dhp.trainer.settings import kept_settings, needed_paths, stage_settings
 
 Work = Mapping[str, Sequence[Sequence[Any]]]  # refs by part, [micro-batch][shard]
@@ -205,7 +204,7 @@ class Session:
 
     def open_reader(self, config: Config, exchange: str = "") -> DatasetActor:
         """Start the actors that read other data than the run's, as `config` says; once they have opened it. exchange:
-        see `dhp.batch.build.BatchReaderSettings`."""
+        see `dhp.batch.reader.BatchReaderSettings`."""
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
         settings = replace(feed_settings(config, near), exchange=exchange, drawing=())  # without training nothing draws
         actor = self._cluster.dataset_actor(
@@ -280,3 +279,22 @@ def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> L
         reserve_s=config.training.elastic_wait_s if elastic and restarts() else None,
         restarted=restarts() > 0,
     )
+
+
+@contextmanager
+def open_run(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, Start]]:
+    """Hold the run's directory, made anew or continued: the directory, and the checkpoint that it starts from. Signals
+    raise KeyboardInterrupt meanwhile. Raises ConfigError and CheckpointError."""
+    checkpoint_dir = Path(str(config.training.checkpoint_dir))
+    with interruptible(), run_directory(config, say) as run_dir:
+        start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config), say)
+        start.check(kept_settings(config), list(parts(config)))
+        check_recipe(config, start)
+        make_run_dir(config)
+        check_writable(checkpoint_dir)
+        for line in [*start.quarantine(), *start.changes(recipe(config), free_layout(config))]:
+            say(line)
+        with fenced(checkpoint_dir):
+            tell_opened()
+            remove_unfinished(checkpoint_dir)
+            yield run_dir, start

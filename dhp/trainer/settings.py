@@ -1,27 +1,29 @@
-"""From a resolved configuration to the settings of ranks and of the dataset actor, plain values."""
+"""Turns a resolved configuration into settings of ranks, and a table of what is trained."""
 
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dhp.checkpoint.resume import OPTIMIZER
-from dhp.config.learning_rate import decay_steps
-from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, encoders, model_name, parts, read_datasets, resolved, split_share
+from dhp.config.ranges import decay_steps
 from dhp.config.resolve import warmup_steps
 from dhp.config.rules import read_kernels
-from dhp.config.schema import Config
-from dhp.core.addresses import is_remote
+from dhp.config.schema import Config, PartConfig
+from dhp.config.training import TrainingConfig
 from dhp.core.batch import KeepSettings
-from dhp.core.command import own_command
+from dhp.core.files import is_remote
 from dhp.core.graph import StageGraph, StageSpec
-from dhp.core.parameters import ALL, AdapterSettings, TrainingRules
+from dhp.core.parameters import ALL, AdapterSettings, Group, TrainingRules, is_adapter, is_inside
+from dhp.core.text import aligned, own_command
 from dhp.engine.settings import OptimizerSettings, StageSettings
-from dhp.trainer.graph import stage_choices
-from dhp.trainer.trainable import adapters_of
+from dhp.plan.run_plan import RunPlan
+from dhp.plan.stage_graph import stage_choices
+from dhp.plan.trainable import PROJECTOR, adapters_of, part_names
 
 FULLEST_FIRST = "the fullest steps come first (data.fullest_first)"  # said at the beginning, where it is so
 
@@ -154,3 +156,34 @@ def resume_line(config: Config, newest: Path | None) -> str:
     words = [f"--config-path={Path(config.run_dir).absolute()}", "--config-name=config", "training.resume=auto"]
     words += ["overwrite=false"] if config.overwrite else []
     return shlex.join(own_command("train", *words))
+
+
+ADAPTERS = " adapters"  # after the name of their part
+_HEADINGS = ("part", "group", "parameters", "learning rate", "weight decay", "warm-up")
+
+
+def table_of_training(plan: RunPlan) -> list[str]:
+    """Lines that say what is trained and how: a row for each group of each part, one for what of it is frozen."""
+    training, family, rules = plan.config.training, plan.family, plan.rules
+    rows, counts, trained = Counter[tuple[str, Group | None]](), 0, 0
+    for one in plan.parameters:
+        label = PROJECTOR if is_inside(one.name, family.parts[one.part].projector) else one.part
+        label += ADAPTERS if is_adapter(one.name) else ""
+        default = Group(rules.default_name(one.part), training.learning_rate, training.weight_decay, -1)
+        on = one.used and rules.trains(one.name)
+        rows[label, rules.group(one.name, default) if on else None] += one.size
+        counts += one.size
+        trained += one.size if on else 0
+    order = [name + kind for name in part_names(family) for kind in ("", ADAPTERS)]
+    lines = sorted(rows.items(), key=lambda item: (order.index(item[0][0]), item[0][1] is None))
+    body = [_row(label, group, size, training) for (label, group), size in lines]
+    total = f"{trained:,} of {counts:,} parameters are trained ({100 * trained / max(counts, 1):.3g}%)"
+    return [*aligned([_HEADINGS, *body], left=2), total]
+
+
+def _row(label: str, group: Group | None, size: int, training: TrainingConfig) -> tuple[str, ...]:
+    if group is None:
+        return (label, "frozen", f"{size:,}", "-", "-", "-")
+    warmup = group.warmup_steps if group.warmup_steps >= 0 else training.warmup_steps
+    warmup_text = f"{training.warmup_ratio:.3g} of all steps" if warmup is None else f"{warmup} steps"
+    return (label, group.name, f"{size:,}", f"{group.learning_rate:.3g}", f"{group.weight_decay:.3g}", warmup_text)

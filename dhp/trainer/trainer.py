@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dhp.checkpoint.folder import Unfinished
-from dhp.cluster.watch import Watched, wait_all
+from dhp.cluster.hangs.watch import Watched, wait_all
 from dhp.config.command_line import to_yaml
 from dhp.config.schema import Config
-from dhp.core.errors import CheckpointError, DataError, Diverged, MoreDevices, RecordError
+from dhp.core.errors import CheckpointError, ClusterError, DataError, Diverged, MoreDevices, PartFailed, RecordError
 from dhp.core.process import asked_to_stop, deferring, ending, ending_on_error, say_line
-from dhp.observe.metrics import EvalMetrics, read_evaluations
+from dhp.core.reports import StageReport
+from dhp.observe.metrics import EvalMetrics, Line, StepMetrics, read_evaluations
+from dhp.observe.ranks import NONFINITE
 from dhp.observe.recorder import Recorder
 from dhp.observe.summary import DataStall
-from dhp.step.step import train_step
+from dhp.plan.run_plan import plan_run
+from dhp.plan.stage_graph import world
+from dhp.step.step import StepRefs, train_step
 from dhp.supervise.attempt import (
     LOADING,
     SAVING,
@@ -31,17 +36,130 @@ from dhp.supervise.attempt import (
     telling_end,
 )
 from dhp.trainer.evaluation import Evaluation, due, misses
-from dhp.trainer.graph import world
-from dhp.trainer.nonfinite import NonfiniteSteps
-from dhp.trainer.opening import open_run
-from dhp.trainer.pending import Pending, Spans, naming_step
-from dhp.trainer.plan import plan_run
 from dhp.trainer.ready import start_stages
-from dhp.trainer.record import record_step, write_page
-from dhp.trainer.reports import Timing, make_loggers, notes, step_metrics
-from dhp.trainer.saving import Saver
-from dhp.trainer.session import DataPlan, Session
+from dhp.trainer.reports import Refs as SpanRefs
+from dhp.trainer.reports import Timing, make_loggers, notes, record_step, step_metrics, write_page
+from dhp.trainer.saving import Asked, Saver, Saving
+from dhp.trainer.session import DataPlan, Session, open_run
 from dhp.trainer.settings import FULLEST_FIRST, resume_line
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Refs of all ranks' spans up to here, in a traced run, and their calls."""
+
+    refs: SpanRefs
+    watched: list[Watched]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A submitted step. data_ready: when its data were there; watched: all of its calls; saving: what follows it;
+    asked: whether an earlier checkpoint is written; spans: in a traced run."""
+
+    step: int
+    refs: StepRefs
+    data_ready: float
+    watched: list[Watched]
+    saving: Saving | None
+    asked: Asked | None
+    spans: Spans | None
+
+
+@contextmanager
+def naming_step(step: int) -> Iterator[None]:
+    """A part that fails in here failed in this step (0-based), which its error then names."""
+    try:
+        yield
+    except PartFailed as error:
+        raise error.at_step(step + 1) from error.__cause__
+    except ClusterError as error:
+        raise ClusterError(f"step {step + 1}: {error}", step + 1) from error.__cause__
+
+
+NAMED = 20  # samples of a step that a line names
+ADVICE = "Lower training.learning_rate, set training.max_grad_norm, or look at the samples"
+
+
+class NonfiniteCount:
+    """How many steps updated nothing: of the run, and in a row. limit: `training.max_nonfinite_steps`."""
+
+    def __init__(self, limit: int, count: int = 0):
+        """count: of the steps before, in a run that is continued."""
+        self.count, self.in_a_row, self._limit = count, 0, limit
+
+    @property
+    def too_many(self) -> bool:
+        """Whether the step that was added last is to be the run's last."""
+        return self.in_a_row >= max(1, self._limit)
+
+    def add(self, reports: Mapping[str, Sequence[StageReport]]) -> int:
+        """A step has ended, of which every rank has reported; the count of the run."""
+        finite = all(report.finite for of_stage in reports.values() for report in of_stage)
+        self.in_a_row = 0 if finite else self.in_a_row + 1
+        self.count += not finite
+        return self.count
+
+
+class NonfiniteSteps:
+    """Those of a run."""
+
+    def __init__(self, session: Session, recorder: Recorder):
+        self._session, self._recorder = session, recorder
+        self._limit, step = session.config.training.max_nonfinite_steps, session.start.step
+        self._found = NonfiniteCount(self._limit, count_before(recorder.record_so_far(), step) if step else 0)
+
+    def add(self, reports: Mapping[str, Sequence[StageReport]]) -> int:
+        """As `NonfiniteCount.add`."""
+        return self._found.add(reports)
+
+    def tell(self, metrics: StepMetrics) -> None:
+        """Say a line about the step that was added last, if it updated nothing. Raises Diverged where it is one too
+        many in a row."""
+        if not self._found.in_a_row:
+            return
+        timeout_s = self._session.config.cluster.step_timeout_s
+        names = self._session.data.ask("sample_names", metrics.step - 1, timeout_s=timeout_s)
+        if self._found.too_many:
+            raise Diverged(last_line(metrics, self._found.in_a_row, self._limit, names))
+        text = line(metrics, self._found.in_a_row, self._limit, names)
+        self._recorder.say(text)
+        self._recorder.note(NONFINITE, metrics.step, text=text)
+
+
+def line(metrics: StepMetrics, in_a_row: int, limit: int, names: Sequence[str]) -> str:
+    """About a step that updated nothing, of samples of these names."""
+    return (
+        f"{_found(metrics)}: nothing was updated ({in_a_row} in a row; training.max_nonfinite_steps={limit} end the "
+        f"run). Its samples, for `python -m dhp inspect sample`: {listed(names)}"
+    )
+
+
+def last_line(metrics: StepMetrics, in_a_row: int, limit: int, names: Sequence[str]) -> str:
+    """About the one that ends a run."""
+    before = metrics.step - in_a_row
+    return (
+        f"{_found(metrics)}; training.max_nonfinite_steps={limit}, and this is number {in_a_row} in a row. None of "
+        f"them was taken: weights are those after step {before}. {ADVICE} by `python -m dhp inspect sample`: "
+        f"{listed(names)}"
+    )
+
+
+def count_before(lines: Sequence[Line], step: int) -> int:
+    """Steps that updated nothing up to `step`, by the record of a run."""
+    counts = [one.skipped_steps or 0 for one in lines if isinstance(one, StepMetrics) and one.step <= step]
+    return counts[-1] if counts else 0
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return "; ".join(names[:NAMED]) + more
+
+
+def _found(metrics: StepMetrics) -> str:
+    return f"the gradient norm of step {metrics.step} is {metrics.grad_norm} and its loss {metrics.loss}"
+
 
 STEPS_AHEAD = 1  # submitted beyond the one that runs: no rank waits for the run loop
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.data.balance.methods import METHODS, PADDED
-from dhp.data.balance.metrics import measure_balance
-from dhp.data.balance.packs import Limits, Loads
+from dhp.data.balance.packs import Limits, Loads, measure_balance
 from experiments.balance.bounds import least_packs
 from experiments.balance.columns import row_columns
 from experiments.balance.preprocessing import passes_rows, preprocessing_rows

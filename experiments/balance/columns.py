@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp.data.balance.metrics import QUADRATIC_TOKENS
-from dhp.data.balance.packs import Loads, Packs
+from dhp.data.balance.packs import QUADRATIC_TOKENS, Loads, Packs
 
 
 def row_columns(packs: Packs, loads: Loads, replicas: int, padded: bool) -> dict[str, float]:

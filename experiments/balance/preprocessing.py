@@ -19,8 +19,7 @@ from transformers.models.llava_next.processing_llava_next import LlavaNextProces
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from dhp.data.balance.methods import METHODS, PADDED
-from dhp.data.balance.metrics import measure_balance
-from dhp.data.balance.packs import Limits, Loads
+from dhp.data.balance.packs import Limits, Loads, measure_balance
 from experiments.balance.columns import row_columns
 from experiments.balance.sets import LONGEST
 from experiments.balance.sweeps import sweep_rows

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dhp.data.balance.methods import METHODS
-from dhp.data.balance.metrics import measure_balance
-from dhp.data.balance.packs import Limits, Loads
+from dhp.data.balance.packs import Limits, Loads, measure_balance
 
 SWEEPS = ("passes", "filters")
 PASSES = (1, 2, 3, 5, 10)

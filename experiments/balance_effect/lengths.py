@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dhp.batch.build import make_reader
+from dhp.batch.reader import make_reader
 from dhp.config.schema import Config
-from dhp.trainer.batches import feed_settings
+from dhp.plan.batches import feed_settings
 from dhp.trainer.preflight import prepare
 
 IMAGE = 1  # in a sample's mm_token_type_ids

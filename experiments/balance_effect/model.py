@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from transformers.utils import logging
 
 from dhp.models.pretrained import load_tokenizer
-from dhp.tiny.model import make_tiny_model, tiny_config
+from dhp.tiny.tiny_model import make_tiny_model, tiny_config
 
 # Matrices of the tower take 1.8 million multiply-adds a patch, those of the decoder 5.9 million a token.
 DECODER = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8}

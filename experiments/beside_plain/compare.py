@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from dhp.batch.build import make_reader
+from dhp.batch.reader import make_reader
 from dhp.checkpoint.folder import find_checkpoint
-from dhp.checkpoint.source import read_shards
+from dhp.checkpoint.shard_reader import read_shards
 from dhp.config.schema import Config
 from dhp.models.registry import load_family
 from dhp.observe.metrics import read_metrics
-from dhp.trainer.batches import feed_settings
-from dhp.trainer.graph import make_graph
+from dhp.plan.batches import feed_settings
+from dhp.plan.stage_graph import make_graph
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import stage_settings
 from dhp.trainer.trainer import run

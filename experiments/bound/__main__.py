@@ -18,9 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dhp.report.bound import HEALTHY, find_causes, sentence
-from dhp.report.record import Record, read_run
-from dhp.report.split import Times, times_of
+from dhp.report.bound import HEALTHY, Times, find_causes, sentence, times_of
+from dhp.report.record import RunRecord, read_run
 from experiments.bound.cases import Case, Slowed, cases
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +72,9 @@ def compare(case: Case, folder: Path, steps: int) -> dict[str, Any]:
     return row
 
 
-def train(folder: Path, name: str, steps: int, overrides: Sequence[str], slowed: Slowed | None) -> tuple[Record, Times]:
+def train(
+    folder: Path, name: str, steps: int, overrides: Sequence[str], slowed: Slowed | None
+) -> tuple[RunRecord, Times]:
     """A run of the tiny model; its record. Raises RuntimeError for a run that fails."""
     run_dir = folder / name.replace(" ", "-")
     settings = [f"run_dir={run_dir}", f"tiny_assets={folder / 'assets'}", f"training.max_steps={steps}"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dhp.tiny.pictures import make_dataset
+from dhp.tiny.made_pictures import make_dataset
 
 LONG_TURNS, LONG_EVERY = 60, 32  # turns of the long sample, one of so many
 TALK_TURNS = 15  # of every sample, where the decoder is to have most work

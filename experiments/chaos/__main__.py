@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dhp.supervise.driver import adopt_orphans
+from dhp.supervise.supervisor import adopt_orphans
 from experiments.chaos.faults import FULL, KILL, draw, harm, strike
 from experiments.chaos.judge import Judged
 from experiments.chaos.laboratory import Laboratory

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from dhp.checkpoint.folder import checkpoints, step_of
-from dhp.checkpoint.manifest import check_checkpoint
-from dhp.checkpoint.source import read_shards
+from dhp.checkpoint.folder import check_checkpoint, checkpoints, step_of
+from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.errors import CheckpointError
 from experiments.chaos.run import Observed
 from experiments.chaos.scenarios import USERS_FILES

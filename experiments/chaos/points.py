@@ -54,9 +54,9 @@ def _one(kind: str, name: str, target: str, when: str, skip: int = 0, scenario: 
 
 
 def _start() -> list[Point]:
-    group, worker = "dhp.cluster.actor_group:ActorGroup", "dhp.cluster.worker:Worker"
+    group, worker = "dhp.cluster.cluster:ActorGroup", "dhp.cluster.worker:Worker"
     return [
-        *_driver("start.found", "dhp.trainer.opening:find_start", "after", scenario=RESUMED),
+        *_driver("start.found", "dhp.trainer.session:find_start", "after", scenario=RESUMED),
         *_driver("put_aside.before", "dhp.checkpoint.resume:quarantine", "before", scenario=DAMAGED),
         *_driver("put_aside.after", "dhp.checkpoint.resume:quarantine", "after", scenario=DAMAGED),
         *_driver("ray.up", "dhp.cluster.cluster:reserve", "before"),
@@ -110,7 +110,7 @@ def _step() -> list[Point]:
 
 
 def _save() -> list[Point]:
-    folder, saving, writer = "dhp.checkpoint.folder", "dhp.engine.saving", "dhp.checkpoint.shard_writer"
+    folder, saving, writer = "dhp.checkpoint.folder", "dhp.engine.stage", "dhp.checkpoint.shard_writer"
     return [
         *_driver("save.opened", "dhp.trainer.saving:open_checkpoint", "after", 1),
         *_ranks("save.asked", "dhp.engine.stage:StageEngine.save", "before", 1),
@@ -126,9 +126,9 @@ def _save() -> list[Point]:
         *_driver("save.after_rename", "dhp.trainer.saving:finish_checkpoint", "after", 1),
         *_driver("rotate.renamed", f"{folder}:remove", "before", 1, KEPT),
         *_driver("rotate.removing", f"{folder}:remove", "during", 1, KEPT),
-        *_driver("best.link", "dhp.trainer.kept_checkpoints:mark_best", "before", scenario=KEPT),
-        *_driver("best.marked", "dhp.trainer.kept_checkpoints:mark_best", "after", scenario=KEPT),
-        *_ranks("evaluation", "dhp.engine.evaluate:EvaluatingEngine.evaluate_step", "after", 1, KEPT),
+        *_driver("best.link", "dhp.trainer.saving:mark_best", "before", scenario=KEPT),
+        *_driver("best.marked", "dhp.trainer.saving:mark_best", "after", scenario=KEPT),
+        *_ranks("evaluation", "dhp.engine.sample_losses:EvaluatingEngine.evaluate_step", "after", 1, KEPT),
     ]
 
 

@@ -154,7 +154,7 @@ def train(
     """Run until it has completed; where the command itself was killed, again with training.resume=auto. scratch: an
     empty folder, for what is temporary. environment: besides this process's. strike: acts on the run while it runs;
     called again and again until it answers. between: acts on run_dir before the second command. apart: processes
-    below this one that are no part of the run. The caller has adopted orphans (`dhp.supervise.driver`)."""
+    below this one that are no part of the run. The caller has adopted orphans (`dhp.supervise.supervisor`)."""
     watch = Watch(run_dir, scratch / "fired")
     temporary = scratch / "t"
     temporary.mkdir()

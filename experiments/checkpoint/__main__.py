@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from dhp.checkpoint.shard_reader import ShardReader
 from dhp.checkpoint.shard_writer import ShardWriter
 from dhp.core.parameters import Group
-from dhp.engine.saving import ShareSaver
+from dhp.engine.stage import ShareSaver
 from dhp.parallel.optim.base import make_adamw
 from dhp.parallel.optim.replicated import Replicated
 

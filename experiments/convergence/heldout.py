@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from dhp.batch.build import make_reader
-from dhp.batch.reader import BatchReader
+from dhp.batch.reader import BatchReader, make_reader
 from dhp.cli import export
 from dhp.config.schema import Config
 from dhp.core.batch import IGNORED
-from dhp.trainer.batches import feed_settings
+from dhp.plan.batches import feed_settings
 from dhp.trainer.preflight import prepare
 
 Inputs = dict[str, Tensor]

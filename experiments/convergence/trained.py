@@ -14,8 +14,8 @@ from transformers.utils import logging
 from dhp.checkpoint.folder import step_of
 from dhp.config.command_line import compose_config
 from dhp.observe.metrics import StepMetrics
-from dhp.tiny.model import make_tiny_model
-from dhp.tiny.pictures import ANNOTATIONS, make_dataset, texts
+from dhp.tiny.made_pictures import ANNOTATIONS, make_dataset, texts
+from dhp.tiny.tiny_model import make_tiny_model
 from experiments.balance_effect.entry import place, train
 from experiments.convergence.heldout import HeldOut
 from experiments.convergence.methods import METHODS

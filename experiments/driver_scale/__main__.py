@@ -23,17 +23,17 @@ import numpy as np
 import ray
 
 from dhp.batch.assign_images import assign_longest_first, assign_near
-from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.cluster import ActorGroup
+from dhp.cluster.hangs.watch import wait_all
 from dhp.cluster.ray_session import OWN_SYSTEM
-from dhp.cluster.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch
 from dhp.core.dispatch import Call, per_rank, spread
 from dhp.core.graph import Edge, Route, StageGraph, StageSpec, dense
+from dhp.plan.stage_graph import devices_as_planned, find_localities
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from dhp.trainer.graph import devices_as_planned, find_localities
 from experiments.driver_scale.actor import Empty
 
 MICRO_BATCHES, TENSOR = 4, 8

@@ -19,10 +19,10 @@ from dhp.data.sampling.dataset import StepSamples
 from dhp.engine.settings import StageSettings
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.trainer.batches import feed_settings
-from dhp.trainer.graph import make_graph
+from dhp.plan.batches import feed_settings
+from dhp.plan.stage_graph import make_graph
+from dhp.plan.trainable import adapters_of, training_rules
 from dhp.trainer.settings import stage_settings
-from dhp.trainer.trainable import adapters_of, training_rules
 
 # One rank a part, where the keys of a layout say nothing else. There are no data: a step is dealt by hand.
 ONE_EACH = (

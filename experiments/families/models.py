@@ -49,7 +49,7 @@ def save_model(name: str, folder: Path) -> str:
 
 def grow(picture: dict[str, Any], seed: int) -> dict[str, Any]:
     """A picture of the doctor's with `CELLS` times as many patches along each side, where its family's may have any
-    number; else as it is. The arguments of one picture are those of `dhp.models.contract.pictures`."""
+    number; else as it is. The arguments of one picture are those of `dhp.models.contract.random_pictures`."""
     random = torch.Generator().manual_seed(seed)
     pixels = picture["pixel_values"]
     drawn = lambda *shape: torch.randn(*shape, dtype=pixels.dtype, generator=random)

@@ -22,8 +22,8 @@ from dhp.doctor.trial import SampleMaker
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import OptimizerSettings
 from dhp.engine.text import TextEngine
-from dhp.models.contract.rows import kinds_for, token_types
-from dhp.models.contract.twin_model import ProbeModel
+from dhp.models.contract.random_rows import kinds_for, token_types
+from dhp.models.contract.twin import ProbeModel
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages

@@ -17,10 +17,10 @@ from dhp.batch.reader import BatchReader
 from dhp.checkpoint.feature_folder import FeatureFolder
 from dhp.core.axes import Degrees
 from dhp.core.batch import Features, KeepSettings, StepData
-from dhp.data.sample.cached_features import CachedPictures, seen_to_json
+from dhp.data.sample.picture_inputs import CachedPictures, seen_to_json
 from dhp.data.sample.sample import Sample
+from dhp.models.empty import digest_tower
 from dhp.models.registry import load_family
-from dhp.models.weights import digest_tower
 from experiments.finetuning.frozen import ALL, NOTHING, SIDE, TRAINED, WIDTHS, WORDS
 from experiments.finetuning.ways import BACKWARD, FORWARD, OPTIMIZER, Step, Way
 from experiments.pair import TEXT, VISION, join_alone

@@ -15,8 +15,8 @@ from dhp.core.batch import StepData
 from dhp.models.empty import list_parameters
 from dhp.models.flops import NO_BACKWARD
 from dhp.models.registry import load_family
-from dhp.models.trained_flops import find_passes
-from dhp.trainer.trainable import training_rules
+from dhp.models.shape import find_passes
+from dhp.plan.trainable import training_rules
 from experiments.finetuning.ways import BACKWARD, FORWARD, OPTIMIZER, Step, Trained, Way, require_bytes
 from experiments.pair import VISION, join_alone
 from experiments.recompute.work import deal, make_model, make_samples

@@ -17,12 +17,12 @@ from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import OptimizerSettings
 from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.parallel.optim.frozen import Frozen
+from dhp.parallel.optim.base import Frozen
+from dhp.plan.model_shapes import ModelShapes
+from dhp.plan.trainable import trained_stage, training_rules
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import evaluate_batch, train_step
-from dhp.trainer.model_shapes import ModelShapes
-from dhp.trainer.trainable import trained_stage, training_rules
 from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)

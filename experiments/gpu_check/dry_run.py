@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dhp.config.part import PartConfig
+from dhp.config.schema import PartConfig
 from dhp.models.empty import part_shape
 from dhp.models.registry import load_family
 from dhp.parallel.tensor.styles import with_fused
-from dhp.trainer.memory import Footprint, footprint
+from dhp.plan.count.state_bytes import Footprint, footprint
 from experiments.gpu_check.setting import Setting
 from experiments.pair import pair_of
 

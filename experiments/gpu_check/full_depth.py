@@ -10,7 +10,7 @@ import torch
 from dhp.core.batch import StepInfo
 from dhp.core.reports import DeviceInfo
 from dhp.data.sample.sample import Sample
-from dhp.observe.mfu import known_peaks
+from dhp.observe.planned import known_peaks
 from experiments.gpu_check.dry_run import agree, footprint_of
 from experiments.gpu_check.pair import free, shared_pair, time_steps
 from experiments.gpu_check.plain_loop import PlainLoop

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dhp.parallel.attention.choose import attend_varlen, choose_kernel, has_varlen
-from dhp.parallel.attention.kernels import Block, Dense
+from dhp.parallel.attention.attention_kernels import Block, Dense, attend_varlen, choose_kernel, has_varlen
 from experiments.gpu_check.setting import Setting, error_of, spend
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # bfloat16 rounds a single value by up to 4e-3

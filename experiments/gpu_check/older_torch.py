@@ -56,8 +56,9 @@ def varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As torch's, as far as `dhp.parallel.attention.kernels` calls it: queries and keys of the same segments. Named as
-    torch names them, since dhp looks at the names. Raises NotImplementedError for a window: torch's kernel is newer."""
+    """As torch's, as far as `dhp.parallel.attention.attention_kernels` calls it: queries and keys of the same segments.
+    Named as torch names them, since dhp looks at the names. Raises NotImplementedError for a window: torch's
+    kernel is newer."""
     if window_size not in ((-1, -1), (-1, 0)):
         raise NotImplementedError(f"the stand-in for varlen_attn has no windows, and {window_size} is one")
     return StandIn.apply(query, key, value, bounds, longest, window_size == (-1, 0), scale)
@@ -74,7 +75,7 @@ def _provide() -> str:
     if not missing:
         return "torch's own"
     # A fork server may have imported the second before.
-    for module in (varlen, sys.modules.get("dhp.parallel.attention.choose")):
+    for module in (varlen, sys.modules.get("dhp.parallel.attention.attention_kernels")):
         if module is not None:
             module.varlen_attn = varlen_attn
     return f"a stand-in for torch's, which lacks {', '.join(sorted(missing))}"

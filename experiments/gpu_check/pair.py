@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dhp.config.recompute import read_choices
-from dhp.core.batch import Bundle, StepData
-from dhp.core.generation import Answer
+from dhp.config.layout import read_choices
+from dhp.core.batch import Answer, Bundle, StepData
 from dhp.core.reports import RecomputePolicies, StageReport
 from dhp.engine.kinds import make_rank
 from dhp.engine.settings import OptimizerSettings

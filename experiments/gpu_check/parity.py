@@ -18,14 +18,12 @@ from torch import Tensor
 from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import Split
 from dhp.batch.shard import BatchSharder
-from dhp.checkpoint.manifest import OPTIMIZER
-from dhp.checkpoint.shard_reader import ShardReader
-from dhp.checkpoint.source import read_shards
+from dhp.checkpoint.folder import OPTIMIZER
+from dhp.checkpoint.shard_reader import ShardReader, read_shards
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph
-from dhp.core.parameters import AdapterSettings, Selector, TrainingRules
-from dhp.core.state_forms import MASTER
+from dhp.core.parameters import MASTER, AdapterSettings, Selector, TrainingRules
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
 from dhp.engine.build import DEEPSPEED

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dhp.models.patches import project_as_product
+from dhp.models.tower import project_as_product
 from experiments.gpu_check.kernels import LIMITS
 from experiments.gpu_check.setting import Setting, error_of, spend
 

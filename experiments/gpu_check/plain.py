@@ -16,12 +16,12 @@ from dhp.core.parameters import AdapterSettings
 from dhp.data.sample.sample import Sample
 from dhp.doctor.trial import plain_inputs
 from dhp.engine.settings import OptimizerSettings
-from dhp.models.contract.twin_model import exact_experts
+from dhp.models.contract.twin import exact_experts
 from dhp.models.family import Family
 from dhp.models.lora import add_adapters, find_targets
-from dhp.models.patches import project_as_product
 from dhp.models.quantized import quantize
 from dhp.models.registry import load_family
+from dhp.models.tower import project_as_product
 
 Weights = dict[str, Tensor]
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from dhp.data.sample.sample import Sample
 from dhp.doctor.trial import plain_inputs
-from dhp.models.patches import project_as_product
 from dhp.models.registry import load_family
+from dhp.models.tower import project_as_product
 from experiments.gpu_check.pair import UPDATE
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.shape import build_whole

@@ -22,8 +22,8 @@ USED = (
     "dhp.engine.encoder",
     "dhp.engine.text",
     "dhp.batch.shard",
-    "dhp.planner.planner",
-    "dhp.trainer.memory",
+    "dhp.plan.recompute.planner",
+    "dhp.plan.count.state_bytes",
     "dhp.doctor.trial",
     "experiments.gpu_check.ray_stand_in",
     "dhp.cluster.worker",
@@ -74,8 +74,8 @@ def check_registry(setting: Setting) -> dict[str, Any]:
     Deviates on a GPU where attention is not in one call, or norms, rotary positions and gates lack the fastest kernel
     that can be there.
     """
-    from dhp.parallel.attention.choose import choose_kernel, has_varlen
-    from dhp.parallel.tensor.chunk import CHUNK_ROWS
+    from dhp.parallel.attention.attention_kernels import choose_kernel, has_varlen
+    from dhp.parallel.tensor.loss import CHUNK_ROWS
     from experiments.gpu_check.pair import start
     from experiments.gpu_check.shape import make_shape
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 import experiments.gpu_check.ray_stand_in  # noqa: F401
-from dhp.cluster.remote_values import RemoteValue
-from dhp.cluster.transport.shared_memory import CUDA_IPC, pin, unpin
+from dhp.cluster.transport.shared_memory import CUDA_IPC, RemoteValue, pin, unpin
 from dhp.core.batch import Bundle
 from dhp.core.tracing import TRANSFER
 from dhp.engine.kinds import make_rank

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from dhp.config.recompute import CHOICES, OFFLOAD
+from dhp.config.layout import CHOICES, OFFLOAD
 from dhp.core.reports import StageReport
-from dhp.planner.costs import Arrangement, predicted_bytes
-from dhp.planner.planner import Planner, as_text
+from dhp.plan.count.costs import Arrangement, predicted_bytes
+from dhp.plan.recompute.planner import Planner, as_text
 from experiments.gpu_check.pair import Text, free, time_steps
 from experiments.gpu_check.profile import watch
 from experiments.gpu_check.samples import deal, make_samples, sizes

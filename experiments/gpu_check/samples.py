@@ -9,8 +9,7 @@ import numpy as np
 from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import Split
 from dhp.batch.shard import BatchSharder
-from dhp.core.batch import IGNORED, StepData
-from dhp.core.generation import Sampling
+from dhp.core.batch import IGNORED, Sampling, StepData
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.models.registry import load_family

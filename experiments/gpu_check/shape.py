@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from transformers import AutoConfig, PreTrainedModel, Qwen2_5_VLConfig
 
-from dhp.config.shipped import shipped_directory
+from dhp.config.devices import shipped_directory
 from dhp.engine import encoder, text
 from dhp.models.load import drop_modules, drop_parameters, model_class
 from experiments.gpu_check.setting import Setting

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from dhp.data.sample.sample import Sample
 from dhp.doctor.trial import SampleMaker
-from dhp.models.contract.twin_model import ProbeModel
+from dhp.models.contract.twin import ProbeModel
 from dhp.models.registry import load_family
 from experiments.gpu_check.setting import Setting
 

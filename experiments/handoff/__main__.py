@@ -16,12 +16,12 @@ import ray
 import torch
 from torch import Tensor
 
-from dhp.batch.build import make_reader
+from dhp.batch.reader import make_reader
 from dhp.cluster.cluster import Cluster
+from dhp.cluster.hangs.watch import wait_all
 from dhp.cluster.transport.shared_memory import OBJECT_STORE, SHARED_MEMORY
-from dhp.cluster.watch import wait_all
 from dhp.core.tracing import BACKWARD, FORWARD, Span
-from dhp.trainer.batches import feed_settings
+from dhp.plan.batches import feed_settings
 from experiments.overhead.__main__ import configure, dhp_step, graph_of, one_actor_each, start
 from experiments.pair import as_batch, make_pair
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from dhp.batch.build import make_reader
+from dhp.batch.reader import make_reader
 from dhp.config.command_line import compose_config
 from dhp.observe.ranks import RankLine, read_rank_lines
-from dhp.trainer.batches import feed_settings
+from dhp.plan.batches import feed_settings
 from dhp.trainer.preflight import prepare
 from experiments.balance_effect.dataset import ANNOTATIONS, make_dataset, texts
 from experiments.balance_effect.entry import place, train

@@ -22,7 +22,7 @@ from dhp.cli.plan_table import layout_text
 from dhp.config.command_line import compose_config
 from dhp.config.devices import GIB
 from dhp.core.process import StartUp, say_line
-from dhp.trainer.forecast.freed import find_held
+from dhp.plan.search.free_keys import find_held
 from experiments.layout_choice.table import PAGE, with_table
 
 MODELS, DEVICES, TOKENS = ("3b", "7b", "32b", "72b"), (8, 32), (4096, 16384, 65536)

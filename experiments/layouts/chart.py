@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dhp.report.charts import Bar, spread_bars
-from dhp.report.drawing import PALETTE, Box, Drawing
+from dhp.report.charts import PALETTE, Bar, Box, Drawing, spread_bars
 
 ROOT = Path(__file__).parents[2]
 ROWS, PICTURE = ROOT / "results" / "layouts.jsonl", ROOT / "docs" / "layouts.svg"

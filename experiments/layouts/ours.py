@@ -16,7 +16,7 @@ import ray
 from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReader
 from dhp.cluster.cluster import Cluster, Layout
-from dhp.cluster.watch import Watched, wait_all
+from dhp.cluster.hangs.watch import Watched, wait_all
 from dhp.config.layout import DEEPSPEED, FSDP
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
@@ -27,12 +27,12 @@ from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.registry import load_family
-from dhp.planner.costs import arrange
+from dhp.plan.count.costs import arrange
+from dhp.plan.recompute.run_shape import usage_of
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Stages as GraphStages
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from dhp.trainer.run_shape import usage_of
 from dhp.trainer.settings import stage_settings
 from experiments.layouts.peers import LEARNING_RATE
 from experiments.layouts.work import SAMPLES, Run

@@ -21,7 +21,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 from dhp.batch.collate import Collator
 from dhp.batch.shard import BatchSharder
 from dhp.core.axes import Degrees
-from dhp.core.generation import Answer, PromptInput, Sampling
+from dhp.core.batch import Answer, PromptInput, Sampling
 from dhp.data.sampling.dataset import StepSamples
 from dhp.engine.text import TextEngine
 from dhp.models.decoder import having, unchanged

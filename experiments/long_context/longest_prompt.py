@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from dhp.core.axes import Degrees
 from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.parallel.recompute.live_storages import LiveStorages
+from dhp.parallel.recompute.meter import LiveStorages
 from experiments.long_context.inference import CUT, PLAIN, CutByLayers, load_plain, prompt_of
 from experiments.long_context.longest import MIB, UNIT
 from experiments.long_context.ranks import UPDATE, on_ranks

@@ -14,8 +14,7 @@ import numpy as np
 
 from dhp.batch.row_shards import choose_groups, divide_all, grouped_plan
 from dhp.data.balance.methods import choose_method
-from dhp.data.balance.metrics import measure_balance
-from dhp.data.balance.packs import Limits, Loads, Packs
+from dhp.data.balance.packs import Limits, Loads, Packs, measure_balance
 from dhp.parallel.attention.shard_plan import is_whole
 from experiments.long_context.sampler_picture import draw
 

@@ -21,7 +21,7 @@ import ray
 
 from dhp.batch.assign_images import ImageWork, Piece, Pieces
 from dhp.cluster.cluster import Cluster
-from dhp.cluster.watch import wait_all
+from dhp.cluster.hangs.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, StepData
 from dhp.data.sample.sample import Sample

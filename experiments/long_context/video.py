@@ -20,13 +20,12 @@ from typing import Any
 import av
 import numpy as np
 
-from dhp.batch.build import BatchReaderSettings, make_reader
 from dhp.batch.encoder_shards import VISION, Split
-from dhp.batch.reader import BatchReader
+from dhp.batch.reader import BatchReader, BatchReaderSettings, make_reader
 from dhp.config.data import DataConfig, DatasetEntry
 from dhp.core.batch import VisionInput
 from dhp.data.sampling.sampler import BatchLayout
-from dhp.tiny.assets import make_tiny_assets
+from dhp.tiny.tiny_model import make_tiny_assets
 
 MINUTES, FPS, SIDE = 10, 4, 196  # 2,400 frames
 RANKS = (1, 2, 4)

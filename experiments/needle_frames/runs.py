@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dhp.tiny.needles import ANNOTATIONS, make_needles
+from dhp.tiny.made_pictures import NEEDLES, make_needles
 from experiments.commands import run_module
 
 TRAINED_ON = {"short": (4, 8), "long": (16, 32, 48, 64), "longest": (1024,)}  # frames of the videos
@@ -43,7 +43,7 @@ def rows(models: Sequence[str], seeds: Sequence[int], size: Size, folder: Path) 
 def _training(run_dir: Path, data: Path, seed: int, size: Size) -> list[str]:
     entry = "data.data_registry.needles"
     more = [] if size.steps is None else [f"training.max_steps={size.steps}"]
-    place = [f"{entry}.annotation_path={data / ANNOTATIONS}", f"{entry}.data_path={data}"]
+    place = [f"{entry}.annotation_path={data / NEEDLES}", f"{entry}.data_path={data}"]
     work = [f"data.video_max_frames={max(map(max, TRAINED_ON.values()))}", "cluster.threads_per_actor=1"]
     return ["dhp.train_ray", "--config-name=needle_tiny", f"run_dir={run_dir}", f"seed={seed}", *place, *work, *more]
 

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
-from dhp.batch.build import make_reader
+from dhp.batch.reader import make_reader
 from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.hangs.watch import wait_all
 from dhp.cluster.host import keep_freed_memory
-from dhp.cluster.watch import wait_all
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
 from dhp.core.batch import Batch
@@ -30,13 +30,12 @@ from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
 from dhp.models.pretrained import load_tokenizer
 from dhp.models.registry import load_family
+from dhp.plan.batches import feed_settings
+from dhp.plan.stage_graph import make_graph
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Stages, make_stages
 from dhp.step.step import train_step
-from dhp.tiny.assets import make_tiny_assets
-from dhp.tiny.model import tiny_config
-from dhp.trainer.batches import feed_settings
-from dhp.trainer.graph import make_graph
+from dhp.tiny.tiny_model import make_tiny_assets, tiny_config
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import stage_settings
 from experiments.pair import TEXT, VISION, as_batch

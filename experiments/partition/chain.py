@@ -22,12 +22,12 @@ from dhp.core.graph import Node, StageGraph
 from dhp.core.reports import StageUsage
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
-from dhp.planner.units import Unit, layer_cuts
+from dhp.plan.count.units import Unit, layer_cuts
+from dhp.plan.run_plan import RunPlan, plan_run
 from dhp.step.schedule import Action, Backward, Forward, Schedule, make_programs, make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
 from dhp.step.timed import play
-from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.settings import stage_settings
 from experiments.pair import TEXT, VISION, Here
 

@@ -10,8 +10,8 @@ from dhp.config.command_line import compose_config
 from dhp.config.parts import model_name
 from dhp.config.resolve import resolve
 from dhp.models.pretrained import config_source
+from dhp.plan.run_plan import plan_run
 from dhp.trainer.expected_step import expected_step
-from dhp.trainer.plan import plan_run
 from experiments.pair import TEXT, VISION
 
 METHODS = ("exact", "bmp", "profile", "layers", "parameters")

@@ -17,16 +17,16 @@ import ray
 import torch
 
 from dhp.cluster.cluster import Cluster
-from dhp.cluster.watch import wait_all
+from dhp.cluster.hangs.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import StageSettings
 from dhp.engine.text import TextEngine
-from dhp.planner.partition.problem import PartitionProblem
+from dhp.plan.cut.partition import pipeline_programs
+from dhp.plan.cut.problem import PartitionProblem
+from dhp.plan.run_plan import RunPlan
 from dhp.step.stages import make_stages
-from dhp.trainer.plan import RunPlan
-from dhp.trainer.programs import pipeline_programs
 from dhp.trainer.settings import stage_settings
 from experiments.layouts.ours import LOCAL, TIMEOUT_S, _layout, _train
 from experiments.pair import TEXT, VISION, as_batch, join_alone

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from dhp.core.errors import ConfigError
-from dhp.planner.partition.bmp import bmp
-from dhp.planner.partition.even import by_layers, by_parameters, by_profile
-from dhp.planner.partition.exact import MOST_CUTS, exact
-from dhp.planner.partition.problem import PartitionProblem
-from dhp.planner.partition.tables import all_cuts, make_tables, steps_of
-from dhp.trainer.programs import pipeline_programs
+from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
+from dhp.plan.cut.exact import MOST_CUTS, exact
+from dhp.plan.cut.partition import pipeline_programs
+from dhp.plan.cut.problem import PartitionProblem
+from dhp.plan.cut.run_tables import all_cuts, make_tables, steps_of
 from experiments.partition_search.chains import full_size, random_problem
 
 FEWER = 2_000  # cuts that the search simulates, when it is to miss some

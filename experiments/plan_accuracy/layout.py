@@ -16,23 +16,23 @@ import ray
 from dhp.batch.reader import BatchReader
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.cluster import Layout as Actors
-from dhp.cluster.watch import Watched, wait_all
+from dhp.cluster.hangs.watch import Watched, wait_all
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import micro_batches, resolve
 from dhp.core.batch import Batch, StepData
 from dhp.core.reports import StageReport
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import slots
+from dhp.plan.batches import batch_layout, feed_settings
+from dhp.plan.bench.machine import Machine
+from dhp.plan.count.loads import RunLoads
+from dhp.plan.count.samples import EqualSamples, Samples
+from dhp.plan.forecast.forecast import Forecast, forecast
+from dhp.plan.forecast.question import Question, count_model
+from dhp.plan.run_plan import RunPlan, plan_run
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from dhp.trainer.batches import batch_layout, feed_settings
-from dhp.trainer.forecast.forecast import Forecast, forecast
-from dhp.trainer.forecast.loads import RunLoads
-from dhp.trainer.forecast.machine import Machine
-from dhp.trainer.forecast.question import Question, count_model
-from dhp.trainer.forecast.samples import EqualSamples, Samples
-from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.settings import stage_settings
 from experiments.pair import as_batch
 from experiments.plan_accuracy.models import Load, make_samples

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dhp.planner.rates import Channel, Rates
-from dhp.trainer.forecast.machine import FORMATS, Machine
-from dhp.trainer.recompute import activation_bytes
+from dhp.plan.bench.machine import FORMATS, Machine
+from dhp.plan.count.rates import Channel, Rates
+from dhp.trainer.recomputing import activation_bytes
 from experiments.plan_accuracy.cases import CASES, Case
 from experiments.plan_accuracy.layout import Layout, running
 from experiments.plan_accuracy.models import save_model

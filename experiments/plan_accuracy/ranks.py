@@ -9,7 +9,7 @@ from typing import Any
 from dhp.engine.kinds import make_rank
 from dhp.engine.settings import StageSettings
 from dhp.engine.text import TextEngine
-from dhp.parallel.recompute.live_storages import LiveStorages
+from dhp.parallel.recompute.meter import LiveStorages
 
 FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
 MOMENTS = {"forward_step": FORWARD, "backward_step": BACKWARD, "grad_norm_sq": UPDATE, "optimizer_step": UPDATE}

@@ -10,8 +10,8 @@ from statistics import mean, median
 from typing import Any
 
 from dhp.engine.kinds import make_rank
-from dhp.planner.measured_rates import MeasuredRates
-from dhp.trainer.forecast.here import CPU, measure_here, measured_machine
+from dhp.plan.bench.machine import CPU, measure_here, measured_machine
+from dhp.plan.bench.rate_fit import MeasuredRates
 from experiments.plan_accuracy.groups import GROUPS, Group, settings_of
 from experiments.plan_accuracy.layout import Layout, running
 from experiments.plan_accuracy.models import save_model

@@ -7,9 +7,9 @@ from dataclasses import replace
 from dhp.config.devices import GIB, find_device, find_link
 from dhp.config.parts import DECODER
 from dhp.models.family import VISION
-from dhp.trainer.forecast.machine import machine_of
-from dhp.trainer.forecast.samples import EqualSamples
-from dhp.trainer.forecast.search import search
+from dhp.plan.bench.machine import machine_of
+from dhp.plan.count.samples import EqualSamples
+from dhp.plan.search.layout_search import search
 from experiments.published.longvila import DECODER as WHOLE
 from experiments.published.longvila import PROFILES, TABLE, THOUSAND, step_seconds
 from experiments.published.machine import FORMAT, NODE, Fitted

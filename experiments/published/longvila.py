@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from dhp.planner.rates import Sent, Work, soft_maximum, spend
+from dhp.plan.count.rates import Sent, Work, soft_maximum, spend
 from experiments.published.machine import PASSES, Fitted, fit, head_of, rates_of, trained
 from experiments.published.shapes import VALUE, decoder_named
 from experiments.published.tables import UNEXPLAINED, Row, compared, read_table, score

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from dhp.config.devices import find_device, find_link
 from dhp.models.flops import OPERATIONS
-from dhp.planner import rates
-from dhp.planner.rates import Rates, Work
+from dhp.plan.count import rates
+from dhp.plan.count.rates import Rates, Work
 from experiments.published.shapes import Decoder
 from experiments.published.tables import read_table
 

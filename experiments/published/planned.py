@@ -14,17 +14,16 @@ from dhp.config.parts import DECODER, decoder
 from dhp.config.resolve import resolve
 from dhp.models.family import VISION
 from dhp.models.pretrained import config_source
-from dhp.planner.rates import Channel
-from dhp.trainer.forecast.candidates import Candidate
-from dhp.trainer.forecast.counted import Counted
-from dhp.trainer.forecast.freed import ROWS, find_held, freed, one_actor_each
-from dhp.trainer.forecast.machine import Machine, machine_of
-from dhp.trainer.forecast.question import count_model
-from dhp.trainer.forecast.samples import EqualSamples, Samples
-from dhp.trainer.forecast.search import search
-from dhp.trainer.forecast.space import Space
-from dhp.trainer.forecast.whole_run import WholeRun
-from dhp.trainer.plan import RunPlan, plan_run
+from dhp.plan.bench.machine import Machine, machine_of
+from dhp.plan.count.counted_model import Counted
+from dhp.plan.count.rates import Channel
+from dhp.plan.count.samples import EqualSamples, Samples
+from dhp.plan.forecast.question import count_model
+from dhp.plan.run_plan import RunPlan, plan_run
+from dhp.plan.search.candidates import Candidate
+from dhp.plan.search.free_keys import ROWS, find_held, freed, one_actor_each
+from dhp.plan.search.layout_search import search
+from dhp.plan.search.space import Space, WholeRun
 from experiments.published.machine import FORMAT, NODE, Fitted, rates_of
 from experiments.published.ray_cells import NETWORK, calibrated
 from experiments.published.ray_cells import TABLE as CELLS

@@ -10,7 +10,7 @@ from typing import Any
 
 from dhp.config.devices import find_device
 from dhp.models.flops import OPERATIONS
-from dhp.planner.rates import Rates, Sent, Work, spend
+from dhp.plan.count.rates import Rates, Sent, Work, spend
 from experiments.published.machine import PASSES, Fitted, fit, head_of, rates_of, trained
 from experiments.published.shapes import MERGED, VALUE, decoder_named, tower_named
 from experiments.published.tables import FIT, HELD_OUT, Row, compared, errors, read_table, score

@@ -11,7 +11,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 
 from dhp.models.families.grid import grid_work
 from dhp.models.flops import OPERATIONS, TextWork, VisionWork, text_work
-from dhp.planner.rates import Work
+from dhp.plan.count.rates import Work
 from experiments.published.tables import read_table
 
 VALUE = 2  # bytes of a bf16 number

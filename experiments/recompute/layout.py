@@ -13,7 +13,7 @@ import ray
 
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.cluster import Layout as Actors
-from dhp.cluster.watch import wait_all
+from dhp.cluster.hangs.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.graph import StageGraph
@@ -22,12 +22,12 @@ from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.planner.costs import Arrangement, Plan, arrange
-from dhp.planner.planner import Planner
+from dhp.plan.count.costs import Arrangement, Plan, arrange
+from dhp.plan.recompute.planner import Planner
+from dhp.plan.recompute.run_shape import usage_of
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Group, make_stages
 from dhp.step.step import train_step
-from dhp.trainer.run_shape import usage_of
 from experiments.pair import TEXT, VISION, Here, as_batch, join_alone, pair_of, settings_of
 
 TIMEOUT_S = 900.0

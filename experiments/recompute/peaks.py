@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dhp.core.axes import Degrees
-from dhp.planner.costs import predicted_bytes
-from dhp.planner.planner import Planner, as_text
+from dhp.plan.count.costs import predicted_bytes
+from dhp.plan.recompute.planner import Planner, as_text
 from experiments.recompute.layout import Layout, Run, as_actors
 from experiments.recompute.work import deal, make_model, make_samples
 

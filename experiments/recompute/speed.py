@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from dhp.planner.costs import Plan, StageCosts, predicted_bytes
-from dhp.planner.planner import Planner, as_text
-from dhp.planner.search import best_plan
+from dhp.plan.count.costs import Plan, StageCosts, predicted_bytes
+from dhp.plan.recompute.best_plan import best_plan
+from dhp.plan.recompute.planner import Planner, as_text
 from experiments.recompute.layout import Layout, Run, in_this_process
 from experiments.recompute.work import deal, make_model, make_samples
 

@@ -49,7 +49,7 @@ class Fused:
 NORM = Fused("norm", "torch.nn.functional.rms_norm", outputs=(0,), again=(0, 2), slopes=(0, 2))
 OURS = (
     NORM,
-    Fused("gate", "dhp.parallel.kernels.gate._compiled", outputs=(0,), again=(0, 1), slopes=(0, 1), made=True),
+    Fused("gate", "dhp.parallel.kernels.elementwise._compiled", outputs=(0,), again=(0, 1), slopes=(0, 1), made=True),
     # dhp calls it once forward and once backward, each time without autograd.
     Fused("rotary", "dhp.parallel.kernels.rotary._compiled", outputs=(0,), again=(), slopes=(), made=True),
 )

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from dhp.batch.build import make_reader
-from dhp.batch.reader import BatchReader
+from dhp.batch.reader import BatchReader, make_reader
 from dhp.config.command_line import compose_config
 from dhp.core.batch import StepData
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import OptimizerSettings
 from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.trainer.batches import feed_settings
+from dhp.plan.batches import feed_settings
 from dhp.trainer.preflight import prepare
 from experiments.pair import TEXT, VISION, join_alone, pair_of, settings_of
 from experiments.sight.datasets import Sets

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.utils import logging
 
 from dhp.models.pretrained import name_accelerator
-from dhp.tiny.model import SPECIAL_TOKENS, make_tokenizer
+from dhp.tiny.tiny_model import SPECIAL_TOKENS, make_tokenizer
 from experiments.sight.pictures import SIDE, texts
 
 WIDTH, TOWER_WIDTH = 128, 64

@@ -6,9 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dhp.tiny.needles import ANNOTATIONS as NEEDLES
-from dhp.tiny.needles import make_needles
-from dhp.tiny.pictures import ANNOTATIONS, make_dataset
+from dhp.tiny.made_pictures import ANNOTATIONS, NEEDLES, make_dataset, make_needles
 
 FIRST = ("alignment", "pretraining")  # that all ways share
 STAGES = {3: ("short_finetuning",), 4: ("extension_to_8k", "extension_to_16k")}  # by their numbers in LongVILA

@@ -21,10 +21,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dhp.models.load import load_part
-from dhp.parallel.recompute.layers import RecomputedLayers
-from dhp.parallel.tensor.plan import local_plan
+from dhp.parallel.recompute.recomputed_layers import RecomputedLayers
 from dhp.parallel.tensor.slices import use_local_slices
-from dhp.tiny.assets import make_tiny_assets
+from dhp.parallel.tensor.tensor_plan import local_plan
+from dhp.tiny.tiny_model import make_tiny_assets
 
 WAYS = {"tensor 1": (1, False), "tensor 2, library's styles": (2, False), "tensor 2": (2, True)}
 TOKENS = 16

@@ -8,7 +8,7 @@ from typing import Any
 
 from dhp.engine.kinds import make_rank
 from dhp.engine.settings import StageSettings
-from dhp.parallel.recompute.live_storages import LiveStorages
+from dhp.parallel.recompute.meter import LiveStorages
 from experiments.pair import TEXT, VISION
 from experiments.plan_accuracy.layout import Layout, running
 

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.vision_utils import get_vision_position_ids
 
-from dhp.batch.build import BatchReaderSettings, open_model
-from dhp.batch.build import make_reader as make_real_feed
 from dhp.batch.encoder_shards import Split
+from dhp.batch.reader import BatchReaderSettings, open_model
+from dhp.batch.reader import make_reader as make_real_feed
 from dhp.batch.row_shards import SequenceGroups, choose_groups
 from dhp.config.data import DataConfig, DatasetEntry
 from dhp.core.axes import Degrees
@@ -24,7 +24,7 @@ from dhp.core.errors import ModelError
 from dhp.core.graph import Route
 from dhp.data.sampling.sampler import BatchLayout
 from dhp.models.registry import load_family
-from dhp.tiny.model import make_tiny_model
+from dhp.tiny.tiny_model import make_tiny_model
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, make_reader
 from tests.helpers.tiny import make_sample

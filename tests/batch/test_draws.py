@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dhp.batch.draws import FILLER, runs_of_rows, runs_of_shard, sample_keys, with_keys
+from dhp.batch.row_shards import FILLER, runs_of_rows, runs_of_shard, sample_keys, with_keys
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.draws import keys_of

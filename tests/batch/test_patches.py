@@ -16,14 +16,12 @@ import pytest
 import torch
 from PIL import Image
 
-from dhp.batch.build import BatchReaderSettings, make_reader
 from dhp.batch.encoder_shards import Split
 from dhp.batch.prompts import make_held_out_feed
-from dhp.batch.reader import BatchReader
+from dhp.batch.reader import BatchReader, BatchReaderSettings, make_reader
 from dhp.config.data import DataConfig, DatasetEntry
-from dhp.core.batch import StepData, UnreadPatches, VisionInput
+from dhp.core.batch import Sampling, StepData, UnreadPatches, VisionInput
 from dhp.core.errors import DataError, UnreadableVideo
-from dhp.core.generation import Sampling
 from dhp.data.sampling.sampler import BalanceSettings, BatchLayout
 
 FRAMES = 40

@@ -16,13 +16,12 @@ from dhp.batch.prompts import check_room, find_stops, make_held_out_feed, make_p
 from dhp.config.command_line import compose_config
 from dhp.config.data import DatasetEntry
 from dhp.config.resolve import resolve
-from dhp.core.batch import PositionRange
+from dhp.core.batch import PositionRange, Sampling
 from dhp.core.errors import DataError
-from dhp.core.generation import Sampling
 from dhp.data.read.records import Record, Turn
 from dhp.models.pretrained import load_image_processor
 from dhp.models.registry import load_family
-from dhp.trainer.batches import feed_settings
+from dhp.plan.batches import feed_settings
 from tests.helpers.answers import make_text
 
 

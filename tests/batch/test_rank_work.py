@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dhp.batch.rank_work import encoder_work, text_work
+from dhp.batch.shard import encoder_work, text_work
 from dhp.core.axes import Degrees
 from dhp.core.batch import TextInput, VisionInput
 from dhp.models.flops import TextWork

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dhp.batch.build import make_reader
-from dhp.batch.reader import BatchReader
+from dhp.batch.reader import BatchReader, make_reader
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.data.sample.lengths import LENGTH_COLUMNS
-from dhp.trainer.batches import feed_settings
+from dhp.plan.batches import feed_settings
 
 
 def reader(assets: Path, cache: Path, *overrides: str) -> BatchReader:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.checkpoint.background import BackgroundWriter, run_write
-from dhp.checkpoint.shard_writer import ShardWriter
-from dhp.checkpoint.source import read_shards
+from dhp.checkpoint.shard_reader import read_shards
+from dhp.checkpoint.shard_writer import BackgroundWriter, ShardWriter, run_write
 from dhp.core.axes import Degrees
 from dhp.core.errors import CheckpointError
 from dhp.core.reports import SavedShare

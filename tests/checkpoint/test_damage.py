@@ -14,14 +14,20 @@ import pytest
 import torch
 
 from dhp.__main__ import main as dhp
-from dhp.checkpoint.folder import Unfinished, finish_checkpoint, open_checkpoint, quarantine, read_model_files
-from dhp.checkpoint.manifest import check_checkpoint, file_checksum
+from dhp.checkpoint.folder import (
+    Unfinished,
+    check_checkpoint,
+    file_checksum,
+    finish_checkpoint,
+    open_checkpoint,
+    quarantine,
+    read_model_files,
+)
 from dhp.checkpoint.resume import find_start
-from dhp.checkpoint.shard_reader import ShardReader
+from dhp.checkpoint.shard_reader import ShardReader, read_shards
 from dhp.checkpoint.shard_writer import ShardWriter
-from dhp.checkpoint.source import read_shards
 from dhp.core.errors import CheckpointError
-from dhp.core.fencing import fenced
+from dhp.core.locks import fenced
 
 ABOUT = {"parts": ["vision", "text"], "skipped_samples": 0, "settings": {}, "data": {}}
 
@@ -254,7 +260,7 @@ def test_what_cannot_be_read_now_is_not_set_aside(tmp_path: Path, monkeypatch: p
                 raise OSError(number, os.strerror(number))
             return file_checksum(one)
 
-        monkeypatch.setattr("dhp.checkpoint.manifest.file_checksum", read)
+        monkeypatch.setattr("dhp.checkpoint.folder.file_checksum", read)
 
     refuse(errno.ESTALE)
     with pytest.raises(CheckpointError, match=f"{file} cannot be read .Stale"):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dhp.checkpoint.source import read_shards
+from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings
 from tests.checkpoint.test_round_trip import MOMENTS, train

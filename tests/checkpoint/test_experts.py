@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from dhp.checkpoint.files import check_part
-from dhp.checkpoint.source import read_shards
+from dhp.checkpoint.shard_files import check_part
+from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
 from dhp.models.export import save_whole
 from tests.engine.test_experts import ONE, ExactText

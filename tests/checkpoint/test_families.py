@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from dhp.checkpoint.source import read_shards
+from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
-from dhp.doctor.doubles import staying_double
+from dhp.doctor.diagnose import staying_double
 from dhp.models.export import persistent_buffers, save_whole
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Running, make_reader

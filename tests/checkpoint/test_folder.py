@@ -8,8 +8,7 @@ from zlib import crc32
 
 import pytest
 
-from dhp.checkpoint.folder import find_checkpoint, finish_checkpoint, open_checkpoint, read_model_files
-from dhp.checkpoint.manifest import read_about
+from dhp.checkpoint.folder import find_checkpoint, finish_checkpoint, open_checkpoint, read_about, read_model_files
 from dhp.core.errors import CheckpointError
 from dhp.core.reports import WrittenFile
 

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from dhp.checkpoint.regions import Block, blocks_of_range, overlap, whole
+from dhp.checkpoint.shard_files import Block, blocks_of_range, overlap, whole
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (3, 1, 4), (2, 3, 2, 2), (1, 1), (4, 0)])
@@ -36,5 +36,5 @@ def test_blocks_that_share_an_element_are_seen(monkeypatch: pytest.MonkeyPatch) 
     assert not overlap(rows) and not overlap([]) and not overlap(rows[:1])
     assert overlap([*rows, Block((2, 3), (1, 1))]) and overlap([Block((), ()), Block((), ())])
     assert not overlap([*rows, Block((0, 0), (0, 4))])  # one without elements
-    monkeypatch.setattr("dhp.checkpoint.regions._PAIRS", 2)
+    monkeypatch.setattr("dhp.checkpoint.shard_files._PAIRS", 2)
     assert overlap([*rows, rows[1]]) and not overlap(rows)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp.checkpoint.folder import Best, checkpoints, find_checkpoint, mark_best, read_best, remove_old
-from dhp.checkpoint.manifest import ABOUT
+from dhp.checkpoint.folder import ABOUT, Best, checkpoints, find_checkpoint, mark_best, read_best, remove_old
 from dhp.core.errors import CheckpointError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.checkpoint.source import read_shards
+from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
 from dhp.core.errors import CheckpointError
 from dhp.core.parameters import AdapterSettings

@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dhp.checkpoint.shard_reader import ShardReader
+from dhp.checkpoint.shard_reader import ShardReader, load_shards, read_shards
 from dhp.checkpoint.shard_writer import ShardWriter, save_shards
-from dhp.checkpoint.source import load_shards, read_shards
 from dhp.core.errors import CheckpointError
 from tests.helpers.ranks import run_on_ranks
 

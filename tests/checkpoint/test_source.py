@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp.checkpoint import source
-from dhp.checkpoint.shard_reader import ShardReader
+from dhp.checkpoint import shard_reader
+from dhp.checkpoint.shard_reader import ShardReader, load_shards, mapped_shards, open_source, read_shards
 from dhp.checkpoint.shard_writer import ShardWriter, save_shards
-from dhp.checkpoint.source import load_shards, mapped_shards, open_source, read_shards
 from dhp.core.errors import CheckpointError
 from tests.helpers.ranks import run_on_ranks
 
@@ -52,7 +51,7 @@ def test_another_form_is_another_reader(tmp_path: Path, monkeypatch: pytest.Monk
     torch.save({"a": torch.arange(4.0)}, tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=r"holds no rank_\*\.json"):
         open_source(tmp_path)
-    monkeypatch.setattr(source, "READERS", [*source.READERS, OneFile])
+    monkeypatch.setattr(shard_reader, "READERS", [*shard_reader.READERS, OneFile])
     held = {"a": torch.zeros(4)}
     load_shards(held, tmp_path)
     assert held["a"].tolist() == [0.0, 1.0, 2.0, 3.0] == read_shards(tmp_path)["a"].tolist()

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dhp.checkpoint.checksum import join
-from dhp.checkpoint.tensor_file import NAMES, checksum_of, write_tensors
+from dhp.checkpoint.tensor_file import NAMES, checksum_of, join, write_tensors
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0), (1, 1), (3, 1000), (70_001, 65_536), (4, 2**20 + 3)])

@@ -15,14 +15,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dhp.__main__ import main
-from dhp.cli.inspect_contents import CONTENTS
-from dhp.cli.inspect_costs import COSTS
-from dhp.cli.inspect_data import COLUMNS, DATASETS, LENGTHS
+from dhp.cli.inspect_data import COLUMNS, CONTENTS, COSTS, DATASETS, LENGTHS
 from dhp.config.schema import Config
-from dhp.core.command import own_command
 from dhp.core.errors import PartFailed
+from dhp.core.text import own_command
 from dhp.observe.plots import HEIGHT, WIDTH
-from dhp.trainer.lengths import map_chunks
+from dhp.plan.search.sample_source import map_chunks
 from dhp.version import VERSION
 
 ROOT = Path(__file__).parents[2]

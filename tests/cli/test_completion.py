@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from dhp.__main__ import main
-from dhp.cli.commands import COMMANDS, subcommands, usage
-from dhp.cli.completion import FLAGS, KEYS, SCRIPTS, completions
+from dhp.cli.completion import COMMANDS, FLAGS, KEYS, SCRIPTS, completions, subcommands, usage
 from dhp.cli.inspect import _OWN
 from dhp.cli.plan_request import PlanRequest
-from dhp.config.generation import GenerateRequest
+from dhp.config.generate_request import GenerateRequest
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "transformers", "deepspeed", "hydra", "omegaconf")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dhp.cli.common import add_options, find_configuration
+from dhp.cli.evaluate import NAME, _reading
 from dhp.cli.generate import _configuration
-from dhp.cli.needle import NAME, _reading
 from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.data import LimitsConfig
-from dhp.config.generation import GenerateRequest
+from dhp.config.generate_request import GenerateRequest
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.trainer.preflight import prepare

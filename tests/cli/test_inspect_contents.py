@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp.cli.inspect_contents import content_table
+from dhp.cli.inspect_data import content_table
 from dhp.data.sample.lengths import LENGTH_COLUMNS
 
 

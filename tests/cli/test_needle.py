@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from dhp.__main__ import main
-from dhp.cli.needle import _hide
+from dhp.cli.evaluate import _hide
 from dhp.core.reports import EvaluatedShare
 from dhp.trainer.evaluation import Evaluation, _Done
 from tests.helpers.graphs import make_graph

@@ -16,7 +16,7 @@ from dhp.__main__ import main
 from dhp.cli.plan import NOTHING_FITS
 from dhp.cli.plan_table import _freeing
 from dhp.config.command_line import compose_config
-from dhp.core.command import own_command
+from dhp.core.text import own_command
 from dhp.observe.scatter import HEIGHT, WIDTH
 from dhp.trainer.dry_run import dry_run
 from dhp.trainer.preflight import prepare

@@ -34,12 +34,12 @@ from dhp.core.batch import IGNORED, SOUND, ProcessorOutput
 from dhp.data.media.sources import Sound, Video
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.sample import Sample
-from dhp.models.contract.pictures import pack
-from dhp.models.contract.processor import ContractProcessor
+from dhp.models.contract.generic_parts import ContractProcessor
+from dhp.models.contract.random_pictures import pack
 from dhp.models.families.llava import LlavaProcessor
 from dhp.models.families.qwen2_5_vl import qwen2_5_vl
 from dhp.models.processor import Processor
-from dhp.tiny.model import make_tokenizer, tiny_config
+from dhp.tiny.tiny_model import make_tokenizer, tiny_config
 
 RUNS = [
     Run("<|user|>Is it ", 5, 0, False),

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from dhp.cluster import gpus
-from dhp.cluster.address import LOCAL
-from dhp.cluster.choose import check_devices_here
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.gpus import (
     Build,
     Gpu,
     check_build,
+    check_devices_here,
     check_gpus,
     check_modes,
     least_memory,
@@ -23,6 +22,7 @@ from dhp.cluster.gpus import (
     read_gpus,
     visible_gpus,
 )
+from dhp.cluster.ray_session import LOCAL
 from dhp.core.errors import ConfigError
 from tests.helpers.graphs import make_graph
 

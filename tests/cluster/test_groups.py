@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.cluster import ActorGroup
 from dhp.cluster.data_actor import DatasetActor
+from dhp.cluster.hangs.watch import wait_all
 from dhp.cluster.placement.reservation import plan_placement, reserve
-from dhp.cluster.remote_values import RemoteValue
-from dhp.cluster.watch import wait_all
+from dhp.cluster.transport.shared_memory import RemoteValue
 from dhp.cluster.worker import GroupSettings
 from dhp.core.dispatch import Call, per_rank
 from dhp.core.errors import DataError, ModelError, PartFailed, UnreadableVideo

@@ -15,8 +15,8 @@ from ray._private.authentication.authentication_token_setup import ensure_token_
 from ray._private.utils import validate_socket_filepath
 from ray._raylet import AuthenticationTokenLoader
 
-from dhp.cluster import own_ray as own
-from dhp.cluster.own_ray import TOKEN, changed_environment, own_ray, own_token
+from dhp.cluster import ray_session as own
+from dhp.cluster.ray_session import TOKEN, changed_environment, own_ray, own_token
 from dhp.core.errors import ClusterError, ConfigError
 
 

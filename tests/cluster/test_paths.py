@@ -42,7 +42,7 @@ def test_a_beacon_shows_who_shares_a_directory(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_stays_where_it_was(tmp_path: Path, made: str) -> None:
     (tmp_path / "file").write_text("")
     code = (
-        "import sys; from dhp.cluster.processes import redirect_output\n"
+        "import sys; from dhp.cluster.servers import redirect_output\n"
         "redirect_output(sys.argv[1], 'text-0'); print('after')"
     )
     command = [sys.executable, "-c", code, str(tmp_path / made)]

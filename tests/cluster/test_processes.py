@@ -12,7 +12,7 @@ import pytest
 import ray._private.tensor_serialization_utils as tensors
 import torch
 
-from dhp.cluster.processes import silence_understood_warnings
+from dhp.cluster.servers import silence_understood_warnings
 
 
 def test_only_warnings_that_are_understood_are_left_out() -> None:
@@ -33,7 +33,7 @@ def test_ray_still_says_it_in_these_words() -> None:
 
 REDIRECTED = """
 import sys
-from dhp.cluster.processes import redirect_output
+from dhp.cluster.servers import redirect_output
 redirect_output(sys.argv[1], "text-0")
 print("what the rank says")
 """

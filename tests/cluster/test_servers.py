@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from dhp.cluster import servers
-from dhp.cluster.processes import descendants, has_ended
-from dhp.cluster.servers import limited_teardown, own_servers, require_servers
+from dhp.cluster.servers import descendants, has_ended, limited_teardown, own_servers, require_servers
 from dhp.core.errors import ClusterError
 from tests.helpers.runs import ROOT
 

@@ -13,9 +13,8 @@ import ray
 from ray._private import node, services, utils, worker
 
 from dhp.cluster import ray_session as starting
-from dhp.cluster.address import LOCAL
-from dhp.cluster.processes import descendants, has_ended
-from dhp.cluster.ray_session import ray_session, within
+from dhp.cluster.ray_session import LOCAL, ray_session, within
+from dhp.cluster.servers import descendants, has_ended
 from dhp.core.errors import ClusterError
 from dhp.core.process import interruptible
 
@@ -76,7 +75,7 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], l
 
         monkeypatch.setattr(ray, "init", init)
         monkeypatch.setattr(ray, "shutdown", lambda: None)  # of the Ray that other tests of this folder share
-        monkeypatch.setattr("dhp.cluster.processes.GRACE_S", 0.3)
+        monkeypatch.setattr("dhp.cluster.servers.GRACE_S", 0.3)
         return started
 
     return prepare

@@ -7,8 +7,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from dhp.cluster.own_ray import TOKEN
-from dhp.cluster.ray_session import check_token_file
+from dhp.cluster.ray_session import TOKEN, check_token_file
 from dhp.core.errors import ConfigError
 
 

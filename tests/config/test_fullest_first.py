@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dhp.config.command_line import compose_config
-from dhp.config.generation import unbalanced
+from dhp.config.generate_request import unbalanced
 from dhp.config.resolve import resolve
 from dhp.core.errors import ConfigError
-from dhp.trainer.batches import feed_settings
+from dhp.plan.batches import feed_settings
 
 BALANCED, PLANNED = "data.balance=balanced", ("text.recompute=auto", "memory.budget_gib=1")
 NO_TOWER = ("vision.recompute=auto", "memory.budget_gib=1", "training.frozen=[vision,projector]")

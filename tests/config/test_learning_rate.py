@@ -3,10 +3,10 @@
 import pytest
 
 from dhp.config.command_line import compose_config
-from dhp.config.learning_rate import DECAYS, LR_SCHEDULES, check_learning_rate, decay_steps
+from dhp.config.ranges import DECAYS, LR_SCHEDULES, check_learning_rate, decay_steps
 from dhp.config.training import TrainingConfig
 from dhp.core.errors import ConfigError
-from dhp.parallel.optim.learning_rate import KINDS, RateCurve, learning_rate_at
+from dhp.parallel.optim.learning_rates import KINDS, RateCurve, learning_rate_at
 
 STABLE = {"lr_scheduler_type": "warmup_stable_decay"}
 COSINE = {"lr_scheduler_type": "cosine"}

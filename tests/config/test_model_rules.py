@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.config.layout import resolve_part
+from dhp.config.layout import check_mlp_chunks, resolve_part
 from dhp.config.model_rules import check_heads, check_layers_of_rows, check_positions, shares_sequence
-from dhp.config.part import PartConfig
-from dhp.config.recompute import check_mlp_chunks
+from dhp.config.schema import PartConfig
 from dhp.core.errors import ConfigError
 from dhp.models.decoder import _rope_types
 

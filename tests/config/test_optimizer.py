@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dhp.config.command_line import compose_config
-from dhp.config.optimizer import check_optimizer
 from dhp.config.resolve import resolve
+from dhp.config.rules import check_optimizer
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 

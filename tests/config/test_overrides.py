@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.config.overrides import _Entry, _joined
+from dhp.config.command_line import _Entry, _joined
 
 SECTION = "data.data_registry"
 

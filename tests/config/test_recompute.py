@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from dhp.config.layout import read_choices, resolve_recompute
 from dhp.config.model_rules import check_layers
-from dhp.config.part import PartConfig
-from dhp.config.recompute import read_choices, resolve_recompute
 from dhp.config.resolve import resolve
 from dhp.config.rules import check_budget
+from dhp.config.schema import PartConfig
 from dhp.core.errors import ConfigError
 from tests.config.test_resolve import config
 

@@ -9,7 +9,7 @@ import pytest
 from dhp.__main__ import main
 from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.data import DataConfig, DatasetEntry
-from dhp.config.recorded import compose_recorded, require_named_addresses
+from dhp.config.run_dir import compose_recorded, require_named_addresses
 from dhp.core.errors import ConfigError
 
 SECRET = "hf_value_of_it"

@@ -7,10 +7,9 @@ import pytest
 from dhp.config.command_line import compose_config
 from dhp.config.data import DataConfig, DatasetEntry
 from dhp.config.keys import find_key
-from dhp.config.part import LoraConfig, PartConfig
 from dhp.config.parts import parts
 from dhp.config.resolve import check_model_dir, collective_timeout_s, micro_batches, resolve, warmup_steps
-from dhp.config.schema import ClusterConfig, Config
+from dhp.config.schema import ClusterConfig, Config, LoraConfig, PartConfig
 from dhp.config.training import GroupConfig
 from dhp.core.errors import ConfigError
 

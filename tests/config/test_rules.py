@@ -12,9 +12,8 @@ from dhp.config.model_rules import (
     check_tensor,
     check_tower,
 )
-from dhp.config.part import PartConfig
 from dhp.config.rules import check_balance, check_run
-from dhp.config.schema import Config
+from dhp.config.schema import Config, PartConfig
 from dhp.config.training import TrainingConfig
 from dhp.core.errors import ConfigError
 

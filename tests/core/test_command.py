@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp.core.command import own_command
+from dhp.core.text import own_command
 
 
 @pytest.fixture

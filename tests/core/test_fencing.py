@@ -13,13 +13,13 @@ import pytest
 
 from dhp.checkpoint.folder import Unfinished, finish_checkpoint, open_checkpoint
 from dhp.core.errors import CheckpointError
-from dhp.core.fencing import NAME, TakenOver, fenced, read_token, require_own
+from dhp.core.locks import TOKEN_FILE, TakenOver, fenced, read_token, require_own
 
 ABOUT = {"step": 1}
 
 
 def take_over(folder: Path) -> None:
-    (folder / NAME).write_text(json.dumps({"id": "other", "host": "beta", "pid": 77}))
+    (folder / TOKEN_FILE).write_text(json.dumps({"id": "other", "host": "beta", "pid": 77}))
 
 
 def test_the_token_is_there_for_the_time_of_the_run(tmp_path: Path) -> None:
@@ -44,23 +44,23 @@ def test_what_another_attempt_has_taken_over_stays_its_own(tmp_path: Path) -> No
 
 def test_after_the_other_one_has_ended_too(tmp_path: Path) -> None:
     with fenced(tmp_path):
-        (tmp_path / NAME).unlink()
+        (tmp_path / TOKEN_FILE).unlink()
         with pytest.raises(CheckpointError, match="whose run has ended"):
             require_own(tmp_path)
 
 
 def test_a_folder_that_cannot_be_read_is_nobody_elses(tmp_path: Path) -> None:
     with fenced(tmp_path):
-        (tmp_path / NAME).rename(tmp_path / "aside")
-        (tmp_path / NAME).mkdir()  # which reads as a disk that fails
+        (tmp_path / TOKEN_FILE).rename(tmp_path / "aside")
+        (tmp_path / TOKEN_FILE).mkdir()  # which reads as a disk that fails
         with pytest.raises(CheckpointError, match="cannot be read") as raised:
             require_own(tmp_path)
         assert not isinstance(raised.value, TakenOver)
         with pytest.raises(KeyError), Unfinished() as unfinished:  # the error of the run's own is the one to report
             unfinished.add(open_checkpoint(tmp_path, 1))
             raise KeyError
-        (tmp_path / NAME).rmdir()
-        (tmp_path / "aside").rename(tmp_path / NAME)
+        (tmp_path / TOKEN_FILE).rmdir()
+        (tmp_path / "aside").rename(tmp_path / TOKEN_FILE)
         require_own(tmp_path)
 
 
@@ -69,7 +69,7 @@ def test_a_stopped_process_that_wakes_renames_nothing(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint\n"
-        "from dhp.core.fencing import fenced\n"
+        "from dhp.core.locks import fenced\n"
         "folder = Path(sys.argv[1])\n"
         "with fenced(folder):\n"
         "    unfinished = open_checkpoint(folder, 1)\n"

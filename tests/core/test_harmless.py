@@ -12,7 +12,7 @@ from dhp.config.command_line import hydra_entry
 from dhp.core.errors import CheckpointError, DataError, UnreadableVideo
 from dhp.core.text import harmless, one_line
 from dhp.data.media.images import open_image
-from dhp.data.media.resolver import MediaResolver
+from dhp.data.media.sources import MediaResolver
 
 TITLE = "a\x1b]0;PWNED\x07\x1b[2J\nConfigError: all is well"
 

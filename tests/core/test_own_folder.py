@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from dhp.core.own_folder import base_for_socket, own_folder
+from dhp.core.files import base_for_socket, own_folder
 
 HOLDING = """
 import sys
-from dhp.core.own_folder import own_folder
+from dhp.core.files import own_folder
 with own_folder("dhp-test-") as folder:
     (folder / "file").touch()
     print(folder, flush=True)

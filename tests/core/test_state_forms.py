@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.core.state_forms import COMPENSATION, EXACT_STATES, FORMAT_BYTES, FORMS, MASTER, MOMENTS, SUM, WEIGHT
+from dhp.core.parameters import COMPENSATION, EXACT_STATES, FORMAT_BYTES, FORMS, MASTER, MOMENTS, SUM, WEIGHT
 
 
 @pytest.mark.parametrize("nbytes", FORMS)

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dhp.data.sample.preprocess import Preprocessor
-from dhp.tiny.model import make_tokenizer
+from dhp.tiny.tiny_model import make_tokenizer
 from tests.data.sample.made import CORPUS, make_preprocessor
 
 

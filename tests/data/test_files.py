@@ -16,9 +16,9 @@ from dhp.config.data import DatasetEntry
 from dhp.core.errors import ConfigError, DataError
 from dhp.data.media.images import open_image
 from dhp.data.media.sources import Member, Sound, Video
-from dhp.data.read import files
+from dhp.data.read import annotation_files
+from dhp.data.read.annotation_files import JsonlRows, find_lines
 from dhp.data.read.annotations import read_annotations
-from dhp.data.read.files import JsonlRows, find_lines
 from dhp.data.sampling.dataset import open_dataset
 
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A circle."}]
@@ -37,7 +37,7 @@ def shade(file) -> int:
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 24])
 @pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"\n", b"ab\n\nc", b"\n\nabc\n", b"a  \n \t\r\n" + b" " * 20])
 def test_lines_begin_after_line_ends(tmp_path, monkeypatch, chunk, content):
-    monkeypatch.setattr(files, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(annotation_files, "_CHUNK_BYTES", chunk)
     (tmp_path / "a").write_bytes(content)
     lines = content.split(b"\n")
     lines = lines[:-1] if not lines[-1] else lines

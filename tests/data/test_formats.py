@@ -13,8 +13,7 @@ import pytest
 from dhp.config.ranges import DATA_FORMATS
 from dhp.core.errors import DataError
 from dhp.data.media.images import open_image
-from dhp.data.media.resolver import MediaResolver
-from dhp.data.media.sources import Blob, Remote, Sound, Video
+from dhp.data.media.sources import Blob, MediaResolver, Remote, Sound, Video
 from dhp.data.read.annotations import FORMATS, detect, parse_record
 from dhp.data.read.formats import KNOWN, renamed
 from dhp.data.read.records import Turn

@@ -12,10 +12,10 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from dhp.__main__ import main
-from dhp.core.generation import LogitRule
+from dhp.core.batch import LogitRule
 from dhp.doctor.diagnose import EXACT, Diagnosis, examine
 from dhp.doctor.trial import Outcome
-from dhp.models.contract import rows as declared
+from dhp.models.contract import random_rows as declared
 from dhp.models.contract.contract import Handover
 from dhp.models.registry import FAMILIES as REGISTERED
 from dhp.models.registry import load_family
@@ -82,7 +82,7 @@ def test_rows_that_are_not_masked_as_the_model_asks_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the rule of its blocks, tokens of an image would not see each other."""
-    monkeypatch.setattr("dhp.models.contract.decoder.block_rule", lambda config: None)
+    monkeypatch.setattr("dhp.models.contract.generic_parts.block_rule", lambda config: None)
     found = examine(save(tmp_path, "gemma3"))
     assert not found.trainable
     assert found.split_error is not None and found.split_error > 1e-3
@@ -97,7 +97,7 @@ def test_state_that_runs_from_sample_to_sample_is_noticed(tmp_path: Path, monkey
 
 
 def test_layers_of_an_unknown_kind_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dhp.models.contract.structure._MIXERS", ("no such class",))
+    monkeypatch.setattr("dhp.models.contract.contract._MIXERS", ("no such class",))
     found = examine(save(tmp_path, "qwen3_5"))
     assert not found.trainable and "layers of the kind linear_attention" in found.refused["family"]
 
@@ -115,7 +115,7 @@ def test_a_cap_on_the_logits_is_part_of_the_loss(tmp_path: Path) -> None:
 
 
 def test_a_cap_that_is_left_out_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dhp.models.contract.twin_model.ProbeModel._find_logits", lambda self: LogitRule())
+    monkeypatch.setattr("dhp.models.contract.twin.ProbeModel._find_logits", lambda self: LogitRule())
     found = examine(save(tmp_path, "gemma4", final_logit_softcapping=2.0))
     assert not found.trainable and found.split_error is not None and found.split_error > 1e-3
 

@@ -9,7 +9,7 @@ import torch
 
 from dhp.__main__ import main
 from dhp.doctor.machine import look_around
-from dhp.parallel.optional_packages import BITSANDBYTES, COMPILE, FLASH_ATTENTION, LIGER, LOGGERS
+from dhp.parallel.device import BITSANDBYTES, COMPILE, FLASH_ATTENTION, LIGER, LOGGERS
 
 
 def test_the_table_has_a_line_for_each_extra(capsys: pytest.CaptureFixture[str]) -> None:

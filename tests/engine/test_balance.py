@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter,
 
 from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
-from dhp.parallel.expert.modules import balance_losses
+from dhp.parallel.expert.expert_modules import balance_losses
 from tests.engine.test_experts import ONE, ExactText
 from tests.engine.test_families import steps
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision

@@ -14,7 +14,7 @@ from dhp.config.resolve import resolve
 from dhp.core.parameters import ALL, AdapterSettings, Group, GroupRule, Selector, TrainingRules
 from dhp.engine.build import cuts_first, dtype_to_load, freeze, optimizer_maker, rates_at, trained_groups
 from dhp.engine.settings import OptimizerSettings, StageSettings
-from dhp.models.weights import stored_dtype
+from dhp.models.empty import stored_dtype
 from dhp.trainer.settings import stage_settings
 from tests.helpers.graphs import make_graph
 

@@ -12,13 +12,12 @@ from itertools import product
 
 import pytest
 
-from dhp.config.layout import resolve_part
-from dhp.config.part import PartConfig
-from dhp.config.recompute import check_mlp_chunks
+from dhp.config.layout import check_mlp_chunks, resolve_part
+from dhp.config.schema import PartConfig
 from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
 from dhp.data.sample.sample import Sample
-from dhp.doctor.doubles import staying_double
+from dhp.doctor.diagnose import staying_double
 from dhp.engine.settings import StageSettings
 from dhp.models.registry import load_family
 from tests.engine.test_parity import assert_exact

@@ -9,14 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dhp.batch import draws, shard
+from dhp.batch import row_shards, shard
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.draws import TokenKeys, drawing, keys_of
 from dhp.core.parameters import ADAPTER, AdapterSettings
 from dhp.engine.settings import StageSettings
 from dhp.models import lora as adapters
-from dhp.parallel.recompute import layers as recomputing
+from dhp.parallel.recompute import recomputed_layers as recomputing
 from tests.engine.test_adapters import CompiledText, CompiledVision
 from tests.engine.test_deepstack import ExactText
 from tests.engine.test_deepstack import steps as images_and_videos
@@ -181,6 +181,8 @@ def test_other_draws_show(name: str, four_layers_model: str) -> None:
 
 
 def test_steps_that_draw_alike_show(four_layers_model: str) -> None:
-    with patch.object(shard, "sample_keys", lambda samples, seed: draws.sample_keys(replace(samples, step=0), seed)):
+    with patch.object(
+        shard, "sample_keys", lambda samples, seed: row_shards.sample_keys(replace(samples, step=0), seed)
+    ):
         found = compare(four_layers_model, Case(ONE, ONE, 1, lora=TEXT), [mixed_step(), step_with_one_window()])
     assert found.gradient > 1e-2, found

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dhp.core.draws import TokenKeys, drawing, keys_of
-from dhp.engine.evaluate import EvaluatingEngine
-from dhp.models.token_dropout import TokenDropout
+from dhp.engine.sample_losses import EvaluatingEngine
+from dhp.models.lora import TokenDropout
 
 
 class Dropping(EvaluatingEngine):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
-from dhp.parallel.expert import shares
+from dhp.parallel.expert import expert_shares
 from tests.engine.test_families import steps
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare, compare_rounding, train
@@ -204,14 +204,14 @@ class NoReturn(ExactText):
     """What experts of other ranks answer does not come back."""
 
     def __init__(self, *given: Any):
-        goes, calls = shares.AllToAll, iter(range(10**9))
+        goes, calls = expert_shares.AllToAll, iter(range(10**9))
 
         class Way:
             @staticmethod
             def apply(*arguments: Any) -> Tensor:
                 return (_Stays if next(calls) % 2 else goes).apply(*arguments)
 
-        shares.AllToAll = Way
+        expert_shares.AllToAll = Way
         super().__init__(*given)
 
 
@@ -219,14 +219,14 @@ class NoGradientBack(ExactText):
     """Rows go and come, and their gradients stay with the experts of other ranks."""
 
     def __init__(self, *given: Any):
-        shares.AllToAll.backward = staticmethod(_Stays.backward)
-        goes = shares.AllToAll.forward
+        expert_shares.AllToAll.backward = staticmethod(_Stays.backward)
+        goes = expert_shares.AllToAll.forward
 
         def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
             ctx.own = dist.get_rank(group)
             return goes(ctx, rows, send, receive, group)
 
-        shares.AllToAll.forward = staticmethod(forward)
+        expert_shares.AllToAll.forward = staticmethod(forward)
         super().__init__(*given)
 
 

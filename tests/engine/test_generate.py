@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from dhp.core.axes import Degrees
-from dhp.core.batch import IGNORED, Bundle
-from dhp.core.generation import Answer, PromptInput, Sampling
+from dhp.core.batch import IGNORED, Answer, Bundle, PromptInput, Sampling
 from dhp.data.sample.sample import Sample
-from dhp.parallel.attention.decode import ShardedCacheIndex, ShardedKVCache
+from dhp.parallel.attention.row_decode import ShardedCacheIndex, ShardedKVCache
 from tests.helpers.answers import (
     Recording,
     RecordingText,
@@ -151,7 +150,7 @@ class KeepsTwice(RecordingText):
 
 class _Mean(Recording):
     def answer(self, *given: Any) -> Answer:
-        with patch("dhp.parallel.attention.decode.merge", lambda outputs, lses: outputs.mean(0)):
+        with patch("dhp.parallel.attention.row_decode.merge", lambda outputs, lses: outputs.mean(0)):
             return super().answer(*given)
 
 
@@ -163,7 +162,7 @@ class MergesWithoutWeights(RecordingText):
 
 class _Own(Recording):
     def answer(self, *given: Any) -> Answer:
-        with patch("dhp.parallel.attention.decode.merge_over_ranks", lambda output, lse, group: output):
+        with patch("dhp.parallel.attention.row_decode.merge_over_ranks", lambda output, lse, group: output):
             return super().answer(*given)
 
 

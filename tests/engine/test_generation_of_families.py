@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from dhp.config.layout import resolve_part
-from dhp.config.part import PartConfig
+from dhp.config.schema import PartConfig
 from dhp.core.axes import Degrees
-from dhp.core.batch import IGNORED
+from dhp.core.batch import IGNORED, Sampling
 from dhp.core.errors import ConfigError, ModelError
-from dhp.core.generation import Sampling
 from dhp.data.sample.sample import Sample
-from dhp.doctor.doubles import staying_double
+from dhp.doctor.diagnose import staying_double
 from dhp.engine.settings import StageSettings
 from dhp.models.registry import load_family
 from tests.engine.test_declared_families import ExactVision

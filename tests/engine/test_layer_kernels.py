@@ -14,7 +14,7 @@ from torch import Tensor
 from dhp.core.errors import ConfigError
 from dhp.engine import stage
 from dhp.models.registry import load_family
-from dhp.parallel.attention import choose
+from dhp.parallel.attention import attention_kernels
 from experiments.families.work import Ours
 from experiments.pair import join_alone
 from tests.helpers.families import Maker
@@ -75,7 +75,7 @@ def test_a_step_by_flash_attn_gives_the_same_gradients(tmp_path: Path, monkeypat
     wanted = gradients(model)
     calls: list[str] = []
     fake = flash_attn_interface(calls)
-    monkeypatch.setattr(choose, "_package", lambda: fake)
+    monkeypatch.setattr(attention_kernels, "_package", lambda: fake)
     monkeypatch.setattr(stage, "require", lambda key, device: None)
     for packing in (True, False):
         calls.clear()

@@ -18,7 +18,7 @@ from torch import Tensor
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.engine import text
-from dhp.engine.nonfinite import breaking
+from dhp.engine.sample_losses import breaking
 from tests.helpers.batches import mixed_step
 from tests.helpers.layouts import Case, Fault, InspectedText, Running, _slotted, make_sharder
 from tests.helpers.rows import slow_but

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dhp.core.axes import Degrees
-from dhp.models.weights import stored_dtype
+from dhp.models.empty import stored_dtype
 from tests.helpers import layouts
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import Case, InspectedText, InspectedVision, compare_rounding, graph_of, settings

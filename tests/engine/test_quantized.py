@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
-from dhp.checkpoint.source import read_shards
+from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
 from dhp.core.parameters import ADAPTER, NF4, AdapterSettings, is_adapter
 from dhp.models import lora as adapters

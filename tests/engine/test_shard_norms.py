@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.config.part import PartConfig
+from dhp.config.schema import PartConfig
 from dhp.core.errors import ConfigError, ModelError
-from dhp.engine.shard_norms import shard_without_ranks
+from dhp.engine.build import shard_without_ranks
 from dhp.models.empty import empty_slices
 from dhp.models.registry import load_family
 from dhp.parallel.kernels.replace import INNER, _classes, replace_without_weights
-from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import PARTIAL_OVER, with_fused
-from dhp.trainer.model_checks import check_plan
+from dhp.parallel.tensor.tensor_plan import local_plan
+from dhp.plan.model_checks import check_plan
 from tests.helpers.tiny_families import save_family
 
 ASKED = PartConfig(tensor=2, pipeline=1, data=1, ulysses=1, ring=1, parallelism="tensor", sequence_sharded_norms=True)

@@ -229,7 +229,7 @@ def test_a_summary_has_the_largest_seconds_of_kills() -> None:
 def test_a_rank_that_is_killed_amid_its_step_costs_nothing(tmp_path: Path) -> None:
     script = (
         "from pathlib import Path; import sys\n"
-        "from dhp.supervise.driver import adopt_orphans\n"
+        "from dhp.supervise.supervisor import adopt_orphans\n"
         "from experiments.chaos.laboratory import Laboratory\n"
         "from experiments.chaos.points import points\n"
         "adopt_orphans()\n"

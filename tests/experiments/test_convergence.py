@@ -10,7 +10,7 @@ from PIL import Image
 
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
-from dhp.core.state_forms import FORMS
+from dhp.core.parameters import FORMS
 from experiments.convergence.__main__ import main
 from experiments.convergence.methods import METHODS
 from experiments.convergence.plot import SIZE

@@ -19,7 +19,7 @@ from torch.nn.attention import varlen
 
 from dhp.cluster import host
 from dhp.parallel import traffic
-from dhp.parallel.attention import choose as kernels
+from dhp.parallel.attention import attention_kernels as kernels
 from experiments.gpu_check import older_torch, parity, probe, profile, ray_stand_in
 from experiments.gpu_check.__main__ import (
     LIMIT_S,

@@ -18,15 +18,7 @@ from dhp.observe.ranks import RankLine
 from experiments.imbalance.__main__ import main
 from experiments.imbalance.inject.sitecustomize import FUNCTIONS, timed
 from experiments.imbalance.measured import CONFIG, make_work, tokens_of
-from experiments.imbalance.spread import (
-    Row,
-    activation_mib,
-    device_of,
-    device_tokens,
-    forward_ms,
-    moments,
-    spreads,
-)
+from experiments.imbalance.spread import Row, activation_mib, device_of, device_tokens, forward_ms, moments, spreads
 from experiments.imbalance.ways import IN_FLIGHT, REPLICAS, VISION_STAGES, WAYS, overrides, published_rows
 from experiments.pair import join_alone
 from tests.helpers.figures import Sentences, missing, one, rows

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dhp.report.drawing import Box
+from dhp.report.charts import Box
 from experiments.layouts import autosp, chart
 from experiments.layouts.peers import PEERS, Objective, inputs_of, load
 from experiments.layouts.work import make_batch, make_model

@@ -10,10 +10,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from dhp.cli.commands import COMMANDS, subcommands
-from dhp.cli.completion import FLAGS, KEYS
+from dhp.cli.completion import COMMANDS, FLAGS, KEYS, subcommands
+from dhp.config.devices import shipped_directory
 from dhp.config.keys import schema_keys
-from dhp.config.shipped import shipped_directory
 from tests.helpers.experiments import accepts, folders
 from tests.helpers.figures import ROOT, Sentences, fixed, missing, one, rows, short, span
 

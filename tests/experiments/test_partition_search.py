@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp.planner.partition.exact import exact
+from dhp.plan.cut.exact import exact
 from experiments.partition_search.__main__ import METHODS, beside_brute_force, fastest, interleaved
 from experiments.partition_search.chains import full_size, random_problem
 

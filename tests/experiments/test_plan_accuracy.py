@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.parallel.recompute.live_storages import LiveStorages
+from dhp.parallel.recompute.meter import LiveStorages
 from experiments.plan_accuracy.cases import CASES
 from experiments.plan_accuracy.groups import GROUPS, settings_of
 from experiments.plan_accuracy.layout import Layout

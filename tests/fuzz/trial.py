@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dhp.batch.collate import Collator
-from dhp.batch.draws import Draws
+from dhp.batch.row_shards import Draws
 from dhp.batch.shard import BatchSharder
 from dhp.config.command_line import compose_config
 from dhp.config.parts import decoder, parts
@@ -28,17 +28,17 @@ from dhp.core.parameters import ADAFACTOR
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
-from dhp.doctor.doubles import staying_double
+from dhp.doctor.diagnose import staying_double
 from dhp.models.registry import load_family
+from dhp.plan.batches import feed_settings, passes_of
+from dhp.plan.run_plan import plan_run
+from dhp.plan.stage_graph import make_graph
+from dhp.plan.trainable import adapters_of, training_rules
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import evaluate_batch, train_step
-from dhp.trainer.batches import feed_settings, passes_of
-from dhp.trainer.graph import make_graph
-from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import stage_settings
-from dhp.trainer.trainable import adapters_of, training_rules
 from tests.engine.test_declared_families import ExactText, ExactVision
 from tests.fuzz.draws import SAMPLES, Draw
 from tests.helpers.families import Maker

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from dhp.batch.build import BatchReaderSettings, make_preprocessor, open_model
 from dhp.batch.encoder_shards import Split
+from dhp.batch.reader import BatchReaderSettings, make_preprocessor, open_model
 from dhp.config.data import DataConfig, DatasetEntry
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.tokens import ConversationTokenizer, Prompts
 from dhp.data.sampling.dataset import open_dataset
 from dhp.data.sampling.sampler import BatchLayout
-from dhp.tiny.family import make_family
+from dhp.tiny.tiny_model import make_family
 from tests.golden.dialogues import DIALOGUES, PIXELS, SIZES, shortened, spans, without_tags
 from tests.golden.vocabularies import FOLDER, QWEN_TOKENS, SPECIAL, load_mistral, load_qwen
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from dhp.models.config_file import tell_positions
 from dhp.models.family import Family
-from dhp.models.positions import tell_positions
 from dhp.models.registry import load_family
 
 TABLES = {file.stem: json.loads(file.read_text()) for file in sorted((Path(__file__).parent / "positions").iterdir())}

@@ -11,10 +11,10 @@ from PIL import Image
 from transformers import PixtralImageProcessorPil
 
 from dhp.core.errors import DataError
-from dhp.data.sample.pictures import Pictures
+from dhp.data.sample.picture_inputs import Pictures
 from dhp.models.pretrained import load_image_processor
 from dhp.models.registry import load_family
-from dhp.tiny.family import make_family
+from dhp.tiny.tiny_model import make_family
 
 TABLES = {file.stem: json.loads(file.read_text()) for file in sorted((Path(__file__).parent / "sizes").iterdir())}
 REFUSED = "refused"

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from dhp.core.batch import IGNORED, Batch, StepData
-from dhp.core.generation import Answer, Sampling
+from dhp.core.batch import IGNORED, Answer, Batch, Sampling, StepData
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.engine.generate import Generator

@@ -16,17 +16,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dhp.batch.collate import Collator
-from dhp.batch.draws import Draws
 from dhp.batch.encoder_shards import Split
+from dhp.batch.row_shards import Draws
 from dhp.batch.shard import BatchSharder
-from dhp.config.recompute import read_choices
+from dhp.config.layout import read_choices
 from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
 from dhp.core.graph import StageGraph, StageSpec, part_of
-from dhp.core.parameters import AdapterSettings, GroupRule, TrainingRules
+from dhp.core.parameters import COMPENSATION, AdapterSettings, GroupRule, TrainingRules
 from dhp.core.reports import EvaluatedShare, SavedShare
-from dhp.core.state_forms import COMPENSATION
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
@@ -39,15 +38,14 @@ from dhp.models.registry import load_family
 from dhp.models.types import chunks_of
 from dhp.objectives.registry import find_objective
 from dhp.parallel.optim import zero
-from dhp.parallel.optim.compensation import join_master
-from dhp.parallel.optim.frozen import Frozen
+from dhp.parallel.optim.base import Frozen, join_master
 from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.tensor.slices import as_dtensors
+from dhp.plan.model_shapes import ModelShapes
+from dhp.plan.trainable import trained_stage, training_rules
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import accumulate_gradients, evaluate_batch, update_weights
-from dhp.trainer.model_shapes import ModelShapes
-from dhp.trainer.trainable import trained_stage, training_rules
 from tests.helpers.graphs import make_graph
 from tests.helpers.norms import rounding
 from tests.helpers.oracle import MixedOracle, Oracle, Step

@@ -17,12 +17,12 @@ from transformers.optimization import Adafactor
 from dhp.core.parameters import ADAFACTOR, ALL, MUON, AdapterSettings, Group, TrainingRules
 from dhp.core.reports import EvaluatedShare
 from dhp.data.sample.sample import Sample
-from dhp.doctor.plain import model_inputs
+from dhp.doctor.plain_step import model_inputs
 from dhp.engine.settings import OptimizerSettings
 from dhp.models.family import Family
 from dhp.models.lora import first_values
-from dhp.models.patches import project_as_product
 from dhp.models.registry import load_family
+from dhp.models.tower import project_as_product
 from tests.helpers.plain_draws import PlainDraws
 
 Weights = dict[str, Tensor]
@@ -178,7 +178,10 @@ def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, Adapt
     """peft's own adapters in a whole model, which begin with what ours begin with."""
     if not lora:
         return
-    from peft import LoraConfig, inject_adapter_in_model  # which a bare machine with a GPU lacks
+    from peft import (
+        LoraConfig,  # which a bare machine with a GPU lacks
+        inject_adapter_in_model,
+    )
 
     for part, asked in lora.items():
         own, layers = family.parts[part].modules, family.parts[part].layers.path

@@ -15,8 +15,7 @@ from dhp.core.draws import TokenKeys, draw_key, drawing, keys_of
 from dhp.core.parameters import ADAPTER, AdapterSettings
 from dhp.data.sample.sample import Sample
 from dhp.models.family import Family
-from dhp.models.lora import adapted_modules
-from dhp.models.token_dropout import TokenDropout
+from dhp.models.lora import TokenDropout, adapted_modules
 from dhp.models.tower import Tower
 
 # By the encoder's function in the model: its part, and which of a sample's pictures it is given.

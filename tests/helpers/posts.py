@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import psutil
 
-from dhp.cluster.heartbeat import Beat
-from dhp.cluster.node_watch import RUNS, Sight
-from dhp.cluster.post import Post
-from dhp.cluster.stall import Seen
+from dhp.cluster.hangs.lookout import RUNS, Seen, Sight
+from dhp.cluster.hangs.vitals import Beat, Post
 
 
 def post_of(pid: int, name: str, stacks: str = "/missing", heartbeat: str = "", node: str = "here") -> Post:

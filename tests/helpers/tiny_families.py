@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedConfig
 
-from dhp.tiny.families import FAMILIES
-from dhp.tiny.sections import BEGIN, END, IMAGE, PINPOINTS, SIDE, SLIDING, VIDEO, VOCABULARY
+from dhp.tiny.tiny_families import BEGIN, END, FAMILIES, IMAGE, PINPOINTS, SIDE, SLIDING, VIDEO, VOCABULARY
 
 __all__ = [
     "BEGIN",

@@ -16,7 +16,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from dhp.tiny.model import CHAT_TEMPLATE, make_tokenizer
+from dhp.tiny.tiny_model import CHAT_TEMPLATE, make_tokenizer
 from tests.helpers.tiny_families import make_config
 
 RATE = 16_000  # samples a second that the model hears

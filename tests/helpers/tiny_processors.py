@@ -15,7 +15,7 @@ from transformers import (
     LlavaNextProcessor,
 )
 
-from dhp.tiny.model import make_tokenizer
+from dhp.tiny.tiny_model import make_tokenizer
 from tests.helpers.tiny_families import PINPOINTS, SIDE, make_config
 
 CORPUS = ["What is in the picture? A red square, and 12 blue circles.\n\n"] * 4

@@ -11,14 +11,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from dhp.config.part import PartConfig
+from dhp.config.schema import PartConfig
 from dhp.core.errors import ConfigError
 from dhp.models.audio import AUDIO_EMBEDDINGS, AudioTower
-from dhp.models.clips import clip_forms
-from dhp.models.contract.structure import find_structure, without_weights
+from dhp.models.contract.contract import find_structure, without_weights
 from dhp.models.family import Family
 from dhp.models.flops import NO_BACKWARD
 from dhp.models.load import load_part
+from dhp.models.processor import clip_forms
 from dhp.models.registry import load_family
 from dhp.models.tower import TowerInputs
 from tests.helpers.tiny_families import make_config, save_family

@@ -39,10 +39,8 @@ from transformers import (
 from dhp.__main__ import main
 from dhp.core.errors import ModelError
 from dhp.doctor.diagnose import examine
-from dhp.models.compose import compose
-from dhp.models.compose_text import add_image_token, written_with_images
-from dhp.tiny.family import make_family
-from dhp.tiny.model import make_tokenizer
+from dhp.models.compose import add_image_token, compose, written_with_images
+from dhp.tiny.tiny_model import make_family, make_tokenizer
 from tests.helpers.rows import slow
 
 SIDE, PATCH = 56, 14

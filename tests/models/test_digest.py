@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dhp.core.errors import ConfigError
-from dhp.models import weights
-from dhp.models.weights import digest_tower
+from dhp.models import empty
+from dhp.models.empty import digest_tower
 from tests.helpers.tiny import save_model
 
 PARTS = ("vision", "text")
@@ -67,13 +67,13 @@ def test_it_changes_with_the_number_format(model: Path) -> None:
 
 
 def test_a_tower_that_draws_lots_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = weights.load_part
+    load = empty.load_part
 
     def dropping(*arguments: object) -> torch.nn.Module:
         found = load(*arguments)
         found.model.visual.add_module("dropout", torch.nn.Dropout(0.1))
         return found
 
-    monkeypatch.setattr(weights, "load_part", dropping)
+    monkeypatch.setattr(empty, "load_part", dropping)
     with pytest.raises(ConfigError, match=r"model\.visual\.dropout of the tower, which drops .* chance of 0\.1"):
         digest_of(model)

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModel
 
-from dhp.config.part import PartConfig
+from dhp.config.schema import PartConfig
 from dhp.core.errors import ConfigError
 from dhp.models.decoder import Decoder
 from dhp.models.empty import part_shape

@@ -14,7 +14,7 @@ from torch import Tensor
 from dhp.core.errors import ModelError
 from dhp.models.export import save_whole
 from dhp.models.load import model_class
-from dhp.tiny.family import make_family
+from dhp.tiny.tiny_model import make_family
 
 
 def tied(folder: Path) -> dict[str, Tensor]:

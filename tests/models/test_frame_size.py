@@ -18,8 +18,8 @@ from transformers.image_utils import SizeDict
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from dhp.core.errors import ModelError
-from dhp.models.frame_size import _KINDS, FrameSize, find_frame_size
-from dhp.tiny.family import make_family
+from dhp.models.processor_files import _KINDS, FrameSize, find_frame_size
+from dhp.tiny.tiny_model import make_family
 
 BOUNDS = {"shortest_edge": 4096, "longest_edge": 2_000_000}
 KINDS = {"qwen3_vl": "Qwen3VLVideoProcessor", "glm4v": "Glm4vVideoProcessor", "qwen2_5_vl": "Qwen2VLVideoProcessor"}

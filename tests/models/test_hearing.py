@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from dhp.batch.build import BatchReaderSettings, make_reader
 from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import Split
+from dhp.batch.reader import BatchReaderSettings, make_reader
 from dhp.core.batch import SOUND
 from dhp.core.errors import DataError, ModelError
 from dhp.data.media.sources import Sound

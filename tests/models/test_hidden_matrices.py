@@ -6,8 +6,8 @@ from pathlib import Path
 
 from dhp.core.parameters import AdapterSettings
 from dhp.models.empty import list_parameters
-from dhp.models.hidden_matrices import hidden_matrices
 from dhp.models.registry import load_family
+from dhp.models.shape import hidden_matrices
 from tests.helpers.tiny_families import save_family
 
 TOWER = {"attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from dhp.models.patches import Kernel, cubic, interpolate, linear
+from dhp.models.tower import Kernel, cubic, interpolate, linear
 
 GRIDS = torch.tensor([(1, 2, 2), (1, 6, 10), (1, 12, 14), (2, 6, 4), (1, 2, 30), (3, 8, 6)])
 KERNELS = [

@@ -11,15 +11,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 
-from dhp.config.part import PartConfig
+from dhp.config.schema import PartConfig
 from dhp.core.errors import ConfigError
 from dhp.core.parameters import ADAPTER, AdapterSettings, is_adapter, plain_name
 from dhp.models.load import drop_modules, model_class
-from dhp.models.lora import adapted_modules, add_adapters, check_targets, find_targets
-from dhp.models.part import Part
+from dhp.models.lora import TokenDropout, adapted_modules, add_adapters, check_targets, find_targets
 from dhp.models.registry import load_family
-from dhp.models.token_dropout import TokenDropout
-from dhp.models.types import LayerParts
+from dhp.models.types import LayerParts, Part
 from tests.helpers.tiny_families import make_config
 
 

@@ -11,13 +11,12 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from dhp.checkpoint.source import read_shards
+from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import AdapterSettings, is_adapter
 from dhp.models.empty import adapt
-from dhp.models.export import save_whole
-from dhp.models.lora_export import merge, save_adapter
+from dhp.models.export import merge, save_adapter, save_whole
 from dhp.models.registry import load_family
 from tests.helpers.batches import mixed_step
 from tests.helpers.layouts import Case, Running, make_reader

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dhp.models.patches import project_as_product
+from dhp.models.tower import project_as_product
 
 CASES = [
     (nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), bias=False), (5, 3, 2, 4, 4)),  # patches that arrive one by one

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dhp.core.errors import ConfigError, ModelError
-from dhp.models.plugins import import_on_rank, import_plugins
+from dhp.models.registry import import_on_rank, import_plugins
 from dhp.objectives.registry import OBJECTIVES, find_objective
 
 FAMILY = """
@@ -42,7 +42,7 @@ def test_a_module_registers_a_family_once(folder: Path) -> None:
 
 def test_a_module_registers_an_objective(folder: Path) -> None:
     (folder / "plugin_sum.py").write_text(
-        "import dhp\nfrom dhp.objectives.cross_entropy import CrossEntropy\n"
+        "import dhp\nfrom dhp.objectives.registry import CrossEntropy\n"
         "class Mine(CrossEntropy): pass\ndhp.OBJECTIVES['mine'] = Mine\n"
     )
     with pytest.raises(ConfigError, match="training.objective=mine does not exist.* in plugins"):

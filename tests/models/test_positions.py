@@ -8,7 +8,7 @@ import pytest
 from transformers import LlavaConfig, Qwen2_5_VLConfig, Qwen2Config
 
 from dhp.core.batch import PositionRange
-from dhp.models.positions import find_positions
+from dhp.models.config_file import find_positions
 
 
 def llava(**rotary: Any) -> LlavaConfig:

@@ -19,7 +19,7 @@ from dhp.models.quantized import check_quantized, find_quantized, quantize, requ
 from dhp.models.registry import load_family
 from dhp.models.types import LayerParts
 from dhp.parallel.optim.base import cast_parameters
-from dhp.trainer.trainable import training_rules
+from dhp.plan.trainable import training_rules
 from tests.models.test_lora import meta
 
 KEY = "text.lora.quantization"

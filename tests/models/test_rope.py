@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dhp.core.errors import ModelError
-from dhp.models.positions import _changed, change_positions
+from dhp.models.config_file import _changed, change_positions
 
 
 @pytest.fixture

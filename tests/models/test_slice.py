@@ -18,9 +18,9 @@ from dhp.models.registry import load_family
 from dhp.models.types import Chunk, DecoderInputs, held_layers
 from dhp.objectives.objective import Chosen
 from dhp.parallel.optim.fsdp import FullySharded
-from dhp.parallel.recompute.layers import RecomputedLayers
-from dhp.parallel.tensor.plan import local_plan
+from dhp.parallel.recompute.recomputed_layers import RecomputedLayers
 from dhp.parallel.tensor.slices import cut_of, use_local_slices
+from dhp.parallel.tensor.tensor_plan import local_plan
 from tests.helpers.cut_model import CutModel, cut_layers, largest_difference
 from tests.helpers.layouts import UPDATE
 from tests.helpers.norms import exact_norms

@@ -8,7 +8,7 @@ from torch import nn
 
 from dhp.core.draws import TokenKeys, drawing, keys_of
 from dhp.core.errors import ConfigError
-from dhp.models.token_dropout import TokenDropout
+from dhp.models.lora import TokenDropout
 
 KEYS = TokenKeys(keys_of([(5, 0, 200), (6, 0, 200)]))
 

@@ -15,8 +15,8 @@ from dhp.data.sample.sample import Sample
 from dhp.models.empty import adapt, list_parameters
 from dhp.models.flops import EVERYTHING, NO_BACKWARD, MatmulShare, TrainedShare
 from dhp.models.registry import load_family
-from dhp.models.trained_flops import find_passes
-from dhp.trainer.trainable import training_rules
+from dhp.models.shape import find_passes
+from dhp.plan.trainable import training_rules
 from tests.helpers.arithmetic import count_decoding, count_encoding, load_plain
 from tests.helpers.tiny import make_sample
 

@@ -12,9 +12,9 @@ from dhp.checkpoint.resume import Start
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.parameters import TrainingRules
-from dhp.models.weights import start_limit_s, weight_bytes
+from dhp.models.empty import start_limit_s, weight_bytes
+from dhp.plan.run_plan import RunPlan
 from dhp.trainer import session as session_module
-from dhp.trainer.plan import RunPlan
 from dhp.trainer.session import Session
 from tests.helpers.graphs import make_graph
 

@@ -16,7 +16,7 @@ def two_nodes() -> Iterator[str]:
     """The cluster's address. It asks for a token, which processes started from here have by their environment."""
     from ray.cluster_utils import Cluster
 
-    from dhp.cluster.own_ray import own_token
+    from dhp.cluster.ray_session import own_token
 
     size = {"num_cpus": 2, "num_gpus": 2, "include_dashboard": False}
     with own_token(), forks.of_rays_here():

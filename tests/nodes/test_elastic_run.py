@@ -34,7 +34,7 @@ def heads(cpus: int = 2) -> Iterator[Any]:
     """A cluster of a head."""
     from ray.cluster_utils import Cluster
 
-    from dhp.cluster.own_ray import own_token
+    from dhp.cluster.ray_session import own_token
 
     with own_token(), forks.of_rays_here():
         made = Cluster(

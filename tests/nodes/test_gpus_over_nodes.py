@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dhp.cluster.cluster import Cluster, Layout
-from dhp.cluster.watch import wait_all
+from dhp.cluster.hangs.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
 from tests.helpers.graphs import make_graph

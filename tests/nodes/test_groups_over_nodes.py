@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.cluster import ActorGroup
 from dhp.cluster.data_actor import DatasetActor
-from dhp.cluster.placement.nodes import own_node, read_nodes
+from dhp.cluster.hangs.watch import wait_all
+from dhp.cluster.placement.nodes import own_node, read_nodes, reader_nodes
 from dhp.cluster.placement.rank_mapping import map_ranks
-from dhp.cluster.placement.readers import reader_nodes
 from dhp.cluster.placement.reservation import Topology, bundle_nodes, find_topology, plan_placement, reserve
-from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
 from dhp.core.errors import ConfigError
 from tests.nodes.conftest import ADDRESSES

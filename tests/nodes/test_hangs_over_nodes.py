@@ -12,17 +12,16 @@ from typing import Any
 import psutil
 import pytest
 
-from dhp.cluster import control_store
-from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.control_store import asking, require_answers
-from dhp.cluster.lookout import Lookout
+from dhp.cluster.cluster import ActorGroup
+from dhp.cluster.hangs import watch
+from dhp.cluster.hangs.lookout import Lookout
+from dhp.cluster.hangs.watch import asking, require_answers, wait_all
 from dhp.cluster.placement.nodes import own_node, read_nodes
 from dhp.cluster.placement.reservation import bundle_nodes, find_topology, plan_placement, reserve
-from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
 from dhp.core.dispatch import per_rank
 from dhp.core.errors import HUNG, LOST, ClusterError, Fault, PartFailed
-from tests.cluster.test_lookout import Trainer
+from tests.cluster.hangs.test_lookout import Trainer
 from tests.helpers import forks
 from tests.nodes.conftest import ADDRESSES
 
@@ -35,8 +34,7 @@ def lost() -> Iterator[Any]:
     """A cluster of its own, of two nodes, for it does not outlive the test."""
     from ray.cluster_utils import Cluster
 
-    from dhp.cluster.own_ray import own_token
-    from dhp.cluster.ray_session import ray_session
+    from dhp.cluster.ray_session import own_token, ray_session
 
     size = {"num_cpus": 2, "num_gpus": 2, "include_dashboard": False}
     with own_token(), forks.of_rays_here():
@@ -95,8 +93,8 @@ def test_each_fault_of_another_node_is_named(lost: Any, tmp_path: Path, monkeypa
     lookout.collective_s = 60.0
     group.execute_all("about", timeout_s=WAIT_S)
 
-    monkeypatch.setattr(control_store, "_EVERY_S", 0.2)
-    monkeypatch.setattr(control_store, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(watch, "_EVERY_S", 0.2)
+    monkeypatch.setattr(watch, "_ANSWER_S", 1.0)
     gcs = psutil.Process(cluster.head_node.all_processes["gcs_server"][0].process.pid)
     with asking():
         require_answers()

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from dhp.batch.collate import Collator
 from dhp.core.axes import Degrees
-from dhp.core.batch import IGNORED, Batch
+from dhp.core.batch import IGNORED, Batch, Sampling
 from dhp.core.errors import ConfigError
-from dhp.core.generation import Sampling
 from dhp.data.sample.sample import Sample
 from dhp.models.registry import load_family
-from dhp.objectives.cross_entropy import find_targets, next_labels
 from dhp.objectives.objective import Chosen, Head, Judged, Objective
-from dhp.objectives.registry import OBJECTIVES, find_objective
+from dhp.objectives.registry import OBJECTIVES, find_objective, find_targets, next_labels
 from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
 from dhp.step.step import answer_batch
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from dhp.observe.events import SAVE, START, EventWriter, read_events
+from dhp.observe.ranks import SAVE, START, EventWriter, read_events
 
 
 def test_later_attempts_append_and_half_a_line_is_left_out(tmp_path: Path) -> None:

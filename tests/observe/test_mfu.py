@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dhp.core.reports import DeviceInfo
-from dhp.observe.mfu import known_peaks, peak_flops, unknown_devices, utilisation, who_measures
+from dhp.observe.planned import known_peaks, peak_flops, unknown_devices, utilisation, who_measures
 
 H100 = "NVIDIA H100 80GB HBM3"
 

@@ -12,8 +12,8 @@ import pytest
 
 from dhp.core.errors import ConfigError, RecordError
 from dhp.observe.metrics import StepMetrics
+from dhp.observe.ranks import STEPS, RankShare
 from dhp.observe.recorder import Recorder
-from dhp.observe.stragglers import STEPS, RankShare
 
 
 def summary(run_dir: Path) -> dict:

@@ -1,6 +1,6 @@
 """The closing table."""
 
-from dhp.core.command import own_command
+from dhp.core.text import own_command
 from dhp.observe.summary import Summary
 from dhp.observe.terminal import closing_table
 

@@ -7,8 +7,8 @@ from statistics import median
 
 import pytest
 
-from dhp.observe import stragglers as stragglers_module
-from dhp.observe.stragglers import STEPS, TOGETHER, RankShare, Stragglers, _Peers, pace
+from dhp.observe import ranks as stragglers_module
+from dhp.observe.ranks import STEPS, TOGETHER, RankShare, Stragglers, _Peers, pace
 
 EVEN = [4.0, 4.0, 4.0, 4.0]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dhp.parallel import optional_packages
-from dhp.parallel.optional_packages import BITSANDBYTES, COMPILE, FLASH_ATTENTION, LIGER, find_extra, find_extras
+from dhp.parallel import device
+from dhp.parallel.device import BITSANDBYTES, COMPILE, FLASH_ATTENTION, LIGER, find_extra, find_extras
 
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, **installed: str) -> None:
@@ -16,8 +16,8 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, **in
     versions = {**installed, "flash-attn": installed.get("flash_attn"), "liger-kernel": installed.get("liger_kernel")}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(optional_packages, "find_spec", lambda module: object() if module in installed else None)
-    monkeypatch.setattr(optional_packages, "version", versions.__getitem__)
+    monkeypatch.setattr(device, "find_spec", lambda module: object() if module in installed else None)
+    monkeypatch.setattr(device, "version", versions.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_an_extra_is_told_with_its_version_and_what_keeps_it_from_use(
 
 def test_compiling_for_a_cpu_wants_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, None)
-    monkeypatch.setattr(optional_packages.shutil, "which", lambda name: "/usr/bin/g++" if name == "g++" else None)
+    monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/g++" if name == "g++" else None)
     assert find_extra(COMPILE).obstacle is None
-    monkeypatch.setattr(optional_packages.shutil, "which", lambda name: None)
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
     assert "there is no C++ compiler" in (find_extra(COMPILE).obstacle or "")
 
 

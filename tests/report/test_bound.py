@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from dhp.report.bound import HEALTHY, Cause, find_causes, sentence
+from dhp.report.bound import HEALTHY, Cause, find_causes, sentence, times_of
 from dhp.report.record import read_run
-from dhp.report.split import times_of
 from tests.helpers.made_runs import healthy_ranks, make_run
 
 

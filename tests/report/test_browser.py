@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from dhp.report.drawing import PALETTE
+from dhp.report.charts import PALETTE
 from dhp.report.page import write_report
 from tests.helpers.made_runs import make_run
 

@@ -9,9 +9,15 @@ import pytest
 
 from dhp.report.charts import (
     HEIGHT,
+    INK,
     MOST_POINTS,
     Bar,
+    Box,
+    Dot,
+    Label,
     Line,
+    Pixels,
+    Polyline,
     heat_map,
     line_chart,
     spread_bars,
@@ -19,7 +25,6 @@ from dhp.report.charts import (
     thinned,
     ticks,
 )
-from dhp.report.drawing import INK, Box, Dot, Label, Pixels, Polyline
 
 
 @pytest.mark.parametrize(

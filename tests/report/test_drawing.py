@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image
 
-from dhp.report.drawing import Box, Dot, Drawing, Label, Pixels, Polyline
+from dhp.report.charts import Box, Dot, Drawing, Label, Pixels, Polyline
 
 SHAPES = [
     Box(10, 10, 30, 20, 2, "a <b>"),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dhp.report import pictures
-from dhp.report.pictures import SIDE, Gallery
+from dhp.report import tables
+from dhp.report.tables import SIDE, Gallery
 
 
 def config(tmp_path: Path, **more: str) -> dict[str, str]:
@@ -39,19 +39,19 @@ def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
 
 
 def test_no_address_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "read_annotations", lambda *given: pytest.fail("it was opened"))
+    monkeypatch.setattr(tables, "read_annotations", lambda *given: pytest.fail("it was opened"))
     found = config(tmp_path) | {"data.data_registry.shapes.annotation_path": "s3://bucket/a.json"}
     assert Gallery(found).sample("shapes", 0) == ""
 
 
 def test_pictures_end_where_the_page_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "MOST_BYTES", 1)
+    monkeypatch.setattr(tables, "MOST_BYTES", 1)
     gallery = Gallery(config(tmp_path))
     assert "<img" in gallery.images("shapes", 0) and gallery.images("shapes", 0) == ""
 
 
 def test_large_annotations_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = config(tmp_path)
-    monkeypatch.setattr(pictures, "MOST_ANNOTATIONS", 10)
-    monkeypatch.setattr(pictures, "read_annotations", lambda *given: pytest.fail("it was opened"))
+    monkeypatch.setattr(tables, "MOST_ANNOTATIONS", 10)
+    monkeypatch.setattr(tables, "read_annotations", lambda *given: pytest.fail("it was opened"))
     assert Gallery(found).sample("shapes", 0) == ""

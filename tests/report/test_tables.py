@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from dhp.observe.metrics import AnswerMetrics
+from dhp.report.bound import times_of
 from dhp.report.page import runs_page
-from dhp.report.pictures import Gallery
-from dhp.report.record import Record, read_run
-from dhp.report.split import times_of
+from dhp.report.record import RunRecord, read_run
 from dhp.report.tables import (
     HIGHEST,
     MOST_EVENTS,
     MOST_OPENED,
+    Gallery,
     answers_beside,
     answers_table,
     differences_table,
@@ -33,7 +33,7 @@ from dhp.report.tables import (
 from tests.helpers.made_runs import make_run
 
 
-def record_of(run_dir: Path) -> Record:
+def record_of(run_dir: Path) -> RunRecord:
     return read_run(run_dir)
 
 

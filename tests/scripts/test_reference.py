@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import pytest
 
 from dhp.config.keys import field_docs, schema_keys, type_words
-from dhp.config.part import PartConfig
+from dhp.config.schema import PartConfig
 from dhp.observe.metrics import StepMetrics
 from scripts import reference
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from dhp.core.axes import Degrees
-from dhp.core.batch import Batch
-from dhp.core.generation import Sampling
+from dhp.core.batch import Batch, Sampling
 from dhp.core.parameters import AdapterSettings
 from dhp.data.sampling.dataset import StepSamples
 from dhp.step.step import answer_batch

@@ -10,6 +10,8 @@ from dhp.core.errors import PartFailed
 from dhp.supervise.attempt import (
     VARIABLE,
     Attempt,
+    Layout,
+    Layouts,
     known_device,
     larger_layouts,
     restarts,
@@ -21,7 +23,6 @@ from dhp.supervise.attempt import (
     telling_end,
     this_attempt,
 )
-from dhp.supervise.elastic import Layout, Layouts
 
 
 def test_nothing_is_said_without_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dhp.supervise.elastic import Choice, Layout, Layouts, read_layouts, written
+from dhp.supervise.attempt import Choice, Layout, Layouts, read_layouts, written
 
 OWN, HALF, ONE = Layout(8), Layout(4, ("text.num_actors=4",)), Layout(1, ("text.num_actors=1",))
 ALL = Layouts(OWN, (HALF, ONE))

@@ -8,10 +8,9 @@ import pytest
 
 from dhp.config.command_line import compose_config, same_command
 from dhp.core.errors import ConfigError, PartFailed
-from dhp.supervise.attempt import Attempt
+from dhp.supervise.attempt import COMPLETED, INTERRUPTED, Attempt
 from dhp.supervise.launch import changes, reporting
 from dhp.supervise.supervisor import Begun
-from dhp.supervise.verdict import COMPLETED, INTERRUPTED
 
 OPENED, SAVED = Begun(opened=True), Begun(opened=True, saved=True)
 

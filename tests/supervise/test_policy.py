@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dhp.core.errors import DIED, DRAINED, HUNG, LOST, RAISED
+from dhp.supervise.attempt import CLUSTER, COMPLETED, FEWER, GONE, INTERRUPTED, KILLED, MORE, REFUSED, Verdict
 from dhp.supervise.policy import LONGEST_WAIT_S, Ended, Restart, Rules, Stop, decide
-from dhp.supervise.verdict import CLUSTER, COMPLETED, FEWER, GONE, INTERRUPTED, KILLED, MORE, REFUSED, Verdict
 
 RULES = Rules(max_restarts=3, wait_s=5.0)
 

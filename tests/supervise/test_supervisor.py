@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dhp.supervise.attempt import Attempt
+from dhp.supervise.attempt import COMPLETED, INTERRUPTED, KILLED, REFUSED, Attempt, Verdict
 from dhp.supervise.supervisor import judge
-from dhp.supervise.verdict import COMPLETED, INTERRUPTED, KILLED, REFUSED, Verdict
 from tests.helpers.marks import MARK, marked_processes
 from tests.helpers.runs import ROOT, heed_interrupts
 
@@ -26,7 +25,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 from dhp.core.errors import HUNG, RAISED, ConfigError, Fault, MoreDevices, PartFailed, TooFewDevices
 from dhp.supervise.attempt import this_attempt
-from dhp.supervise.elastic import Layout, Layouts
+from dhp.supervise.attempt import Layout, Layouts
 
 attempt = this_attempt()
 attempt.opened()

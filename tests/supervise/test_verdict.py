@@ -21,7 +21,7 @@ from dhp.core.errors import (
     RecordError,
     TooFewDevices,
 )
-from dhp.supervise.verdict import (
+from dhp.supervise.attempt import (
     CLUSTER,
     COMPLETED,
     FEWER,

@@ -10,15 +10,15 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from dhp.__main__ import main
-from dhp.batch.build import make_reader
+from dhp.batch.reader import make_reader
 from dhp.config.command_line import compose_config
 from dhp.core.errors import ModelError
 from dhp.models.registry import FAMILIES as REGISTERED
-from dhp.tiny.families import FAMILIES
-from dhp.tiny.family import family_names, make_family
-from dhp.tiny.looks import LOOKS
-from dhp.tiny.pictures import make_dataset
-from dhp.trainer.batches import feed_settings
+from dhp.plan.batches import feed_settings
+from dhp.tiny.looks import LOOKS, family_names
+from dhp.tiny.made_pictures import make_dataset
+from dhp.tiny.tiny_families import FAMILIES
+from dhp.tiny.tiny_model import make_family
 from dhp.trainer.preflight import prepare
 from tests.helpers.runs import ONE_ACTOR_EACH
 

@@ -12,8 +12,16 @@ from PIL import Image
 from dhp.core.errors import DataError
 from dhp.data.media.frames import FrameSampling
 from dhp.data.media.video import map_frames
-from dhp.tiny.needles import ANNOTATIONS, QUESTION, Hidden, Needle, coloured_needles, make_needles, write_needles
-from dhp.tiny.pictures import PALETTE
+from dhp.tiny.made_pictures import (
+    NEEDLES,
+    PALETTE,
+    QUESTION,
+    Hidden,
+    Needle,
+    coloured_needles,
+    make_needles,
+    write_needles,
+)
 
 
 def frames_of(path: Path) -> list[np.ndarray]:
@@ -35,7 +43,7 @@ def test_a_needle_fills_one_step_in_time(tmp_path: Path, frames: int, depth: flo
     assert np.allclose(seen[first].mean((0, 1)), PALETTE["green"], atol=6)
     (line,) = map(json.loads, path.read_text().splitlines())
     assert [turn["content"] for turn in line["messages"]] == [f"<video>{QUESTION}", "green"]
-    assert line["videos"] == ["00000.mp4"] and path.name == ANNOTATIONS
+    assert line["videos"] == ["00000.mp4"] and path.name == NEEDLES
 
 
 def test_a_needle_of_ones_own_in_a_video_of_ones_own(tmp_path: Path) -> None:
@@ -54,7 +62,7 @@ def test_a_needle_of_ones_own_in_a_video_of_ones_own(tmp_path: Path) -> None:
 
 def test_a_dataset_is_made_once_and_alike(tmp_path: Path) -> None:
     one, other = (make_needles(tmp_path / name, 5, (4, 6), seed=7) for name in ("a", "b"))
-    assert (one / ANNOTATIONS).read_text() == (other / ANNOTATIONS).read_text()
+    assert (one / NEEDLES).read_text() == (other / NEEDLES).read_text()
     assert {len(frames_of(one / f"{number:05d}.mp4")) for number in range(5)} <= {4, 6}
     (one / "kept").touch()
     make_needles(one, 5, (4, 6), seed=7)

@@ -10,15 +10,14 @@ from dhp.core.axes import Degrees
 from dhp.core.reports import LayerUsage, StageUsage
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
-from dhp.engine.traced import TraceSettings, trace_part
-from dhp.engine.traced_rows import TracedRows
 from dhp.models.registry import load_family
+from dhp.plan.count.traced import TracedRows, TraceSettings, trace_part
+from dhp.plan.recompute.run_shape import usage_of
+from dhp.plan.run_plan import plan_run
 from dhp.trainer.activations import expected_activations, shared_bytes, stage_costs
-from dhp.trainer.plan import plan_run
-from dhp.trainer.run_shape import usage_of
 from tests.helpers.layouts import Case, Fault, Running, make_reader
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
-from tests.trainer.test_partition import PIPELINE, config_of
+from tests.plan.cut.test_partition import PIPELINE, config_of
 
 ONE, TARGETS, FEATURES = Degrees(), 20, 256
 
@@ -79,7 +78,7 @@ def test_recompute_keeps_less_and_what_is_frozen_nothing(four_layers_model: str)
 
 
 def test_what_cannot_be_traced_is_said(four_layers_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dhp.trainer import traces
+    from dhp.plan.count import traces
 
     right = traces.traced_rows
     wrong = lambda config, family, name: replace(right(config, family, name), tokens=-1)

@@ -19,7 +19,7 @@ from dhp.__main__ import main as command
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config, StageEntry
 from dhp.core.errors import ConfigError
-from dhp.core.folder_lock import locked
+from dhp.core.locks import locked
 from dhp.observe.metrics import StepMetrics
 from dhp.trainer.curriculum import run_curriculum
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train

@@ -11,10 +11,10 @@ from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.models.registry import load_family
 from dhp.models.shape import PartShape
+from dhp.plan.count.state_bytes import RankBytes, rank_bytes
+from dhp.plan.run_plan import plan_run
+from dhp.plan.stage_graph import make_graph
 from dhp.trainer.dry_run import dry_run, stage_shapes
-from dhp.trainer.graph import make_graph
-from dhp.trainer.memory import RankBytes, rank_bytes
-from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
 from tests.helpers.rows import slow
 from tests.helpers.runs import tiny, train

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from dhp.config.command_line import compose_config, with_words
-from dhp.config.curriculum import training_stages
 from dhp.config.schema import Config
+from dhp.config.training_stages import training_stages
 from dhp.core.errors import ConfigError
-from dhp.supervise.elastic import Layout, Layouts
-from dhp.trainer.elastic import _fewer, find_layouts
+from dhp.supervise.attempt import Layout, Layouts
+from dhp.trainer.layout import _fewer, find_layouts
 from dhp.trainer.preflight import prepare
 
 ONE = "vision.num_actors=1 vision.parallelism=none vision.zero_stage=0 text.num_actors=1 text.parallelism=none"

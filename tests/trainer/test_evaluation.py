@@ -13,19 +13,17 @@ from types import SimpleNamespace
 import pytest
 
 from dhp.__main__ import main
-from dhp.checkpoint.folder import checkpoints
-from dhp.checkpoint.manifest import ABOUT
+from dhp.checkpoint.folder import ABOUT, checkpoints
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, DataError
 from dhp.data.sampling.sampler import BatchLayout, RandomSampler
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_metrics
-from dhp.trainer.batches import feed_settings
+from dhp.plan.batches import feed_settings
 from dhp.trainer.evaluation import due, misses, of_evaluation
-from dhp.trainer.kept_checkpoints import KeptCheckpoints
 from dhp.trainer.preflight import prepare
-from dhp.trainer.saving import saves_after
+from dhp.trainer.saving import KeptCheckpoints, saves_after
 from dhp.trainer.session import DataPlan, Session
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
 
@@ -149,8 +147,8 @@ def test_what_the_disk_refuses_is_told_and_ends_nothing(tmp_path: Path, monkeypa
     def refuse(*_: object) -> None:
         raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("dhp.trainer.kept_checkpoints.mark_best", refuse)
-    monkeypatch.setattr("dhp.trainer.kept_checkpoints.remove_old", refuse)
+    monkeypatch.setattr("dhp.trainer.saving.mark_best", refuse)
+    monkeypatch.setattr("dhp.trainer.saving.remove_old", refuse)
     told: list[str] = []
     asked = [f"training.checkpoint_dir={tmp_path}", "training.save_total_limit=1", "training.best_metric=eval_loss"]
     of_run = KeptCheckpoints(config_of(*asked), told.append)

@@ -6,12 +6,12 @@ import pytest
 
 from dhp.core.graph import Node
 from dhp.models.registry import load_family
+from dhp.plan.count.decoder_units import HANDOVER
+from dhp.plan.run_plan import plan_run
 from dhp.step.schedule import Backward, Forward
 from dhp.step.timed import Timeline
 from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_lines
-from dhp.trainer.plan import plan_run
-from dhp.trainer.units import HANDOVER
-from tests.trainer.test_partition import FROZEN_TOWER, PIPELINE, config_of
+from tests.plan.cut.test_partition import FROZEN_TOWER, PIPELINE, config_of
 
 APART = ("cluster.collocate=false", "vision.num_actors=1", "vision.ulysses=1", "vision.zero_stage=0")
 

@@ -11,10 +11,10 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
 from dhp.data.sample.lengths import tile_arguments
-from dhp.data.sample.scaling import area_bounds
-from dhp.models.frame_size import find_frame_size
+from dhp.data.sample.sample import area_bounds
 from dhp.models.pretrained import load_image_processor
-from dhp.tiny.family import make_family
+from dhp.models.processor_files import find_frame_size
+from dhp.tiny.tiny_model import make_family
 from dhp.trainer.export import _write_pictures, _write_stops, picture_settings
 
 OTHER = "<|vision_pad|>"  # in the place of the tokenizer's eos

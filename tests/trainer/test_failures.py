@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dhp.checkpoint.manifest import check_checkpoint
+from dhp.checkpoint.folder import check_checkpoint
 from tests.helpers.rows import slow
 from tests.helpers.runs import ONE_ACTOR_EACH, processes_of, tiny, train, wait_for_steps
 

@@ -12,9 +12,9 @@ from dhp.config.schema import Config
 from dhp.core.batch import FeatureSettings, KeepSettings
 from dhp.core.errors import ConfigError
 from dhp.models.registry import load_family
-from dhp.trainer.batches import feed_settings
-from dhp.trainer.features import GIB, check_features, check_folder, feature_settings, keep_settings
-from dhp.trainer.graph import make_graph
+from dhp.plan.batches import feed_settings
+from dhp.plan.stage_graph import make_graph
+from dhp.trainer.preflight import GIB, check_features, check_folder, feature_settings, keep_settings
 from dhp.trainer.settings import needed_paths, stage_settings
 
 FROZEN = ("training.frozen=[vision,projector]", "vision.zero_stage=0")
@@ -63,7 +63,7 @@ def test_the_room_is_shared_out(made_model: str, tmp_path: Path) -> None:
 
 def test_readers_and_ranks_are_told(made_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("dhp.models.weights.digest_tower", lambda *given: asked.append(given) or "digest")
+    monkeypatch.setattr("dhp.models.empty.digest_tower", lambda *given: asked.append(given) or "digest")
     config = config_of(
         made_model, *FROZEN, "data.cache_features='~/kept'", "vision.dtype=bfloat16", "text.dtype=float32"
     )

@@ -13,7 +13,7 @@ from dhp.trainer.preflight import prepare
 from tests.data.sampling.test_balanced_sampler import Made, sampler
 from tests.data.sampling.test_balanced_sampler import rows as rows_of
 from tests.helpers.runs import tiny
-from tests.trainer.test_recompute import SETTINGS, plan
+from tests.trainer.test_recomputing import SETTINGS, plan
 
 
 def balanced_loads(fullest_first: bool) -> list[dict[str, int]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dhp.cluster.rank_device import RankDevice
+from dhp.cluster.gpus import RankDevice
 from dhp.core.axes import Degrees
-from dhp.trainer.graph import devices_as_planned, find_localities
+from dhp.plan.stage_graph import devices_as_planned, find_localities
 from tests.helpers.graphs import make_graph
 
 

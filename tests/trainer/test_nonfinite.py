@@ -12,7 +12,7 @@ import pytest
 from dhp.__main__ import main as dhp
 from dhp.core.reports import StageReport
 from dhp.observe.metrics import EvalMetrics, StepMetrics
-from dhp.trainer.nonfinite import NAMED, NonfiniteCount, count_before, last_line, line, listed
+from dhp.trainer.trainer import NAMED, NonfiniteCount, count_before, last_line, line, listed
 from tests.helpers.runs import tiny, train
 
 

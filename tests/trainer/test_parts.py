@@ -10,21 +10,19 @@ import pytest
 
 from dhp.config.command_line import compose_config
 from dhp.config.layout import resolve_part
-from dhp.config.part import PartConfig
 from dhp.config.resolve import resolve
-from dhp.config.schema import Config
+from dhp.config.schema import Config, PartConfig
 from dhp.core.batch import Batch
 from dhp.core.graph import Edge, Node, Route, StageGraph, dense
 from dhp.models.family import Family
-from dhp.models.part import Part
 from dhp.models.registry import load_family
-from dhp.models.types import LayerParts
+from dhp.models.types import LayerParts, Part
+from dhp.plan.batches import feed_settings
+from dhp.plan.stage_graph import devices_as_planned, find_localities, make_graph, world
 from dhp.step.schedule import draw, make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from dhp.trainer.batches import feed_settings
-from dhp.trainer.graph import devices_as_planned, find_localities, make_graph, world
-from dhp.trainer.resume import free_layout
+from dhp.trainer.recipe import free_layout
 from dhp.trainer.settings import measures, needed_paths, stage_settings
 from tests.step.test_step import Call, FakeGroup
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dhp.core.errors import DIED, ClusterError, DataError, Fault, PartFailed
-from dhp.trainer.pending import naming_step
+from dhp.trainer.trainer import naming_step
 
 
 def test_a_part_that_failed_is_named_with_its_step() -> None:

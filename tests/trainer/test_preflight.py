@@ -14,7 +14,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2MLP
 from dhp.config.command_line import compose_config, to_yaml
 from dhp.core.batch import PositionRange
 from dhp.core.errors import ConfigError, DataError, DhpError, ModelError
-from dhp.trainer.model_checks import check_row_length
+from dhp.plan.model_checks import check_row_length
 from dhp.trainer.preflight import prepare
 
 
@@ -159,12 +159,12 @@ def test_unknown_keys_name_the_nearest() -> None:
 def test_a_plan_with_unknown_gradients_is_refused_before_any_actor(
     head_norms_model: str, tiny_assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dhp.parallel.tensor import plan
+    from dhp.parallel.tensor import tensor_plan
 
     names = (f"vision.model_name={head_norms_model}", f"text.model_name={head_norms_model}", "training.dry_run=true")
     overrides = [*names, "vision.ulysses=1", "vision.num_actors=1", "vision.zero_stage=0", "text.tensor=2"]
     prepare(compose_config("tiny", overrides=overrides), new_run=False)
-    monkeypatch.delitem(plan.OURS, "replicated_with_grad_allreduce")
+    monkeypatch.delitem(tensor_plan.OURS, "replicated_with_grad_allreduce")
     with pytest.raises(ModelError, match="style 'replicated_with_grad_allreduce' for model.language_model.layers.0"):
         prepare(compose_config("tiny", overrides=overrides), new_run=False)
     one = [*overrides[:-1], "text.tensor=1", "text.num_actors=1"]
@@ -202,13 +202,13 @@ def test_a_package_that_ranks_here_would_miss_is_told_before_they_start(
 ) -> None:
     asked = ["text.attention_backend=flash_attention_2", "text.dtype=bfloat16", "text.zero_stage=0"]
     overrides = [*asked, f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}"]
-    from dhp.parallel import optional_packages
+    from dhp.parallel import device
 
-    monkeypatch.setattr(optional_packages, "_installed", lambda package, module: None)
+    monkeypatch.setattr(device, "_installed", lambda package, module: None)
     with pytest.raises(ConfigError, match="flash-attn is not installed. Set text.attention_backend=auto"):
         prepare(compose_config("tiny", overrides=overrides))
     prepare(compose_config("tiny", overrides=[*overrides, "cluster.address=auto"]))  # whose nodes look for themselves
-    monkeypatch.setattr(optional_packages, "_installed", lambda package, module: "2.8.3")
+    monkeypatch.setattr(device, "_installed", lambda package, module: "2.8.3")
     prepare(compose_config("tiny", overrides=overrides))
 
 
@@ -241,9 +241,9 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_command(
     tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ["training.loggers=[swanlab]", f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}"]
-    from dhp.parallel import optional_packages
+    from dhp.parallel import device
 
-    monkeypatch.setattr(optional_packages, "_installed", lambda package, module: None)
+    monkeypatch.setattr(device, "_installed", lambda package, module: None)
     with pytest.raises(ConfigError, match="swanlab is not installed here.* `pip install swanlab`"):
         prepare(compose_config("tiny", overrides=[*asked, "cluster.address=auto"]))
     prepare(compose_config("tiny", overrides=asked), new_run=False)

@@ -13,7 +13,7 @@ from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError
-from dhp.trainer.resume import BESIDE, HELD, check_rates, check_recipe, free_layout, held_files, rates, recipe
+from dhp.trainer.recipe import BESIDE, HELD, check_rates, check_recipe, free_layout, held_files, rates, recipe
 from dhp.trainer.settings import kept_settings
 
 

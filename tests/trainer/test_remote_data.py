@@ -15,9 +15,9 @@ import pytest
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, DhpError
-from dhp.data.remote import files
+from dhp.data.remote import remote_files
 from dhp.trainer.preflight import prepare
-from dhp.trainer.resume import held_files
+from dhp.trainer.recipe import held_files
 from dhp.trainer.settings import needed_paths
 from tests.helpers.buckets import Faults, buckets
 from tests.helpers.runs import tiny, train
@@ -29,8 +29,8 @@ SHAPES = "data.data_registry.shapes"
 def far(tiny_assets: Path, tmp_path: Path) -> Iterator[Faults]:
     """s3://bucket has the tiny dataset, and nothing is known of it."""
     shutil.copytree(tiny_assets / "data", tmp_path / "far" / "bucket")
-    files._about.cache_clear()
-    files._cache.cache_clear()
+    remote_files._about.cache_clear()
+    remote_files._cache.cache_clear()
     with buckets(tmp_path / "far", "s3", "gs") as faults:
         yield faults
 
@@ -57,7 +57,7 @@ def test_the_same_annotations_are_the_same_wherever_they_are(far: Faults, tiny_a
     assert held_files(prepared(tiny_assets, tmp_path, *there("s3://bucket"))) == local
     moved = tmp_path / "far" / "bucket" / "annotations.json"
     moved.write_text(json.dumps(json.loads(moved.read_text())[:-1]))
-    files._about.cache_clear()
+    remote_files._about.cache_clear()
     changed = held_files(prepared(tiny_assets, tmp_path, *there("s3://bucket")))
     assert {key for key in local if local[key] != changed[key]} == {f"contents of {SHAPES}.annotation_path"}
 

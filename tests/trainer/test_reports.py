@@ -13,9 +13,8 @@ from dhp.core.batch import StepInfo
 from dhp.core.reports import StageReport
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.planned import Planned
-from dhp.observe.stragglers import RankShare
-from dhp.trainer.record import SKIPPED_SHOWN, left_out, rank_shares
-from dhp.trainer.reports import NO_MFU, Timing, notes, step_metrics
+from dhp.observe.ranks import RankShare
+from dhp.trainer.reports import NO_MFU, SKIPPED_SHOWN, Timing, left_out, notes, rank_shares, step_metrics
 
 COUNTS: dict[str, Any] = {
     **{

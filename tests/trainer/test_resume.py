@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dhp.checkpoint.manifest import ABOUT
+from dhp.checkpoint.folder import ABOUT
 from dhp.checkpoint.resume import find_start
 from dhp.config.command_line import compose_config
-from dhp.core.command import own_command
 from dhp.core.errors import CheckpointError, ConfigError
+from dhp.core.text import own_command
+from dhp.plan.run_plan import plan_run
 from dhp.train_ray import main
-from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
 from dhp.trainer.session import Session
 from tests.helpers.graphs import make_graph

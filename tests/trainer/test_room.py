@@ -8,8 +8,8 @@ from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.errors import ConfigError
 from dhp.models.pretrained import config_source
+from dhp.plan.run_plan import plan_run
 from dhp.trainer.dry_run import require_room
-from dhp.trainer.plan import plan_run
 
 
 def test_what_stages_keep_is_held_against_the_gpu() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from dhp.core.axes import Degrees
 from dhp.core.reports import SampleLosses, StageReport
-from dhp.trainer.sample_losses import mean_losses
+from dhp.trainer.reports import mean_losses
 from tests.trainer.test_reports import INFO
 
 # Two replicas of two sequence ranks with two tensor ranks each, behind a stage without a head.

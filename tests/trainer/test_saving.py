@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from dhp.checkpoint.folder import Unfinished, checkpoints
-from dhp.checkpoint.manifest import read_about
+from dhp.checkpoint.folder import Unfinished, checkpoints, read_about
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.errors import CheckpointError, ModelError, PartFailed

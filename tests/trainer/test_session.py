@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from dhp.checkpoint.resume import Start
-from dhp.cluster.remote_values import RemoteValue
+from dhp.cluster.transport.shared_memory import RemoteValue
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.axes import Degrees
+from dhp.plan.batches import feed_settings
+from dhp.plan.stage_graph import devices_as_planned
 from dhp.trainer import session as module
-from dhp.trainer.batches import feed_settings
-from dhp.trainer.graph import devices_as_planned
 from dhp.trainer.session import Session, look_ahead, named_elsewhere
 from tests.helpers.graphs import make_graph
 

@@ -13,16 +13,16 @@ from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.resolve import resolve
 from dhp.config.run_dir import check_run_dir
 from dhp.core.axes import Degrees
-from dhp.core.command import own_command
 from dhp.core.parameters import AdapterSettings, Selector, TrainingRules
+from dhp.core.text import own_command
 from dhp.data.sampling.sampler import BalanceSettings, BatchLayout
 from dhp.models.flops import NO_BACKWARD, MatmulShare, TrainedShare
 from dhp.models.registry import load_family
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
-from dhp.trainer.batches import feed_settings, passes_of
-from dhp.trainer.graph import make_graph as of_config
-from dhp.trainer.plan import plan_run
+from dhp.plan.batches import feed_settings, passes_of
+from dhp.plan.run_plan import plan_run
+from dhp.plan.stage_graph import make_graph as of_config
 from dhp.trainer.settings import kept_settings, resume_line, stage_settings
 from tests.helpers.graphs import make_graph
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dhp.cluster.forks.start.sitecustomize import SERVER
-from dhp.core.own_folder import own_folder
+from dhp.core.files import own_folder
 
 # GPUs' devices, by how Linux names them: NVIDIA's, those of a Jetson, AMD's, and any under Windows' own Linux.
 DEVICES = ("nvidia[0-9]*", "nvmap", "kfd", "dxg")

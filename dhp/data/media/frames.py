@@ -197,8 +197,8 @@ def _check_same(size: tuple[int, int], first: tuple[int, int], file: File) -> No
 
 @dataclass(frozen=True)
 class LongVideo:
-    """A video whose frames are read later, instead of pixels: `dhp.data.sample.pictures.Pictures.read_patches` reads
-    some of its patches."""
+    """A video whose frames are read later, instead of pixels:
+    `dhp.data.sample.picture_inputs.Pictures.read_patches` reads some of its patches."""
 
     file: File
     length: VideoLength

@@ -11,9 +11,9 @@ from pathlib import Path
 from dhp.config.data import DataConfig
 from dhp.config.parts import read_datasets
 from dhp.config.schema import Config
-from dhp.core.addresses import is_remote, without_file_scheme
 from dhp.core.errors import DataError
-from dhp.data.remote.files import RemoteFile, RemoteFolder, Source, is_folder, list_folder
+from dhp.core.files import is_remote, without_file_scheme
+from dhp.data.remote.remote_files import RemoteFile, RemoteFolder, Source, is_folder, list_folder
 from dhp.data.remote.transfer import RemoteSettings, check_address
 
 _BRACES = re.compile(r"\{([^{}]*)\}")

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from dhp.core.addresses import scheme_of
 from dhp.core.errors import ConfigError, DataError
+from dhp.core.files import scheme_of
 
 # Schemes that are read, and the package that reads each. Others of fsspec's run commands or open files of this machine.
 PACKAGES = {

@@ -17,13 +17,11 @@ from dhp.core.errors import DataError
 from dhp.data.media.frames import FrameTimes
 from dhp.data.media.sources import stored_bytes
 from dhp.data.read.records import Record, located
-from dhp.data.sample.audio import AudioPreprocessing, Clip, refuse_sound, sounds_of
-from dhp.data.sample.cached_features import CachedPictures
 from dhp.data.sample.lengths import Length, check_length
-from dhp.data.sample.pictures import Outline, PicturePatches, Pictures
-from dhp.data.sample.sample import Sample
+from dhp.data.sample.picture_inputs import CachedPictures, Outline, PicturePatches, Pictures
+from dhp.data.sample.sample import Output, Sample, Videos
+from dhp.data.sample.sound_inputs import AudioPreprocessing, Clip, refuse_sound, sounds_of
 from dhp.data.sample.tokens import AS_THE_TEMPLATE, ConversationTokenizer, Prompts, Tokens, Written, miscounted
-from dhp.data.sample.videos import Output, Videos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,12 +14,12 @@ from dhp.core.batch import PositionRange
 from dhp.core.errors import DataError, ModelError
 from dhp.data.media.frames import FrameTimes
 from dhp.data.read.records import Record
-from dhp.data.sample.audio import NO_ACTORS, AudioPreprocessing, Clip
 from dhp.data.sample.chat import Rendered, render, replace_each, to_messages
 from dhp.data.sample.lengths import check_characters, longest_token
-from dhp.data.sample.pictures import Outline, PicturePatches
+from dhp.data.sample.picture_inputs import Outline, PicturePatches
+from dhp.data.sample.sample import Videos
+from dhp.data.sample.sound_inputs import NO_ACTORS, AudioPreprocessing, Clip
 from dhp.data.sample.template_check import find_answer_end
-from dhp.data.sample.videos import Videos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

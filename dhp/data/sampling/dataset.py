@@ -1,29 +1,102 @@
-"""Datasets and their mixture: reads, decodes and divides one global batch by the step's number."""
+"""Mixes datasets, reads one global batch by the step's number, names its samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain
 from types import MappingProxyType
+from typing import Protocol
 from zlib import crc32
 
 import numpy as np
 
 from dhp.config.data import DatasetEntry
 from dhp.config.parts import split_share
-from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import ConfigError, DataError
+from dhp.core.text import did_you_mean, nearest
 from dhp.data.media.frames import LongVideo
-from dhp.data.media.sources import File
+from dhp.data.media.sources import File, SizedImage, Sound, Video
 from dhp.data.read.annotations import Annotations, read_annotations
-from dhp.data.read.records import Record, located
+from dhp.data.read.records import Record, Turn, located
 from dhp.data.remote.places import find_place, find_root
 from dhp.data.remote.transfer import DEFAULT, RemoteSettings
 from dhp.data.sample.sample import Sample
-from dhp.data.sampling.exchanged import Records
 from dhp.data.sampling.sampler import Sampler, StepBatch
+
+OWN, OTHERS = "own", "others"
+Shown = tuple[int, int]  # how many images a sample shows, and a number that differs where the images do
+
+
+class Records(Protocol):
+    """Samples by their 0-based indices, as `dhp.data.sampling.dataset.Dataset` has them."""
+
+    def __len__(self) -> int: ...
+
+    def record(self, index: int, epoch: int = 0) -> Record: ...
+
+
+class Exchanged:
+    """Samples with images for which another sample shows as many others: as they are, or each with the images of the
+    next such sample. Questions, answers, videos and sounds stay."""
+
+    def __init__(self, records: Records, which: str, skips: bool) -> None:
+        """which: OWN or OTHERS; both have the same samples, in the same order. skips: bad samples are left out. Raises
+        DataError for a bad sample that is not, and where no sample can be exchanged."""
+        self._records = records
+        self._pairs = list(partners([_shown(records, index, skips) for index in range(len(records))]).items())
+        self._others = which == OTHERS
+        if not self._pairs:
+            raise DataError(
+                f"none of {len(records)} samples shows images that another one could show in their place: as many, and "
+                "not the same. Evaluate without exchange=images"
+            )
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def record(self, index: int, epoch: int = 0) -> Record:
+        """Parse one annotation, and with OTHERS the one whose images it gets. DataError, with its place, if one is
+        defective."""
+        own, other = self._pairs[index]
+        record = self._records.record(own, epoch)
+        if not self._others:
+            return record
+        images = iter(self._records.record(other, epoch).images)
+        return replace(record, turns=tuple(_with_images(turn, images) for turn in record.turns))
+
+
+def partners(shown: Sequence[Shown | None]) -> dict[int, int]:
+    """Of each sample that has one, ascending: the next one around that shows as many images and others than it."""
+    groups: dict[int, list[int]] = {}
+    for index, one in enumerate(shown):
+        if one is not None and one[0]:
+            groups.setdefault(one[0], []).append(index)
+    found: dict[int, int] = {}
+    for group in groups.values():
+        next_other: int | None = None
+        for at in reversed(range(2 * len(group))):  # twice around: the first way only learns what comes after the end
+            here, after = group[at % len(group)], group[(at + 1) % len(group)]
+            next_other = after if shown[here] != shown[after] else next_other
+            if at < len(group) and next_other is not None:
+                found[here] = next_other
+    return dict(sorted(found.items()))
+
+
+def _shown(records: Records, index: int, skips: bool) -> Shown | None:
+    try:
+        images = records.record(index).images
+    except DataError:
+        if skips:
+            return None
+        raise
+    return len(images), hash(images)
+
+
+def _with_images(turn: Turn, images: Iterator[File | SizedImage]) -> Turn:
+    kept = (str, Video, Sound)
+    return replace(turn, parts=tuple(part if isinstance(part, kept) else next(images) for part in turn.parts))
 
 
 class Portion:
@@ -237,3 +310,42 @@ class BatchSource:
             if self._skip:
                 return error
             raise
+
+
+def rows_of(dataset: Dataset, batch: StepBatch) -> dict[str, np.ndarray]:
+    """The rows of a step's samples in their annotations (0-based, ascending, int64), by dataset in order of names."""
+    rows: dict[str, list[np.ndarray]] = {}
+    for portion, _, found in _rows(dataset, batch):
+        rows.setdefault(portion.annotations.dataset, []).append(found)
+    return {name: np.sort(np.concatenate(rows[name])).astype("<i8") for name in sorted(rows)}
+
+
+def digest(rows: Mapping[str, np.ndarray]) -> str:
+    """Eight hex digits (CRC-32) of a step's samples, as `rows_of` has them: of each dataset its name and the rows. The
+    same wherever they are computed, in whatever order."""
+    value = 0
+    for name, found in rows.items():
+        value = crc32(name.encode() + b"\0", value)
+        value = crc32(found.tobytes(), value)
+    return f"{value:08x}"
+
+
+def names(dataset: Dataset, batch: StepBatch) -> tuple[str, ...]:
+    """A step's samples, micro-batch by micro-batch: where each is, and the index by which `inspect sample` shows it,
+    where the first epoch has it."""
+    found: dict[int, str] = {}
+    for portion, at, rows in _rows(dataset, batch):
+        shown = portion.rows(np.arange(len(portion)), 0)
+        before = dataset.first(portion)
+        for number, row in zip(at.tolist(), rows.tolist(), strict=True):
+            (first,) = np.flatnonzero(shown == row)[:1].tolist() or (None,)
+            index = "" if first is None else f"index={before + first}, "
+            found[number] = index + portion.annotations.where(row)
+    return tuple(found[number] for number in sorted(found))
+
+
+def _rows(dataset: Dataset, batch: StepBatch) -> Iterator[tuple[Portion, np.ndarray, np.ndarray]]:
+    """Each portion that has some of a step's samples, which of them they are, and their rows there."""
+    indices = np.array(list(chain.from_iterable(chain.from_iterable(batch.samples))), dtype=np.int64)
+    for portion, at, inside in dataset.portions(indices):
+        yield portion, at, portion.rows(inside, batch.epoch)

@@ -1,20 +1,197 @@
-"""The properties of a family without code of its own, as values, and the tensors that its encoder sends."""
+"""The properties of a family without code, as values, and its parts by structure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from dhp.core.batch import ProcessorOutput
-from dhp.core.generation import LogitRule
-from dhp.models.contract.structure import Structure
+from dhp.core.batch import LogitRule, ProcessorOutput
+from dhp.core.errors import ModelError
 from dhp.models.flops import TextWork, VisionWork
 from dhp.models.tower import EMBEDDINGS
 from dhp.models.types import LayerParts
+
+CONTRACT = "mm_encoder_outputs"  # the argument by which a model takes what its encoders made
+# Of transformers' families for image, text to text, those without it.
+WITHOUT_CONTRACT = frozenset({
+    "blip", "evolla", "florence2", "git", "idefics", "kosmos-2", "kosmos-2.5", "mistral4", "mllama", "pi0",
+    "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Names of modules and bare parameters.
+
+    base: the module that encodes pictures and runs the decoder; "" for the model itself. decoder: below it, with
+    `layers` (its list of layers), `embedding` and, before its output, `norm` (None: not found).
+
+    head: None where the decoder's output is not brought to a vocabulary by one matrix.
+
+    mixers: classes of the decoder's modules that carry state along a row, as far as they are known here.
+
+    text, vision: modules of each part, which the other drops. vision_layers: the tower's largest list of layers. audio:
+    the audio encoder's name; no picture passes it.
+    """
+
+    base: str
+    decoder: str
+    layers: str
+    depth: int
+    embedding: str
+    norm: str | None
+    head: str | None
+    mixers: tuple[str, ...]
+    text: tuple[str, ...]
+    vision: tuple[str, ...]
+    vision_layers: str | None
+    vision_depth: int
+    audio: tuple[str, ...] = ()
+
+
+def family_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """transformers' class for image, text to text. Raises ModelError where there is none, or one without the contract
+    by which an encoder's output enters; it names the nearest family that has it."""
+    try:
+        kind = AutoModelForImageTextToText._model_mapping[type(config)]
+    except KeyError:
+        raise ModelError(
+            f"model_type {config.model_type!r} is no vision-language model that transformers can load by "
+            f"AutoModelForImageTextToText. Give the directory of one that is: {_like(config.model_type)}"
+        ) from None
+    if CONTRACT not in signature(kind.forward).parameters:
+        raise ModelError(
+            f"model_type {config.model_type!r}: {kind.__name__}.forward takes no {CONTRACT}, so what an encoder makes "
+            f"cannot enter from elsewhere. Take a family that has it: {_like(config.model_type)}"
+        )
+    return kind
+
+
+def _like(model_type: str) -> str:
+    """A family with the contract, as near by name as there is one."""
+    names = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - WITHOUT_CONTRACT
+    (near,) = get_close_matches(model_type, sorted(names), n=1, cutoff=0.0)
+    return f"the nearest by name is {near}; all are in docs/reference/families.md"
+
+
+def find_structure(model: PreTrainedModel) -> Structure:
+    """Of a model, which may be on the meta device. Raises ModelError for one whose parts cannot be distinguished."""
+    names = {id(module): name for name, module in model.named_modules()}
+    base = _base(model)
+    decoder, head = _decoder(model), model.get_output_embeddings()
+    layers = _longest_list(decoder)
+    if layers is None:
+        raise ModelError(f"{type(model).__name__}: its decoder {type(decoder).__name__} has no list of layers")
+    text, others = _divide(model, {id(decoder), id(head)})
+    audio = tuple(name for name in others if "audio" in name.rpartition(".")[2])
+    vision = tuple(name for name in others if name not in audio)
+    tower = _longest_of(model, vision)
+    return Structure(
+        base=names[id(base)],
+        decoder=names[id(decoder)],
+        layers=names[id(layers)],
+        depth=len(layers),
+        embedding=names[id(model.get_input_embeddings())],
+        norm=next((names[id(child)] for name, child in decoder.named_children() if name in _NORMS), None),
+        head=None if head is None else names[id(head)],
+        mixers=tuple(sorted({type(one).__name__ for one in layers.modules() if type(one).__name__.endswith(_MIXERS)})),
+        text=text,
+        vision=vision,
+        vision_layers=None if tower is None else names[id(tower)],
+        vision_depth=0 if tower is None else len(tower),
+        audio=audio,
+    )
+
+
+_MIXERS = ("GatedDeltaNet", "ShortConv")
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_MIXING = frozenset({"linear_attention", "conv"})  # kinds of layers of which a mixer is the sign
+
+
+def refuse_unknown_layers(config: PreTrainedConfig, structure: Structure) -> None:
+    """Raises ModelError for kinds of layers whose state, or whose choice of keys, could run from sample to sample in a
+    packed row without an error."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
+    unknown = kinds - _ATTENTION - (_MIXING if structure.mixers else frozenset())
+    if unknown:
+        raise ModelError(
+            f"model_type {config.model_type!r}: its decoder has layers of the kind {', '.join(sorted(unknown))}, and "
+            "how these keep the samples of a packed row apart is not known here. Name their class among the mixers of "
+            "dhp/models/contract/contract.py once its state is known to begin anew with a row"
+        )
+
+
+_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+
+
+def _base(model: PreTrainedModel) -> nn.Module:
+    base = getattr(model, "model", None)
+    if base is not None and hasattr(base, "get_image_features"):
+        return base
+    if hasattr(model, "get_image_features"):
+        return model
+    raise ModelError(f"{type(model).__name__} has no get_image_features, so nobody encodes an image by itself")
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    decoder = model.get_decoder()
+    inner = getattr(decoder, "model", None)  # of a decoder with a head, the decoder
+    return inner if isinstance(inner, nn.Module) and hasattr(inner, "layers") else decoder
+
+
+def _longest_list(module: nn.Module) -> nn.ModuleList | None:
+    lists = [found for found in module.modules() if isinstance(found, nn.ModuleList) and len(found)]
+    return max(lists, key=_size, default=None)
+
+
+def _size(modules: nn.ModuleList) -> tuple[int, int]:
+    return len(modules), sum(parameter.numel() for parameter in modules.parameters())
+
+
+def _longest_of(model: nn.Module, names: tuple[str, ...]) -> nn.ModuleList | None:
+    modules = dict(model.named_modules())
+    found = [_longest_list(modules[name]) for name in names if name in modules]
+    return max((one for one in found if one is not None), key=_size, default=None)
+
+
+def _divide(model: nn.Module, text: set[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    found: tuple[list[str], list[str]] = ([], [])
+    for name, of_text in _walk(model, "", text):
+        found[not of_text].append(name)
+    return tuple(found[0]), tuple(found[1])
+
+
+def _walk(module: nn.Module, prefix: str, text: set[int]) -> Iterator[tuple[str, bool]]:
+    for name, child in module.named_children():
+        if id(child) in text:
+            yield prefix + name, True
+        elif any(id(inner) in text for inner in child.modules()):
+            yield from _walk(child, f"{prefix}{name}.", text)
+        elif any(True for _ in child.parameters()):
+            yield prefix + name, False
+    for name, _ in module.named_parameters(recurse=False):
+        yield prefix + name, False
+
+
+def without_weights(config: PreTrainedConfig, **named: Any) -> PreTrainedModel:
+    """The family's model on the meta device. Raises ModelError as `family_class`, and for what the class refuses."""
+    kind = family_class(config)
+    try:
+        with torch.device("meta"):
+            return kind._from_config(config, **named)
+    except Exception as error:  # a constructor may raise anything for what it does not know
+        raise ModelError(
+            f"{kind.__name__} cannot be made from this configuration: {type(error).__name__}: {str(error).strip()}"
+        ) from error
 
 
 @dataclass(frozen=True)

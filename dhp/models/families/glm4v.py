@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dhp.models.contract.decoder import ContractDecoder
 from dhp.models.contract.find import find_contract
+from dhp.models.contract.generic_parts import ContractDecoder
 from dhp.models.families.grid import GridProcessor, GridTower, runs_of_one_size
 from dhp.models.family import Family
 

@@ -13,9 +13,8 @@ from dhp.core.batch import Grid, ProcessorOutput
 from dhp.core.graph import HIDDEN_STATES
 from dhp.models.decoder import having, unchanged
 from dhp.models.flops import VisionWork
-from dhp.models.patches import project_as_products, put_together
 from dhp.models.processor import Processor
-from dhp.models.tower import EMBEDDINGS, ChunkEnd, Tower, TowerInputs, leave_forward
+from dhp.models.tower import EMBEDDINGS, ChunkEnd, Tower, TowerInputs, leave_forward, project_as_products, put_together
 from dhp.models.types import Chunk, ImageLayout, LayerParts, held_layers
 
 if TYPE_CHECKING:

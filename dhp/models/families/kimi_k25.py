@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from dhp.core.batch import Grid
-from dhp.models.contract.decoder import ContractDecoder
 from dhp.models.contract.find import find_contract
+from dhp.models.contract.generic_parts import ContractDecoder
 from dhp.models.families.grid import GridProcessor, GridTower, channels_of, merge_side
 from dhp.models.family import Family
-from dhp.models.patches import cubic, interpolate
-from dhp.models.tower import EMBEDDINGS
+from dhp.models.tower import EMBEDDINGS, cubic, interpolate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,9 +17,8 @@ from dhp.core.batch import Grid, ProcessorOutput
 from dhp.models.decoder import Decoder
 from dhp.models.family import Family
 from dhp.models.flops import VisionWork
-from dhp.models.patches import project_as_product
 from dhp.models.processor import Processor
-from dhp.models.tower import EMBEDDINGS, Tower, TowerInputs
+from dhp.models.tower import EMBEDDINGS, Tower, TowerInputs, project_as_product
 from dhp.models.types import ImageLayout, LayerParts
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dhp.models.contract.decoder import ContractDecoder
 from dhp.models.contract.find import find_contract
+from dhp.models.contract.generic_parts import ContractDecoder
 from dhp.models.families.qwen3_vl import Qwen3VlProcessor, Qwen3VlTower
 from dhp.models.family import Family
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from dhp.models.audio import AUDIO_EMBEDDINGS, AudioTower
-from dhp.models.clips import AudioProcessor
-from dhp.models.contract.decoder import ContractDecoder
 from dhp.models.contract.find import find_contract
-from dhp.models.contract.rows import kinds_for
+from dhp.models.contract.generic_parts import ContractDecoder
+from dhp.models.contract.random_rows import kinds_for
 from dhp.models.decoder import Decoder
 from dhp.models.families.grid import GridProcessor
 from dhp.models.families.qwen3_vl import Qwen3VlTower, deepstack_names
 from dhp.models.family import Family
+from dhp.models.processor import AudioProcessor
 from dhp.models.tower import EMBEDDINGS
 from dhp.models.types import Chunk, DecoderInputs
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from dhp.models.decoder import PATH, Decoder
 from dhp.models.families.grid import GridProcessor, GridTower, grid_work
 from dhp.models.family import Family
-from dhp.models.patches import interpolate, linear
-from dhp.models.tower import EMBEDDINGS
+from dhp.models.tower import EMBEDDINGS, interpolate, linear
 from dhp.models.types import Chunk, held_layers
 
 if TYPE_CHECKING:

@@ -19,11 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dhp.core.batch import TokenRange
-from dhp.parallel.attention.choose import choose_kernel
-from dhp.parallel.attention.kernels import AUTO, Block, Dense
-from dhp.parallel.attention.masked import QUERIES
+from dhp.parallel.attention.attention_kernels import AUTO, Block, Dense, choose_kernel
 from dhp.parallel.attention.shard_plan import Shard, count_tokens
-from dhp.parallel.attention.visibility import PLAIN, LayerRule, sees
+from dhp.parallel.attention.visibility import PLAIN, QUERIES, LayerRule, sees
 from dhp.parallel.comm import Shift, exchange_rows
 
 
@@ -52,7 +50,7 @@ class Ring:
 
     gather: fetch all keys and values at once instead, which for short rings is one message instead of several.
 
-    backend: whose kernels compute the blocks (`dhp.parallel.attention.choose.choose_kernel`).
+    backend: whose kernels compute the blocks (`dhp.parallel.attention.attention_kernels.choose_kernel`).
     """
 
     chunks: tuple[Shard, ...]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dhp.core.batch import TokenRange
-from dhp.parallel.attention.kernels import AUTO
+from dhp.parallel.attention.attention_kernels import AUTO
 from dhp.parallel.attention.ring import Ring
 from dhp.parallel.attention.shard_plan import ShardPlan, is_whole, whole_segments
 from dhp.parallel.attention.ulysses import UlyssesGroup

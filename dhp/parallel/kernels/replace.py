@@ -25,8 +25,16 @@ from dhp.config.rules import AUTO, COMPILED, KERNELS, ON_GPUS, PLAIN, WRITTEN
 from dhp.core.errors import PartFailed
 from dhp.core.reports import KernelUse
 from dhp.parallel.comm import largest_in_place
-from dhp.parallel.kernels import gate, norm, rotary
-from dhp.parallel.kernels.proof import is_proved
+from dhp.parallel.kernels import rotary
+from dhp.parallel.kernels.elementwise import (
+    gate_forward,
+    gate_trial,
+    is_gated,
+    is_norm,
+    is_proved,
+    norm_forwards,
+    norm_trial,
+)
 
 Forward = Callable[..., Any]
 Make = Callable[[nn.Module], Forward]  # a module's new forward
@@ -84,7 +92,7 @@ def replace_without_weights(
     for kind, modules in _classes(model).values():
         if kind == "gate" or wanted.get(kind) == PLAIN:
             continue
-        make = (lambda one: norm.forwards(one, WRITTEN)[0]) if kind == "norm" else None
+        make = (lambda one: norm_forwards(one, WRITTEN)[0]) if kind == "norm" else None
         make = make or _find_rotary(modules[0], WRITTEN, cpu, dtype)
         for module in modules if make is not None else ():
             _replace(module, make(module))
@@ -138,7 +146,11 @@ def _classes(model: nn.Module) -> dict[str, tuple[str, list[nn.Module]]]:
     for module in model.modules():
         if _is_replaced(module):
             continue
-        kinds = {"norm": norm.is_norm(module), "gate": gate.is_gated(module), "rotary": bool(_rotaries(module))}
+        kinds = {
+            "norm": is_norm(module),
+            "gate": is_gated(module),
+            "rotary": bool(_rotaries(module)),
+        }
         for kind in (kind for kind, is_one in kinds.items() if is_one):
             bare = " without weights" if next(module.parameters(), None) is None else ""
             found.setdefault(f"{kind} of {type(module).__name__}{bare}", (kind, []))[1].append(module)
@@ -168,15 +180,15 @@ def _candidates(kind: str, module: nn.Module, device: torch.device, dtype: torch
 
 def _find_norm(module: nn.Module, kernel: str, device: torch.device, dtype: torch.dtype) -> Make | None:
     wide = torch.promote_types(dtype, torch.float32)  # small states in 16 bits are mostly rounding
-    for number, forward in enumerate(norm.forwards(module, kernel)):
-        small, usual = norm.trial(module, forward, small=True), norm.trial(module, forward)
+    for number, forward in enumerate(norm_forwards(module, kernel)):
+        small, usual = norm_trial(module, forward, small=True), norm_trial(module, forward)
         if is_proved(usual, device, dtype) and is_proved(small, device, wide):
-            return lambda other, number=number: norm.forwards(other, kernel)[number]
+            return lambda other, number=number: norm_forwards(other, kernel)[number]
     return None
 
 
 def _find_gate(module: nn.Module, kernel: str, device: torch.device, dtype: torch.dtype) -> Make | None:
-    return gate.forward if is_proved(gate.trial(module), device, dtype) else None
+    return gate_forward if is_proved(gate_trial(module), device, dtype) else None
 
 
 def _find_rotary(module: nn.Module, kernel: str, device: torch.device, dtype: torch.dtype) -> Make | None:

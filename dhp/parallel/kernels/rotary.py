@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dhp.parallel.kernels.compile import compile_apart
-from dhp.parallel.kernels.proof import Trial, is_proved, random_states
+from dhp.parallel.kernels.elementwise import Trial, compile_apart, is_proved, random_states
 
 Function = Callable[..., Any]
 Places = Literal["halves", "neighbours", "first half"]

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dhp.core.parameters import Group
-from dhp.core.state_forms import FACTORS, MOMENTS
+from dhp.core.parameters import FACTORS, MOMENTS, Group
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.optim.base import STEP, group_parameters
 from dhp.parallel.optim.places import Place, PlacedOptimizer

@@ -1,17 +1,9 @@
-"""The interface of a stage's optimizer and its state; AdamW, the clipped step, 16-bit training.
-
-Each moment goes by its parameter's name, `<parameter>.exp_avg`; where a rank holds a range of a parameter's elements,
-the range says which. So the names and extents tell what belongs where for any number of ranks.
-
-Weights are widened to float32 and kept so by the optimizer (master weights, Micikevicius et al. 2018, section 3.1);
-the module computes with a rounded copy. Buffers are left alone: rounding RoPE's frequencies to bfloat16 turns the
-positions of long sequences by up to a radian.
-"""
+"""The interface of a stage's optimizer: AdamW, clipping, 16-bit training, frozen stages."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dhp.core.errors import CheckpointError
-from dhp.core.parameters import Group
+from dhp.core.parameters import COMPENSATION, MASTER, MOMENTS, STATE_KINDS, SUM, Group, StateForm
 from dhp.core.state import StateSink, StateSource
-from dhp.core.state_forms import MOMENTS, STATE_KINDS, SUM, StateForm
+from dhp.parallel.tensor.slices import as_dtensors
 
 STEP = "step"  # optimizer steps taken; parameters of a part step together
 
@@ -243,3 +235,91 @@ def clip_coefficient(norm_sq_parts: Sequence[float], max_norm: float | None) -> 
         return norm, 1.0
     ratio = max_norm / (norm + _CLIP_EPS)
     return norm, ratio if math.isnan(ratio) else min(1.0, ratio)
+
+
+class Frozen:
+    """The methods of `dhp.parallel.optim.base.StageOptimizer`, most of which do nothing.
+
+    passes: gradients go through the stage to earlier ones. Where none do, no activations are saved.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, passes: bool):
+        module.requires_grad_(False)
+        if dtype != exact_dtype(dtype):
+            cast_parameters(module, dtype)
+        self._module, self._passes = module, passes
+        self._others: str | None = None  # a parameter that another stage saves
+
+    def tie(self, name: str, owns: bool) -> None:
+        """The parameter `name` is another stage's too. The owner saves it."""
+        self._others = None if owns else name
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """Run `compute`, under no_grad where no gradients pass."""
+        with torch.set_grad_enabled(self._passes and torch.is_grad_enabled()):
+            return compute()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Send gradients through; a micro-batch may have no tensor that requires any."""
+        if loss.requires_grad:
+            loss.backward()
+
+    def rest(self) -> None:
+        """Nothing to free: weights are not gathered."""
+
+    def norm_sq(self) -> float:
+        """0: frozen weights do not count."""
+        return 0.0
+
+    def gradient_bytes(self) -> int:
+        """0: there are no gradients."""
+        return 0
+
+    def step(self, rates: Rates, coefficient: float) -> None:
+        """Nothing is updated."""
+
+    def drop(self) -> None:
+        """There is nothing to drop."""
+
+    def save_weights(self, sink: StateSink) -> None:
+        """Hand over the weights, so that a checkpoint is whole."""
+        for name, weight in as_dtensors(self._module).items():
+            if name != self._others:
+                sink.add(name, weight)
+
+    def save_state(self, sink: StateSink) -> None:
+        """Hand over that no step was taken."""
+        sink.add_once(STEP, torch.tensor(0.0))
+
+    def load_state(self, source: StateSource) -> None:
+        """There is none."""
+
+
+_HALF = 1 << 15  # half of the last place of a bfloat16 number, in last places of a float32 one
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The bfloat16 weight nearest to each finite float32 number, of two equally near ones the larger in magnitude, and
+    as int16 what `join_master` adds to it."""
+    bits = master.contiguous().view(torch.int32)
+    upper = (bits + _HALF) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+
+
+def join_master(weight: Tensor, compensation: Tensor) -> Tensor:
+    """The float32 numbers of which `split_master` made these."""
+    upper = weight.contiguous().view(torch.int16).to(torch.int32) << 16
+    return (upper + compensation.to(torch.int32)).view(torch.float32)
+
+
+def saved_master(name: str, weight: Tensor, saved: Collection[str], read: Callable[[str], Tensor]) -> Tensor | None:
+    """The master weight of a parameter in a checkpoint of any form: saved itself, or as a compensation of the weight.
+    None: it has neither, for its weights are not rounded; what was made of them holds.
+
+    weight: of the same checkpoint, in any format. saved: names of all that is in it. read: returns what has a name.
+    """
+    if f"{name}.{COMPENSATION}" in saved:
+        return join_master(weight.to(torch.bfloat16), read(f"{name}.{COMPENSATION}").to(weight.device))
+    if f"{name}.{MASTER}" in saved:
+        return read(f"{name}.{MASTER}").to(weight.device)
+    return None

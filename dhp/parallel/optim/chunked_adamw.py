@@ -1,28 +1,123 @@
-"""AdamW for the forms of states that have 16-bit sums, moments or halves of weights, widened as they are read, and for
-moments in host memory.
-
-Some rows at a time are widened to float32 and take AdamW's step there (Loshchilov and Hutter 2019, algorithm 2); what
-is kept in 16 bits is rounded behind it. Operations are elementary ones, each rounded by itself: fused kernels contract
-some of them, as an element's place in a vector decides, and the last bits would depend on how a parameter is cut.
-"""
+"""AdamW in chunks, for 16-bit states, rounded stochastically, with moments in host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import sqrt
-from typing import Any, NamedTuple
+from hashlib import blake2b
+from math import prod, sqrt
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dhp.core.parameters import Group
-from dhp.core.state_forms import COMPENSATION, MOMENTS, StateForm
-from dhp.parallel.optim.base import STEP, ScalingOptimizer, group_parameters
-from dhp.parallel.optim.compensation import join_master, split_master
-from dhp.parallel.optim.fsdp_parts import HeldBlock
-from dhp.parallel.optim.host_moments import HostMoments
-from dhp.parallel.optim.places import PlacedOptimizer
-from dhp.parallel.optim.stochastic import draw_halves, draw_key, round_stochastically
+from dhp.core.parameters import COMPENSATION, MOMENTS, Group, StateForm
+from dhp.parallel.optim.base import STEP, ScalingOptimizer, group_parameters, join_master, split_master
+from dhp.parallel.optim.places import HeldBlock, PlacedOptimizer
+
+
+class HasMoments(Protocol):
+    """Something that an optimizer does with rows of moments."""
+
+    @property
+    def moments(self) -> Sequence[Tensor]:
+        """The rows, in host memory."""
+
+
+Job = TypeVar("Job", bound=HasMoments)
+
+
+class HostMoments:
+    """The copies of one optimizer."""
+
+    def __init__(self, device: torch.device):
+        """device: that the rows are updated on."""
+        self._device, self._cuda = device, device.type == "cuda"
+        if self._cuda:
+            self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeros in host memory."""
+        return torch.zeros(tuple(shape), dtype=dtype, pin_memory=self._cuda)
+
+    def ahead(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Tensor]]]:
+        """Each job, with its rows on the device. Those of the next one are on their way by then."""
+        if self._cuda:
+            self._coming.wait_stream(self._going)  # of the step before
+        waiting = None
+        for job in jobs:
+            coming = job, self._fetch(job.moments)
+            if waiting is not None:
+                yield self._arrived(*waiting)
+            waiting = coming
+        if waiting is not None:
+            yield self._arrived(*waiting)
+
+    def put_back(self, host: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """Begin to copy updated `rows` to where they came from."""
+        if not self._cuda:
+            for there, here in zip(host, rows, strict=True):
+                there.copy_(here)
+            return
+        self._going.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._going):
+            for there, here in zip(host, rows, strict=True):
+                there.copy_(here, non_blocking=True)
+                here.record_stream(self._going)  # its memory is not reused before it was read
+
+    def settle(self) -> None:
+        """Wait until all rows are back."""
+        if self._cuda:
+            self._going.synchronize()
+
+    def _fetch(self, host: Sequence[Tensor]) -> list[Tensor]:
+        if not self._cuda:
+            return [rows.clone() for rows in host]
+        with torch.cuda.stream(self._coming):
+            return [rows.to(self._device, non_blocking=True) for rows in host]
+
+    def _arrived(self, job: Job, rows: list[Tensor]) -> tuple[Job, list[Tensor]]:
+        if self._cuda:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._coming)
+            for one in rows:
+                one.record_stream(current)
+        return job, rows
+
+
+_MASK = (1 << 32) - 1
+# Shifts and factors of a mixer of 32 bits, by Wellons' hash-prospector. Factors below 2³¹, so that no product of int64
+# overflows.
+_ROUNDS = ((16, 0x21F0AAAD), (15, 0x735A2D97))
+_LAST_SHIFT = 15
+
+
+def draw_key(seed: int, name: str, step: int) -> int:
+    """32 bits that are another number for each seed, parameter and step."""
+    return int.from_bytes(blake2b(f"{seed} {step} {name}".encode(), digest_size=4).digest(), "little")
+
+
+def draw_halves(
+    offset: Sequence[int], shape: Sequence[int], whole: Sequence[int], key: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Two independent whole numbers from 0 to 2¹⁶ - 1, int32, for each element of the block of `shape` that begins at
+    `offset` in a parameter of shape `whole`."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for axis, (begin, count) in enumerate(zip(offset, shape, strict=True)):
+        along = torch.arange(begin, begin + count, device=device) * prod(whole[axis + 1 :])
+        index = index + along.view(-1, *[1] * (len(shape) - axis - 1))
+    bits = (index & _MASK).bitwise_xor_(key)
+    for shift, factor in _ROUNDS:
+        bits.bitwise_xor_(bits >> shift).mul_(factor).bitwise_and_(_MASK)
+    bits.bitwise_xor_(bits >> _LAST_SHIFT)
+    return (bits & 0xFFFF).to(torch.int32), (bits >> 16).to(torch.int32)
+
+
+def round_stochastically(values: Tensor, drawn: Tensor) -> Tensor:
+    """Finite float32 numbers as bfloat16: away from 0 where what is cut off, in 2⁻¹⁶ of the last place, and `drawn`,
+    whole numbers below 2¹⁶, give one together; else towards 0."""
+    upper = (values.contiguous().view(torch.int32) + drawn) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16)
+
 
 CHUNK_ELEMENTS = 1 << 21  # that are in float32 at a time, some 90 MB with all temporaries
 

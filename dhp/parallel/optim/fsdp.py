@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from dhp.core.parameters import EXACT_STATES, FACTORS, FORMS, MASTER, STATE_KINDS, StateForm
 from dhp.core.state import StateSink, StateSource
-from dhp.core.state_forms import EXACT_STATES, FACTORS, FORMS, MASTER, STATE_KINDS, StateForm
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.optim.base import (
     STEP,
@@ -32,14 +32,13 @@ from dhp.parallel.optim.base import (
     clipped_step,
     exact_dtype,
     read_step,
+    saved_master,
     step_for,
     steps_taken,
     widen,
 )
 from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_states
-from dhp.parallel.optim.compensation import saved_master
-from dhp.parallel.optim.fsdp_parts import Computation, HeldBlock, held_blocks, shard_rows
-from dhp.parallel.optim.places import PlacedOptimizer
+from dhp.parallel.optim.places import Computation, HeldBlock, PlacedOptimizer, held_blocks, shard_rows
 from dhp.parallel.optim.replicated import MakeOptimizer, sum_of_squares
 from dhp.parallel.tensor.slices import Cut, cut_of, owned_parameters, partial_over
 

@@ -1,11 +1,4 @@
-"""Muon: a hidden layer's matrix moves by its orthogonalized momentum, all else by AdamW.
-
-Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is Scalable for
-LLM Training", whose factor 0.2 √max(rows, columns) gives an update the size of AdamW's, so that both take the same
-learning rate and decay. Matrices that a rank holds whole are torch's own; of one that is cut, momentum stays cut, and
-what is orthogonalized is put together on one rank: orthogonalizing parts of a matrix by themselves is another
-optimizer.
-"""
+"""Muon: orthogonalized momentum for hidden matrices, put together where ranks cut them."""
 
 from __future__ import annotations
 
@@ -13,14 +6,54 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz, muon
 
-from dhp.core.parameters import Group
-from dhp.core.state_forms import MOMENTS, MOMENTUM
+from dhp.core.parameters import MOMENTS, MOMENTUM, Group
+from dhp.parallel.comm import exchange_rows
 from dhp.parallel.optim.base import STEP, group_parameters, make_adamw_of
-from dhp.parallel.optim.places import PlacedOptimizer
-from dhp.parallel.optim.whole_matrices import WholeMatrices
+from dhp.parallel.optim.places import Place, PlacedOptimizer
+
+Change = Callable[[Tensor], Tensor]  # a whole matrix → another of its shape and format
+
+
+class WholeMatrices:
+    """Some matrices of one group of ranks, all of which make it together. places: of what this rank holds of each."""
+
+    def __init__(self, places: Sequence[Place], group: dist.ProcessGroup):
+        self._group, self._own = group, places
+        self._of_ranks: list[list[Place]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(self._of_ranks, list(places), group=group)
+
+    def changed(self, part: Callable[[int], Tensor], change: Change, like: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The number of each matrix, and this rank's part of what `change` makes of it. All ranks together.
+
+        part: this rank's part of a matrix, by its number. like: a tensor of the parts' device and format.
+        """
+        ranks, own = len(self._of_ranks), dist.get_rank(self._group)
+        for first in range(0, len(self._own), ranks):
+            round_of = range(first, min(first + ranks, len(self._own)))
+            mine = first + own if first + own in round_of else None
+            send = [self._own[number].count for number in round_of] + [0] * (ranks - len(round_of))
+            held = [] if mine is None else [places[mine] for places in self._of_ranks]
+            receive = [place.count for place in held] or [0] * ranks
+            sent = torch.cat([part(number).flatten() for number in round_of])
+            came = exchange_rows(sent, send, receive, self._group)
+            back = _change(came, held, change) if held else like.new_empty(0)
+            parts = exchange_rows(back, receive, send, self._group).split(send)
+            for number, values in zip(round_of, parts):
+                yield number, values.view(self._own[number].shape)
+
+
+def _change(came: Tensor, held: Sequence[Place], change: Change) -> Tensor:
+    """Put parts together, change the whole, and take it apart again."""
+    whole = came.new_empty(held[0].whole)
+    for place, values in zip(held, came.split([place.count for place in held]), strict=True):
+        whole[place.numbers] = values.view(place.shape)
+    changed = change(whole)
+    return torch.cat([changed[place.numbers].flatten() for place in held])
+
 
 MATCH_ADAMW, ORIGINAL = ADJUSTMENTS = ("match_rms_adamw", "original")  # of the learning rate, as torch names them
 

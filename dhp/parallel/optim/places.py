@@ -1,19 +1,19 @@
-"""Where the values that a rank holds of a tensor lie in the whole, for optimizers whose step needs more than one rank's
-share: sums over rows and columns, or all of a matrix.
-
-Tensor ranks cut a tensor along one dimension, of a fused matrix part by part; ranks that hold the same slice cut it by
-rows. What a rank has are some numbers of each dimension, at most one of them with gaps.
-"""
+"""Where a rank's values lie in whole tensors; what FSDP2 and ZeRO-3 wrap."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_map_only
 
 from dhp.parallel.optim.base import ScalingOptimizer
 from dhp.parallel.tensor.slices import Cut
@@ -52,7 +52,7 @@ class Shared(NamedTuple):
 class PlacedOptimizer(ScalingOptimizer):
     """An optimizer whose step needs whole tensors. shared: by weight, those that are cut; set by who cuts them.
 
-    A state has its weight's shape, or where its kind is among `dhp.core.state_forms.FACTORS`, is whole on every rank.
+    A state has its weight's shape, or where its kind is among `dhp.core.parameters.FACTORS`, is whole on every rank.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], defaults: dict[str, Any]):
@@ -97,3 +97,75 @@ def _as_range(numbers: Tensor) -> Numbers:
         return slice(0, 0)
     first, last = int(numbers[0]), int(numbers[-1])
     return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers
+
+
+class HeldBlock(NamedTuple):
+    """A part of what this rank holds: `here`, which is the block of the whole that begins at `offset`."""
+
+    here: tuple[slice, ...]
+    offset: tuple[int, ...]
+
+
+def shard_rows(slice_shape: torch.Size, mesh: DeviceMesh) -> range:
+    """The rows of a slice that this rank holds when `mesh` shards it as `fully_shard` does."""
+    shape, offset = compute_local_shape_and_global_offset(slice_shape, mesh, [Shard(0)])
+    return range(offset[0], offset[0] + shape[0])
+
+
+def held_blocks(rows: range, slice_shape: torch.Size, cut: Cut | None) -> list[HeldBlock]:
+    """Blocks of the whole parameter that `rows` of a slice of `slice_shape` are; cut: how slices are cut, None: not."""
+    found = []
+    for run, offset in _runs(slice_shape, cut):
+        first, last = max(rows.start, run[0].start), min(rows.stop, run[0].stop)
+        if first < last:
+            here = (slice(first - rows.start, last - rows.start), *run[1:])
+            found.append(HeldBlock(here, (offset[0] + first - run[0].start, *offset[1:])))
+    return found
+
+
+def _runs(slice_shape: torch.Size, cut: Cut | None) -> Sequence[tuple[tuple[slice, ...], tuple[int, ...]]]:
+    """Parts of the slice that are one block of the whole each, and where it begins there."""
+    all_of = tuple(slice(0, length) for length in slice_shape)
+    if cut is None:
+        return [(all_of, (0,) * len(slice_shape))]
+    (placement,) = cut.placements
+    if not isinstance(placement, _StridedShard):
+        _, offset = compute_local_shape_and_global_offset(cut.shape, cut.mesh, cut.placements)
+        return [(all_of, tuple(offset))]
+    dim, parts = placement.dim, placement.split_factor
+    each, of_whole, own = slice_shape[dim] // parts, cut.shape[dim] // parts, cut.mesh.get_local_rank()
+    found = []
+    for part in range(parts):
+        here, offset = list(all_of), [0] * len(slice_shape)
+        here[dim], offset[dim] = slice(part * each, (part + 1) * each), part * of_whole + own * each
+        found.append((tuple(here), tuple(offset)))
+    return found
+
+
+class Computation(nn.Module):
+    """`Computation(module)(compute=f)` is `f()`, seen by hooks as a forward of something that has `module` inside."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """The result of `compute`: tensors of its own, even where they are the output of a module inside.
+
+        Hooks on one tensor would run in the order in which they came, a layer's before the root's, and on two tensors
+        the other way round: ranks of which one alone adds something behind its last layer would gather weights in
+        different orders.
+        """
+        return tree_map_only(Tensor, _Boundary.apply, compute())
+
+
+class _Boundary(torch.autograd.Function):
+    """A tensor with the values and the memory of another one, which autograd does not take for a view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

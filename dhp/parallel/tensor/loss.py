@@ -1,10 +1,4 @@
-"""Cross-entropy of a head whose vocabulary is split over tensor ranks, in chunks of rows.
-
-Full logits never exist: a rank holds [chunk, vocabulary / ranks] of them at a time. Since the result is a scalar
-whose incoming gradient is a scalar too, both gradients are computed in the forward pass with the logits they need,
-as in Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), over a vocabulary-parallel softmax (Megatron-LM,
-Shoeybi et al. 2019, section 3).
-"""
+"""Cross-entropy of a head split over tensor ranks, in chunks of rows."""
 
 from __future__ import annotations
 
@@ -17,10 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dhp.core.generation import LogitRule
+from dhp.core.batch import LogitRule
 from dhp.parallel.comm import largest_in_place, sum_in_place
-from dhp.parallel.tensor.chunk import CHUNK_ROWS
 from dhp.parallel.tensor.slices import Cut, cut_of
+
+CHUNK_ROWS = 2048
+
 
 PLAIN = LogitRule()
 

@@ -1,13 +1,4 @@
-"""Slices of matrices as ordinary parameters, and of their adapters.
-
-A module computes with plain tensors, which costs a tenth of DTensor's dispatch on the host. Checkpoints, the norm and
-the loss ask `as_dtensor` for the DTensor that a slice is part of.
-
-Beside a matrix whose outputs are cut (Megatron's column parallelism), B is cut with them, and A is whole on every rank:
-it sees what all ranks see, and its gradient, of which each rank has the part that its rows of B give, is summed once a
-step. Beside one whose inputs are cut (row parallelism), A is cut with them, what it makes is summed over the ranks, a
-few numbers a token, and B is whole. So the ranks exchange no more of a layer's width than without adapters.
-"""
+"""Slices of matrices, of experts' widths and of adapters, as ordinary parameters."""
 
 from __future__ import annotations
 
@@ -22,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from dhp.core.errors import ModelError
 from dhp.core.parameters import ADAPTER
+from dhp.parallel.comm import exchange_rows, sum_in_place
+from dhp.parallel.expert.expert_modules import DOWN, GATE_UP, experts_of
 from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWS, Entry, entry_of, exit_of, sum_of_ranks
 
 _CUTS = "dhp_cuts"  # on a module: by parameter, its `Cut`
@@ -179,3 +173,71 @@ def _sum_output(module: nn.Linear, base: nn.Module, group: dist.ProcessGroup | N
 
 def _compute_rows(module: nn.Linear, rows: slice) -> None:
     module.forward = lambda states: F.linear(states, module.weight[rows])
+
+
+_PLACES: dict[str, Placement] = {GATE_UP: _StridedShard(1, split_factor=2), DOWN: Shard(2)}
+
+
+def cut_widths(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give each rank of `mesh` its slice of the width of all experts, in a model that was read by shares and has plain
+    tensors (`dhp.parallel.tensor.slices`), and let it compute with it.
+
+    Raises ModelError where the width is no multiple of the ranks.
+    """
+    for name, experts in experts_of(model).items():
+        for own, place in _PLACES.items():
+            cut = cut_of(experts, own)
+            shape = None if cut is None else cut.shape
+            if shape is None:
+                raise ModelError(f"{name}.{own} was not read by shares; the tensor-parallel plan leaves experts out")
+            width = shape[2] if own == DOWN else shape[1] // 2
+            if width % mesh.size():
+                raise ModelError(
+                    f"tensor parallelism cannot cut the inner width of {name}: width({width}) % "
+                    f"tensor({mesh.size()}) = {width % mesh.size()} != 0. Set text.tensor to a divisor of {width}"
+                )
+            whole = experts.get_parameter(own)
+            slices = _exchange(own, whole.detach(), shape, mesh)
+            experts._parameters[own] = nn.Parameter(slices, whole.requires_grad)
+            mark(experts, own, Cut(mesh, (place,), shape))
+        _enter_and_sum(experts, mesh.get_group())
+
+
+def _exchange(own: str, held: Tensor, shape: torch.Size, mesh: DeviceMesh) -> Tensor:
+    """From some experts whole to a slice of each."""
+    ranks, group = mesh.size(), mesh.get_group()
+    coming = [Shard.local_shard_size_and_offset(shape[0], ranks, rank)[0] for rank in range(ranks)]
+    experts, out, inner = len(held), shape[1], shape[2]
+    if own == DOWN:
+        by_rank = held.view(experts, out, ranks, inner // ranks).permute(2, 0, 1, 3)
+    else:
+        by_rank = held.view(experts, 2, ranks, out // 2 // ranks, inner).permute(2, 0, 1, 3, 4)
+    found = exchange_rows(by_rank.flatten(0, 1), [experts] * ranks, coming, group)
+    return found if own == DOWN else found.flatten(1, 2)
+
+
+def _enter_and_sum(experts: nn.Module, group: dist.ProcessGroup) -> None:
+    inner = experts.forward
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        states, weights = _Enter.apply(hidden_states, top_k_weights, group)
+        return sum_of_ranks(inner(states, top_k_index, weights), group)
+
+    experts.forward = forward
+
+
+class _Enter(torch.autograd.Function):
+    """Megatron's f of states and weights: identity forward; backward, one sum over the ranks of both gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weights: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        ctx.group = group
+        return states.view_as(states), weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exact = torch.promote_types(*(grad.dtype for grad in grads))
+        flat = torch.cat([grad.to(exact).flatten() for grad in grads])
+        sum_in_place(flat, ctx.group)
+        summed = zip(grads, flat.split([grad.numel() for grad in grads]), strict=True)
+        return *(own.view_as(grad).to(grad.dtype) for grad, own in summed), None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dhp.cluster.placement.readers import signature
+from dhp.cluster.placement.nodes import signature
 
 KEY = "data.data_registry.a"
 

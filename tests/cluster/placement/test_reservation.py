@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.cluster.choose import choose_backend, choose_device
+from dhp.cluster.gpus import choose_backend, choose_device
 from dhp.cluster.placement.nodes import ClusterNode
 from dhp.cluster.placement.reservation import PlacementPlan, Slot, plan_placement, reserve, wait_for_gpus
 from dhp.core.errors import ConfigError, TooFewDevices

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp.cluster.choose import choose_transport
+from dhp.cluster.gpus import choose_transport
 from dhp.cluster.transport.shared_memory import PAGE, REFUSED, SMALLEST_BYTES, Inbox, Outbox, Parcel, take_refusals
 from dhp.core.errors import ConfigError, PartFailed
 from tests.helpers.ranks import context

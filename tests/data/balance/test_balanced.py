@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from dhp.data.balance.methods import METHODS, PADDED
-from dhp.data.balance.metrics import measure_balance
-from dhp.data.balance.packs import Limits, Loads
+from dhp.data.balance.packs import Limits, Loads, measure_balance
 from tests.data.balance.made import LIMITS, mixture
 
 LOADS = mixture()

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dhp.data.balance.methods import device_group, length_group
-from dhp.data.balance.metrics import measure_balance
-from dhp.data.balance.packs import Limits, Loads, Method
+from dhp.data.balance.packs import Limits, Loads, Method, measure_balance
 from tests.data.balance.made import LIMITS, mixture
 
 TWO = Limits(1, 1, samples=2, window=8)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dhp.data.balance.metrics import QUADRATIC_TOKENS, dist_ratio, measure_balance
-from dhp.data.balance.packs import Loads, Packs
+from dhp.data.balance.packs import QUADRATIC_TOKENS, Loads, Packs, dist_ratio, measure_balance
 
 LOADS = Loads(np.array([1, 3, 2, 2]), np.array([100, 300, 200, 100]))
 PACKS = Packs(np.array([0, 1, 2, 3]), np.array([2, 4]))  # 4 and 4 tiles, 400 and 300 tokens

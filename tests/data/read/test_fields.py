@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dhp.core.errors import DataError
-from dhp.data.read.fields import PART, TURN, Fields, check_left, is_set
+from dhp.data.read.records import PART, TURN, Fields, check_left, is_set
 
 
 def test_asking_takes_a_key_and_looking_does_not():

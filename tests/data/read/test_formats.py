@@ -9,7 +9,7 @@ import pytest
 
 from dhp.core.batch import IGNORED
 from dhp.core.errors import DataError
-from dhp.data.media.resolver import MediaResolver
+from dhp.data.media.sources import MediaResolver
 from dhp.data.read.annotations import detect, parse_record
 from dhp.data.read.records import Record
 from dhp.data.sample.tokens import Prompts

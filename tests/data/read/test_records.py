@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dhp.core.errors import DataError
-from dhp.data.media.resolver import MediaResolver
+from dhp.data.media.sources import MediaResolver
 from dhp.data.read.annotations import parse_record
 from dhp.data.read.records import Turn
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp.data.remote import files, transfer
+from dhp.data.remote import remote_files, transfer
 from dhp.data.remote.transfer import RemoteSettings
 from tests.helpers.buckets import Faults, buckets
 
@@ -13,8 +13,8 @@ from tests.helpers.buckets import Faults, buckets
 @pytest.fixture(autouse=True)
 def _unknown_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process: nothing is known of any file; and no pause between tries."""
-    files._about.cache_clear()
-    files._cache.cache_clear()
+    remote_files._about.cache_clear()
+    remote_files._cache.cache_clear()
     monkeypatch.setattr(transfer, "PAUSE_S", 0.0)
 
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from dhp.data.remote.cache import FileCache
+from dhp.data.remote.remote_files import FileCache
 
 
 class Fetch:

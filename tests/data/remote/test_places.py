@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dhp.core.addresses import is_remote, without_file_scheme
 from dhp.core.errors import DataError
-from dhp.data.remote.files import RemoteFolder
+from dhp.core.files import is_remote, without_file_scheme
 from dhp.data.remote.places import Shards, expand, find_place, find_root, missing_place
+from dhp.data.remote.remote_files import RemoteFolder
 from dhp.data.remote.transfer import RemoteSettings
 from tests.helpers.buckets import Faults
 

@@ -14,7 +14,7 @@ from PIL import Image
 from dhp.config.data import DatasetEntry
 from dhp.core.errors import DataError
 from dhp.data.media.sources import open_media
-from dhp.data.remote.files import RemoteFile
+from dhp.data.remote.remote_files import RemoteFile
 from dhp.data.remote.transfer import RemoteSettings
 from dhp.data.sampling.dataset import Dataset, open_dataset
 from dhp.data.sampling.sampler import BatchLayout, RandomSampler
@@ -126,11 +126,11 @@ def test_shards_are_looked_up_once_and_together(far: Path, faults: Faults, setti
 
 
 def test_an_index_belongs_to_the_state_of_its_shard(far: Path, faults: Faults, settings: RemoteSettings) -> None:
-    from dhp.data.remote import files
+    from dhp.data.remote import remote_files
 
     write_shards(far)
     assert len(opened("s3://bucket/shard-00.tar", settings)) == 3
     (far / "shard-00.tar").write_bytes((far / "shard-01.tar").read_bytes())
-    files._about.cache_clear()  # another run
+    remote_files._about.cache_clear()  # another run
     assert len(opened("s3://bucket/shard-00.tar", settings)) == 5
     assert RemoteFile("s3://bucket/shard-00.tar", settings).suffix == ".tar"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from dhp.tiny.model import make_tokenizer
+from dhp.tiny.tiny_model import make_tokenizer
 from tests.data.rows import ROWS
 from tests.data.rows.outcome import make_media, make_readers
 from tests.data.rows.table import table

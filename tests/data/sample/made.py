@@ -8,9 +8,9 @@ from transformers import Qwen2VLImageProcessorPil
 
 from dhp.data.media.frames import FrameSampling
 from dhp.data.sample.preprocess import Preprocessor
-from dhp.data.sample.videos import Videos
+from dhp.data.sample.sample import Videos
 from dhp.models.families.qwen2_5_vl import qwen2_5_vl
-from dhp.tiny.model import tiny_config
+from dhp.tiny.tiny_model import tiny_config
 
 CORPUS = ["What colour is the circle?", "Is it blue or red?", "You are a helpful assistant.", "user system"]
 

@@ -16,8 +16,8 @@ from dhp.core.batch import Features, ProcessorOutput
 from dhp.data.media.frames import FrameTimes
 from dhp.data.media.sources import Blob, Frames, Settings, SizedImage, Video
 from dhp.data.read.records import Record, Turn
-from dhp.data.sample import pictures
-from dhp.data.sample.cached_features import CachedPictures, key_of, seen_from_json, seen_to_json
+from dhp.data.sample import picture_inputs
+from dhp.data.sample.picture_inputs import CachedPictures, key_of, seen_from_json, seen_to_json
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.sample import Sample
 
@@ -63,7 +63,7 @@ def test_a_kept_picture_is_not_decoded(
     assert all(map(np.array_equal, cold.pixels, plain.pixels))
     shelf.keep(cold)
     for name in ("open_image", "map_frames"):
-        monkeypatch.setattr(pictures, name, lambda *_: pytest.fail("decoded"))
+        monkeypatch.setattr(picture_inputs, name, lambda *_: pytest.fail("decoded"))
     warm = make(shown)
     assert [one is shelf[one.key] for one in warm.features] == [True] * 3
     assert [len(pixels) for pixels in warm.pixels] == [0, 0, 0]

@@ -15,8 +15,7 @@ from PIL import Image
 from dhp.core.errors import DataError
 from dhp.data.media.frames import FrameSampling
 from dhp.data.media.images import open_image
-from dhp.data.media.resolver import MediaResolver
-from dhp.data.media.sources import Blob
+from dhp.data.media.sources import Blob, MediaResolver
 from dhp.data.media.video import map_frames
 from dhp.data.read.annotations import FORMATS, detect, parse_record
 from dhp.data.read.formats import renamed

@@ -11,8 +11,8 @@ from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 from dhp.core.batch import IGNORED
 from dhp.core.errors import ConfigError, DataError, ModelError
 from dhp.data.read.records import Record, Turn
-from dhp.data.sample.audio import NO_ACTORS, NO_TOWER
 from dhp.data.sample.lengths import Length
+from dhp.data.sample.sound_inputs import NO_ACTORS, NO_TOWER
 from dhp.data.sample.tokens import Prompts
 
 END = "<|im_end|>"

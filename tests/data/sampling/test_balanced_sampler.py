@@ -13,9 +13,8 @@ from dhp.core.errors import DataError
 from dhp.data.balance import methods
 from dhp.data.balance.methods import isf
 from dhp.data.balance.packs import Limits, Loads
-from dhp.data.sampling.balanced_sampler import BalancedSampler
+from dhp.data.sampling.balanced_sampler import BalancedSampler, WindowPlanner
 from dhp.data.sampling.sampler import BalanceSettings, BatchLayout, RandomSampler, Sampler, StepBatch, epoch_order
-from dhp.data.sampling.window_plan import WindowPlanner
 
 METHODS = ("length_group", "device_group", "isf", "balanced")
 LAYOUT = BatchLayout(replicas=2, micro_batches=3, micro_batch_size=4)
@@ -323,7 +322,7 @@ def test_each_window_of_each_epoch_is_dealt_from_a_seed_of_its_own(monkeypatch: 
         seeds.append(seed)
         return isf(loads, limits, rows, seed)
 
-    monkeypatch.setattr("dhp.data.sampling.window_plan.choose_method", lambda *_: method)
+    monkeypatch.setattr("dhp.data.sampling.balanced_sampler.choose_method", lambda *_: method)
     source = sampler(made(300), "isf", window=100)
     for step in range(source.steps(2)):
         source.batch(step)

@@ -10,7 +10,7 @@ import pytest
 from dhp.core.errors import DataError
 from dhp.data.media.sources import Sound, Video
 from dhp.data.read.records import Part, Record, Turn
-from dhp.data.sampling.exchanged import OTHERS, OWN, Exchanged, partners
+from dhp.data.sampling.dataset import OTHERS, OWN, Exchanged, partners
 
 A, B, C, D = (Path(f"{name}.png") for name in "abcd")
 

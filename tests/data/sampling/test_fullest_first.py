@@ -9,8 +9,7 @@ import pytest
 
 from dhp.core.errors import DataError
 from dhp.data.balance.packs import Loads, Packs
-from dhp.data.sampling.balanced_sampler import BalancedSampler
-from dhp.data.sampling.fullest_first import fullest_first
+from dhp.data.sampling.balanced_sampler import BalancedSampler, fullest_first
 from dhp.data.sampling.sampler import BatchLayout, StepBatch
 from tests.data.sampling.test_balanced_sampler import METHODS, Made, made, rows, sampler, seen
 
@@ -113,7 +112,7 @@ def test_a_run_that_began_otherwise_is_refused(was: bool) -> None:
 def test_other_fullest_steps_of_the_same_data_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared are the rows that are handed out."""
     state = sampler(made(), "isf", fullest_first=True).state_dict()
-    monkeypatch.setattr("dhp.data.sampling.window_plan.fullest_first", lambda packs, loads, width: packs)
+    monkeypatch.setattr("dhp.data.sampling.balanced_sampler.fullest_first", lambda packs, loads, width: packs)
     with pytest.raises(DataError, match=r"checksum of the rows was \d+ and is \d+ \(another release of dhp"):
         sampler(made(), "isf", fullest_first=True).load_state_dict(state)
 

@@ -28,13 +28,12 @@ from dhp.data.read.annotations import Annotations, read_annotations
 from dhp.data.read.records import Record
 from dhp.data.sample.lengths import LENGTH_COLUMNS, Length
 from dhp.data.sample.preprocess import Preprocessor
-from dhp.data.sample.sample import Sample
-from dhp.data.sample.videos import Videos
-from dhp.data.sampling.length_cache import LengthCache, Lengths, key_of, measure_lengths
+from dhp.data.sample.sample import Sample, Videos
+from dhp.data.sampling.length_table import LengthCache, Lengths, key_of, measure_lengths
 from dhp.models.families.llava import llava as llava_family
 from dhp.models.families.qwen2_5_vl import qwen2_5_vl
-from dhp.tiny.model import tiny_config
-from dhp.tiny.pictures import ANNOTATIONS, make_dataset
+from dhp.tiny.made_pictures import ANNOTATIONS, make_dataset
+from dhp.tiny.tiny_model import tiny_config
 from tests.data.sample.test_bad_input import GOOD, LINES, shown, talk, write
 
 Make = Callable[..., Preprocessor]

@@ -13,8 +13,7 @@ from dhp.data.sample.lengths import LENGTH_COLUMNS
 from dhp.data.sampling import length_table
 from dhp.data.sampling.balanced_sampler import BalancedSampler
 from dhp.data.sampling.dataset import Dataset, open_dataset
-from dhp.data.sampling.length_cache import LengthCache
-from dhp.data.sampling.length_table import MeasuredDataset, RowChunk
+from dhp.data.sampling.length_table import LengthCache, MeasuredDataset, RowChunk
 from dhp.data.sampling.sampler import BalanceSettings, BatchLayout
 
 NONE = np.arange(0)

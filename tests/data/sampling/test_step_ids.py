@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from dhp.config.data import DatasetEntry
-from dhp.data.sampling import step_ids
-from dhp.data.sampling.dataset import Dataset, open_dataset
+from dhp.data.sampling.dataset import Dataset, names, open_dataset, rows_of
+from dhp.data.sampling.dataset import digest as digest_rows
 from dhp.data.sampling.sampler import BatchLayout, RandomSampler, StepBatch
-from dhp.data.sampling.step_ids import names, rows_of
 
 ASKED = {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "Yes."}]}
 
 
 def digest(dataset: Dataset, batch: StepBatch) -> str:
-    return step_ids.digest(rows_of(dataset, batch))
+    return digest_rows(rows_of(dataset, batch))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dhp.batch import build
+from dhp.batch import reader
 from dhp.batch.encoder_shards import Split
 from dhp.config.data import DataConfig, DatasetEntry
 from dhp.core.errors import DataError
@@ -105,7 +105,7 @@ def test_means_alone_are_wrong_of_an_uneven_table() -> None:
 def own_sampler(lengths: Table, balancing: BalanceSettings, layout: BatchLayout, skip: bool) -> Sampler:
     """As the run makes it."""
     data = SimpleNamespace(shuffle=True, on_bad_sample="skip" if skip else "error")
-    return build._sampler(SimpleNamespace(balancing=balancing, layout=layout, seed=7, data=data), lengths)
+    return reader._sampler(SimpleNamespace(balancing=balancing, layout=layout, seed=7, data=data), lengths)
 
 
 def check_against_the_sampler(balancing: BalanceSettings, packing: bool, epoch: int, bad: tuple[int, ...] = ()) -> None:
@@ -185,11 +185,11 @@ def test_ranks_of_a_run_get_what_was_said(write_json, images: Path, tmp_path: Pa
     registry = {"w": DatasetEntry(str(words), weight=1.5), "p": DatasetEntry(str(shown), str(images))}
     data = DataConfig(["w", "p"], data_registry=registry, packing=packing, cache_dir=str(tmp_path / "cache"))
     layout, model = BatchLayout(2, 2, 1), str(tiny_assets / "model")
-    random = build.BatchReaderSettings(model, data, layout, {"vision": Split()}, 3)
+    random = reader.BatchReaderSettings(model, data, layout, {"vision": Split()}, 3)
     balanced = replace(random, balancing=BalanceSettings("isf" if packing else "length_group"))
-    lengths = build.make_reader(balanced).lengths
+    lengths = reader.make_reader(balanced).lengths
     for settings in (random, balanced):
-        run = build.make_reader(settings)
+        run = reader.make_reader(settings)
         for epoch in (0, 1):
             loads = step_loads(lengths, settings.balancing, layout, 3, packing=packing, epoch=epoch)
             steps = [run.step(loads.first + step) for step in range(len(loads))]

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForImageTextToText, LlavaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from dhp.models.contract.contract import CONTRACT, WITHOUT_CONTRACT
 from dhp.models.contract.find import find_contract
-from dhp.models.contract.structure import CONTRACT, WITHOUT_CONTRACT
 from tests.helpers.tiny_families import make_config
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from dhp.models.contract.layers import _matrices, experts_of, find_text_parts, find_vision_parts
-from dhp.models.contract.structure import find_structure, without_weights
+from dhp.models.contract.contract import find_structure, without_weights
+from dhp.models.contract.find import _matrices, experts_of, find_text_parts, find_vision_parts
 from tests.helpers.tiny_families import FAMILIES, make_config
 
 

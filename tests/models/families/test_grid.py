@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForImageTextToText
 
 from dhp.config.layout import resolve_part
-from dhp.config.part import PartConfig
+from dhp.config.schema import PartConfig
 from dhp.core.errors import ConfigError
 from dhp.core.graph import HIDDEN_STATES
 from dhp.models.registry import load_family

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText, CLIPImageProcessorPil
 
-from dhp.models.contract.tower import WholeTower
+from dhp.models.contract.generic_parts import WholeTower
 from dhp.models.registry import load_family
 from dhp.models.tower import TowerInputs
 

@@ -20,9 +20,9 @@ from dhp.models.registry import load_family
 from dhp.models.tower import TowerInputs
 from dhp.parallel.attention.segment_plan import plan_segments
 from dhp.parallel.attention.segments import segment_attention
-from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.slices import use_local_slices
 from dhp.parallel.tensor.styles import with_fused
+from dhp.parallel.tensor.tensor_plan import local_plan
 from tests.engine.test_parity import assert_exact
 from tests.helpers.cut_model import CutModel, cut_layers, largest_difference
 from tests.helpers.layouts import UPDATE, Case, Fault, InspectedText, compare

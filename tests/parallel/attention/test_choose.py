@@ -14,10 +14,17 @@ from torch import Tensor
 
 from dhp.core.batch import TokenRange
 from dhp.core.errors import ConfigError
-from dhp.parallel import optional_packages
-from dhp.parallel.attention import choose
-from dhp.parallel.attention.choose import FLASH_ATTENTION_2, FlashAttention2, choose_kernel, require, require_package
-from dhp.parallel.attention.kernels import Block, Dense
+from dhp.parallel import device
+from dhp.parallel.attention import attention_kernels
+from dhp.parallel.attention.attention_kernels import (
+    FLASH_ATTENTION_2,
+    Block,
+    Dense,
+    FlashAttention2,
+    choose_kernel,
+    require,
+    require_package,
+)
 from dhp.parallel.attention.ring import Ring, merge, ring_attention
 from dhp.parallel.attention.segment_plan import plan_segments
 from dhp.parallel.attention.segments import attend_segments
@@ -33,7 +40,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The stand-in; the names of its functions as they are called."""
     calls: list[str] = []
     fake = flash_attn_interface(calls)
-    monkeypatch.setattr(choose, "_package", lambda: fake)
+    monkeypatch.setattr(attention_kernels, "_package", lambda: fake)
     return calls
 
 
@@ -114,10 +121,10 @@ def test_heads_wider_than_its_kernels_take_another() -> None:
 def test_what_is_missing_is_told_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch, installed: str | None, capability: Any, told: str
 ) -> None:
-    monkeypatch.setattr(optional_packages, "_installed", lambda package, module: installed)
+    monkeypatch.setattr(device, "_installed", lambda package, module: installed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    choose._package.cache_clear()
+    attention_kernels._package.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ConfigError) as refused:
         require("text.attention_backend", torch.device("cuda"))
@@ -132,7 +139,7 @@ def test_what_is_missing_is_told_with_what_to_do(
 
 def test_a_part_on_a_cpu_has_no_use_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     usable = SimpleNamespace(version="2.8.3", obstacle=None)
-    monkeypatch.setattr(choose, "find_extra", lambda name: usable)
+    monkeypatch.setattr(attention_kernels, "find_extra", lambda name: usable)
     with pytest.raises(ConfigError, match="its kernels run on GPUs, and the part computes on cpu"):
         require("vision.attention_backend", CPU)
 

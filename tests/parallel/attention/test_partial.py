@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp.parallel.attention.decode import (
+from dhp.parallel.attention.row_decode import (
     NewToken,
     ShardedCacheIndex,
     ShardedKVCache,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dhp.core.batch import TokenRange
 from dhp.parallel.attention import ring
-from dhp.parallel.attention.kernels import Block, CpuFlash, Dense
+from dhp.parallel.attention.attention_kernels import Block, CpuFlash, Dense
 from dhp.parallel.attention.ring import Pair, Ring, merge, visible_pairs
 from dhp.parallel.attention.shard_plan import contiguous_plan, given_plan, zigzag_plan
 from dhp.parallel.attention.ulysses import key_copies

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dhp.core.generation import Sampling
-from dhp.parallel.attention.decode import Chooser, keep_likeliest
+from dhp.core.batch import Sampling
+from dhp.parallel.attention.row_decode import Chooser, keep_likeliest
 
 LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(2)) * 3
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dhp.parallel.attention import choose, segments
+from dhp.parallel.attention import attention_kernels, segments
 from dhp.parallel.attention.segment_plan import index_tensors, plan_segments, with_tensors
 from dhp.parallel.attention.segments import attend_segments, segment_attention
 
@@ -101,7 +101,7 @@ def _one_call(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *rest: 
 def test_one_call_for_all_segments_needs_no_order(
     lengths: list[int], causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "varlen_attn", _one_call)
+    monkeypatch.setattr(attention_kernels, "varlen_attn", _one_call)
     torch.manual_seed(0)
     query = torch.randn(sum(lengths), 4, DIM, dtype=torch.float64)
     key, value = torch.randn(2, sum(lengths), 2, DIM, dtype=torch.float64)
@@ -115,12 +115,12 @@ def test_one_call_for_all_segments_needs_no_order(
 def test_a_pytorch_without_the_kernel_takes_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, sixteen = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert not choose.has_varlen(cuda, sixteen)
+    assert not attention_kernels.has_varlen(cuda, sixteen)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert choose.has_varlen(cuda, sixteen)
-    assert not choose.has_varlen(cuda, torch.float32) and not choose.has_varlen(CPU, sixteen)
-    monkeypatch.setattr(choose, "varlen_attn", lambda query, key, value, is_causal: None)
-    assert not choose.has_varlen(cuda, sixteen)
+    assert attention_kernels.has_varlen(cuda, sixteen)
+    assert not attention_kernels.has_varlen(cuda, torch.float32) and not attention_kernels.has_varlen(CPU, sixteen)
+    monkeypatch.setattr(attention_kernels, "varlen_attn", lambda query, key, value, is_causal: None)
+    assert not attention_kernels.has_varlen(cuda, sixteen)
 
 
 def test_plans_that_have_moved_are_the_same_plans() -> None:

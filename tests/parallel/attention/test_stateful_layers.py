@@ -13,9 +13,8 @@ from dhp.core.errors import ModelError
 from dhp.models.types import LayerParts
 from dhp.parallel.attention import segments as whole
 from dhp.parallel.attention.segment_plan import SegmentPlan, plan_segments
-from dhp.parallel.attention.segments import packed_attention
-from dhp.parallel.attention.stateful_layers import run_by_segment
-from dhp.parallel.recompute.layers import ATTENTION, RecomputedLayers
+from dhp.parallel.attention.segments import packed_attention, run_by_segment
+from dhp.parallel.recompute.recomputed_layers import ATTENTION, RecomputedLayers
 from dhp.parallel.recompute.saved_calls import save_output
 from tests.helpers.double import SMALL, alone, largest_error, make_decoder, packed, samples_of, stay_in_double
 

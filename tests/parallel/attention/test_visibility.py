@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dhp.core.errors import ModelError
-from dhp.parallel.attention import choose, segments
-from dhp.parallel.attention import masked as banded
+from dhp.parallel.attention import attention_kernels, segments
+from dhp.parallel.attention import visibility as banded
 from dhp.parallel.attention.segment_plan import SegmentPlan, index_tensors, plan_segments, with_tensors
 from dhp.parallel.attention.segments import attend_segments
 from dhp.parallel.attention.visibility import PLAIN, LayerRule, layer_rule
@@ -206,7 +206,7 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *_: Any, 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (7,), (3, 3, 3), (8, 4, 8)])
 def test_one_call_for_all_segments(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "varlen_attn", _kernel)
+    monkeypatch.setattr(attention_kernels, "varlen_attn", _kernel)
     plan = plan_segments(lengths, CPU, causal=True, varlen=True)
     assert plan.order is None
     for layer in LAYERS:
@@ -218,7 +218,7 @@ def test_one_call_for_all_segments(lengths: tuple[int, ...], monkeypatch: pytest
 
 
 def test_heads_too_wide_for_the_kernel_take_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "varlen_attn", _kernel)
+    monkeypatch.setattr(attention_kernels, "varlen_attn", _kernel)
     plan = plan_segments((3, 5, 5), CPU, causal=True, varlen=True)
     assert plan.groups == ((3, 1), (5, 2))
     assert deviation((3, 5, 5), LayerRule(window=2), plan, shape=(1, 1, 320, 320)) < 1e-12

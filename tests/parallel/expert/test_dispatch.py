@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dhp.parallel.expert import shares
-from dhp.parallel.expert.modules import Groups
-from dhp.parallel.expert.shares import count_visits, find_visits, inverse, visit
-from dhp.parallel.recompute.layers import RecomputedLayers
+from dhp.parallel.expert import expert_shares
+from dhp.parallel.expert.expert_modules import Groups
+from dhp.parallel.expert.expert_shares import count_visits, find_visits, inverse, visit
+from dhp.parallel.recompute.recomputed_layers import RecomputedLayers
 from tests.helpers.ranks import run_on_ranks
 
 EXPERTS, HIDDEN, VISITS = 6, 5, 2
@@ -109,7 +109,7 @@ def _sizes_exchanged(choice: str) -> tuple[int, Tensor]:
     """How often ranks exchange sizes in a layer's forward and backward, and the gradient of its states."""
     layer, (states, visited, weights) = _Layer(), _visits(dist.get_rank(), None)
     RecomputedLayers([layer], SimpleNamespace(projections=(), mlp=()), (choice,))
-    with mock.patch.object(shares, "exchange_rows", wraps=shares.exchange_rows) as exchanged:
+    with mock.patch.object(expert_shares, "exchange_rows", wraps=expert_shares.exchange_rows) as exchanged:
         layer(states, visited, weights).cos().sum().backward()
     return exchanged.call_count, states.grad
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from transformers import Ernie4_5_VLMoeConfig
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeMoeBlock
 
-from dhp.parallel.expert.modules import choose_product
-from dhp.parallel.expert.unvisited import OF_PICTURES, let_all_take_part
+from dhp.parallel.expert.expert_modules import OF_PICTURES, choose_product, let_all_take_part
 
 TOKENS, HIDDEN = 6, 32
 

@@ -14,9 +14,8 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
-from dhp.parallel.kernels import norm
-from dhp.parallel.kernels.norm import forwards, is_norm, trial
-from dhp.parallel.kernels.proof import is_proved
+from dhp.parallel.kernels import elementwise
+from dhp.parallel.kernels.elementwise import is_norm, is_proved, norm_forwards, norm_trial
 
 CPU = torch.device("cpu")
 NORMS = {
@@ -51,7 +50,7 @@ def make(name: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
 
 
 def proved(module: nn.Module, kernel: str, dtype: torch.dtype) -> list[Any]:
-    return [forward for forward in forwards(module, kernel) if is_proved(trial(module, forward), CPU, dtype)]
+    return [forward for forward in norm_forwards(module, kernel) if is_proved(norm_trial(module, forward), CPU, dtype)]
 
 
 @pytest.mark.parametrize("kernel", ["torch", "written"])
@@ -96,7 +95,7 @@ def test_rows_of_other_lengths_compile_nothing_anew(monkeypatch: pytest.MonkeyPa
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     torch.compiler.reset()
-    norm._compiled.cache_clear()
+    elementwise._compiled.cache_clear()
     module, states = make("offset from one", torch.float32)
     (forward,) = proved(module, "compiled", torch.float32)
     with_gradients(forward, module, states)
@@ -104,7 +103,7 @@ def test_rows_of_other_lengths_compile_nothing_anew(monkeypatch: pytest.MonkeyPa
     for tokens in (2, 7, 64):
         with_gradients(forward, module, states[:, :1].expand(3, tokens, 48).contiguous())
     assert counter.frame_count == made > 0
-    norm._compiled.cache_clear()
+    elementwise._compiled.cache_clear()
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -113,11 +112,11 @@ def test_the_compiler_never_gives_up(name: str, monkeypatch: pytest.MonkeyPatch)
     states with and without an axis of heads, of one token, with and without gradients, weights frozen: fewer."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=CompileCounter()))
     torch.compiler.reset()
-    norm._compiled.cache_clear()
+    elementwise._compiled.cache_clear()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         module, _ = make(name, torch.bfloat16)
-        for forward in forwards(module, "compiled"):
-            is_proved(trial(module, forward, small=True), CPU, torch.float32)
+        for forward in norm_forwards(module, "compiled"):
+            is_proved(norm_trial(module, forward, small=True), CPU, torch.float32)
         (forward,) = proved(module, "compiled", torch.bfloat16)
         for trained in (True, False):
             module.requires_grad_(trained)
@@ -135,4 +134,4 @@ def test_the_compiler_never_gives_up(name: str, monkeypatch: pytest.MonkeyPatch)
                 torch.autograd.grad(forward(states.requires_grad_()), states, torch.ones(shape).bfloat16())
                 with torch.no_grad():
                     forward(states)
-    norm._compiled.cache_clear()
+    elementwise._compiled.cache_clear()

@@ -21,7 +21,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Q
 
 from dhp.core.errors import PartFailed
 from dhp.core.reports import KernelUse
-from dhp.parallel.kernels import gate, replace
+from dhp.parallel.kernels import elementwise, replace
 from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels, require_compiler
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny_families import FAMILIES, make_config
@@ -50,7 +50,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     monkeypatch.setattr(replace, "_can_compile", lambda: True)
     monkeypatch.setattr(replace, "_agree", lambda proved, *_: list(proved))
-    monkeypatch.setattr(gate, "_KEPT", {})
+    monkeypatch.setattr(elementwise, "_KEPT", {})
     proved = replace.is_proved
     monkeypatch.setattr(replace, "is_proved", lambda trial, _, dtype: proved(trial, CPU, dtype))
 
@@ -98,7 +98,7 @@ def test_a_kernel_that_deviates_or_fails_is_left_out(
     as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     layer = _Layer()
-    monkeypatch.setattr(gate, "_gated", lambda act, gate, up: F.gelu(gate) * up)
+    monkeypatch.setattr(elementwise, "_gated", lambda act, elementwise, up: F.gelu(elementwise) * up)
     monkeypatch.setattr(F, "rms_norm", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel")))
     assert on_a_gpu(layer)[("gate", "plain")] == 2
     assert "norm of Qwen2RMSNorm: no torch kernel (RuntimeError: no kernel)" in capsys.readouterr().out

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dhp.checkpoint.shard_reader import ShardReader
+from dhp.checkpoint.shard_reader import ShardReader, load_shards
 from dhp.checkpoint.shard_writer import ShardWriter
-from dhp.checkpoint.source import load_shards
 from dhp.core.parameters import Group
 from dhp.parallel.optim.base import StageOptimizer
 from dhp.parallel.optim.fsdp import FullySharded

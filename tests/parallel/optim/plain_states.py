@@ -7,8 +7,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from dhp.core.state_forms import MOMENTS, StateForm
-from dhp.parallel.optim.stochastic import draw_halves, draw_key, round_stochastically
+from dhp.core.parameters import MOMENTS, StateForm
+from dhp.parallel.optim.chunked_adamw import draw_halves, draw_key, round_stochastically
 
 
 class PlainStates:

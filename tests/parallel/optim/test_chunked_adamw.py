@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dhp.core.parameters import Group
-from dhp.core.state_forms import COMPENSATION, FORMS, MOMENTS, SUM
+from dhp.core.parameters import COMPENSATION, FORMS, MOMENTS, SUM, Group
 from dhp.parallel.optim import chunked_adamw
-from dhp.parallel.optim.base import clipped_step
+from dhp.parallel.optim.base import clipped_step, join_master
 from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, make_chunked_adamw
-from dhp.parallel.optim.compensation import join_master
-from dhp.parallel.optim.fsdp_parts import HeldBlock
+from dhp.parallel.optim.places import HeldBlock
 from tests.parallel.optim.plain_states import PlainStates
 
 STEPS, NAME, DECAY, BETAS, EPS, SEED = 5, "layer.weight", 0.1, (0.9, 0.999), 1e-8, 3

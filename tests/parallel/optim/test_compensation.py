@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dhp.parallel.optim.compensation import join_master, saved_master, split_master
+from dhp.parallel.optim.base import join_master, saved_master, split_master
 
 
 def bits(values: Tensor) -> Tensor:

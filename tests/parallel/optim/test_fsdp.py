@@ -13,14 +13,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dhp.config.part import PartConfig
+from dhp.config.schema import PartConfig
 from dhp.core.axes import Degrees
 from dhp.core.graph import StageSpec
 from dhp.models.shape import PartShape
 from dhp.parallel.optim.fsdp import FullySharded
-from dhp.parallel.optim.fsdp_parts import held_blocks, shard_rows
+from dhp.parallel.optim.places import held_blocks, shard_rows
 from dhp.parallel.tensor.slices import Cut
-from dhp.trainer.memory import rank_bytes
+from dhp.plan.count.state_bytes import rank_bytes
 from tests.parallel.conftest import RunOnRanks
 
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dhp.parallel.optim import gradient_buckets
-from dhp.parallel.optim.gradient_buckets import Gradients, _cut_into_buckets
+from dhp.parallel.optim import replicated
+from dhp.parallel.optim.replicated import Gradients, _cut_into_buckets
 from tests.helpers.ranks import run_on_ranks
 
 
 def test_a_bucket_has_one_kind_of_sum_and_comes_where_its_last_member_does(monkeypatch: Any) -> None:
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 12)  # three values
+    monkeypatch.setattr(replicated, "BUCKET_BYTES", 12)  # three values
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(9)]
     over: Any = "tensor ranks"
     copies: Any = "ranks with the same experts"

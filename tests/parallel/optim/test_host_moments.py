@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dhp.parallel.optim.host_moments import HostMoments
+from dhp.parallel.optim.chunked_adamw import HostMoments
 
 
 class Job(NamedTuple):

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from dhp.parallel.optim.muon import WholeMatrices
 from dhp.parallel.optim.places import Place, find_place
-from dhp.parallel.optim.whole_matrices import WholeMatrices
 from dhp.parallel.tensor.slices import Cut
 from tests.helpers.ranks import run_on_ranks
 

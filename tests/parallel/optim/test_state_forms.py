@@ -18,14 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dhp.checkpoint.shard_reader import ShardReader
+from dhp.checkpoint.shard_reader import ShardReader, load_shards
 from dhp.checkpoint.shard_writer import ShardWriter
-from dhp.checkpoint.source import load_shards
-from dhp.core.parameters import Group
-from dhp.core.state_forms import COMPENSATION, FORMS, MASTER, MOMENTS, SUM
-from dhp.parallel.optim.base import StageOptimizer, make_adamw
+from dhp.core.parameters import COMPENSATION, FORMS, MASTER, MOMENTS, SUM, Group
+from dhp.parallel.optim.base import StageOptimizer, make_adamw, saved_master
 from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, make_chunked_adamw
-from dhp.parallel.optim.compensation import saved_master
 from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.optim.replicated import Replicated
 from dhp.parallel.tensor.slices import as_dtensors, cut_of, use_local_slices

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp.parallel.optim.stochastic import draw_halves, draw_key, round_stochastically
+from dhp.parallel.optim.chunked_adamw import draw_halves, draw_key, round_stochastically
 
 CPU = torch.device("cpu")
 KEY = draw_key(0, "layer.weight", 1)

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dhp.checkpoint.shard_reader import ShardReader
+from dhp.checkpoint.shard_reader import ShardReader, load_shards, read_shards
 from dhp.checkpoint.shard_writer import ShardWriter
-from dhp.checkpoint.source import load_shards, read_shards
 from dhp.parallel.optim import zero
 from dhp.parallel.optim.zero import ZeroSharded
 from tests.parallel.conftest import RunOnRanks

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dhp.config.recompute import CHOICES
+from dhp.config.layout import CHOICES
 from dhp.parallel.recompute import meter as meter_module
-from dhp.parallel.recompute.layers import ATTENTION, RecomputedLayers
 from dhp.parallel.recompute.meter import ActivationMeter
+from dhp.parallel.recompute.recomputed_layers import ATTENTION, RecomputedLayers
 from dhp.parallel.recompute.saved_calls import save_output
 from dhp.parallel.recompute.saved_tensors import SavedTensors
 

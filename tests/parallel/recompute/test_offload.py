@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from dhp.parallel.recompute.offload import Away, Host
+from dhp.parallel.recompute.recomputed_layers import Away, Host
 
 
 def saved(host: Host, states: Tensor, other: Tensor, index: int) -> Tensor:

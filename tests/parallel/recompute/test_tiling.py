@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dhp.core.errors import ModelError
-from dhp.parallel.recompute.layers import tile_mlps
+from dhp.parallel.recompute.recomputed_layers import tile_mlps
 from dhp.parallel.recompute.saved_tensors import SavedTensors
 
 WIDTH, INSIDE, TOKENS = 8, 64, 37

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dhp.core.errors import PartFailed
-from dhp.parallel.tensor.alike import hash_bits, require_alike
 from dhp.parallel.tensor.slices import mark_cut
+from dhp.parallel.tensor.tensor_plan import hash_bits, require_alike
 from tests.helpers.ranks import run_on_ranks
 
 
@@ -57,5 +57,5 @@ def test_the_sign_of_any_place_counts() -> None:
 def test_long_tensors_are_hashed_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     whole = hash_bits(values)
-    monkeypatch.setattr("dhp.parallel.tensor.alike._CHUNK", 7)
+    monkeypatch.setattr("dhp.parallel.tensor.tensor_plan._CHUNK", 7)
     assert hash_bits(values) == whole

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from dhp.core.generation import LogitRule
+from dhp.core.batch import LogitRule
 from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
 from dhp.parallel.tensor.slices import cut_of, use_local_slices
 from tests.helpers.ranks import run_on_ranks

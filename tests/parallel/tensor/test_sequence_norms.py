@@ -8,10 +8,9 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from dhp.parallel.recompute.layers import tile_mlps
+from dhp.parallel.recompute.recomputed_layers import tile_mlps
 from dhp.parallel.recompute.saved_tensors import SavedTensors
-from dhp.parallel.tensor.sequence_norms import SequenceNorms
-from dhp.parallel.tensor.sequence_shares import TensorRanks, gather, keeping_shares
+from dhp.parallel.tensor.sequence_norms import SequenceNorms, TensorRanks, gather, keeping_shares
 from tests.helpers.ranks import run_on_ranks
 
 TOKENS, WIDTH = 7, 4

@@ -1,0 +1,411 @@
+"""The parts of a family without code, by transformers' contract: processor, tower, decoder."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from inspect import signature
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, ProcessorMixin
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from dhp.config.model_rules import shares_sequence
+from dhp.config.parts import resolved
+from dhp.config.schema import PartConfig
+from dhp.core.batch import Grid, ProcessorOutput
+from dhp.core.draws import current_keys, drawing
+from dhp.core.errors import ConfigError, ModelError
+from dhp.models.contract.contract import Contract, Structure
+from dhp.models.contract.random_pictures import arrays_of, frame_patches, joined, pack, patch_shape, unpack
+from dhp.models.contract.random_rows import (
+    block_rule,
+    generic_name,
+    kinds_for,
+    mlps_need_rows,
+    placeholder,
+    sees_prefix,
+)
+from dhp.models.decoder import Decoder, embed, having, unchanged
+from dhp.models.flops import TextWork, VisionWork
+from dhp.models.pretrained import load_image_processor, load_tokenizer
+from dhp.models.processor import Processor
+from dhp.models.tower import EMBEDDINGS, Tower, TowerInputs, project_as_products, put_together
+from dhp.models.types import Chunk, DecoderInputs, ImageLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from dhp.models.contract.contract import Contract
+
+_PARTS = ("image_processor", "tokenizer", "video_processor", "feature_extractor", "chat_template")
+
+
+class ContractProcessor(Processor):
+    """Images only. The encoder's arguments determine which outputs of the image processor it takes. The library's
+    processor is made from the model's directory, without its video processor, which needs torchvision."""
+
+    def __init__(self, config: Any, contract: Contract, model_name: str):
+        token = placeholder(config)
+        if token is None:
+            raise ModelError(
+                f"model_type {config.model_type!r}: its configuration names no image_token_id, so that nobody knows "
+                "where pictures go. Add image_token_id to the model's config.json"
+            )
+        self.config, self.image_token_id = config, token
+        self._contract, self._model_name = contract, model_name
+        self.patch_dim = contract.values
+
+    def model(self) -> type[nn.Module]:
+        return self._contract.base
+
+    def load(self) -> None:
+        """Raises ModelError where transformers has no processor for the family, or where it cannot be made."""
+        _ = self._library
+
+    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ProcessorOutput]:
+        try:
+            written = self._library.replace_image_token(dict(output), 0)
+        except Exception as error:  # it may fail anyhow for a directory that lacks what it needs
+            raise ModelError(
+                f"{self._model_name}: {type(self._library).__name__} cannot say what a prompt has in an image's "
+                f"place ({type(error).__name__}: {error}). Is its processor_config.json complete?"
+            ) from error
+        token = self._library.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        taken = {name: np.asarray(output[name]) for name in self._contract.arguments if name in output}
+        return pack(taken, written.count(token), self._contract.values, written)
+
+    def frames(self, pixels: np.ndarray, grid: Grid | ProcessorOutput, moving: bool = False) -> np.ndarray | None:
+        """See `Processor`: whole tiles, or patches as most families order them."""
+        if not isinstance(grid, ProcessorOutput):
+            return None
+        name, shape = grid.pixels[0]
+        if self.from_patches(grid):
+            return self._put_together(pixels.reshape(-1)[: int(np.prod(shape))], grid)
+        if len(shape) < 4 or shape[-3] not in (1, 3):
+            return None
+        tiles = pixels.reshape(-1)[: int(np.prod(shape))].reshape(-1, *shape[-3:])
+        return tiles.transpose(0, 2, 3, 1)
+
+    def _put_together(self, pixels: np.ndarray, form: ProcessorOutput) -> np.ndarray | None:
+        (whole,) = arrays_of(form)["image_grid_thw"].tolist()
+        channels, side, merge = self._patch_shape
+        frames, rest = divmod(pixels.size // prod(whole), channels * side**2)
+        if rest or whole[1] % merge or whole[2] % merge:
+            return None
+        return put_together(pixels, tuple(whole), merge, channels, frames, side)[:1]
+
+    def from_patches(self, grid: Grid | ProcessorOutput) -> bool:
+        return isinstance(grid, ProcessorOutput) and any(name == "image_grid_thw" for name, *_ in grid.arrays)
+
+    def image_tokens(self, grid: Grid | ProcessorOutput) -> int:
+        if not isinstance(grid, ProcessorOutput):
+            raise TypeError(f"a picture of {self.config.model_type} is described by its form, not by a grid {grid}")
+        return grid.tokens
+
+    def frame_patches(self, grid: Grid | ProcessorOutput) -> tuple[int, ...]:
+        if not isinstance(grid, ProcessorOutput):
+            return super().frame_patches(grid)
+        channels, side, _ = self._patch_shape
+        return frame_patches(grid, channels, side)
+
+    def written(self, grid: Grid | ProcessorOutput) -> str:
+        assert isinstance(grid, ProcessorOutput)
+        return grid.written
+
+    @property
+    def placeholder(self) -> str:
+        return self._library.image_token
+
+    @cached_property
+    def image_arguments(self) -> Mapping[str, Any]:
+        merged = self._library._merge_kwargs(tokenizer_init_kwargs={})
+        return {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
+
+    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = {name: tensor for name, tensor in named.items() if name != "mm_token_type_ids"}
+        if "mm_token_type_ids" not in named:
+            return kept
+        return kept | kinds_for(self._contract.base.forward, named["mm_token_type_ids"])
+
+    def about(self) -> list[Any]:
+        kept = {name: repr(value) for name, value in sorted(vars(self._library).items()) if name not in _PARTS}
+        return [self.image_token_id, {"class": type(self._library).__name__} | kept]
+
+    @cached_property
+    def _patch_shape(self) -> tuple[int, int, int]:
+        return patch_shape(self.config)
+
+    @cached_property
+    def _library(self) -> Any:
+        kind = self._kind()
+        own = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+        parts = {
+            "image_processor": load_image_processor(self._model_name),
+            "tokenizer": load_tokenizer(self._model_name, chat_template=""),  # none is needed here
+        }
+        try:
+            missing = {name: None for name in kind.get_attributes() if name not in parts}
+            return own(**parts, **missing, **self._settings(kind))
+        except Exception as error:
+            raise ModelError(
+                f"{self._model_name}: {kind.__name__} cannot be made from this directory: "
+                f"{type(error).__name__}: {str(error).strip()}"
+            ) from error
+
+    def _kind(self) -> type[ProcessorMixin]:
+        whole = self.config.model_type.removesuffix("_thinker")  # of a model that talks, the half that reads
+        try:
+            return PROCESSOR_MAPPING[CONFIG_MAPPING[whole]]
+        except (KeyError, ImportError) as error:
+            raise ModelError(
+                f"{self._model_name}: transformers has no processor for {self.config.model_type} that can be used "
+                f"here ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
+            ) from error
+
+    def _settings(self, kind: type[ProcessorMixin]) -> dict[str, Any]:
+        """Arguments of its constructor from the directory's processor_config.json, or else from the model's
+        configuration under the same name."""
+        file = Path(self._model_name) / "processor_config.json"
+        found = json.loads(file.read_text()) if file.is_file() else {}
+        asked = [name for name in signature(kind.__init__).parameters if name not in ("self", "kwargs", *_PARTS)]
+        vision = getattr(self.config, "vision_config", None)
+        for section in (vision, self.config):
+            found = {n: getattr(section, n) for n in asked if getattr(section, n, None) is not None} | found
+        return {name: found[name] for name in asked if name in found}
+
+
+class WholeTower(Tower):
+    """Each picture is encoded by one rank. The family's properties are in its contract."""
+
+    position_columns = 0
+    takes_attention = False
+    tile = 1  # a picture has one key, and its layers see what they make of it
+
+    def __init__(self, config: Any, contract: Contract):
+        super().__init__(config)
+        structure = contract.structure
+        self._contract = contract
+        self.modules, self.tensors = structure.vision, contract.handover.names
+        self.projector = tuple(name for name in structure.vision if not _holds(name, structure.vision_layers))
+        self.heads = 1
+        self.patch_dim, self.dummy_patches = contract.values, contract.dummy.rows
+        self.work: VisionWork = contract.vision_work
+        self.layers = contract.vision_layers
+
+    @property
+    def dummy_form(self) -> ProcessorOutput:
+        return self._contract.dummy
+
+    def check(self, asked: PartConfig) -> None:
+        self.check_stages("vision", asked)
+        self.check_cut(resolved(asked.tensor))
+        ring = resolved(asked.ring)
+        if ring > 1:
+            raise ConfigError(
+                f"vision.ring={ring} with a {self.config.model_type} model: its tower takes images whole, so that "
+                f"no sequence is divided. Set vision.ring=1 and vision.ulysses={ring * resolved(asked.ulysses)}, whose "
+                "actors share the images"
+            )
+        self.check_backend("vision", asked)
+
+    def calls(
+        self, forms: Sequence[ProcessorOutput], even: bool = False, alone: bool = False
+    ) -> tuple[tuple[int, ...], ...]:
+        """Pictures of one shape together, or each by itself."""
+        if alone or not self._contract.batches or (even and self._contract.loops):
+            return tuple((number,) for number in range(len(forms)))
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for number, form in enumerate(forms):
+            groups[form.pixels, tuple(shape for _, _, shape, _ in form.arrays)].append(number)
+        return tuple(map(tuple, groups.values()))
+
+    def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
+        if not isinstance(grid, ProcessorOutput):
+            raise TypeError(f"a picture of {self.config.model_type} is described by its form, not by a grid {grid}")
+        rows, tokens = grid.rows, grid.tokens
+        nowhere = torch.zeros(rows, 0, dtype=torch.long)
+        return ImageLayout(torch.arange(tokens), 1, (rows,), (rows,), nowhere, (tokens,), grid)
+
+    def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
+        forms = inputs.forms
+        split_pixels = inputs.pixels.split([form.rows for form in forms])
+        pictures = [unpack(form, rows, model.dtype) for form, rows in zip(forms, split_pixels, strict=True)]
+        found: list[Mapping[str, Tensor]] = [{}] * len(forms)
+        keys = current_keys()
+        for numbers in inputs.calls:
+            own, of_own = [pictures[n] for n in numbers], [forms[n] for n in numbers]
+            if not numbers:
+                own = [unpack(self.dummy_form, self.dummy_pixels(inputs.pixels), model.dtype)]
+                of_own = [self.dummy_form]
+            with drawing(keys and keys.of_call(numbers)):
+                encoded = self._encode_together(model, own, of_own)
+            if not numbers:
+                found += encoded
+                continue
+            for n, rows in zip(numbers, encoded, strict=True):
+                found[n] = rows
+        return {name: torch.cat([one[name] for one in found]) for name in self.tensors}
+
+    def _encode_together(
+        self, model: PreTrainedModel, pictures: Sequence[dict[str, Tensor]], forms: Sequence[ProcessorOutput]
+    ) -> list[Mapping[str, Tensor]]:
+        """Each picture's rows by name, of pictures that one call takes."""
+        base, tokens = model.get_submodule(self._contract.structure.base), [form.tokens for form in forms]
+        output = base.get_image_features(**joined(pictures), return_dict=True)
+        rows = self._contract.handover.take(output, tokens)
+        _check_rows(self.config.model_type, len(rows[EMBEDDINGS]), tokens)
+        split = [tensor.split(tokens) for tensor in rows.values()]
+        return [dict(zip(rows, of_picture, strict=True)) for of_picture in zip(*split, strict=True)]
+
+    def use_attention(self, model: PreTrainedModel, name: str) -> None:
+        # Attention stays the library's: a tower that takes images whole needs no other.
+        project_as_products(model)
+
+    def freeze_unused(self, model: PreTrainedModel) -> None:
+        unused = set(self._contract.unused)
+        for name, parameter in model.named_parameters():
+            if name in unused:
+                parameter.requires_grad_(False)
+
+
+def _holds(name: str, path: str | None) -> bool:
+    return path is not None and (path == name or path.startswith(f"{name}."))
+
+
+def _check_rows(model_type: str, found: int, tokens: Sequence[int]) -> None:
+    if found != sum(tokens):
+        raise ModelError(
+            f"{model_type}: the encoder made {found} rows of {len(tokens)} images that have {sum(tokens)} placeholders "
+            "in the prompt. The processor and the model of this directory do not belong together"
+        )
+
+
+def run_layers(
+    model: PreTrainedModel,
+    structure: Structure,
+    chunk: Chunk,
+    inputs: DecoderInputs,
+    encoded: Mapping[str, Any] | None = None,
+    **extra: Any,
+) -> Tensor:
+    """The output states of a chunk: from tokens and pictures by the base model, or from states, where there are some,
+    by the decoder. encoded: pictures as the base model takes them."""
+    base, decoder = model.get_submodule(structure.base), model.get_submodule(structure.decoder)
+    named = {"position_ids": inputs.position_ids, "use_cache": False, **extra}
+    with having(decoder, **_replaced(decoder, structure, chunk)):
+        if inputs.hidden is None:
+            kinds = kinds_for(base.forward, inputs.kinds)
+            output = base(input_ids=inputs.input_ids, mm_encoder_outputs=encoded, **kinds, **named)
+        else:
+            output = decoder(inputs_embeds=inputs.hidden, **kinds_for(decoder.forward, inputs.kinds), **named)
+    return output.last_hidden_state
+
+
+def _replaced(decoder: nn.Module, structure: Structure, chunk: Chunk) -> dict[str, Any]:
+    """Replacements of the layers that the chunk does not have, and of the norm before the last chunk."""
+    if chunk.layers == range(structure.depth):
+        return {}
+    own = decoder.get_submodule(_own(structure.layers))
+    layers = [own.get_submodule(str(n)) if n in chunk.layers else unchanged for n in range(structure.depth)]
+    return {_own(structure.layers): layers} | ({} if chunk.last else {_own(structure.norm or ""): unchanged})
+
+
+def _own(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+class ContractDecoder(Decoder):
+    """Runs the base model's own code on the encoder's output."""
+
+    def __init__(self, config: Any, contract: Contract):
+        structure = contract.structure
+        self.config, self._contract = config, contract
+        self.modules, self.path = structure.text, structure.decoder
+        self.embedding, self.norm, self.head = structure.embedding, structure.norm, structure.head
+        self.kv_projections = tuple(f"{structure.layers}.*.self_attn.{p}_proj" for p in "kv")
+        super().__init__(config)
+        self.tensor_plan = dict(contract.tensor_plan or {})
+        self.mixers, self.block_rule, self.logits = structure.mixers, block_rule(config), contract.logits
+        self.sees_prefix = sees_prefix(config)
+        self.layers, self.shared = contract.text_layers, contract.experts
+
+    def count_work(self, text: Any) -> TextWork:
+        return self._contract.text_work
+
+    @property
+    def takes(self) -> Mapping[str, int]:
+        """All of it at the first layer."""
+        return dict.fromkeys(self._contract.handover.names, 0)
+
+    def check(self, asked: PartConfig) -> None:
+        super().check(asked)
+        if asked.parallelism == "autotp":
+            raise ConfigError(
+                f"text.parallelism=autotp with a {self.config.model_type} model: what DeepSpeed makes of this family's "
+                "layers is not known here. Set text.parallelism=tensor"
+            )
+        if asked.sequence_sharded_norms and self._contract.handover.more and not self._contract.embeds:
+            raise ConfigError(
+                f"text.sequence_sharded_norms=true with a {self.config.model_type} model: its own code adds features "
+                "of pictures to the states between layers, of all tokens. Leave text.sequence_sharded_norms out"
+            )
+        if asked.mlp_chunks > 1 and mlps_need_rows(self.config):
+            raise ConfigError(
+                f"text.mlp_chunks={asked.mlp_chunks} with a {self.config.model_type} model: its MLPs take, for "
+                "all tokens of a row, which are an image's. Set text.mlp_chunks=1"
+            )
+        if shares_sequence(asked) and self._contract.handover.shared:
+            raise ConfigError(
+                f"text.ulysses={asked.ulysses} and text.ring={asked.ring} with a {self.config.model_type} model: "
+                "tokens around an image take features that come with the image's rows, and an actor may have the one "
+                "without the other. Set both to 1; text.tensor and text.data divide the work."
+            )
+        if resolved(asked.tensor) > 1 and self._contract.tensor_plan is None:
+            raise ConfigError(
+                f"text.tensor={asked.tensor} with a {self.config.model_type} model: transformers has no "
+                "tensor-parallel plan of its decoder, and its layers are of no kind for which one is known here. Set "
+                "text.parallelism=data, or deepspeed with a zero_stage"
+            )
+        if resolved(asked.pipeline) > 1 and not self._contract.cuts:
+            ways = "data" if self._contract.tensor_plan is None else "data or tensor"
+            raise ConfigError(
+                f"text.pipeline={asked.pipeline} with a {self.config.model_type} model: its decoder's layers need more "
+                "than the states of the layer before (features of the encoder, tokens, or one another's keys), which "
+                "do not travel from stage to stage. Set text.pipeline=1, and "
+                f"text.parallelism={ways}"
+            )
+
+    def freeze_unused(self, model: PreTrainedModel) -> None:
+        unused, layers = set(self._contract.unused), f"{self._contract.structure.layers}."
+        for name, parameter in model.named_parameters():
+            if generic_name(name, layers) in unused:
+                parameter.requires_grad_(False)
+
+    def use_attention(self, model: PreTrainedModel, name: str) -> None:
+        super().use_attention(model, name)
+        if self.block_rule is not None:
+            for module in model.get_submodule(self.path).modules():
+                if getattr(module, "is_causal", True) is False:
+                    module.is_causal = True  # but for its blocks, which the plan of segments knows
+
+    def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
+        structure = self._contract.structure
+        if chunk.first and self._contract.embeds:
+            return run_layers(model, structure, chunk, replace(inputs, hidden=embed(model, inputs)), **extra)
+        return run_layers(model, structure, chunk, inputs, self._encoded(inputs), **extra)
+
+    def _encoded(self, inputs: DecoderInputs) -> dict[str, Any] | None:
+        """Rows in the order of their placeholders, as the model takes them."""
+        if EMBEDDINGS not in inputs.images:
+            return None
+        order = inputs.image_positions.argsort()
+        return {"image": self._contract.handover.give({name: rows[order] for name, rows in inputs.images.items()})}

@@ -1,0 +1,232 @@
+"""The devices that a forecast is for: rates, memory, and which are here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dhp.config.devices import GIB, Device, Figure, Link, find_device, find_link, known_devices
+from dhp.config.parts import DECODER, parts, resolved
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
+from dhp.core.process import say_nothing
+from dhp.core.reports import DeviceInfo
+from dhp.models.family import Family
+from dhp.plan.bench.rate_bench import FILE, Measured, kept_rates, measured_rates
+from dhp.plan.bench.rate_fit import MeasuredRates
+from dhp.plan.count.loads import RunLoads
+from dhp.plan.count.rates import Channel, Rates, rates_of
+from dhp.plan.stage_graph import degrees
+
+# Assumed where nothing was measured. Seconds in which the host launches a layer's forward, of about 15 kernels of 8 µs.
+HOST_S = 1.2e-4
+ACTION_S = 1.5e-3  # of the driver and a worker, for each forward and backward of a stage
+STEP_S = 0.02  # of the driver, for each step: its batch, its reports
+HANDOVER = "pcie5"  # the link over which ranks hand tensors on, by way of the host's memory
+SURE = 0.03  # of the limit: a prediction that is nearer to it says nothing for certain
+FORMATS = ("bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one kind.
+
+    rates: by number format; measured: of a part, where they were measured on this machine. memory_bytes: of a device,
+    that a process can take; reserve: the share of it that is to stay free.
+
+    handover: between two stages. action_s, step_s: seconds that each action of the schedule, and each step, takes
+    beside the devices' work.
+
+    contexts: processes take memory for a context and communicators, as on GPUs.
+
+    figures: where the constants are from, by name.
+    """
+
+    name: str
+    count: int
+    node: int
+    rates: Mapping[str, Rates]
+    memory_bytes: float
+    handover: Channel
+    action_s: float = ACTION_S
+    step_s: float = STEP_S
+    reserve: float = 0.05
+    contexts: bool = True
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    measured: Mapping[str, Rates] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.count // self.node)
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a layout may take on a device."""
+        return self.memory_bytes * (1 - self.reserve)
+
+    @property
+    def sure_bytes(self) -> float:
+        """What it may take for certain: less, by the error of a forecast."""
+        return self.limit_bytes * (1 - SURE)
+
+    def of(self, part: str, name: str) -> Rates:
+        """The rates of a part that computes in a number format. Raises ConfigError where there are none."""
+        if part in self.measured:
+            return self.measured[part]
+        if name not in self.rates:
+            raise ConfigError(
+                f"device={self.name} has no rates in {name}: known are {', '.join(self.rates)}. Choose one of them as "
+                "dtype, or measure them with --measure"
+            )
+        return self.rates[name]
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}"
+        return f"{self.count} × {self.name} of {self.memory_bytes / GIB:.0f} GiB ({nodes})"
+
+
+def machine_of(device: Device, count: int, node: int, between: Link, formats: Collection[str]) -> Machine:
+    """From the tables of devices and links. count: devices in all; node: of a node; between: nodes. formats: that are
+    to be known. Raises ConfigError where the device has no peak in one."""
+    hand = find_link(HANDOVER)
+    figures = {
+        "memory": device.memory,
+        "bandwidth": device.bandwidth,
+        "products": device.products,
+        "attention": device.attention,
+        "elementwise": device.elementwise,
+        "link": find_link(device.link).rate,
+        "between nodes": between.rate,
+        "host_s": Figure(HOST_S, "assumed", "15 kernels of 8 µs a layer"),
+        "action_s": Figure(ACTION_S, "assumed", "two messages of a driver"),
+        "step_s": Figure(STEP_S, "assumed", "a driver's work for a step"),
+    }
+    return Machine(
+        device.name,
+        count,
+        node,
+        {name: rates_of(device, name, HOST_S, node, between) for name in formats},
+        device.memory.value,
+        Channel(hand.bytes_s, hand.latency.value),
+        figures=figures,
+    )
+
+
+BETWEEN = "ib400"  # assumed between nodes
+CPU = "cpu"
+ASSUMED = "h100"  # the device of a run on GPUs, where nothing else is said
+_GPUS = "/proc/driver/nvidia/gpus"
+
+
+def device_here() -> Device | None:
+    """The kind of this machine's GPUs, read from the driver's files; None where it has none of the table."""
+    torchs = {name: device for device in known_devices().values() for name in device.names}
+    for file in sorted(Path(_GPUS).glob("*/information")):
+        try:
+            named = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
+        except OSError:
+            continue
+        if named and named[1] in torchs:
+            return torchs[named[1]]
+    return None
+
+
+def rows_of(config: Config, loads: RunLoads) -> dict[str, int]:
+    """Rows that a rank of each part has of a mean micro-batch, by a power of two: near which rates are measured."""
+    found = {}
+    for name, part in parts(config).items():
+        own = degrees(part)
+        if name == DECODER:
+            count = loads.text.tokens / own.sequence
+        else:
+            count = loads.pictures.patches / own.data / own.sequence
+        found[name] = _power(count)
+    return found
+
+
+def _power(count: float) -> int:
+    found = 64
+    while found * 1.5 < count and found < 1 << 15:
+        found *= 2
+    return found
+
+
+def asked_rates(config: Config, loads: RunLoads, device: str, threads: int) -> Measured:
+    """What is measured of a machine for a run."""
+    dtypes = {name: part.dtype for name, part in parts(config).items()}
+    return Measured(dtypes, rows_of(config, loads), device, threads)
+
+
+def measured_machine(config: Config, rates: MeasuredRates, name: str, count: int, memory_bytes: float) -> Machine:
+    """A machine by its measured rates. count: devices."""
+    figures = {
+        f"{part}.{key}": getattr(own, key)
+        for part, own in rates.parts.items()
+        for key in ("products", "attention", "elementwise", "host_s", "update")
+    }
+    return Machine(
+        name,
+        count,
+        count,
+        {},
+        memory_bytes,
+        rates.handover.channel,
+        contexts=name != CPU,
+        figures=figures,
+        measured={part: rates.rates(part, node=count) for part in rates.parts},
+    )
+
+
+def assumed_cpu(count: int, formats: Collection[str], memory_bytes: float) -> Machine:
+    """So many CPUs with the rates of `ASSUMED`, for layouts beside each other where nothing was measured."""
+    anything = machine_of(find_device(ASSUMED), count, count, find_link(BETWEEN), {"bfloat16"})
+    (rates,) = anything.rates.values()
+    return Machine(CPU, count, count, dict.fromkeys(formats, rates), memory_bytes, anything.handover, contexts=False)
+
+
+def may_be_known(config: Config, devices: Sequence[DeviceInfo]) -> bool:
+    """Whether `machine_of_run` may know the devices: of a CPU, whether anything was measured here before."""
+    return any(device.kind != CPU for device in devices) or (folder_of(config) / FILE).is_file()
+
+
+def machine_of_run(
+    config: Config,
+    family: Family,
+    devices: Sequence[DeviceInfo],
+    node: int,
+    threads: int,
+    loads: RunLoads,
+) -> Machine | None:
+    """The machine of a run that has begun; None where nothing is known of its devices. devices: of all ranks. node:
+    devices of a node."""
+    kinds = {device.kind for device in devices}
+    count = len({device.device_id for device in devices}) if CPU not in kinds else len(devices)
+    if kinds == {CPU}:
+        found = kept_rates(family, asked_rates(config, loads, CPU, threads), folder_of(config))
+        return None if found is None else measured_machine(config, found, CPU, count, float("inf"))
+    try:
+        device = find_device(devices[0].name)
+        formats = {part.dtype for part in parts(config).values()}
+        return machine_of(device, count, node, find_link(BETWEEN), formats)
+    except ConfigError:
+        return None
+
+
+def measure_here(
+    config: Config,
+    family: Family,
+    source: str,
+    loads: RunLoads,
+    device: str,
+    threads: int,
+    say: Callable[[str], None] = say_nothing,
+) -> MeasuredRates:
+    """Rates of this machine for a run, measured now or before. Raises what `measured_rates` raises."""
+    return measured_rates(source, family, asked_rates(config, loads, device, threads), folder_of(config), say)
+
+
+def folder_of(config: Config) -> Path:
+    """Where rates are kept."""
+    return Path(resolved(config.memory.cache_dir or config.data.cache_dir))

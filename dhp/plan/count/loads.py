@@ -1,0 +1,197 @@
+"""What a layout's ranks are loaded with: a mean step for its seconds, the worst rows for its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dhp.core.axes import Degrees
+from dhp.models.family import Family
+from dhp.plan.count.tower_units import TowerLoad
+from dhp.plan.count.traced import TracedRows
+from dhp.plan.count.unit_work import TextLoad
+
+if TYPE_CHECKING:
+    from dhp.data.sampling.step_loads import StepLoads
+
+MOST_COUNTS = 4096  # micro-batches whose numbers of pictures are looked at
+_SQUARE = (1, 32, 32)  # a grid of patches, of which a tower's windows are read
+
+
+@dataclass(frozen=True)
+class PictureLoad:
+    """Pictures of a mean micro-batch of all replicas. squares: Σ length² of their segments. features: tokens that they
+    become. largest: patches of the largest picture. counts: pictures of some micro-batches."""
+
+    patches: float = 0.0
+    squares: float = 0.0
+    pictures: float = 0.0
+    features: float = 0.0
+    largest: float = 0.0
+    counts: tuple[int, ...] = ()
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        return np.array([count for count in self.counts if count], dtype=np.int64)
+
+    def fullest(self, replicas: int) -> float:
+        """Share of a micro-batch's pictures that the fullest replica has, where they go to replicas whole."""
+        counts = self._counts
+        if replicas == 1 or not len(counts):
+            return 1.0 / replicas
+        return float((-(-counts // replicas)).sum() / counts.sum())
+
+    def divided(self, replicas: int, ranks: int) -> float:
+        """Share of the pictures that the ranks of a replica's sequence divide: those beyond as many as they can have
+        whole alike."""
+        counts = -(-self._counts // replicas)
+        if ranks == 1 or not len(counts):
+            return 0.0
+        return float((counts % ranks).sum() / counts.sum())
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The most that one rank gets of a micro-batch, before ranks of a sequence divide it. micro_batches: so many
+    consecutive ones of a replica have together the most of any such run.
+
+    tokens, features, targets: of a decoder's row. patches: of all replicas' pictures of a micro-batch; largest: of one
+    of them.
+    """
+
+    tokens: int
+    features: int
+    targets: int
+    patches: int = 0
+    largest: int = 0
+    step: int | None = None
+    samples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunLoads:
+    """Of a run. text: of one micro-batch, of the replica that a mean step waits for. even: the same where replicas wait
+    for one another in each micro-batch, as ZeRO's stages that gather or reduce then make them. pictures: of a mean
+    micro-batch; worst: for bytes.
+
+    step_tokens: of all replicas, in a mean step. steps: of an epoch. named: where the loads are from.
+    """
+
+    text: TextLoad
+    even: TextLoad
+    pictures: PictureLoad
+    worst: Worst
+    step_tokens: float
+    steps: int
+    samples: int
+    named: str
+
+
+def loads_of_steps(steps: StepLoads, of_token: float, of_pair: float, merge_unit: int, samples: int) -> RunLoads:
+    """From an epoch's steps as a run's sampler makes them. of_token, of_pair: a decoder's operations, by which the
+    slowest replica is found. merge_unit: patches of a token; used where patches were not measured."""
+    work = steps.tokens * of_token + steps.pairs * of_pair
+    count, micro_batches, replicas = steps.tokens.shape
+    slowest = work.sum(axis=1).argmax(axis=1)[:, None, None]
+    waited = np.take_along_axis(steps.tokens, slowest, 2), np.take_along_axis(steps.pairs, slowest, 2)
+    each = work.argmax(axis=2)[:, :, None]
+    met = np.take_along_axis(steps.tokens, each, 2), np.take_along_axis(steps.pairs, each, 2)
+    pictures = _pictures(steps, merge_unit)
+    share = _targets(steps) / max(1.0, float(steps.totals["text"].mean()))
+    text, even = (TextLoad(float(t.mean()), float(p.mean()), share * float(t.mean())) for t, p in (waited, met))
+    return RunLoads(
+        text,
+        even,
+        pictures,
+        _worst(steps, share, pictures, merge_unit),
+        float(steps.tokens.sum((1, 2)).mean()),
+        count,
+        samples,
+        f"{samples:,} samples",
+    )
+
+
+def _targets(steps: StepLoads) -> float:
+    known = steps.totals.get("targets")
+    return float((steps.totals["text"] / 4 if known is None else known).mean())
+
+
+def _pictures(steps: StepLoads, merge_unit: int) -> PictureLoad:
+    micro_batches = steps.tokens.shape[1]
+    totals = {name: float(values.mean()) / micro_batches for name, values in steps.totals.items()}
+    features = totals["vision"]
+    patches = totals.get("patches", features * merge_unit)
+    pictures = totals.get("pictures", features > 0)
+    columns = steps.columns
+    largest = 0.0
+    if "pictures" in (columns.dtype.names or ()) and len(columns):
+        several = np.maximum(columns["pictures"], 1)
+        largest = float((columns["patches"] / several).max())
+    mean = patches / pictures if pictures else 0.0
+    counts = tuple(steps.pictures.sum(axis=2).ravel()[:MOST_COUNTS].tolist())
+    return PictureLoad(patches, totals.get("squares", mean * patches), pictures, features, max(largest, mean), counts)
+
+
+def _worst(steps: StepLoads, share: float, pictures: PictureLoad, merge_unit: int) -> Worst:
+    row = steps.worst_row()
+    own = steps.columns[list(row.samples)]
+    targets = int(own["targets"].sum()) if "targets" in (own.dtype.names or ()) else ceil(share * row.tokens)
+    vision = int(steps.vision.sum(axis=2).max())
+    return Worst(
+        row.tokens, row.vision, max(1, targets), vision * merge_unit, ceil(pictures.largest), row.step, row.samples
+    )
+
+
+def even_loads(
+    samples: int,
+    tokens: int,
+    features: int,
+    targets: int,
+    replicas: int,
+    merge_unit: int,
+    micro_batches: int = 1,
+) -> RunLoads:
+    """Micro-batches of equal samples, before any was read. samples: in each row; tokens and so on: of one; a picture
+    in each. replicas: of the decoder; micro_batches: of a step."""
+    patches = features * merge_unit
+    text = TextLoad(samples * tokens, samples * tokens**2, samples * targets)
+    count = samples * replicas
+    pictures = count * (features > 0)
+    shown = PictureLoad(count * patches, count * patches**2, pictures, count * features, patches, (pictures,))
+    worst = Worst(samples * tokens, samples * features, max(1, samples * targets), count * patches, patches)
+    named = f"{samples} samples of {tokens:,} tokens (assumed)"
+    return RunLoads(text, text, shown, worst, micro_batches * count * tokens, 0, 0, named)
+
+
+def tower_load(pictures: PictureLoad, degrees: Degrees, window: float) -> TowerLoad:
+    """Of the replica of an encoder that has most of a micro-batch, of all ranks of its sequence together. window: see
+    `window_length`."""
+    share = pictures.fullest(degrees.data)
+    patches, squares = pictures.patches * share, pictures.squares * share
+    return TowerLoad(patches, patches * window, squares, pictures.features * share, pictures.pictures * share)
+
+
+def window_length(family: Family) -> float:
+    """Patches that see each other in the tower's windows, mean over patches of a large picture."""
+    try:
+        lengths = family.tower.image_layout(_SQUARE).window_lengths
+    except Exception:  # noqa: BLE001  # towers that cut pictures into tiles read no grid
+        return 64.0
+    return sum(length * length for length in lengths) / max(1, sum(lengths))
+
+
+def text_rows(worst: Worst, degrees: Degrees) -> TracedRows:
+    """The most that a rank of a decoder gets of a micro-batch."""
+    split = degrees.sequence
+    return TracedRows(ceil(worst.tokens / split), ceil(worst.features / split), max(1, ceil(worst.targets / split)))
+
+
+def tower_rows(worst: Worst, degrees: Degrees) -> TracedRows:
+    """The most that a rank of a tower gets of a micro-batch: an even share of the fullest one's pictures, or where
+    replicas take them whole the largest picture, if that is more."""
+    whole = max(worst.patches / degrees.data, worst.largest)
+    return TracedRows(0, patches=max(1, ceil(whole / degrees.sequence)))

@@ -1,0 +1,137 @@
+"""What the ranks of a layer send one another, by layout: the collectives, and the bytes that one rank sends by them.
+
+Sharded attention in closed form after USP (Fang and Zhao 2024, section 4). Letters: S tokens of the sequence, R ring
+ranks, U Ulysses ranks in each, N = R·U; H = heads × head dimension, H_kv the same of keys and values; e bytes an
+element, x of the gradients of keys and values on their way (float32: 4). Tests hold all of it against the bytes that
+running ranks count.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dhp.plan.count.rates import Operation, Sent
+
+
+@dataclass(frozen=True)
+class DividedAttention:
+    """A sequence of so many tokens over Ulysses ranks, which exchange heads, and ring ranks. dim: of a head;
+    element_bytes: of a value, exact_bytes: of one that sums; gather: the ring fetches all keys and values at once."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    dim: int
+    ring: int
+    exchanging: int
+    element_bytes: int
+    exact_bytes: int = 4
+    gather: bool = False
+
+    @property
+    def _a_rank(self) -> float:
+        return self.tokens / (self.ring * self.exchanging)  # S/N
+
+    @property
+    def _sent_kv_width(self) -> int:
+        # Heads are repeated until each Ulysses rank gets whole ones.
+        return self.kv_heads * (self.exchanging // math.gcd(self.kv_heads, self.exchanging)) * self.dim
+
+    def exchange(self) -> float:
+        """Bytes a rank sends to its Ulysses ranks, forward; backward sends as many: e (S/N) (2H + 2H_kv) (U−1)/U."""
+        widths = 2 * self.heads * self.dim + 2 * self._sent_kv_width
+        return self.element_bytes * self._a_rank * widths * (self.exchanging - 1) / self.exchanging
+
+    def ring_forward(self) -> float:
+        """Bytes a rank sends around the ring: 2 e (S/N) H_kv (R−1)."""
+        return 2 * self.element_bytes * self._a_rank * self._sent_kv_width * (self.ring - 1)
+
+    def ring_backward(self) -> float:
+        """2 (S/N) H_kv (e + x) (R−1): keys and values again, and their gradients, which start at the first other rank.
+
+        Two ranks, and those that fetch all at once, keep the keys and values of forward: 2 (S/N) H_kv x (R−1).
+        """
+        again = 0 if self.gather or self.ring == 2 else self.element_bytes
+        return 2 * self._a_rank * self._sent_kv_width * (again + self.exact_bytes) * (self.ring - 1)
+
+    def sends(self, back: bool) -> tuple[Sent, ...]:
+        """The same as collectives of a layer: forward, or back. Ring ranks lie `exchanging` apart."""
+        others = max(1, self.ring - 1)
+        around = self.ring_backward() if back else self.ring_forward()
+        whole = self.exchange() * self.exchanging / max(1, self.exchanging - 1)
+        found = (
+            Sent("all-to-all", whole, self.exchanging),
+            Sent("send", around / others, self.ring, self.exchanging, others),
+        )
+        return tuple(one for one in found if one.ranks > 1)
+
+
+@dataclass(frozen=True)
+class DividedMatrices:
+    """A layer whose matrices are cut over `tensor` ranks, each block's output summed over them. rows: tokens or patches
+    of a micro-batch; width: of a state; blocks: of a layer, attention and MLP. sharded_norms: between the blocks each
+    rank has the states of its own rows."""
+
+    tensor: int
+    rows: int
+    width: int
+    element_bytes: int
+    sharded_norms: bool = False
+    blocks: int = 2
+
+    def sends(self, back: bool) -> tuple[Sent, ...]:
+        """The collectives of a layer. With sharded norms a sum becomes a scatter of it and a gather, and backward each
+        block gathers its input again; shares are padded to equal numbers of rows."""
+        if self.tensor == 1:
+            return ()
+        if not self.sharded_norms:
+            return (Sent("all-reduce", self._bytes(self.rows), self.tensor, times=self.blocks),)
+        padded = self._bytes(-(-self.rows // self.tensor) * self.tensor)
+        return (
+            Sent("all-gather", padded, self.tensor, times=self.blocks * (2 if back else 1)),
+            Sent("reduce-scatter", padded, self.tensor, times=self.blocks),
+        )
+
+    def _bytes(self, rows: int) -> float:
+        return rows * self.width * self.element_bytes
+
+
+@dataclass(frozen=True)
+class DividedWeights:
+    """A stage's weights and gradients over the `ranks` that hold the same slices, which lie `stride` apart.
+
+    parameters: on one of them, were nothing cut; again: of them, those that backward gathers a second time, in layers.
+    weight_bytes, gradient_bytes: of a value as it is sent. zero_stage: what is cut; by_torch: FSDP2 cuts it, not
+    DeepSpeed, which sums whole buckets on all ranks in its stages 1 and 2, in stage 2 behind each micro-batch.
+    """
+
+    ranks: int
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    zero_stage: int = 0
+    by_torch: bool = False
+    again: int = 0
+    stride: int = 1
+
+    def forward(self, first: bool) -> tuple[Sent, ...]:
+        """Of a micro-batch. first: of the step."""
+        gathers = self.zero_stage == 3 or (self.by_torch and first)
+        return self._sent("all-gather", self.parameters * self.weight_bytes) if gathers else ()
+
+    def backward(self, last: bool) -> tuple[Sent, ...]:
+        """Of a micro-batch. last: of the step."""
+        gradients = self.parameters * self.gradient_bytes
+        if self.zero_stage == 3 or self.by_torch:
+            again = self.again * self.weight_bytes if self.zero_stage == 3 else 0
+            return self._sent("all-gather", again) + self._sent("reduce-scatter", gradients)
+        return self._sent("all-reduce", gradients) if last or self.zero_stage == 2 else ()
+
+    def update(self) -> tuple[Sent, ...]:
+        """Behind the optimizer, where it updates a share of weights that all ranks hold."""
+        shares = self.zero_stage in (1, 2) and not self.by_torch
+        return self._sent("all-gather", self.parameters * self.weight_bytes) if shares else ()
+
+    def _sent(self, operation: Operation, nbytes: float) -> tuple[Sent, ...]:
+        return (Sent(operation, nbytes, self.ranks, self.stride),) if self.ranks > 1 and nbytes else ()

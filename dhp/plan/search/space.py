@@ -1,0 +1,178 @@
+"""The space of a search: configuration, machine, samples, and the checks of a whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from dhp.config.layout import DEGREES, resolve_part
+from dhp.config.parts import DECODER, model_name, parts, sections
+from dhp.config.ranges import resolve_lora
+from dhp.config.resolve import check_together, resolve
+from dhp.config.schema import Config
+from dhp.core.errors import DhpError
+from dhp.models.family import Family
+from dhp.plan.bench.machine import Machine
+from dhp.plan.count.counted_model import Counted
+from dhp.plan.count.loads import RunLoads
+from dhp.plan.count.samples import Samples
+from dhp.plan.model_checks import check_fit, having_parts
+from dhp.plan.model_shapes import ModelShapes, Shapes
+from dhp.plan.search.layouts import PartLayout, PlanChecks, Refused
+from dhp.plan.search.scorer import Rows, Scorer, Scores
+from dhp.plan.trainable import adapters_of, check_frozen_part, trained_stage, training_rules
+
+
+class WholeRun:
+    """One composed configuration, into which layouts of its parts are put.
+
+    family: the model's; source: where its configuration is read from. plans: None where the plans of tensor parallelism
+    are not to be checked, which takes a second for the first layout. shapes: of the model, where they are known.
+
+    What needs samples, weights or a search for cuts is left to the run: `dhp.trainer.preflight.prepare`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        family: Family,
+        source: str,
+        plans: PlanChecks | None = None,
+        shapes: Shapes | None = None,
+    ):
+        self._config, self._family, self._source, self._plans = config, family, source, plans
+        self._shapes = shapes
+        self._resolved: Config | None = None
+
+    def composed(self, layouts: Mapping[str, PartLayout]) -> Config:
+        """The configuration with these layouts, by part, not resolved."""
+        own: dict[str, Any] = {
+            name: replace(sections(self._config)[name], **layout.settings) for name, layout in layouts.items()
+        }
+        return replace(self._config, **own)
+
+    def refusal(self, layouts: Mapping[str, PartLayout]) -> str | None:
+        """The message with which a run with these layouts would end before it starts; None: none. A part that is not
+        among them is as it was composed.
+
+        The first time the configuration is resolved as a whole; then its parts alone are, and the rules checked.
+        """
+        try:
+            config = self._with(layouts)
+            family = having_parts(config, self._family)
+            check_fit(config, family)
+            for name, part in parts(config).items():
+                refusal = self._plans.refusal(name, part) if self._plans else None
+                if refusal:
+                    return refusal
+                if part.zero_stage:  # or the model would be made for nothing
+                    check_frozen_part(name, part, self.trained[name])
+        except DhpError as error:
+            return str(error)
+        return None
+
+    @cached_property
+    def trained(self) -> dict[str, bool]:
+        """By part, whether something of it is trained. Where `training` selects parameters, the model is made without
+        weights, which takes a second."""
+        family = having_parts(self._config, self._family)
+        own: dict[str, Any] = {n: replace(p, lora=resolve_lora(p.lora)) for n, p in parts(self._config).items()}
+        adapters = adapters_of(replace(self._config, **own))
+        rules = training_rules(self._config.training, family, adapters)
+        trains = trained_stage(rules, self._shapes or ModelShapes(family, self._source, adapters))
+        return {name: trains(name, ()) for name in family.parts}
+
+    @property
+    def family(self) -> Family:
+        """Having the run's parts."""
+        return having_parts(self._config, self._family)
+
+    def resolved(self, config: Config, layouts: Mapping[str, PartLayout]) -> Config:
+        """A composed configuration with these layouts in it, resolved and checked. Raises ConfigError."""
+        if self._resolved is None:
+            self._resolved = resolve(self.composed(layouts))
+        model = model_name(self._resolved)
+        own: dict[str, Any] = {name: replace(one.section, model_name=model) for name, one in layouts.items()}
+        asked, training = config.training, self._resolved.training
+        training = replace(training, micro_batch_size=asked.micro_batch_size, schedule=asked.schedule)
+        config = replace(self._resolved, cluster=config.cluster, training=training, **own)
+        check_together(config)
+        check_fit(config, self.family)
+        return config
+
+    def _with(self, layouts: Mapping[str, PartLayout]) -> Config:
+        """Resolved and checked. Raises ConfigError."""
+        if self._resolved is None:
+            self._resolved = resolve(self.composed(layouts))
+            return self._resolved
+        model = model_name(self._resolved)
+        own: dict[str, Any] = {
+            name: replace(layouts[name].section if name in layouts else resolve_part(name, part), model_name=model)
+            for name, part in parts(self._config).items()
+        }
+        config = replace(self._resolved, **own)
+        check_together(config)
+        return config
+
+
+_ROWS = (1, 2, 4, 8)  # samples of a row that are tried
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Layouts of both parts on so many devices. scores: of the decoder and the tower, if there is one, by division of a
+    step; count: of all of them. refused: what cannot be."""
+
+    scores: tuple[tuple[Scores, Scores | None], ...]
+    refused: tuple[Refused, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched. config: composed, not resolved. held: keys of each part that stay (`held_keys`); rows_held:
+    training.micro_batch_size stays; schedule_held, devices_held: training.schedule, cluster.collocate.
+
+    known, scored: what was made before, which spaces share that differ in devices and their memory alone."""
+
+    config: Config
+    whole: WholeRun
+    counted: Counted
+    machine: Machine
+    samples: Samples
+    held: Mapping[str, Collection[str]]
+    rows_held: bool = False
+    schedule_held: bool = False
+    devices_held: bool = False
+    known: dict[object, RunLoads] = field(default_factory=dict, compare=False)
+    scored: dict[tuple[int, int | None], Scored] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        return Scorer(self.counted, self.machine, self.loads)
+
+    def divisions(self) -> Iterator[tuple[int, int, int]]:
+        """Samples of a row, replicas and micro-batches of a step's batch."""
+        training = self.config.training
+        for size in (training.micro_batch_size,) if self.rows_held else _ROWS:
+            for replicas in range(1, self.machine.count + 1):
+                if training.batch_size % (size * replicas) == 0:
+                    yield size, replicas, training.batch_size // (size * replicas)
+
+    def loads(self, layout: PartLayout, rows: Rows) -> RunLoads:
+        """Of a division, quickly."""
+        packing = self.config.data.packing or (layout.part == DECODER and layout.degrees.sequence > 1)
+        key = (rows, packing)
+        if key not in self.known:
+            text = replace(sections(self.config)[DECODER], **_replicas(rows.replicas))
+            training = replace(self.config.training, micro_batch_size=rows.micro_batch_size)
+            data = replace(self.config.data, packing=packing)
+            config = replace(self.config, text=text, training=training, data=data)
+            self.known[key] = self.samples.loads(config, quick=True)
+        return self.known[key]
+
+
+def _replicas(count: int) -> dict[str, Any]:
+    return {**dict.fromkeys(DEGREES, 1), "parallelism": "data", "num_actors": count, "data": count}

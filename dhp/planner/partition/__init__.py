@@ -1,1 +1,0 @@
-"""Where a chain of units is cut into the stages of a pipeline."""

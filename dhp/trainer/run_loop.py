@@ -1,0 +1,156 @@
+"""A started run for a loop of one's own, and training in one call: what `import dhp` offers beside the commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dhp.checkpoint.folder import Unfinished
+from dhp.cluster.hangs.watch import wait_all
+from dhp.config.command_line import compose_config, to_yaml
+from dhp.config.resolve import micro_batches
+from dhp.config.schema import Config
+from dhp.config.yaml_files import named_file
+from dhp.core.batch import Batch, StepInfo
+from dhp.core.errors import ConfigError, Diverged
+from dhp.core.files import write_whole
+from dhp.core.process import ending, say_line, say_nothing
+from dhp.core.reports import StageReport
+from dhp.plan.run_plan import plan_run
+from dhp.step.stages import Ref, Stage
+from dhp.step.step import update_weights
+from dhp.trainer.curriculum import run_curriculum
+from dhp.trainer.layout import with_layout
+from dhp.trainer.preflight import prepare
+from dhp.trainer.preload import preloaded
+from dhp.trainer.saving import Saver
+from dhp.trainer.session import Session, open_run
+from dhp.trainer.trainer import ADVICE, NonfiniteCount, run
+
+
+def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file, or of a name as `--config-name` takes it, with overrides of the command line.
+
+    >>> load_config("tiny", ["training.max_steps=3"])
+
+    Raises ConfigError for an unknown name or key, and for a value of the wrong type.
+    """
+    (name, folder), rest = named_file([source], None, None)
+    return compose_config(rest[0] if rest else name, folder, overrides)
+
+
+def train(config: Config, say: Callable[[str], None] = say_line) -> dict[str, Any]:
+    """Check the configuration and train as it says, as `python -m dhp.train_ray` does; the run's summary.json.
+
+    With training stages, the last one's. say: prints a line. Raises DhpError; leaves no process.
+    """
+    if config.training.dry_run:
+        raise ConfigError("training.dry_run=true trains nothing; use `python -m dhp.train_ray` for it")
+    done: list[Path] = []
+
+    def run_one(prepared: Config) -> None:
+        done.append(Path(prepared.run_dir))
+        run(prepared, say)
+
+    with preloaded(config):
+        if config.stages:
+            run_curriculum(config, run_one, say)
+        else:
+            run_one(prepare(with_layout(config, say), say=say))
+    found = [folder / "summary.json" for folder in done]
+    return dict(json.loads(found[-1].read_text())) if found else {}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. loss: of the whole batch, the mean over its weighted target tokens. grad_norm: of all
+    gradients, before clipping. reports: of each rank, by stage. finite: whether both are; if not, nothing was
+    updated."""
+
+    loss: float
+    grad_norm: float
+    reports: Mapping[str, list[StageReport]]
+    finite: bool = True
+
+
+class Run:
+    """A run's actors, from entering to leaving: a group for each stage of each part, and those that read the data.
+
+    It trains nothing by itself. Each call submits work and returns refs at once; `wait` waits. Raises DhpError when
+    it is entered or a call fails, and leaves no process. Of training.* it takes what says how steps and weights are
+    made (batch size, rates, trainable, resume …); saving, evaluation and the schedule are the loop's own.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None] = say_nothing) -> None:
+        """config: as `load_config` gives it. say: receives a line when something slow begins."""
+        self.config, self._say = config, say
+
+    def __enter__(self) -> Run:
+        with ExitStack() as exits:
+            exits.enter_context(preloaded(self.config))
+            self.config = config = prepare(with_layout(self.config, self._say), say=self._say)
+            run_dir, start = exits.enter_context(open_run(config, self._say))
+            write_whole(run_dir / "config.yaml", to_yaml(config))
+            unfinished = exits.enter_context(Unfinished())
+            self._session = exits.enter_context(Session(plan_run(config), run_dir, start, self._say))
+            exits.enter_context(ending())
+            self._plan = self._session.open_data(lambda done, parts: None)
+            self._session.start_stages(self._plan.steps)
+            self._saver = Saver(self._session, self._say, unfinished)
+            self._nonfinite = NonfiniteCount(config.training.max_nonfinite_steps)
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._exits.__exit__(*error)
+
+    @property
+    def stages(self) -> Mapping[str, Stage]:
+        """The stages by name, in the order of the forward pass: vision, text; of a pipeline text.0, text.1 …"""
+        return self._session.stages
+
+    @property
+    def steps(self) -> range:
+        """The steps that are to be made: from the resumed checkpoint's on, up to max_steps or num_epochs."""
+        return range(self._session.start.step, self._plan.steps)
+
+    @property
+    def micro_batches(self) -> range:
+        """Those of a step."""
+        return range(micro_batches(self.config))
+
+    def read(self, step: int) -> Batch:
+        """The data of a step, each rank's own, as refs; once they have been read."""
+        wait_all(self._session.data.request(step), self.config.cluster.step_timeout_s)
+        return self._session.take_batch(step)
+
+    def update(self, batch: Batch) -> dict[str, list[Ref]]:
+        """Submit the norm of all gradients, and each stage's optimizer step clipped by it: reports by stage."""
+        return update_weights(dict(self.stages), self._session.graph.ties, batch).reports
+
+    def wait(self, refs: Mapping[str, list[Ref]]) -> StepResult:
+        """Wait until all that was submitted is done. refs: as `update` returns them. Raises the first failure of any
+        rank."""
+        wait_all(self._session.take_watched(), self.config.cluster.step_timeout_s)
+        reports = {name: self._session.values(of_stage) for name, of_stage in refs.items()}
+        shares = [one.loss for name, of in reports.items() for one in self.stages[name].leaders(of)]
+        self._nonfinite.add(reports)
+        first = next(iter(reports.values()))[0]
+        if self._nonfinite.too_many:
+            raise Diverged(
+                f"the gradient norm is {first.grad_norm}, and training.max_nonfinite_steps="
+                f"{self.config.training.max_nonfinite_steps} end the run. {ADVICE}"
+            )
+        return StepResult(sum(share for share in shares if share is not None), first.grad_norm, reports, first.finite)
+
+    def counts(self, batch: Batch) -> StepInfo:
+        """The samples, tokens and useful operations of a batch."""
+        return self._session.info(batch.info)
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint after `step` steps, from which `training.resume` continues; its path."""
+        return self._saver.save(step, self._plan, self._session.start.skipped_samples)

@@ -1,0 +1,114 @@
+"""Stacks of actors that answer nothing: taken by a signal, grouped, and the one that stands elsewhere is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dhp.cluster.hangs.vitals import Frame, Post, describe, group, odd_ones, take_stacks, working
+from tests.helpers.posts import post_of
+from tests.helpers.runs import ROOT
+
+CODE = """
+import os, sys, threading, time
+from dhp.cluster.hangs.vitals import open_stacks
+print(open_stacks(sys.argv[1] or None, sys.argv[2]))
+def all_reduce():
+    print("ready", flush=True); os.read(read, 1)
+def load():
+    print("ready", flush=True); time.sleep(600)
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+read, _ = os.pipe()
+{"all_reduce": all_reduce, "load": load}[sys.argv[3]]()
+"""
+HELD = {"text-0": "all_reduce", "text-1": "all_reduce", "text-2": "load", "vision-0": "load"}
+
+
+@pytest.fixture
+def actors(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Processes blocked in C as ranks are in a collective. One has no folder to write to."""
+    started = {}
+    for name, place in HELD.items():
+        folder = "" if name == "text-1" else str(tmp_path)
+        command = [sys.executable, "-c", CODE, folder, name, place]
+        started[name] = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    try:
+        yield started
+    finally:
+        for process in started.values():
+            process.kill()
+            process.communicate()
+
+
+def posts_of(actors: dict[str, subprocess.Popen[str]]) -> list[Post]:
+    found = []
+    for name, process in actors.items():
+        assert process.stdout is not None
+        path = process.stdout.readline().strip()
+        assert process.stdout.readline() == "ready\n"
+        found.append(post_of(process.pid, name, path))
+    return found
+
+
+def test_processes_that_wait_say_where_and_the_odd_one_is_named(
+    actors: dict[str, subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    posts = posts_of(actors)
+    assert posts[1].stacks.startswith("/proc/")
+    dumps = take_stacks(posts)
+    stacks = {post.name: working(dump) for post, dump in dumps.items()}
+    assert {name: frames[0].name for name, frames in stacks.items()} == HELD
+    assert odd_ones(stacks) == ["text-2"]
+    assert "Thread 0x" in (tmp_path / "text-0.stacks").read_text()  # the other one is there too
+    assert not (tmp_path / "text-1.stacks").exists()
+    said = describe(stacks)
+    assert "\n  text-0, text-1: in all_reduce (<string>:" in said
+    assert "\n  text-2, vision-0: in load (<string>:" in said
+    actors["text-0"].kill()
+    actors["text-0"].wait()
+    actors["text-2"].send_signal(signal.SIGSTOP)  # it would answer when it goes on
+    os.waitpid(actors["text-2"].pid, os.WUNTRACED)
+    assert {post.name for post in take_stacks(posts)} == {"text-1", "vision-0"}
+
+
+def test_a_process_that_has_the_id_of_one_that_ended_gets_no_signal(
+    actors: dict[str, subprocess.Popen[str]],
+) -> None:
+    posts = [replace(post, begun=post.begun - 60) for post in posts_of(actors)]
+    assert take_stacks(posts, wait_s=0.5) == {}
+
+
+def test_a_dump_is_read() -> None:
+    text = """Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "/a/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 81 in all_reduce
+  File "/work/dhp/parallel/traffic.py", line 90 in timed
+  File "/work/dhp/parallel/comm.py", line 40 in sum_in_place
+  File "/work/dhp/cluster/forks/server.py", line 192 in _run
+"""
+    frames = working(text)
+    assert [str(frame) for frame in frames] == [
+        "all_reduce (torch/distributed/distributed_c10d.py:81)",
+        "sum_in_place (dhp/parallel/comm.py:40)",
+        "_run (dhp/cluster/forks/server.py:192)",
+    ]
+    assert describe({"text-0": frames}) == f"\n  text-0: in {frames[0]}, from {frames[1]}"
+    assert describe({"data": frames[2:]}) == f"\n  data: in {frames[2]}"  # that says nothing of what it does
+    assert working("") == ()
+
+
+def test_who_is_odd_among_few() -> None:
+    one, other = (Frame("a.py", 1, "one"),), (Frame("a.py", 2, "other"),)
+    assert odd_ones({"text-0": one, "text-1": other}) == []  # of two nobody knows which
+    assert odd_ones({"text-0": one, "text-1": one, "vision-0": other}) == []  # another part
+    assert odd_ones({"text-0": one, "text-1": one, "text-2": other}) == ["text-2"]
+    assert odd_ones({}) == [] and group({"b": one, "a": one, "c": other})[0][0] == ["a", "b"]

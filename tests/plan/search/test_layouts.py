@@ -1,0 +1,261 @@
+"""The layouts of a part: what a run's checks allow, no less and no more, and what a user set."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from math import prod
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+from dhp.config.command_line import compose_config
+from dhp.config.layout import DEGREES, PARALLELISMS, resolve_part
+from dhp.config.parts import parts
+from dhp.config.schema import Config, PartConfig
+from dhp.core.errors import DhpError
+from dhp.models.family import Family
+from dhp.models.pretrained import config_source
+from dhp.models.registry import load_family
+from dhp.plan.search.free_keys import held_keys
+from dhp.plan.search.layouts import PartLayout, PlanChecks, Refused, part_layouts
+from dhp.plan.search.space import WholeRun
+from dhp.trainer.preflight import prepare
+from tests.helpers.rows import slow
+from tests.helpers.runs import ONE_ACTOR_EACH
+from tests.helpers.tiny_omni import save_omni
+
+SEVEN_B = "Qwen/Qwen2.5-VL-7B-Instruct"
+NODE = 8
+
+
+def composed(assets: Path, *overrides: str) -> Config:
+    """The tiny run with one actor a part, whose step can be cut for up to six replicas."""
+    more = ("training.batch_size=12", "training.micro_batch_size=1", *ONE_ACTOR_EACH)
+    return compose_config("tiny", overrides=[f"tiny_assets={assets}", *more, *overrides])
+
+
+@cache
+def family_of(source: str) -> Family:
+    return load_family(source).having(("vision", "text"))
+
+
+def found(
+    name: str, source: str, devices: int, section: PartConfig | None = None, **more: Any
+) -> tuple[list[PartLayout], list[Refused]]:
+    return part_layouts(name, section or PartConfig(), family_of(source), devices, **more)
+
+
+def run_says(config: Config) -> str:
+    """The message with which a run ends before it starts; "": none."""
+    try:
+        prepare(config, new_run=False)
+    except DhpError as error:
+        return str(error)
+    return ""
+
+
+def summary(section: PartConfig) -> tuple[Any, ...]:
+    """What distinguishes two layouts: the name of a parallelism does not, nor who does no ZeRO."""
+    engine = section.zero_engine if section.zero_stage else ""
+    split = tuple(getattr(section, axis) for axis in DEGREES)
+    return (*split, section.expert, section.zero_stage, engine, section.sequence_sharded_norms)
+
+
+@pytest.mark.parametrize("devices", [4, slow(6)])
+@pytest.mark.parametrize("name", ["vision", "text"])
+def test_a_run_starts_in_each_layout_and_says_why_not_in_others(tiny_assets: Path, name: str, devices: int) -> None:
+    config = composed(tiny_assets)
+    source = str(tiny_assets / "model")
+    layouts, refused = found(name, source, devices, parts(config)[name], plans=PlanChecks(family_of(source), source))
+    whole = WholeRun(config, family_of(source), source)
+    assert len(layouts) > 30
+    refusals = [whole.refusal({name: one}) for one in layouts]
+    assert set(refusals) <= {None, *(said for said in refusals if said and said.startswith("vision.pipeline="))}
+    for one, refusal in zip(layouts, refusals, strict=True):
+        assert run_says(whole.composed({name: one})) == (refusal or ""), one.settings
+        assert one.section.num_actors == devices == one.degrees.world * (one.section.pipeline or 0)
+    assert len(set(layouts)) == len(layouts)
+    checked = [one for one in refused if "zero_stage from 1 on" not in one.reason]
+    assert checked
+    for no in checked:
+        assert no.reason in run_says(replace(config, **{name: replace(parts(config)[name], **no.settings)}))
+
+
+def brute_force(name: str, family: Family, devices: int, experts: Collection[int] = (1,)) -> Iterator[PartConfig]:
+    """All sections that the run's rules and the model's heads allow, but DeepSpeed's layers and ZeRO over one rank."""
+    degrees = [number for number in range(1, devices + 1) if devices % number == 0]
+    for split in product(degrees, repeat=len(DEGREES)):
+        if prod(split) != devices:
+            continue
+        own = dict(zip(DEGREES, split, strict=True))
+        shared = own["data"] * own["ulysses"] * own["ring"] > 1
+        stages, engines = range(4 if shared else 1), ("auto", "deepspeed", "fsdp")
+        kinds = [kind for kind in PARALLELISMS[name] if kind != "autotp"]
+        for kind, stage, engine, norms, expert in product(kinds, stages, engines, (False, True), experts):
+            more = {"zero_stage": stage, "zero_engine": engine, "sequence_sharded_norms": norms, "expert": expert}
+            asked = PartConfig("", kind, devices, **own, **more)  # type: ignore[arg-type]
+            try:
+                section = resolve_part(name, asked)
+                family.parts[name].check(section)
+            except DhpError:
+                continue
+            if split[0] <= len(family.parts[name].layers.kinds):
+                yield section
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize("name", ["vision", "text"])
+def test_nothing_that_is_allowed_is_missing(made_model: str, name: str, devices: int) -> None:
+    layouts, _ = found(name, made_model, devices)
+    wanted = {summary(one) for one in brute_force(name, family_of(made_model), devices)}
+    assert {summary(one.section) for one in layouts} == wanted
+    assert len(layouts) == len(wanted)
+
+
+def test_experts_are_shared_out_among_replicas(experts_model: str) -> None:
+    layouts, refused = found("text", experts_model, 4, plans=PlanChecks(family_of(experts_model), experts_model))
+    wanted = {summary(one) for one in brute_force("text", family_of(experts_model), 4, (1, 2, 4))}
+    assert {summary(one.section) for one in layouts} == wanted
+    assert {one.degrees.expert for one in layouts} == {1, 2, 4}
+    assert any("expert=2 with text.zero_stage=1" in one.reason for one in refused)
+
+
+def test_an_audio_part_has_the_degrees_that_are_offered(tmp_path: Path) -> None:
+    save_omni(tmp_path)
+    family = load_family(str(tmp_path)).having(("vision", "audio", "text"))
+    layouts, _ = part_layouts("audio", PartConfig(), family, 4)
+    wanted = {summary(one) for one in brute_force("audio", family, 4)}
+    assert {summary(one.section) for one in layouts} == wanted
+    assert {(one.degrees.ring, one.degrees.tensor) for one in layouts} == {(1, 1)}
+
+
+def test_tensor_groups_stay_in_a_node(made_model: str) -> None:
+    layouts, refused = found("text", made_model, 8, node=4)
+    assert max(one.degrees.tensor for one in layouts) == 4
+    assert [one.reason for one in refused if one.settings == {"tensor": 8}][0].startswith(
+        "text.tensor=8 is more than the 4 devices of a node"
+    )
+    held, _ = found("text", made_model, 8, PartConfig(tensor=8), held={"tensor"}, node=4)
+    assert {one.degrees.tensor for one in held} == {8}
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({"tensor": 2, "zero_stage": 2}, {"tensor": 2, "zero_stage": 2}),
+        ({"pipeline": 1, "ring": 1}, {"pipeline": 1, "ring": 1}),
+        ({"zero_stage": 3, "zero_engine": "fsdp"}, {"zero_stage": 3, "zero_engine": "fsdp"}),
+        ({"zero_stage": 0}, {"zero_stage": 0}),
+        ({"sequence_sharded_norms": True}, {"sequence_sharded_norms": True}),
+        ({"parallelism": "autotp"}, {"parallelism": "autotp", "pipeline": 1, "ulysses": 1, "ring": 1}),
+        ({"parallelism": "deepspeed"}, {"parallelism": "deepspeed", "zero_engine": "deepspeed"}),
+    ],
+    ids=str,
+)
+def test_what_is_held_stays(made_model: str, values: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+    layouts, _ = found("text", made_model, 4, PartConfig(**values), held=set(values))
+    assert layouts
+    for one in layouts:
+        assert {key: getattr(one.section, key) for key in kept} == dict(kept)
+
+
+def test_what_is_not_held_is_searched_whatever_it_was(made_model: str) -> None:
+    asked = PartConfig(tensor=2, zero_stage=3, zero_engine="fsdp", sequence_sharded_norms=True, parallelism="autotp")
+    layouts, _ = found("text", made_model, 4, asked)
+    assert {summary(one.section) for one in layouts} == {
+        summary(one.section) for one in found("text", made_model, 4)[0]
+    }
+
+
+def test_held_degrees_that_do_not_divide_the_devices_are_refused_as_by_the_run(made_model: str) -> None:
+    layouts, refused = found("text", made_model, 4, PartConfig(tensor=3), held={"tensor"})
+    assert not layouts
+    assert ["text.num_actors=4 leaves no whole number for text.data" in one.reason for one in refused] == [True]
+    every = dict.fromkeys(DEGREES, 1)
+    layouts, refused = found("text", made_model, 4, PartConfig(**every), held=every)
+    assert not layouts
+    assert ["= 1 != num_actors(4)" in one.reason for one in refused] == [True]
+
+
+def test_what_is_not_trained_has_no_zero(made_model: str) -> None:
+    layouts, refused = found("vision", made_model, 4, trains=False)
+    assert {one.section.zero_stage for one in layouts} == {0}
+    assert any("vision.zero_stage=1 with nothing of vision trained" in one.reason for one in refused)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("training.schedule=1f1b",),
+        ("training.batch_size=6",),
+        ("training.frozen=[vision,projector]",),
+        ("training.schedule=interleaved", "text.virtual_stages=2", "training.batch_size=6"),
+        ("cluster.chain=true",),
+    ],
+    ids=str,
+)
+def test_a_pair_is_refused_as_by_the_run(tiny_assets: Path, overrides: tuple[str, ...]) -> None:
+    config, source = composed(tiny_assets, *overrides), str(tiny_assets / "model")
+    whole = WholeRun(config, family_of(source), source)
+    vision, text = (found(name, source, 4, parts(config)[name])[0] for name in ("vision", "text"))
+    some = Random(0).sample(list(product(vision, text)), 24)
+    refusals = [whole.refusal({"vision": one, "text": other}) for one, other in some]
+    assert any(refusals)
+    assert None in refusals
+    for (one, other), refusal in zip(some, refusals, strict=True):
+        said = run_says(whole.composed({"vision": one, "text": other}))
+        assert (refusal or "") in said
+        assert bool(refusal) == bool(said), said
+
+
+def test_a_pair_is_checked_in_milliseconds(made_model: str) -> None:
+    config = compose_config("tiny", overrides=["training.dry_run=true", "training.batch_size=64"])
+    whole = WholeRun(config, family_of(made_model), made_model)
+    vision, text = (found(name, made_model, 8)[0] for name in ("vision", "text"))
+    start = perf_counter()
+    for one, other in zip(vision[:100], text[:100]):
+        whole.refusal({"vision": one, "text": other})
+    assert perf_counter() - start < 100 * 5e-3
+
+
+@pytest.mark.parametrize("name", ["vision", "text"])
+def test_a_large_cluster_takes_no_time(name: str) -> None:
+    source = config_source(SEVEN_B)
+    family_of(source)
+    for devices, most in ((64, 0.25), (1024, 1.0)):
+        start = perf_counter()
+        layouts, _ = found(name, source, devices)
+        assert perf_counter() - start < 4 * most  # the machine may do other things
+        assert 100 < len(layouts) < 20_000
+
+
+def test_degrees_need_be_no_powers_of_two() -> None:
+    layouts, _ = found("text", config_source(SEVEN_B), 28)
+    assert {(7, 1), (7, 4), (14, 2), (28, 1)} <= {(one.degrees.ulysses, one.degrees.tensor) for one in layouts}
+    assert {1, 2, 4, 7, 14, 28} == {one.section.pipeline for one in layouts}
+
+
+def test_keys_that_are_held_are_those_a_user_set() -> None:
+    plain = compose_config("tiny")
+    assert held_keys(plain) == {"vision": {"zero_stage"}, "text": set()}
+    asked = ["text.tensor=1", "text.parallelism=data", "text.num_actors=4", "text.zero_stage=0", "vision.zero_stage=1"]
+    config = compose_config("tiny", overrides=asked)
+    assert held_keys(config) == {"vision": {"zero_stage"}, "text": {"tensor"}}
+    assert held_keys(config, asked) == {"vision": {"zero_stage"}, "text": {"tensor", "zero_stage"}}
+    assert held_keys(plain, ["~vision.zero_stage", "++text.ring=null", "text=tensor", "training.max_steps=3"]) == {
+        "vision": set(),
+        "text": set(),
+    }
+
+
+def test_keys_of_a_shipped_file_are_held_too() -> None:
+    assert held_keys(compose_config("qwen2_5_vl_7b")) == {
+        "vision": {"zero_stage"},
+        "text": {"zero_stage", "zero_engine"},
+    }
