@@ -184,10 +184,7 @@ def loss(arguments: Sequence[str]) -> int:
     exchange, given.settings = _split_exchange(given.settings)
     config, checkpoint = find_configuration(given)
     say = say_nothing if given.json else StartUp(time.perf_counter())
-    from dhp.trainer.evaluation import (
-        evaluate,  # it imports torch and Ray
-        evaluate_exchanged,
-    )
+    from dhp.trainer.evaluation import evaluate, evaluate_exchanged
 
     with interruptible(), logs_folder("dhp-evaluate-") as logs:
         asked = (replace(config, run_dir=str(logs)), checkpoint, say)

@@ -44,10 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     if request.dataset and out is not None:
         print(_answer_all(config, checkpoint, request, out), flush=True)
         return 0
-    from dhp.trainer.generation import (
-        ROUNDS,  # it imports torch and Ray
-        generate,
-    )
+    from dhp.trainer.generation import ROUNDS, generate
 
     with interruptible(), logs_folder("dhp-generate-") as logs:
         say, rounds = StartUp(time.perf_counter()), ROUNDS if given.benchmark else 0

@@ -33,11 +33,10 @@ from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
 from dhp.core.errors import CheckpointError, ConfigError
 from dhp.core.process import StartUp, say_line
-from dhp.core.text import harmless
+from dhp.core.text import binary_size, harmless
 from dhp.models.pretrained import load_image_processor, load_tokenizer
 from dhp.models.registry import load_family
 from dhp.plan.batches import feed_settings
-from dhp.trainer.dry_run import gigabytes
 from dhp.trainer.layout import with_layout
 from dhp.trainer.preflight import prepare
 
@@ -117,14 +116,14 @@ def _lines(about: Mapping[str, Any]) -> list[str]:
     layout: Mapping[str, Any] = settings.get(LAYOUT, {})
     lines = [
         f"checkpoint     {about['checkpoint']}",
-        f"step           {step_of(Path(about['checkpoint']))}, format {about['format']}, {gigabytes(about['bytes'])}",
+        f"step           {step_of(Path(about['checkpoint']))}, format {about['format']}, {binary_size(about['bytes'])}",
         f"model          {about['model_name']}",
     ]
     for name, part in about["parts"].items():
         formats = f" in {', '.join(part['formats'])}" if part["formats"] else ""
         lines.append(
             f"{name:14} {part['tensors']} tensors{formats} in {part['pieces']} pieces, {part['states']} pieces of the "
-            f"optimizer's states, {gigabytes(part['bytes'])} by {part['ranks']} ranks"
+            f"optimizer's states, {binary_size(part['bytes'])} by {part['ranks']} ranks"
         )
         own = {key.partition(".")[2]: value for key, value in layout.items() if key.startswith(f"{name}.")}
         shown = ", ".join(f"{key} {value}" for key, value in own.items() if value != 1)

@@ -26,13 +26,12 @@ from dhp.data.sampling.length_table import RowChunk
 from dhp.data.sampling.probe import count_unread
 from dhp.data.sampling.sampler import BalanceSettings
 from dhp.data.sampling.step_loads import Table
-from dhp.models.registry import load_family
 from dhp.observe.plots import draw_histograms
 from dhp.plan.count.row_limits import unreached
 from dhp.plan.run_plan import plan_run
 from dhp.plan.search.sample_source import map_chunks, measure_all, measuring_settings, own_reader
-from dhp.plan.search.verdict import verdict
-from dhp.plan.stage_graph import devices_as_planned, find_localities, make_graph
+from dhp.plan.search.verdict import expect, verdict
+from dhp.plan.stage_graph import devices_as_planned, find_localities
 
 CONTENTS = {
     "samples": "usable ones, as often as weights and shares (name%50) show them; behind it the share of all",
@@ -246,7 +245,7 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     for line in locality_table(packs, loads, _locality(config)):
         print(line)
     table = Table(feed.lengths.columns(np.arange(feed.dataset_size), 0))
-    print("", *verdict(plan_run(config), table), sep="\n")
+    print("", *verdict(expect(plan_run(config), table), measured=table is not None), sep="\n")
     print(f"\nwritten to {out}: lengths.png, balance.jsonl, defects.txt")
 
 
@@ -280,7 +279,7 @@ def _limits(config: Config, settings: BatchReaderSettings, loads: Loads) -> Limi
 
 def _locality(config: Config) -> Locality | None:
     """The locality of the vision replicas, with all ranks on one node."""
-    graph = make_graph(config, load_family(config.text.model_name), config.text.model_name)
+    graph = plan_run(config).graph
     return find_localities(graph, devices_as_planned(graph), config.data.locality_slack).get("vision")
 
 

@@ -221,7 +221,7 @@ def _more_memory(asked: Asked, space: Space, ways: Ways) -> Iterator[str]:
 
 def _fits(asked: Asked, space: Space, config: Config, held: Held) -> bool:
     given = freed(config, held)
-    whole = WholeRun(given, space.whole.family, space.counted.source, shapes=space.counted)
+    whole = WholeRun(given, space.counted)
     try:
         other = replace(
             space, config=given, whole=whole, held=held.layouts(config), known={}, scored={}, **keys_of_run(held)

@@ -16,8 +16,8 @@ from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.models.family import Family
 from dhp.plan.bench.machine import CPU, Machine, device_here, machine_of
-from dhp.plan.count.samples import COMMENT, EqualSamples, Samples, made_for, read_table
-from dhp.plan.search.sample_source import assumed_equal, equal_samples, measured_table, why_not_measured
+from dhp.plan.count.samples import COMMENT, EqualSamples, Samples, assumed_equal, equal_samples, made_for, read_table
+from dhp.plan.search.sample_source import measured_table, why_not_measured
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table

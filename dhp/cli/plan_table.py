@@ -12,10 +12,11 @@ from dhp.config.layout import DEGREES
 from dhp.config.parts import DECODER, parts
 from dhp.core.text import aligned
 from dhp.models.family import VISION
+from dhp.plan.count.row_limits import a_step, rows_by_tokens
 from dhp.plan.forecast.moments import NAMES
 from dhp.plan.search.candidates import Candidate
 from dhp.plan.search.explain import loses_by, refusals
-from dhp.plan.search.free_keys import ROWS, a_step, rows_by_tokens
+from dhp.plan.search.free_keys import ROWS
 from dhp.plan.search.inverse import MOST_TOKENS, samples_a_step
 from dhp.plan.search.needs import FAILURE_HOURS, PIXELS_S, SAVED_BYTES_S, crossing
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from dhp.config.data import DataConfig
 from dhp.config.schema import Config, PartConfig
+from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
 
 DECODER = "text"  # the part after all others: it has the samples' rows and the loss
@@ -76,3 +77,8 @@ def split_share(text: str) -> tuple[str, float]:
 def read_datasets(data: DataConfig) -> list[str]:
     """Names in the registry of all datasets that a run reads, to train on and to evaluate, each once."""
     return list(dict.fromkeys(split_share(text)[0] for text in (*data.datasets, *data.eval_datasets)))
+
+
+def degrees(part: PartConfig) -> Degrees:
+    """The degrees of each stage of a resolved part."""
+    return Degrees.read(lambda axis: resolved(getattr(part, axis)))

@@ -134,3 +134,8 @@ def _similarity(left: str, right: str) -> float:
 def _split(key: str) -> tuple[str, str]:
     section, _, leaf = key.rpartition(".")
     return section, leaf
+
+
+def binary_size(count: float) -> str:
+    """`65.3 GiB`, below one `12.3 MiB`."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -121,10 +121,7 @@ def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSetting
     if not targets:
         return
     name_accelerator()
-    from peft import (
-        LoraConfig,  # takes seconds, and only runs with adapters need it
-        inject_adapter_in_model,
-    )
+    from peft import LoraConfig, inject_adapter_in_model
 
     trained = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     config = LoraConfig(

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from dhp.core.batch import Grid, ProcessorOutput, frame_patches
 from dhp.core.errors import ModelError
 from dhp.models.contract.random_rows import positions
-
-if TYPE_CHECKING:
-    pass
 
 FEATURES, CHUNK = "input_features", "chunk"
 

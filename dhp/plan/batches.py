@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dhp.batch.assign_images import Locality
-from dhp.config.parts import decoder, encoders, model_name, resolved
+from dhp.config.parts import decoder, degrees, encoders, model_name, resolved
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config, PartConfig
 from dhp.core.batch import FeatureSettings
@@ -16,9 +16,8 @@ from dhp.data.sample.chat import read_template
 from dhp.data.sampling.sampler import BatchLayout
 from dhp.models.flops import TrainedShare
 from dhp.models.shape import find_passes
+from dhp.plan.count.counted_model import Counted
 from dhp.plan.count.row_limits import balance_settings
-from dhp.plan.run_plan import RunPlan
-from dhp.plan.stage_graph import degrees
 from dhp.plan.trainable import adapters_of
 
 if TYPE_CHECKING:
@@ -63,11 +62,11 @@ def batch_layout(config: Config) -> BatchLayout:
     return BatchLayout(replicas, count, samples, replicas * count - config.training.batch_size // samples)
 
 
-def passes_of(plan: RunPlan) -> dict[str, TrainedShare]:
+def passes_of(counted: Counted) -> dict[str, TrainedShare]:
     """The share that a step computes of each part; none where all of them are trained."""
-    if not (plan.config.training.trainable or plan.config.training.frozen or plan.adapters):
+    if not counted.rules.selects:
         return {}
-    return find_passes(plan.family, plan.parameters, plan.rules)
+    return find_passes(counted.family, counted.parameters, counted.rules)
 
 
 def _split(part: PartConfig, locality: Locality | None) -> Split:

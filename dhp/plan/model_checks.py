@@ -62,7 +62,7 @@ def check_row_length(max_tokens: int | None, positions: PositionRange | None) ->
 def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None:
     """Raises ConfigError where DeepSpeed would have no plan to cut the part by, ModelError where it would be cut by
     styles whose gradients are not known to be exact."""
-    from dhp.plan.stage_graph import degrees
+    from dhp.config.parts import degrees
 
     own = family.parts[name]
     if degrees(part).shares_experts:

@@ -1,51 +1,57 @@
-"""What is decided of a run from its configuration and the model's shape, each once, before any actor."""
+"""Decides a run once, before any actor: its model, and the graph of its stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
-from dhp.config.parts import model_name, parts
 from dhp.config.schema import Config
 from dhp.core.graph import StageGraph
 from dhp.core.parameters import AdapterSettings, TrainingRules
 from dhp.models.family import Family
-from dhp.models.registry import load_family
 from dhp.models.shape import Parameter
-from dhp.plan.model_shapes import Shapes
+from dhp.plan.count.counted_model import Counted, count_model
 from dhp.plan.stage_graph import make_graph
-from dhp.plan.trainable import adapters_of, training_rules
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One run. config: resolved. source: where the model's configuration is read from (`dhp.models.pretrained`).
-
-    family: the model's, with the parts of the run. rules: what is trained, and how. adapters: by part. graph: its
-    stages.
-    """
+    """One run. config: resolved. counted: its model, with the parts of the run, what is trained, and how. graph: its
+    stages."""
 
     config: Config
-    source: str
-    family: Family
-    rules: TrainingRules
-    adapters: Mapping[str, AdapterSettings]
+    counted: Counted
     graph: StageGraph
 
-    @cached_property
+    @property
+    def source(self) -> str:
+        """Where the model's configuration is read from (`dhp.models.pretrained`)."""
+        return self.counted.source
+
+    @property
+    def family(self) -> Family:
+        """The model's, with the parts of the run."""
+        return self.counted.family
+
+    @property
+    def rules(self) -> TrainingRules:
+        """What is trained, and how."""
+        return self.counted.rules
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterSettings]:
+        """By part."""
+        return self.counted.adapters
+
+    @property
     def parameters(self) -> tuple[Parameter, ...]:
         """All parameters of the model, adapters' among them."""
-        from dhp.models.empty import list_parameters  # imports modeling code, which takes a second
-
-        return list_parameters(self.source, self.family, self.adapters)
+        return self.counted.parameters
 
 
-def plan_run(config: Config, source: str | None = None, trains: bool = True, shapes: Shapes | None = None) -> RunPlan:
+def plan_run(config: Config, source: str | None = None, trains: bool = True, counted: Counted | None = None) -> RunPlan:
     """The plan of a resolved configuration. source: None for the model's own directory or hub id. trains: false where
-    nothing is trained, whatever the configuration says. shapes: of the model; None: it is counted where that is needed.
-    Raises ConfigError and ModelError."""
-    source = source or model_name(config)
-    family, adapters = load_family(source).having(parts(config)), adapters_of(config)
-    rules = training_rules(config.training, family, adapters)
-    return RunPlan(config, source, family, rules, adapters, make_graph(config, family, source, trains, shapes))
+    nothing is trained, whatever the configuration says. counted: the model, where it was counted before. Raises
+    ConfigError and ModelError."""
+    counted = counted or count_model(config, source)
+    return RunPlan(config, counted, make_graph(config, counted, trains))

@@ -5,51 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dhp.batch.assign_images import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
 from dhp.cluster.gpus import RankDevice
 from dhp.config.layout import read_choices
 from dhp.config.model_rules import check_cuts
-from dhp.config.parts import DECODER, parts, resolved
+from dhp.config.parts import DECODER, degrees, parts, resolved
 from dhp.config.schema import ClusterConfig, Config, PartConfig
-from dhp.core.axes import Degrees
 from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
 from dhp.core.reports import RecomputePolicies
 from dhp.models.family import VISION, Family
 from dhp.models.types import chunks_of
-from dhp.plan.model_shapes import ModelShapes, Shapes
-from dhp.plan.trainable import adapters_of, trained_stage, training_rules
-
-if TYPE_CHECKING:
-    from dhp.plan.cut.partition import LayerCuts
+from dhp.plan.count.counted_model import Counted
+from dhp.plan.cut.partition import LayerCuts, part_cuts
+from dhp.plan.trainable import trained_stage
 
 
-def make_graph(
-    config: Config, family: Family, source: str, trains: bool = True, shapes: Shapes | None = None
-) -> StageGraph:
-    """The stages of a resolved configuration for the model of `source`, as `dhp.models.pretrained` gives it. trains:
-    false where nothing is trained, whatever the configuration says. shapes: of the model, where they are known.
-
-    Raises ConfigError for cuts that the model's layers do not admit.
-    """
-    family = family.having(parts(config))
-    adapters = adapters_of(config)
-    rules = training_rules(config.training, family, adapters)
-    counted = shapes or ModelShapes(family, source, adapters)
-    trained = trained_stage(rules, counted) if trains else lambda part, absent: False
+def make_graph(config: Config, counted: Counted, trains: bool = True) -> StageGraph:
+    """The stages of a resolved configuration. counted: its model, with the run's parts. trains: false where nothing is
+    trained, whatever the configuration says. Raises ConfigError for cuts that the model's layers do not admit."""
+    family, rules = counted.family, counted.rules
+    trained = trained_stage(rules, lambda: counted.parameters) if trains else lambda part, absent: False
     stages: list[StageSpec] = []
     ties: list[Tie] = []
-
-    @cache
-    def cuts() -> dict[str, LayerCuts]:
-        from dhp.plan.cut.chain import (
-            Model,  # imports modeling code, which takes a second
-            part_cuts,
-        )
-
-        return part_cuts(config, Model(family, source, rules, counted, trains))
-
+    cuts = cache(lambda: part_cuts(config, counted, trains))
     for name, section in parts(config).items():
         part = family.parts[name]
         chunks = _chunks(name, section, len(part.layers.kinds), cuts)
@@ -72,11 +52,6 @@ def _first_device(cluster: ClusterConfig, part: str, before: Sequence[StageSpec]
         return before[-1].devices.stop
     tower = [stage for stage in before if stage.part == VISION]
     return tower[-1].devices.start if cluster.chain and part == DECODER else 0
-
-
-def degrees(part: PartConfig) -> Degrees:
-    """The degrees of each stage of a resolved part."""
-    return Degrees.read(lambda axis: resolved(getattr(part, axis)))
 
 
 def _stages(name: str, section: PartConfig, chunks: Sequence[range], first: int) -> list[StageSpec]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.schema import Config, PartConfig
@@ -15,9 +14,6 @@ from dhp.core.parameters import AdapterSettings, GroupRule, Selector, TrainingRu
 from dhp.core.text import did_you_mean, nearest
 from dhp.models.family import Family
 from dhp.models.shape import Parameter
-
-if TYPE_CHECKING:
-    from dhp.plan.model_shapes import Shapes
 
 PROJECTOR = "projector"  # of all encoders: what leads from them to the decoder
 
@@ -51,11 +47,14 @@ def training_rules(training: TrainingConfig, family: Family, adapted: Collection
     return TrainingRules(select(training.trainable), select(training.frozen), tuple(groups), of_parts)
 
 
-def trained_stage(rules: TrainingRules, shapes: Shapes) -> Callable[[str, Sequence[str]], bool]:
-    """A function: whether a stage of a part trains anything, when the part's modules `absent` are not in it."""
+def trained_stage(
+    rules: TrainingRules, parameters: Callable[[], Iterable[Parameter]]
+) -> Callable[[str, Sequence[str]], bool]:
+    """A function: whether a stage of a part trains anything, when the part's modules `absent` are not in it.
+    parameters: of the model, which are listed only where rules select some."""
     if not rules.selects:
         return lambda part, absent: True
-    trained = [one for one in shapes.parameters if one.used and rules.trains(one.name)]
+    trained = [one for one in parameters() if one.used and rules.trains(one.name)]
     return lambda part, absent: any(one.part == part and not is_inside(one.name, absent) for one in trained)
 
 

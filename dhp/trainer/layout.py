@@ -21,13 +21,13 @@ from dhp.core.process import say_nothing
 from dhp.data.remote.places import missing_data
 from dhp.models.family import VISION
 from dhp.models.registry import import_plugins
-from dhp.plan.count.samples import Samples
+from dhp.plan.count.samples import Samples, assumed_equal, equal_samples
 from dhp.plan.search.candidates import Candidate
 from dhp.plan.search.explain import equations
 from dhp.plan.search.free_keys import RECOMPUTE, ROWS, Held, find_held, put, searched_keys, with_settings
 from dhp.plan.search.layout_search import Found, search
 from dhp.plan.search.run_devices import machine_ahead
-from dhp.plan.search.sample_source import assumed_equal, equal_samples, measured_table, why_not_measured
+from dhp.plan.search.sample_source import measured_table, why_not_measured
 from dhp.plan.search.space import Space
 from dhp.plan.search.subject import Subject, make_space, read_subject
 from dhp.supervise.attempt import Layout, Layouts

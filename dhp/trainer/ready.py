@@ -17,18 +17,16 @@ from dhp.observe.recorder import Recorder
 from dhp.plan.bench.machine import CPU, Machine, assumed_cpu, machine_of_run, may_be_known
 from dhp.plan.count.costs import StageCosts
 from dhp.plan.count.row_limits import LOOKED_AT, LOOKING_S
-from dhp.plan.count.samples import Samples
-from dhp.plan.cut.part_seconds import SecondsOfParts
+from dhp.plan.count.samples import Samples, assumed_equal
 from dhp.plan.forecast.forecast import Forecast, forecast
-from dhp.plan.forecast.question import Question, attempt, count_model, is_quick
+from dhp.plan.forecast.question import Question, attempt, is_quick
 from dhp.plan.forecast.stage_bytes import counted_costs
 from dhp.plan.run_plan import RunPlan
-from dhp.plan.search.sample_source import assumed_equal
 from dhp.step.schedule import Schedule, make_schedule
 from dhp.trainer.recomputing import Recomputing, plans_any
 from dhp.trainer.reports import Tracing, compile_notes, device_memory, find_peak, name_kernels, overlap_warning
 from dhp.trainer.session import Session
-from dhp.trainer.settings import measures, table_of_training
+from dhp.trainer.settings import table_of_training
 
 if TYPE_CHECKING:
     from dhp.trainer.session import Session
@@ -72,8 +70,7 @@ def look_ahead(session: Session, devices: Sequence[DeviceInfo], costs: bool = Fa
     plan, timeout_s = session.plan, session.config.cluster.step_timeout_s
     if not costs and not may_be_known(plan.config, devices):
         return Ahead()
-    counted = count_model(plan)
-    quick = attempt(partial(is_quick, plan, counted))
+    quick = attempt(partial(is_quick, plan))
     if isinstance(quick, str):
         return Ahead(why=quick)
     if not quick:
@@ -87,10 +84,10 @@ def look_ahead(session: Session, devices: Sequence[DeviceInfo], costs: bool = Fa
         machine = machine_of_run(plan.config, plan.family, devices, session.node_devices, session.threads, loads)
         if machine is None:
             formats = {part.dtype for part in parts(plan.config).values()}
-            return Ahead(Question(plan, counted, assumed_cpu(len(devices), formats, float("inf")), loads))
+            return Ahead(Question(plan, assumed_cpu(len(devices), formats, float("inf")), loads))
         measured = {figure.kind for figure in machine.figures.values()} == {"measured"}
         source = "rates measured here before" if measured else "rates by data sheets"
-        return Ahead(Question(plan, counted, machine, loads), source=source)
+        return Ahead(Question(plan, machine, loads), source=source)
 
     made = attempt(make)
     return Ahead(why=made) if isinstance(made, str) else made
@@ -145,12 +142,11 @@ class Ready:
     """What goes along with the steps of a started session.
 
     peak: operations a second of all devices; None: not known. recomputing: chooses what layers recompute, where it is
-    chosen. seconds: learns what parts take, where that is kept. tracing: in a traced run."""
+    chosen. tracing: in a traced run."""
 
     peak: float | None
     schedule: Schedule
     recomputing: Recomputing | None
-    seconds: SecondsOfParts | None
     tracing: Tracing | None
 
 
@@ -167,16 +163,13 @@ def start_stages(session: Session, recorder: Recorder, steps: int) -> Ready:
     for line in [*([warning] if warning else []), *compile_notes(config), *name_kernels(session.groups, started_s)]:
         recorder.say(line)
     peak, devices = find_peak(session.groups, started_s, recorder.say)
-    ahead = look_ahead(session, devices, costs=plans_any(config, graph) and config.memory.budget_gib is not None)
+    ahead = look_ahead(session, devices, costs=plans_any(config, graph))
     recorder.beside, lines = expected(ahead)
     for line in lines:
         recorder.say(line)
     schedule = make_schedule(config.training.schedule, graph, micro_batches(config))
-    seconds = None
-    if measures(config) and config.memory.cache_dir is not None:
-        seconds = SecondsOfParts(config, graph, session.plan.family, config.memory.cache_dir)
     recomputing = _recomputing(session, recorder, schedule, ahead)
-    return Ready(peak, schedule, recomputing, seconds, _tracing(session, recorder))
+    return Ready(peak, schedule, recomputing, _tracing(session, recorder))
 
 
 def _recomputing(session: Session, recorder: Recorder, schedule: Schedule, ahead: Ahead) -> Recomputing | None:

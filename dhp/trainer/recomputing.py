@@ -10,7 +10,8 @@ from dhp.config.rules import no_budget
 from dhp.config.schema import Config
 from dhp.core.graph import StageGraph
 from dhp.core.reports import StageReport
-from dhp.plan.count.costs import Plan, StageCosts, arrange, mebibytes, plan_table, read_costs, write_costs
+from dhp.core.text import binary_size
+from dhp.plan.count.costs import Plan, StageCosts, arrange, plan_table, read_costs, write_costs
 from dhp.plan.recompute.planner import Planner, as_text
 from dhp.plan.recompute.run_shape import run_shape, usage_of
 from dhp.plan.run_plan import RunPlan
@@ -64,20 +65,20 @@ class Recomputing:
             raise no_budget("recompute")
         self._memory_bytes = memory_bytes if given is None else None  # to be read from
         self._budget = 0.0 if given is None else given * GIB
-        # A plan for what is left waits for what is left, so it measures layers too.
-        known = None if given is None else read_costs(self._folder, self._shape)
+        known = read_costs(self._folder, self._shape)
         self._arrangement = arrange(graph, schedule, device)
-        counted = None if known is not None or given is None else counted
+        counted = None if known is not None else counted
         self._keeps = counted is None  # costs that are measured are kept for later runs
-        self._planner = Planner(
-            kinds, fixed, self._arrangement, self._budget, known or counted, counted=counted is not None
-        )
-        if known is None and counted is None:
-            self._say("recompute      everything at first, and measured; the plan follows after some steps")
-        else:
-            origin = f"measured before, in {self._folder}" if known else "counted by the model's shape"
+        costs, waits = known or counted, given is None  # a plan for what is left waits for what is left
+        self._planner = Planner(kinds, fixed, self._arrangement, self._budget, costs, counted is not None, waits)
+        origin = f"measured before, in {self._folder}" if known else "counted by the model's shape"
+        if self._planner.settled:
             self._say(f"recompute      {origin}")
             self._apply()
+        elif costs is not None:
+            self._say(f"recompute      {origin}; everything at first, until steps show what memory is left")
+        else:
+            self._say("recompute      everything at first, and measured; the plan follows after some steps")
 
     def learn(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
         """Take a step's reports of all ranks, by stage. A new plan is sent to the ranks, for steps after the last one
@@ -96,7 +97,7 @@ class Recomputing:
         if not self._planner.learn(usages):
             return
         if was_settled and self._planner.settled:
-            self._say(f"recompute      {mebibytes(peak)} are more than the budget, so more is recomputed")
+            self._say(f"recompute      {binary_size(peak)} are more than the budget, so more is recomputed")
         elif was_settled:
             self._say("recompute      a stage has its first work: everything again, and measured; a new plan follows")
         if self._planner.settled and self._keeps:
@@ -114,7 +115,7 @@ class Recomputing:
         fits = "" if needed <= self._budget else _TOO_SMALL
         lines = [*plan_table(self._planner.costs(), plan), *self._as_configured(plan)]
         lines.append(
-            f"{mebibytes(needed)} of {mebibytes(self._budget)} expected on the fullest device, "
+            f"{binary_size(needed)} of {binary_size(self._budget)} expected on the fullest device, "
             f"{self._planner.saved_s() * 1e3:.0f} ms a step less than with everything recomputed{fits}"
         )
         for line in lines:

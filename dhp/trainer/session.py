@@ -150,7 +150,7 @@ class Session:
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
         self.data = self._cluster.dataset_actor(
             make_reader,
-            feed_settings(config, near, passes_of(self.plan), features),
+            feed_settings(config, near, passes_of(self.plan.counted), features),
             micro_batches=micro_batches(config),
             **reading,
         )

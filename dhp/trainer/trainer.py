@@ -357,8 +357,6 @@ class Trainer:
             self.recorder.say(advice)
         if self.ready.recomputing is not None:
             self.ready.recomputing.learn(reports)
-        if self.ready.seconds is not None:
-            self.ready.seconds.learn(reports)
         self._write_spans(pending.spans)
         self._saver.look(pending.asked)
         if pending.saving is not None:

@@ -21,10 +21,7 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
 
 def train_all(given: argparse.Namespace) -> list[Row]:
     """Every method with one seed, then with the next; prints each row when it is known."""
-    from experiments.convergence.trained import (
-        make_work,  # not for a plot of what was read
-        run,
-    )
+    from experiments.convergence.trained import make_work, run
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -16,9 +16,9 @@ from dhp.core.parameters import AdapterSettings
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import OptimizerSettings
 from dhp.engine.text import TextEngine
+from dhp.models.empty import list_parameters
 from dhp.models.registry import load_family
 from dhp.parallel.optim.base import Frozen
-from dhp.plan.model_shapes import ModelShapes
 from dhp.plan.trainable import trained_stage, training_rules
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
@@ -95,7 +95,9 @@ class Way:
         """keep: where the tower's features are kept; None: nowhere."""
         family, adapters = load_family(model), trained.adapters
         rules = training_rules(TrainingConfig(frozen=list(trained.frozen)), family, adapters)
-        graph = pair_of(family, vision_trains=trained_stage(rules, ModelShapes(family, model, adapters))(VISION, ()))
+        graph = pair_of(
+            family, vision_trains=trained_stage(rules, lambda: list_parameters(model, family, adapters))(VISION, ())
+        )
         trainers = {VISION: EncoderEngine, TEXT: TextEngine}
         given = partial(settings_of, graph, model=model, update=UPDATE, rules=rules)
         kept = {VISION: keep}

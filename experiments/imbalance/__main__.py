@@ -17,10 +17,7 @@ STEPS = 6
 
 def measured_rows(ways: Sequence[str], steps: int) -> Iterator[dict[str, Any]]:
     """Of each way, one after another, then what was published."""
-    from experiments.imbalance.measured import (
-        make_work,  # not for a plot of what was read
-        measure,
-    )
+    from experiments.imbalance.measured import make_work, measure
 
     with tempfile.TemporaryDirectory(prefix="dhp-imbalance-") as folder:
         work = make_work(Path(folder), steps)

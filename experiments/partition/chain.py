@@ -22,7 +22,7 @@ from dhp.core.graph import Node, StageGraph
 from dhp.core.reports import StageUsage
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
-from dhp.plan.count.units import Unit, layer_cuts
+from dhp.plan.cut.units import Unit, layer_cuts
 from dhp.plan.run_plan import RunPlan, plan_run
 from dhp.step.schedule import Action, Backward, Forward, Schedule, make_programs, make_schedule
 from dhp.step.stages import make_stages

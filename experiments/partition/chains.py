@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dhp.trainer.expected_step import expected_step
+
 from dhp.config.command_line import compose_config
 from dhp.config.parts import model_name
 from dhp.config.resolve import resolve
 from dhp.models.pretrained import config_source
 from dhp.plan.run_plan import plan_run
-from dhp.trainer.expected_step import expected_step
 from experiments.pair import TEXT, VISION
 
 METHODS = ("exact", "bmp", "profile", "layers", "parameters")

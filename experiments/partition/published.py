@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from dhp.plan.count.units import Unit
 from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
 from dhp.plan.cut.exact import exact
-from dhp.plan.cut.partition import pipeline_programs
 from dhp.plan.cut.problem import PartitionProblem, bounds_of
+from dhp.plan.cut.programs import pipeline_programs
 from dhp.plan.cut.run_tables import all_cuts, choices_of
+from dhp.plan.cut.units import Unit
 from experiments.pair import TEXT, VISION
 from experiments.partition.paper import BMP_LAYERS, COLUMNS, FREE, FREE_AT_LAST, STAGES
 from experiments.partition.shapes import LINK, MODELS, Model, model_named, units_of

@@ -19,11 +19,11 @@ import torch
 
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch
-from dhp.plan.count.units import Unit
 from dhp.plan.cut.bmp import bmp, by_layers, by_parameters
 from dhp.plan.cut.exact import exact
-from dhp.plan.cut.partition import pipeline_programs
 from dhp.plan.cut.problem import PartitionProblem
+from dhp.plan.cut.programs import pipeline_programs
+from dhp.plan.cut.units import Unit
 from experiments.pair import TEXT, VISION, as_batch, join_alone
 from experiments.partition.chain import SCHEDULE, Chain, Stages, by_stage, plan_chain, stages_of
 from experiments.partition_search.__main__ import at

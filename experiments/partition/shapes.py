@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dhp.plan.count.units import NONE, Link, Saved, Unit
+from dhp.plan.count.row_bytes import NONE
+from dhp.plan.cut.units import Link, Saved, Unit
 from experiments.pair import TEXT, VISION
 
 TILES, TOKENS = 9, 4096  # of a micro-batch: pictures' tiles and the decoder's tokens, as OmniBal packs them

@@ -23,8 +23,8 @@ from dhp.core.batch import Batch, StepData
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import StageSettings
 from dhp.engine.text import TextEngine
-from dhp.plan.cut.partition import pipeline_programs
 from dhp.plan.cut.problem import PartitionProblem
+from dhp.plan.cut.programs import pipeline_programs
 from dhp.plan.run_plan import RunPlan
 from dhp.step.stages import make_stages
 from dhp.trainer.settings import stage_settings

@@ -15,8 +15,8 @@ import numpy as np
 from dhp.core.errors import ConfigError
 from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
 from dhp.plan.cut.exact import MOST_CUTS, exact
-from dhp.plan.cut.partition import pipeline_programs
 from dhp.plan.cut.problem import PartitionProblem
+from dhp.plan.cut.programs import pipeline_programs
 from dhp.plan.cut.run_tables import all_cuts, make_tables, steps_of
 from experiments.partition_search.chains import full_size, random_problem
 

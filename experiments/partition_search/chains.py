@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from dhp.plan.count.units import Link, Saved, Unit
-from dhp.plan.cut.partition import pipeline_programs
 from dhp.plan.cut.problem import PartitionProblem
+from dhp.plan.cut.programs import pipeline_programs
 from dhp.plan.cut.run_tables import needed_bytes
+from dhp.plan.cut.units import Link, Saved, Unit
 
 # What a choice keeps of a layer's bytes, and its seconds by those of a forward, as dhp's own layers have it.
 CHOICES = {"none": (1.0, 0.0), "light": (0.5, 0.03), "mlp": (0.3, 0.35), "linear": (0.15, 0.7), "all": (0.07, 1.0)}

@@ -25,10 +25,11 @@ from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import slots
 from dhp.plan.batches import batch_layout, feed_settings
 from dhp.plan.bench.machine import Machine
+from dhp.plan.count.counted_model import count_model
 from dhp.plan.count.loads import RunLoads
 from dhp.plan.count.samples import EqualSamples, Samples
 from dhp.plan.forecast.forecast import Forecast, forecast
-from dhp.plan.forecast.question import Question, count_model
+from dhp.plan.forecast.question import Question
 from dhp.plan.run_plan import RunPlan, plan_run
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages

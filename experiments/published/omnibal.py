@@ -13,7 +13,7 @@ from dhp.data.balance.methods import isf, random_batches
 from dhp.data.balance.packs import Limits, Loads
 from dhp.models.flops import OPERATIONS
 from dhp.plan.count.rates import Channel, Rates, Sent, Work, spend
-from dhp.plan.count.units import Numbers
+from dhp.plan.cut.units import Numbers
 from experiments.balance.sets import made
 from experiments.published.machine import Fitted, fit, rates_of
 from experiments.published.pipelines import least_slowest, pipeline_seconds, stage_layers

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dhp.plan.count.units import Numbers
-from dhp.plan.cut.partition import pipeline_programs
+from dhp.plan.cut.programs import pipeline_programs
 from dhp.plan.cut.simulate import Work, merged
+from dhp.plan.cut.units import Numbers
 
 
 def pipeline_seconds(forward: Numbers, backward: Numbers, hop: Numbers) -> Numbers:

@@ -15,10 +15,9 @@ from dhp.config.resolve import resolve
 from dhp.models.family import VISION
 from dhp.models.pretrained import config_source
 from dhp.plan.bench.machine import Machine, machine_of
-from dhp.plan.count.counted_model import Counted
+from dhp.plan.count.counted_model import Counted, count_model
 from dhp.plan.count.rates import Channel
 from dhp.plan.count.samples import EqualSamples, Samples
-from dhp.plan.forecast.question import count_model
 from dhp.plan.run_plan import RunPlan, plan_run
 from dhp.plan.search.candidates import Candidate
 from dhp.plan.search.free_keys import ROWS, find_held, freed, one_actor_each

@@ -16,12 +16,7 @@ from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings
 from dhp.data.sample.sample import Sample
 from dhp.models import lora as adapters
-from tests.engine.test_declared_families import (
-    EXACTLY,  # noqa: F401
-    PICTURES_EVERYWHERE,
-    Made,
-    run,
-)
+from tests.engine.test_declared_families import PICTURES_EVERYWHERE, Made, run
 from tests.engine.test_parity import assert_exact
 from tests.helpers import ranks
 from tests.helpers.batches import mixed_step, step_without_image

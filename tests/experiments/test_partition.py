@@ -10,10 +10,10 @@ import pytest
 
 from dhp.core.axes import Degrees
 from dhp.data.balance.packs import Packs
-from dhp.plan.count.units import Unit
 from dhp.plan.cut.exact import exact
-from dhp.plan.cut.partition import pipeline_programs
 from dhp.plan.cut.problem import Partition, PartitionProblem
+from dhp.plan.cut.programs import pipeline_programs
+from dhp.plan.cut.units import Unit
 from experiments.pair import TEXT, VISION, as_batch, join_alone
 from experiments.partition.chain import Chain, Stages, plan_chain, stages_of
 from experiments.partition.chains import Asked, chains

@@ -31,8 +31,8 @@ from dhp.data.sampling.sampler import BatchLayout, slots
 from dhp.doctor.diagnose import staying_double
 from dhp.models.registry import load_family
 from dhp.plan.batches import feed_settings, passes_of
+from dhp.plan.count.counted_model import count_model
 from dhp.plan.run_plan import plan_run
-from dhp.plan.stage_graph import make_graph
 from dhp.plan.trainable import adapters_of, training_rules
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
@@ -112,7 +112,7 @@ class _Layout:
     @classmethod
     def of(cls, config: Config, folder: str) -> _Layout:
         """Raises ConfigError."""
-        graph = make_graph(config, load_family(folder), folder)
+        graph = plan_run(config, folder).graph
         return cls(config, graph, make_schedule(config.training.schedule, graph, micro_batches(config)))
 
 
@@ -193,7 +193,7 @@ def _some_steps(
 ) -> _Found:
     config, graph = layout.config, layout.graph
     family = load_family(parts(config)["text"].model_name).having(parts(config))
-    settings = feed_settings(config, None, passes_of(plan_run(config)))
+    settings = feed_settings(config, None, passes_of(count_model(config)))
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     packing = settings.data.packing or settings.text.sequence > 1
     dealer = BatchSharder(family, Collator(family, 0, packing), *division, Draws(settings.seed, settings.drawing))

@@ -33,6 +33,7 @@ from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.engine.text import TextEngine
 from dhp.models import lora as adapters
+from dhp.models.empty import list_parameters
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.models.types import chunks_of
@@ -41,7 +42,6 @@ from dhp.parallel.optim import zero
 from dhp.parallel.optim.base import Frozen, join_master
 from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.tensor.slices import as_dtensors
-from dhp.plan.model_shapes import ModelShapes
 from dhp.plan.trainable import trained_stage, training_rules
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
@@ -261,7 +261,7 @@ def graph_of(model: str, case: Case) -> StageGraph:
         audio_stages=case.audio_stages,
         audio_layers=0 if case.audio is None else len(family.parts["audio"].layers.kinds),
     )
-    trains = trained_stage(rules, ModelShapes(family, model, dict(case.lora)))
+    trains = trained_stage(rules, lambda: list_parameters(model, family, dict(case.lora)))
     chunks = [chunks_of(stage.chunks, decoder.whole) for stage in make().of_part("text")]
     of_tower = [chunks_of(stage.chunks, family.tower.whole) for stage in make().of_part("vision")]
     heard = None if case.audio is None else family.parts["audio"]

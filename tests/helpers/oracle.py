@@ -178,10 +178,7 @@ def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, Adapt
     """peft's own adapters in a whole model, which begin with what ours begin with."""
     if not lora:
         return
-    from peft import (
-        LoraConfig,  # which a bare machine with a GPU lacks
-        inject_adapter_in_model,
-    )
+    from peft import LoraConfig, inject_adapter_in_model
 
     for part, asked in lora.items():
         own, layers = family.parts[part].modules, family.parts[part].layers.path

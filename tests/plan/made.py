@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dhp.core.reports import LayerUsage, RecomputePolicies, StageUsage
+from dhp.plan.bench.machine import Machine
 from dhp.plan.count.costs import Arrangement, LayerCost, StageCosts
+from dhp.plan.count.rates import Channel, Rates
 from dhp.plan.recompute.planner import probes
 
 MIB = 2**20
@@ -19,6 +21,15 @@ LAYER = {
     "offload": (0, 23, 1.05),
 }
 ROWS = 1000
+
+FREE = Channel(float("inf"))
+RATES = Rates(1e12, 1e12, float("inf"), 0.0, FREE, FREE)
+QUIET = {"handover": FREE, "action_s": 0.0, "step_s": 0.0, "contexts": False}
+
+
+def machine(rates: Rates = RATES, **more: object) -> Machine:
+    """Devices whose rates are round numbers."""
+    return Machine("made", 2, 2, dict.fromkeys(("float32", "bfloat16"), rates), 2**40, **{**QUIET, **more})
 
 
 def arrangement(shared: bool, outstanding: int, together: bool) -> Arrangement:

@@ -8,14 +8,13 @@ from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.errors import ConfigError
 from dhp.core.graph import Tie
-from dhp.models.registry import load_family
-from dhp.plan.stage_graph import make_graph
+from dhp.plan.run_plan import plan_run
 
 
 def graph_of(model: str, *overrides: str):
     names = [f"{part}.model_name={model}" for part in ("vision", "text")]
     config = resolve(compose_config("tiny", overrides=[*names, *overrides]))
-    return make_graph(config, load_family(model), model)
+    return plan_run(config, model).graph
 
 
 def test_a_pair_on_shared_devices(made_model: str) -> None:

@@ -14,7 +14,6 @@ from dhp.core.parameters import TrainingRules
 from dhp.models.empty import list_parameters
 from dhp.models.registry import load_family
 from dhp.plan.run_plan import plan_run
-from dhp.plan.stage_graph import make_graph
 from dhp.plan.trainable import check_frozen_states, check_rules, part_names, training_rules
 from dhp.trainer.settings import table_of_training
 
@@ -82,10 +81,9 @@ def test_a_second_name_of_a_weight_says_the_first(tied_model: str) -> None:
 
 def test_stages_of_a_pipeline_are_frozen_one_by_one(tied_model: str) -> None:
     cut = ["text.parallelism=pipeline", "text.num_actors=2", "vision.zero_stage=0"]
-    family = load_family(tied_model)
 
     def found(*asked: str) -> tuple[list[bool], list[bool], tuple[Tie, ...]]:
-        graph = make_graph(config_of(tied_model, *cut, *asked), family, tied_model)
+        graph = plan_run(config_of(tied_model, *cut, *asked), tied_model).graph
         return [stage.trains for stage in graph.stages], [edge.gradients for edge in graph.edges], graph.ties
 
     below = "training.frozen=[vision,projector,embed_tokens,layers.0,layers.1]"
@@ -96,7 +94,7 @@ def test_stages_of_a_pipeline_are_frozen_one_by_one(tied_model: str) -> None:
 
 def test_zero_of_what_is_not_trained_is_refused(made_model: str) -> None:
     config = config_of(made_model, "training.frozen=[vision,projector]", "vision.zero_stage=1")
-    graph = make_graph(config, load_family(made_model), made_model)
+    graph = plan_run(config, made_model).graph
     with pytest.raises(
         ConfigError, match="vision.zero_stage=1 with nothing of vision trained.*Set vision.zero_stage=0"
     ):

@@ -11,9 +11,8 @@ from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.batch import FeatureSettings, KeepSettings
 from dhp.core.errors import ConfigError
-from dhp.models.registry import load_family
 from dhp.plan.batches import feed_settings
-from dhp.plan.stage_graph import make_graph
+from dhp.plan.run_plan import plan_run
 from dhp.trainer.preflight import GIB, check_features, check_folder, feature_settings, keep_settings
 from dhp.trainer.settings import needed_paths, stage_settings
 
@@ -27,7 +26,7 @@ def config_of(model: str, *overrides: str) -> Config:
 
 def check(model: str, *overrides: str) -> None:
     config = config_of(model, *overrides)
-    check_features(config, make_graph(config, load_family(model), model))
+    check_features(config, plan_run(config, model).graph)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ def test_the_room_is_shared_out(made_model: str, tmp_path: Path) -> None:
     (tmp_path / "ab").mkdir()
     (tmp_path / "ab" / "file").write_bytes(b"1" * (GIB >> 10))
     kept = f"data.cache_features={tmp_path}"
-    graph = lambda config: make_graph(config, load_family(made_model), made_model)
+    graph = lambda config: plan_run(config, made_model).graph
     of = lambda *more: keep_settings(config := config_of(made_model, *FROZEN, *more), graph(config))
     assert of() == {}
     assert of(kept) == {"vision": KeepSettings(str(tmp_path))}
@@ -76,7 +75,7 @@ def test_readers_and_ranks_are_told(made_model: str, monkeypatch: pytest.MonkeyP
     assert feed_settings(config, features=told).features == told
     needs = needed_paths(config, None)
     assert [part for part, paths in needs.items() if paths.get("data.cache_features") == folder] == ["vision", "data"]
-    graph = make_graph(config, load_family(made_model), made_model)
+    graph = plan_run(config, made_model).graph
     keep = KeepSettings(folder, 7)
     assert stage_settings(config, graph, graph.stage("vision"), "cpu", 1, features=keep).features == keep
 

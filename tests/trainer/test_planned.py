@@ -53,7 +53,7 @@ def test_what_is_not_known_is_not_planned(made_model: str) -> None:
 
 
 def test_a_model_whose_trace_takes_minutes_is_left_to_the_plan(made_model: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dhp.plan.forecast.question.AT_ONCE", 0)
+    monkeypatch.setattr("dhp.plan.count.counted_model.AT_ONCE", 0)
     monkeypatch.setattr(Counted, "is_traced", lambda *_: False)
     monkeypatch.setattr(Counted, "keeps", lambda *_: pytest.fail("it was traced"))
     beside, (line,) = ahead_of(session_of(made_model, lengths()), [GPU])

@@ -21,7 +21,7 @@ from dhp.models.registry import load_family
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
 from dhp.plan.batches import feed_settings, passes_of
-from dhp.plan.run_plan import plan_run
+from dhp.plan.count.counted_model import count_model
 from dhp.plan.stage_graph import make_graph as of_config
 from dhp.trainer.settings import kept_settings, resume_line, stage_settings
 from tests.helpers.graphs import make_graph
@@ -185,7 +185,7 @@ def test_parts_whose_adapters_drop_reach_the_dataset_actor() -> None:
 
 def test_what_is_computed_follows_from_what_is_trained(made_model: str) -> None:
     names = [f"{part}.model_name={made_model}" for part in ("vision", "text")]
-    made = lambda *own: passes_of(plan_run(resolve(compose_config("tiny", overrides=[*names, *own]))))
+    made = lambda *own: passes_of(count_model(resolve(compose_config("tiny", overrides=[*names, *own]))))
     assert made() == {}
     found = made("training.frozen=[vision,projector]")
     assert found == {"vision": NO_BACKWARD, "text": TrainedShare(entering=MatmulShare(inputs=0.0))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from inspect import signature
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,6 @@ from torch import Tensor
 
 from dhp.core.errors import ConfigError
 from dhp.parallel.device import FLASH_ATTENTION, find_extra, flash_attention_package
-
-if TYPE_CHECKING:
-    pass
 
 QkvGradients = tuple[Tensor, Tensor, Tensor]
 AUTO = "auto"  # an attention_backend: PyTorch's own kernels

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
-from dhp.config.devices import GIB, Device, Figure, Link, find_device, find_link, known_devices
-from dhp.config.parts import DECODER, parts, resolved
+from dhp.config.devices import GIB, NODE, Device, Figure, Link, find_device, find_link, known_devices
+from dhp.config.parts import DECODER, degrees, parts, resolved
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.core.process import say_nothing
@@ -18,7 +19,6 @@ from dhp.plan.bench.rate_bench import FILE, Measured, kept_rates, measured_rates
 from dhp.plan.bench.rate_fit import MeasuredRates
 from dhp.plan.count.loads import RunLoads
 from dhp.plan.count.rates import Channel, Rates, rates_of
-from dhp.plan.stage_graph import degrees
 
 # Assumed where nothing was measured. Seconds in which the host launches a layer's forward, of about 15 kernels of 8 µs.
 HOST_S = 1.2e-4
@@ -230,3 +230,17 @@ def measure_here(
 def folder_of(config: Config) -> Path:
     """Where rates are kept."""
     return Path(resolved(config.memory.cache_dir or config.data.cache_dir))
+
+
+def expected_machine(config: Config, family: Family, loads: RunLoads, count: int | None = None) -> Machine:
+    """The devices of a run before any is known: `ASSUMED`, or this machine's CPUs, by rates measured before where there
+    are any. count: of them; None: as many as the parts' actors need."""
+    each = [part.num_actors for part in parts(config).values()]
+    count = count or (max(each) if config.cluster.collocate and not config.cluster.chain else sum(each))
+    formats = {part.dtype for part in parts(config).values()}
+    if config.cluster.device != CPU:
+        return machine_of(find_device(ASSUMED), count, min(count, NODE), find_link(BETWEEN), formats)
+    rates = kept_rates(
+        family, asked_rates(config, loads, CPU, config.cluster.threads_per_actor or 1), folder_of(config)
+    )
+    return assumed_cpu(count, formats, inf) if rates is None else measured_machine(config, rates, CPU, count, inf)

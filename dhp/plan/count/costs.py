@@ -13,7 +13,7 @@ from typing import Any
 from dhp.core.files import write_whole
 from dhp.core.graph import StageGraph
 from dhp.core.reports import RecomputePolicies
-from dhp.core.text import aligned
+from dhp.core.text import aligned, binary_size
 from dhp.step.schedule import Schedule, outstanding
 
 
@@ -179,13 +179,10 @@ def plan_table(costs: Mapping[str, StageCosts], plan: Plan) -> list[str]:
     for stage, known in costs.items():
         for (kind, choice), count in Counter(zip(known.kinds, plan[stage], strict=True)).items():
             cost = known.layers[kind][choice]
-            rows.append((stage, kind, choice, str(count), mebibytes(cost.held_bytes), f"{cost.replay_s * 1e3:.1f} ms"))
+            rows.append(
+                (stage, kind, choice, str(count), binary_size(cost.held_bytes), f"{cost.replay_s * 1e3:.1f} ms")
+            )
     return aligned(rows, left=len(_HEADINGS))
-
-
-def mebibytes(count: float) -> str:
-    """`12.3 MiB` of 2²⁰ bytes."""
-    return f"{count / 2**20:.1f} MiB"
 
 
 def arrange(graph: StageGraph, schedule: Schedule, device: str) -> Arrangement:

@@ -10,56 +10,35 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from dhp.config.parts import DECODER
+from dhp.config.parts import DECODER, model_name, parts
 from dhp.config.rules import read_kernels
-from dhp.config.schema import PartConfig
+from dhp.config.schema import Config, PartConfig
 from dhp.core.errors import ModelError
 from dhp.core.files import write_whole
-from dhp.core.graph import StageSpec
 from dhp.core.parameters import ADAMW, AdapterSettings, TrainingRules, is_inside
 from dhp.core.process import say_nothing
 from dhp.core.reports import RecomputePolicies
 from dhp.models.family import VISION, Family
-from dhp.models.shape import DecoderSizes, HeldParameter, Parameter, PartShape, sum_shape
-from dhp.models.types import chunks_of
-from dhp.plan.count.decoder_units import replay_shares, replays, shares_of
+from dhp.models.registry import load_family
+from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
 from dhp.plan.count.loads import window_length
-from dhp.plan.count.row_bytes import Inside, PartBytes, RowBytes, layers_to_trace, of_all_layers, trace_bytes
-from dhp.plan.count.tower_units import Piece, TowerLoad, tower_operations, tower_pieces
+from dhp.plan.count.part_bytes_file import read_bytes, written_bytes
+from dhp.plan.count.row_bytes import PartBytes, layers_to_trace, no_bytes, of_all_layers, trace_bytes
 from dhp.plan.count.traced import Traced, TracedRows, TraceSettings, trace_moments
-
-if TYPE_CHECKING:
-    from dhp.plan.run_plan import RunPlan
-
-
-def written_bytes(kept: PartBytes) -> dict[str, Any]:
-    """Values of a file."""
-    of_kinds = ("held", "replay", "insides")
-    by_choice = {what: [[*key, asdict(own)] for key, own in getattr(kept, what).items()] for what in of_kinds}
-    rows = {what: asdict(getattr(kept, what)) for what in ("before", "after")}
-    listed = {"more": [asdict(one) for one in kept.more], "ends": [asdict(one) for one in kept.ends]}
-    return {"kinds": list(kept.kinds), **listed, **by_choice, **rows}
-
-
-def read_bytes(values: Mapping[str, Any]) -> PartBytes:
-    """What was written."""
-    held, replay = (
-        {(kind, choice): RowBytes(**own) for kind, choice, own in values[what]} for what in ("held", "replay")
-    )
-    more = tuple(RowBytes(**own) for own in values["more"])
-    insides = {(kind, choice): _inside(own) for kind, choice, own in values["insides"]}
-    before, after = (_inside(own) for own in values["ends"])
-    kinds, outside = tuple(values["kinds"]), (RowBytes(**values["before"]), RowBytes(**values["after"]))
-    return PartBytes(kinds, held, replay, more, *outside, insides, (before, after))
-
-
-def _inside(values: Mapping[str, Any]) -> Inside:
-    return Inside(**{name: tuple(RowBytes(**one) for one in own) for name, own in values.items()})
-
+from dhp.plan.count.unit_operations import (
+    Piece,
+    TowerLoad,
+    replay_shares,
+    replays,
+    shares_of,
+    tower_operations,
+    tower_pieces,
+)
+from dhp.plan.trainable import adapters_of, training_rules
 
 How = Mapping[str, Any]  # fields of TraceSettings, but for what layers recompute and which are traced
 
@@ -89,20 +68,6 @@ def _of_some(
     base = TracedRows(256, features, 64) if part == DECODER else TracedRows(0, patches=1024, windows=64)
     kinds = [family.parts[part].layers.kinds[at] for at in layers]
     return of_all_layers(trace_bytes(kinds, base, trace, first_apart), stands)
-
-
-def stage_shapes(plan: RunPlan) -> dict[str, PartShape]:
-    """Parameters of each stage."""
-    return {stage.name: stage_shape(plan, stage) for stage in plan.graph.stages}
-
-
-def stage_shape(plan: RunPlan, stage: StageSpec) -> PartShape:
-    """Parameters of one stage."""
-    part, tensor = plan.family.parts[stage.part], stage.degrees.tensor
-    dropped = part.absent(chunks_of(stage.chunks, part.whole))
-    sharing = stage.degrees.holders // tensor
-    held = count_held(plan.family, plan.source, plan.rules, plan.adapters, stage.part, tensor, sharing, dropped)
-    return sum_shape(held, bool(plan.rules.selects or plan.family.idle), plan.config.training.optimizer)
 
 
 def count_held(
@@ -144,6 +109,7 @@ def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:
 
 
 T = TypeVar("T")
+AT_ONCE = 16  # layers of a part that are traced without being asked for; many take a minute
 FOLDER = "shapes"  # below the cache's
 _PACKAGES = ("torch", "transformers")
 _FORM = 6  # of the files; raised when what they hold changes
@@ -247,7 +213,7 @@ class Counted:
         return window_length(self.family)
 
     def tower_operations(self, load: TowerLoad) -> list[tuple[float, float]]:
-        """As `dhp.plan.count.tower_units.tower_operations`, which is linear in the load, in a fraction of its time."""
+        """As the function of that name, which is linear in the load, in a fraction of its time."""
         found = np.einsum("luk,l->uk", self._operations, [getattr(load, one.name) for one in fields(TowerLoad)])
         return [(products, attention) for products, attention in found.tolist()]
 
@@ -321,6 +287,18 @@ class Counted:
         key = f"keeps {part} {cut} {self.trains_before}"
         return key in self._known or (self._folder is not None and self._path(key).is_file())
 
+    def is_quick(self, part: str, cut: Cut) -> bool:
+        """Whether a trace of the part takes no minute: few of its layers are unlike."""
+        return len(set(self.stands(part, cut).values())) <= AT_ONCE
+
+    def keeps_if_quick(self, part: str, cut: Cut) -> PartBytes:
+        """What the part keeps; nothing where that takes a minute, or cannot be traced. The same whether it was traced
+        before or not, as cuts into stages must not depend on it."""
+        with suppress(ModelError):
+            if self.is_quick(part, cut):
+                return self.keeps(part, cut)
+        return no_bytes(self.family.parts[part].layers.kinds)
+
     def trains_first(self, part: str) -> bool:
         """Whether gradients go on from the part's first layer, to what is before it."""
         if part != DECODER:
@@ -389,3 +367,14 @@ def stage_parameters(held: Sequence[HeldParameter], absent: Sequence[str]) -> li
 
 def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def count_model(config: Config, source: str | None = None, say: Callable[[str], None] = say_nothing) -> Counted:
+    """The model of a resolved configuration, counted when it is asked; kept in the folder of lengths. source: of its
+    configuration; None: its own directory or hub id. Raises ConfigError and ModelError."""
+    source = source or model_name(config)
+    family, adapters = load_family(source).having(parts(config)), adapters_of(config)
+    rules = training_rules(config.training, family, adapters)
+    folder, training = config.data.cache_dir, config.training
+    kept = None if folder is None else Path(folder)
+    return Counted(family, source, rules, adapters, training.objective, kept, say, training.optimizer)

@@ -11,8 +11,8 @@ import numpy as np
 
 from dhp.core.axes import Degrees
 from dhp.models.family import Family
-from dhp.plan.count.tower_units import TowerLoad
 from dhp.plan.count.traced import TracedRows
+from dhp.plan.count.unit_operations import TowerLoad
 from dhp.plan.count.unit_work import TextLoad
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dhp.plan.count.traced import Pass, Traced
 
 CHOICES = ("none", "light", "mlp", "linear", "all")
-LEAST = CHOICES[-1]  # keeps least
+NONE, LEAST = CHOICES[0], CHOICES[-1]  # keeps all, keeps least
 TRACED = ("none", "light", "mlp", "linear", OFFLOAD, "all")  # offload: never chosen, its copies cost what is not known
 
 Trace = Callable[["TracedRows", RecomputePolicies], "Traced"]
@@ -133,6 +133,12 @@ class PartBytes:
         before = self.before.of(rows) if 0 in layers else 0.0
         after = self.after.of(rows) if len(self.kinds) - 1 in layers else 0.0
         return StageCosts(rows.tokens or rows.patches, tuple(map(str, layers)), before, after, found)
+
+
+def no_bytes(kinds: Sequence[str]) -> PartBytes:
+    """Of a part of which nothing is known. kinds: of its layers."""
+    held = {(kind, choice): RowBytes() for kind in kinds for choice in TRACED}
+    return PartBytes(tuple(kinds), held, held, (RowBytes(),) * len(kinds), RowBytes(), RowBytes())
 
 
 def layers_to_trace(alike: Sequence[Hashable], apart: Collection[int] = ()) -> dict[int, int]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from dhp.config.parts import encoders
 from dhp.config.rules import FILLING
 from dhp.config.schema import Config
 from dhp.data.balance.packs import Loads
 from dhp.data.sampling.sampler import BalanceSettings
-
-if TYPE_CHECKING:
-    pass
 
 LOOKED_AT, LOOKING_S = 256, 2.0  # samples, and seconds, by which rows are judged where not all lengths are known
 _MORE = 1.05  # times as many rows by one limit as by the other: less is no matter
@@ -67,3 +64,41 @@ def unreached(config: Config, loads: Loads) -> list[str]:
         f"data.limits.{null} is null, which means {getattr(limits, null):,} {kind[null]} here, and ends them first. "
         f"Set {remedy}"
     ]
+
+
+def rows_by_tokens(config: Config) -> bool:
+    """Whether rows have so many tokens, whatever samples they are of."""
+    return config.data.limits.text is not None and config.data.balance in FILLING
+
+
+def a_step(config: Config) -> int:
+    """Samples of a step; where rows have so many tokens, rows: a micro-batch of a replica is one."""
+    training = config.training
+    return training.batch_size // training.micro_batch_size if rows_by_tokens(config) else training.batch_size
+
+
+# Assumed of a sample where nothing was measured: a picture and a conversation about it.
+SAMPLE_TOKENS, PICTURE_TOKENS, TARGET_TOKENS = 2048, 1024, 512
+
+
+@dataclass(frozen=True)
+class AssumedRows:
+    """A micro-batch of a replica. samples: in it; tokens: of each, pictures': among them, and targets: of each."""
+
+    samples: int
+    tokens: int
+    pictures: int
+    targets: int
+
+    def __str__(self) -> str:
+        count = f"{self.samples} sample{'s' * (self.samples > 1)}"
+        return f"{count} of {self.tokens:,} tokens, {self.pictures:,} of a picture and {self.targets:,} learned"
+
+
+def assumed_rows(config: Config) -> AssumedRows:
+    """What a micro-batch of a resolved configuration is taken to be, before any sample is read."""
+    tokens = min(SAMPLE_TOKENS, config.data.max_tokens or SAMPLE_TOKENS)
+    share = tokens / SAMPLE_TOKENS
+    pictures = round(PICTURE_TOKENS * share) if encoders(config) else 0
+    samples = samples_a_row(config, tokens, pictures)
+    return AssumedRows(samples, tokens, pictures, max(1, round(TARGET_TOKENS * share)))

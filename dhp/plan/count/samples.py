@@ -19,7 +19,11 @@ from dhp.data.balance.packs import Loads
 from dhp.models.family import Family
 from dhp.plan.batches import batch_layout
 from dhp.plan.count.loads import RunLoads, even_loads, loads_of_steps
-from dhp.plan.count.row_limits import balance_settings
+from dhp.plan.count.row_limits import assumed_rows, balance_settings, rows_by_tokens
+
+if TYPE_CHECKING:
+    from dhp.data.sampling.step_loads import Table
+
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table
@@ -174,3 +178,46 @@ def _check_model(path: Path, written: str, family: Family | None) -> None:
             f"same samples ({made_for(family)}). Measure them for this one: where its data and its tokenizer are, "
             "`python -m dhp plan … --lengths-out FILE.csv`"
         )
+
+
+_STEPS = 8  # that equal samples are made for, where rows have so many tokens
+
+
+def assumed_equal(config: Config) -> EqualSamples:
+    """Equal samples, as they are assumed where nothing is known. config: resolved."""
+    assumed = assumed_rows(config)
+    return EqualSamples(assumed.tokens, assumed.pictures, assumed.targets)
+
+
+def assumed_samples(config: Config, family: Family) -> Samples:
+    """Those of `assumed_equal`, in rows."""
+    return equal_samples(config, family, assumed_equal(config))
+
+
+def equal_samples(config: Config, family: Family, equal: EqualSamples) -> Samples:
+    """Rows of so many tokens hold several samples: the sampler puts them there."""
+    if not rows_by_tokens(config):
+        return Samples(family, None, equal)
+    from dhp.data.sampling.step_loads import Table
+
+    each = max(1, (config.data.limits.text or 0) // equal.tokens)
+    count = _STEPS * config.training.batch_size * each
+    unit = family.tower.merge_unit if encoders(config) else 1
+    patches = equal.features * unit
+    values = {"vision": equal.features, "text": equal.tokens, "patches": patches, "squares": patches**2}
+    values |= {"pictures": int(equal.features > 0), "targets": equal.targets}
+    rows = np.zeros(count, [(name, np.int64) for name in values])
+    for name, value in values.items():
+        rows[name] = value
+    return _EqualRows(family, Table(rows), equal)
+
+
+class _EqualRows(Samples):
+    """Samples that are all alike, in rows that the sampler makes; there are no more of them than such steps need."""
+
+    def __str__(self) -> str:
+        return str(self._equal)
+
+    @property
+    def count(self) -> int | None:
+        return None

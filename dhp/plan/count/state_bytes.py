@@ -6,8 +6,8 @@ gathered), and what the libraries take for themselves. The last is an allowance,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
 from dhp.config.parts import resolved
 from dhp.config.rules import DEEPSPEED, FSDP
@@ -53,35 +53,6 @@ class RankBytes:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """One rank of a stage. loss: the most that the loss's chunk takes; gathered: weights and gradients that are whole
-    for a moment; runtime: the context and communicators."""
-
-    states: RankBytes
-    loss: int
-    gathered: int
-    runtime: int
-
-    @property
-    def total(self) -> int:
-        """All of it, as if the loss's chunk and gathered layers were there at the same moment."""
-        return self.states.total + self.loss + self.gathered + self.runtime
-
-
-def footprint(
-    part: PartConfig, stage: StageSpec, shape: PartShape, head: HeadShape | None, cuda: bool = True
-) -> Footprint:
-    """The footprint of a stage of a resolved part. head: None where the stage has neither embedding nor head. cuda:
-    count what a GPU's libraries take."""
-    return Footprint(
-        states=rank_bytes(part, stage, shape),
-        loss=loss_bytes(part, head) if head is not None and head.loss else 0,
-        gathered=gathered_bytes(part, shape, len(stage.layers), head),
-        runtime=runtime_bytes(stage) if cuda else 0,
-    )
 
 
 def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankBytes:
@@ -164,22 +135,6 @@ def loss_bytes(part: PartConfig, head: HeadShape) -> int:
     return logits + vocabulary * head.hidden * (exact + size)
 
 
-def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadShape | None) -> int:
-    """Bytes that are unsharded for a while where weights or gradients are cut: two layers' weights (one computes, one
-    comes), the embedding and the head, a layer's gradients, and what is sent of them."""
-    trained = shape.per_rank if shape.trained is None else shape.trained
-    if part.zero_stage and part.zero_engine != FSDP:
-        bucket = bucket_bytes(part, trained)
-        return bucket + (bucket + _kept_whole(part, shape.per_rank) if part.zero_stage == 3 else 0)
-    if part.zero_stage < 2:
-        return 0
-    size = VALUE_BYTES[part.dtype]
-    layer = -(-shape.per_rank // layers)
-    ends = 0 if head is None else head.matrices * -(-head.vocabulary // resolved(part.tensor)) * head.hidden
-    weights = (2 * layer + ends) * size if part.zero_stage == 3 else 0
-    return weights + layer * size + layer * _piece_bytes(part)[SUM]
-
-
 @dataclass(frozen=True)
 class Units:
     """Parameters of a stage on a rank, were nothing cut: of a layer, of what is outside of the layers, and of that, of
@@ -188,6 +143,13 @@ class Units:
     layer: int = 0
     root: int = 0
     behind: int = 0
+
+
+def stage_units(parameters: Sequence[int], layers: Sequence[int]) -> Units:
+    """Of a stage with these layers. parameters: of each unit of its part."""
+    last = len(parameters) - 2
+    before, behind = parameters[0] * (0 in layers), parameters[-1] * (last - 1 in layers)
+    return Units(max(parameters[at + 1] for at in layers), before + behind, behind)
 
 
 @dataclass(frozen=True)
@@ -206,10 +168,16 @@ class Gathered:
     ending: float = 0.0
     idle: float = 0.0
 
+    @property
+    def most(self) -> float:
+        """At any moment."""
+        return max(astuple(self))
+
 
 def gathered_moments(part: PartConfig, shape: PartShape, units: Units, shards: int, cuda: bool = True) -> Gathered:
-    """`gathered_bytes`, moment by moment. shards: ranks that cut states. cuda: sums are NCCL's; gloo's copy what they
-    sum."""
+    """Bytes that are unsharded for a while where weights or gradients are cut: weights of layers and of what is outside
+    of them, gradients, and what is sent of these. shards: ranks that cut states. cuda: sums are NCCL's; gloo's copy
+    what they sum."""
     trained = shape.per_rank if shape.trained is None else shape.trained
     if not part.zero_stage or not trained:
         return Gathered()

@@ -2,7 +2,7 @@
 
 Products and attention are counted as `dhp.models.flops` counts them, elementwise traffic by what a layer keeps
 (`dhp.plan.count.row_bytes`), sends by `dhp.plan.count.traffic`. Recomputing is a share of a
-forward (`dhp.plan.count.decoder_units`).
+forward (`dhp.plan.count.unit_operations`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from dhp.core.axes import Degrees
 from dhp.models.family import Family
 from dhp.models.flops import OPERATIONS
 from dhp.models.shape import DecoderSizes
-from dhp.plan.count.decoder_units import decoder_operations, hidden_width
 from dhp.plan.count.rates import Sent, Work
-from dhp.plan.count.row_bytes import PartBytes
+from dhp.plan.count.row_bytes import NONE, PartBytes
 from dhp.plan.count.state_bytes import VALUE_BYTES
-from dhp.plan.count.tower_units import WINDOW, Piece, TowerLoad, tower_operations, tower_width
 from dhp.plan.count.traced import TracedRows
 from dhp.plan.count.traffic import DividedAttention, DividedMatrices
-from dhp.plan.count.units import NONE
+from dhp.plan.count.unit_operations import (
+    WINDOW,
+    Piece,
+    TowerLoad,
+    decoder_operations,
+    hidden_width,
+    tower_operations,
+    tower_width,
+)
 
 # Bytes that elementwise kernels read and write, for each that a layer keeps where nothing is recomputed: a forward
 # writes it and reads what it is made of; a backward reads it, the gradient that comes, and writes another.

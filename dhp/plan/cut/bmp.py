@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dhp.core.errors import ConfigError
-from dhp.plan.count.units import Held, Numbers, Positions, Unit
 from dhp.plan.cut.problem import Partition, PartitionProblem
 from dhp.plan.cut.run_tables import Cuts, Path, Tables, costs_of, least_largest, least_sum, make_tables, steps_of
+from dhp.plan.cut.units import Held, Numbers, Positions, Unit
 
 Score = Callable[[tuple[int, ...]], float]  # cuts by position → seconds of a step, measured or simulated
 _MOST = 2_000_000  # candidates

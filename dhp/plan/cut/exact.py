@@ -9,7 +9,6 @@ from math import comb
 import numpy as np
 
 from dhp.core.errors import ConfigError
-from dhp.plan.count.units import Numbers
 from dhp.plan.cut.problem import Partition, PartitionProblem
 from dhp.plan.cut.run_tables import (
     Cuts,
@@ -27,6 +26,7 @@ from dhp.plan.cut.run_tables import (
     steps_of,
 )
 from dhp.plan.cut.simulate import Program
+from dhp.plan.cut.units import Numbers
 
 
 @dataclass(frozen=True)

@@ -1,102 +1,37 @@
-"""Cuts a run's decoder into stages by the method of its configuration."""
+"""Cuts the parts of a run into stages: each by itself, or tower and decoder as one chain.
+
+In a chain (`cluster.chain`) the tower's last stage and the decoder's first share devices, and the cuts on either side
+decide how much of each part these hold. A search sees one stage there, which takes a micro-batch through both actors at
+once; in the run the tower's actor is one micro-batch further ahead, which a budget counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import inf, isinf
 
+from dhp.config.devices import GIB
 from dhp.config.layout import BMP, EXACT, LAYERS, PARAMETERS, PROFILE
-from dhp.config.parts import DECODER, decoder, parts, resolved
-from dhp.config.ranges import SEQUENTIAL
+from dhp.config.model_rules import check_runs
+from dhp.config.parts import DECODER, decoder, encoders, parts, resolved
+from dhp.config.ranges import INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
-from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError, ModelError
-from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec
-from dhp.core.parameters import TrainingRules
-from dhp.core.reports import StageUsage
-from dhp.models.family import Family
-from dhp.models.shape import DecoderSizes
-from dhp.plan.count.decoder_units import (
-    assumed_rows,
-    decoder_units,
-    layer_seconds,
-    link,
-    replay_shares,
-    saved_of,
-    shares_of,
-)
-from dhp.plan.count.traces import traced
-from dhp.plan.count.units import Held, Saved, Unit
+from dhp.models.family import VISION
+from dhp.plan.count.counted_model import Counted
+from dhp.plan.count.row_limits import assumed_rows
 from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
 from dhp.plan.cut.exact import exact
-from dhp.plan.cut.part_seconds import as_measured
+from dhp.plan.cut.part_units import PartUnits
 from dhp.plan.cut.problem import Partition, PartitionProblem
-from dhp.plan.cut.simulate import Program, Programs, Work
-from dhp.plan.model_shapes import Shapes
-from dhp.step.schedule import Action, Backward, make_programs, make_schedule
+from dhp.plan.cut.programs import chain_programs, pipeline_programs
+from dhp.plan.cut.simulate import Programs
+from dhp.plan.cut.units import Held, Unit, layer_cuts
+from dhp.plan.trainable import trained_stage
 
-
-def pipeline_programs(kind: str, stages: int, chunks: int, micro_batches: int) -> Programs:
-    """What each of these stages does in a step under `training.schedule` = kind, run r being chunk r // stages of stage
-    r % stages. Raises ConfigError where an interleaved schedule has no whole groups of micro-batches."""
-    graph = StageGraph(*_pipeline("text", stages, chunks))
-    own = _actions(kind, graph, micro_batches)
-    return tuple(_program(own[stage.name], at, stages) for at, stage in enumerate(graph.stages))
-
-
-def chain_programs(kind: str, tower: int, stages: int, micro_batches: int) -> Programs:
-    """The same of a tower's stages with a decoder's behind them, where the tower's last and the decoder's first are one
-    run, which does what the decoder's does."""
-    graph = chain_graph(tower, stages)
-    actions = _actions(kind, graph, micro_batches)
-    names = [stage.name for at, stage in enumerate(graph.stages) if at != tower - 1]
-    return tuple(_program(actions[name], at, len(names)) for at, name in enumerate(names))
-
-
-def chain_graph(tower: int, stages: int) -> StageGraph:
-    """A tower's stages, a layer each, with a decoder's behind them."""
-    (before, own), (behind, others) = _pipeline("vision", tower, 1), _pipeline("text", stages, 1)
-    border = Edge(Node(before[-1].name), Node(behind[0].name), (HIDDEN_STATES,), True)
-    return StageGraph((*before, *behind), (*own, border, *others))
-
-
-def _actions(kind: str, graph: StageGraph, micro_batches: int) -> dict[str, list[Action]]:
-    """What each stage does, by name."""
-    if kind != SEQUENTIAL:
-        return make_programs(kind, graph, micro_batches)
-    schedule = make_schedule(kind, graph, micro_batches)
-    return {stage.name: [action for action in schedule if action.node.stage == stage.name] for stage in graph.stages}
-
-
-def _program(actions: list[Action], stage: int, stages: int) -> Program:
-    return tuple(
-        Work(action.node.chunk * stages + stage, isinstance(action, Backward), action.micro_batch) for action in actions
-    )
-
-
-def _pipeline(part: str, stages: int, chunks: int) -> tuple[tuple[StageSpec, ...], tuple[Edge, ...]]:
-    """Stages of one part, a layer a run, each on a device of its own, and the edges between them."""
-    specs = tuple(
-        StageSpec(
-            f"{part}.{at}",
-            part,
-            tuple(range(chunk * stages + at, chunk * stages + at + 1) for chunk in range(chunks)),
-            Degrees(),
-            True,
-            range(at, at + 1),
-        )
-        for at in range(stages)
-    )
-    nodes = [Node(spec.name, chunk) for chunk in range(chunks) for spec in specs]
-    return specs, tuple(Edge(one, other, (HIDDEN_STATES,), True) for one, other in zip(nodes, nodes[1:]))
-
-
-GIB = 2**30
 _EVEN = {PARAMETERS: by_parameters, LAYERS: by_layers, PROFILE: by_profile}
-_SEARCHED = ("none", "light", "mlp", "linear", "all")  # choices of recompute that the search has
 
 
 @dataclass(frozen=True)
@@ -108,57 +43,23 @@ class LayerCuts:
     why: str
 
 
-def decoder_cuts(
-    config: Config,
-    family: Family,
-    source: str,
-    rules: TrainingRules,
-    shapes: Shapes,
-    trained_before: bool | None,
-) -> LayerCuts:
-    """The cuts of a resolved configuration whose decoder has several runs of layers and no cuts by hand.
-    trained_before: an encoder trains; None: nothing is trained, and there is no step to be fast. Raises ConfigError
-    where none can be chosen."""
-    section, sizes = decoder(config), shapes.sizes
-    stages, chunks = resolved(section.pipeline), section.virtual_stages
-    method = section.partition or default_method(config, trained_before is not None)
-    runs, before = stages * chunks, bool(trained_before)
-    trained = trained_shares(family, shapes, rules)
-    saved, note = _saved(config, family, source, sizes, rules, before, method)
-    units, measured = as_measured(config, family, decoder_units(config, family, sizes, trained, saved))
-    note = f"{measured}{note}"
-    budget = (config.memory.budget_gib or inf) * GIB if saved else inf
-
-    def problem() -> PartitionProblem:
-        programs = pipeline_programs(config.training.schedule, stages, chunks, micro_batches(config))
-        return PartitionProblem(units, programs, link(), budget, before)
-
-    cuts, why = choose(method, units, runs, problem, note)
-    return LayerCuts(_layers(units, cuts), why)
+def part_cuts(config: Config, counted: Counted, trains: bool = True) -> dict[str, LayerCuts]:
+    """Of each part that has several runs of layers and no cuts by hand, those that `text.partition` chooses. counted:
+    the run's model. trains: anything is trained. Raises ConfigError where none can be chosen."""
+    asked = [name for name, part in parts(config).items() if _runs(config, name) > 1 and part.cuts is None]
+    for name in asked:
+        check_runs(name, parts(config)[name], len(counted.family.parts[name].layers.kinds))
+    if not asked:
+        return {}
+    cutting = _Cutting(config, counted, trains)
+    joint = cutting.chain() if is_joint(config) and {VISION, DECODER} & {*asked} else {}
+    return joint | {name: cutting.part(name) for name in asked if name not in joint}
 
 
-def choose(
-    method: str,
-    units: tuple[Unit, ...],
-    runs: int,
-    problem: Callable[[], PartitionProblem],
-    note: str = "",
-    held: Held | None = None,
-) -> tuple[tuple[int, ...], str]:
-    """The cuts of units into runs by this method of `text.partition`, by position, and what is known of them. problem:
-    the same for a method that searches. note: to be said too. Raises ConfigError where none can be chosen."""
-    if method in _EVEN:
-        return _EVEN[method](units, runs, held), f"{method}{note}"
-    asked, search = problem(), exact if method == EXACT else bmp
-    try:
-        found = search(asked)
-    except ConfigError as error:
-        if isinf(asked.budget_bytes):
-            raise
-        # Rows are assumed: whether a run fits, it says itself when it has measured.
-        asked, note = replace(asked, budget_bytes=inf), f"{note}, which no cut has room for: {error}"
-        found = search(asked)
-    return found.cuts, f"{method}{_said(found, asked)}{note}"
+def is_joint(config: Config) -> bool:
+    """Whether vision and text are cut together: a chain with cuts by hand in neither, each stage with one run."""
+    by_hand = any(parts(config)[name].cuts is not None for name in (VISION, DECODER))
+    return config.cluster.chain and not by_hand and decoder(config).virtual_stages == 1
 
 
 def default_method(config: Config, trains: bool = True) -> str:
@@ -168,78 +69,102 @@ def default_method(config: Config, trains: bool = True) -> str:
     return EXACT if trains and config.training.schedule != SEQUENTIAL else PARAMETERS
 
 
-def trained_shares(family: Family, shapes: Shapes, rules: TrainingRules) -> dict[int | None, float] | None:
-    """Of each of the decoder's layers, and of all outside of them under None, the share of the parameters that are
-    trained; None: all are everywhere."""
-    return shares_of(family, shapes.parameters, rules) if rules.selects else None
+def _runs(config: Config, name: str) -> int:
+    section = parts(config)[name]
+    return resolved(section.pipeline) * section.virtual_stages
 
 
-def _saved(
-    config: Config,
-    family: Family,
-    source: str,
-    sizes: DecoderSizes,
-    rules: TrainingRules,
-    trained_before: bool,
-    method: str,
-) -> tuple[list[dict[str, Saved]], str]:
-    """What layers keep under each choice of recompute, where the search is to choose; and a note where it is not
-    known."""
-    section = decoder(config)
-    if method not in (EXACT, BMP) or section.recompute != "auto" or config.memory.budget_gib is None:
-        return [], ""
-    if section.virtual_stages > 1:
-        return [], ", without its budget: each stage has several runs of layers"
-    try:
-        usages = traced_usages(config, family, source, DECODER, rules, trained_before)
-    except ModelError as error:
-        return [], f", without its budget: {error}"
-    shares = [replay_shares(family, size) for size in sizes.layers]
-    return saved_of(layer_seconds(config, family, sizes), shares, usages, False), budget_note(config)
+class _Cutting:
+    """The cuts of one run's parts."""
+
+    def __init__(self, config: Config, counted: Counted, trains: bool):
+        self._config, self._counted, self._trains = config, counted, trains
+        self._units = PartUnits(config, counted)
+        self._method = decoder(config).partition or default_method(config, trains)
+        trained = trained_stage(counted.rules, lambda: counted.parameters)
+        self._encoder_trains = trains and any(trained(name, ()) for name in encoders(config))
+
+    def part(self, name: str) -> LayerCuts:
+        """Of a part by itself."""
+        if name not in (VISION, DECODER):  # whose operations are not known by layer
+            kinds = self._counted.family.parts[name].layers.kinds
+            even = tuple(Unit(f"layer {at}", name, 1, 1.0, 1.0) for at, _ in enumerate(kinds))
+            return LayerCuts(tuple(layer_cuts(even, by_layers(even, _runs(self._config, name)))[name]), LAYERS)
+        section, schedule = parts(self._config)[name], self._config.training.schedule
+        stages, chunks = resolved(section.pipeline), section.virtual_stages
+        kind = ONE_F_ONE_B if name == VISION and schedule == INTERLEAVED else schedule
+        units, note, budget = self._weighed((name,))
+        programs = lambda: pipeline_programs(kind, stages, chunks, micro_batches(self._config))
+        before = name == DECODER and self._encoder_trains
+        cuts, why = self._choose(units, stages * chunks, programs, note, budget, before=before)
+        return LayerCuts(tuple(layer_cuts(units, cuts)[name]), why)
+
+    def chain(self) -> dict[str, LayerCuts]:
+        """Of both parts, as many stages together as they have devices."""
+        count = {name: _runs(self._config, name) for name in (VISION, DECODER)}
+        units, note, budget = self._weighed((VISION, DECODER))
+        tower = sum(unit.part == VISION for unit in units)
+        # An audio encoder that trains sends gradients back through all of the decoder too.
+        units = tuple(
+            replace(unit, trains=unit.trains or self._encoder_trains) if at == tower else unit
+            for at, unit in enumerate(units)
+        )
+        programs = lambda: chain_programs(
+            self._config.training.schedule, count[VISION], count[DECODER], micro_batches(self._config)
+        )
+        held = Held(tower - 1, count[VISION] - 1)
+        note = f", over vision and text as one chain{note}"
+        cuts, why = self._choose(units, sum(count.values()) - 1, programs, note, budget, held)
+        found = layer_cuts(units, cuts)
+        return {name: LayerCuts(tuple(found[name]), why) for name, stages in count.items() if stages > 1}
+
+    def _weighed(self, names: Sequence[str]) -> tuple[tuple[Unit, ...], str, float]:
+        """The units of these parts, a note of where their figures are from, and the bytes that a stage may keep, where
+        the search is to choose what is recomputed."""
+        sections, budget = parts(self._config), self._config.memory.budget_gib
+        note = self._units.note
+        automatic = budget is not None and any(sections[name].recompute == "auto" for name in names)
+        if self._method in (EXACT, BMP) and automatic and budget is not None:
+            if decoder(self._config).virtual_stages > 1:
+                note += ", without its budget: each stage has several runs of layers"
+            else:
+                try:
+                    units = tuple(unit for name in names for unit in self._units.of(name, keeps=True))
+                    return units, f"{note}, for {assumed_rows(self._config)} (assumed)", budget * GIB
+                except ModelError as error:
+                    note += f", without its budget: {error}"
+        return tuple(unit for name in names for unit in self._units.of(name)), note, inf
+
+    def _choose(
+        self,
+        units: tuple[Unit, ...],
+        runs: int,
+        programs: Callable[[], Programs],
+        note: str,
+        budget_bytes: float,
+        held: Held | None = None,
+        before: bool = False,
+    ) -> tuple[tuple[int, ...], str]:
+        """The cuts of units into runs, by position, and what is known of them. before: an encoder trains."""
+        method = self._method
+        if method in _EVEN:
+            return _EVEN[method](units, runs, held), f"{method}{note}"
+        search = exact if method == EXACT else bmp
+        problem = PartitionProblem(units, programs(), self._units.link, budget_bytes, before, held)
+        try:
+            found = search(problem)
+        except ConfigError as error:
+            if isinf(budget_bytes):
+                raise
+            # Rows are assumed: whether a run fits, it says itself when it has measured.
+            problem = replace(problem, budget_bytes=inf)
+            note = f"{note}, which no cut has room for: {error}"
+            found = search(problem)
+        return found.cuts, f"{method}{_known(found, problem)}{note}"
 
 
-def traced_usages(
-    config: Config, family: Family, source: str, name: str, rules: TrainingRules, trained_before: bool
-) -> list[StageUsage]:
-    """What a part keeps: under each choice of recompute that a search has, where its section says auto, else under
-    that which it says. Raises ModelError where it is not known."""
-    layers = len(family.parts[name].layers.kinds)
-    automatic = parts(config)[name].recompute == "auto"
-    choices = [(choice,) * layers for choice in _SEARCHED] if automatic else [None]
-
-    def trace() -> list[StageUsage]:
-        return [traced(config, family, source, name, rules, trained_before, choice) for choice in choices]
-
-    return _once(_Asked((repr(config), source, name, trained_before), trace))
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """key: all that the traces depend on."""
-
-    key: tuple[str, str, str, bool]
-    trace: Callable[[], list[StageUsage]] = field(compare=False)
-
-
-@lru_cache(maxsize=4)
-def _once(asked: _Asked) -> list[StageUsage]:
-    """A run is planned some times before it starts, and traces of a large model take seconds."""
-    return asked.trace()
-
-
-def budget_note(config: Config) -> str:
-    """For what a budget was kept."""
-    return f", for {assumed_rows(config)} (assumed)"
-
-
-def _layers(units: tuple[Unit, ...], cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """Cuts by units as cuts by layers."""
-    return tuple(sum(unit.layers for unit in units[:cut]) for cut in cuts)
-
-
-def _said(found: Partition, problem: PartitionProblem) -> str:
+def _known(found: Partition, problem: PartitionProblem) -> str:
     """What is known of the cuts."""
     gap = "" if not found.bound_s else ", no cut is faster" if found.gap < 1e-9 else f", none is {found.gap:.1%} faster"
-    return gap + (
-        ", as by parameters" if by_parameters(problem.units, problem.runs, problem.held) == found.cuts else ""
-    )
+    alike = by_parameters(problem.units, problem.runs, problem.held) == found.cuts
+    return gap + (", as by parameters" if alike else "")

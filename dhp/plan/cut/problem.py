@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from dhp.plan.count.units import FREE, Held, Link, Positions, Unit, first_trained
 from dhp.plan.cut.simulate import Programs, Work, in_flight, merged
+from dhp.plan.cut.units import FREE, Held, Link, Positions, Unit, first_trained
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dhp.core.errors import ConfigError
-from dhp.plan.count.units import Numbers, Saved, Unit
 from dhp.plan.cut.problem import PartitionProblem, bounds_of
 from dhp.plan.cut.simulate import Costs, simulate
+from dhp.plan.cut.units import Numbers, Saved, Unit
 
 Option = tuple[str, Saved]  # a choice of recompute by its name
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dhp.plan.count.units import Numbers
+from dhp.plan.cut.units import Numbers
 
 
 class Work(NamedTuple):

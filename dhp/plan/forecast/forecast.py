@@ -14,15 +14,14 @@ from dhp.core.reports import RecomputePolicies
 from dhp.models.family import VISION
 from dhp.plan.count.costs import StageCosts
 from dhp.plan.count.counted_model import Cut
-from dhp.plan.count.decoder_units import hidden_width
 from dhp.plan.count.loads import RunLoads
 from dhp.plan.count.rates import Work
 from dhp.plan.count.row_bytes import CHOICES
+from dhp.plan.count.seconds import KINDS, StageSeconds, UnitSeconds, once_a_step, stage_seconds, unit_seconds
 from dhp.plan.count.state_bytes import VALUE_BYTES
-from dhp.plan.count.tower_units import tower_width
+from dhp.plan.count.unit_operations import hidden_width, tower_width
 from dhp.plan.forecast.moments import Moment, StageMemory
 from dhp.plan.forecast.question import Question
-from dhp.plan.forecast.seconds import KINDS, StageSeconds, UnitSeconds, once_a_step, stage_seconds, unit_seconds
 from dhp.plan.forecast.stage_bytes import fullest_device, memory_of, rows_of_stage, shape_of
 from dhp.plan.recompute.best_plan import filled_plan
 from dhp.plan.run_plan import RunPlan
@@ -32,10 +31,10 @@ from dhp.step.timed import Timeline, play
 MOST_MICRO_BATCHES = 64  # of a step that is played
 
 
-def count_played(asked: Question) -> int:
+def count_played(asked: Question, most: int = MOST_MICRO_BATCHES) -> int:
     """As many micro-batches as are played, in whole groups of the decoder's stages."""
     stages, count = len(asked.plan.graph.of_part(DECODER)), micro_batches(asked.plan.config)
-    return min(count, MOST_MICRO_BATCHES - MOST_MICRO_BATCHES % stages or stages)
+    return min(count, most - most % stages or stages)
 
 
 def slowest_micro_batch(asked: Question, seconds: Mapping[str, StageSeconds]) -> float:
@@ -54,10 +53,10 @@ def count_actions(asked: Question) -> int:
     return max(own) * micro_batches(plan.config)
 
 
-def play_step(asked: Question, seconds: Mapping[str, StageSeconds]) -> Timeline:
+def play_step(asked: Question, seconds: Mapping[str, StageSeconds], most: int = MOST_MICRO_BATCHES) -> Timeline:
     """A step of as many micro-batches as are played."""
     plan, graph = asked.plan, asked.plan.graph
-    schedule = make_schedule(plan.config.training.schedule, graph, count_played(asked))
+    schedule = make_schedule(plan.config.training.schedule, graph, count_played(asked, most))
     programs = {stage.name: [a for a in schedule if a.node.stage == stage.name] for stage in graph.stages}
 
     def of(action: Action) -> float:
@@ -248,7 +247,7 @@ def _seconds(
     once = once_a_step(
         section,
         stage.degrees,
-        shape_of(asked, stage),
+        shape_of(asked.plan, stage),
         memory[stage.name].states,
         replace(behind, hidden=()),
         asked.machine.of(stage.part, section.dtype),

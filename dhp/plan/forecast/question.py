@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TypeVar
 
 from dhp.config.parts import DECODER, parts
@@ -20,7 +19,6 @@ from dhp.plan.run_plan import RunPlan
 from dhp.step.schedule import Schedule, make_schedule
 
 T = TypeVar("T")
-AT_ONCE = 16  # layers of a part that are traced without being asked for; many take a minute
 
 
 @dataclass(frozen=True)
@@ -28,9 +26,13 @@ class Question:
     """What a forecast is made from. plan: of the run. machine: that it is for."""
 
     plan: RunPlan
-    counted: Counted
     machine: Machine
     loads: RunLoads
+
+    @property
+    def counted(self) -> Counted:
+        """The run's model."""
+        return self.plan.counted
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -41,11 +43,11 @@ class Question:
         return arrange(self.plan.graph, self.schedule, "cuda" if self.machine.contexts else "cpu")
 
 
-def is_quick(plan: RunPlan, counted: Counted) -> bool:
+def is_quick(plan: RunPlan) -> bool:
     """Whether a forecast needs no trace that takes a minute: each part was traced before, or few of its layers are."""
     cuts = {name: Cut.of(section) for name, section in parts(plan.config).items() if name in (VISION, DECODER)}
-    slow = {name: cut for name, cut in cuts.items() if not counted.is_traced(name, cut)}
-    return all(len(set(counted.stands(name, cut).values())) <= AT_ONCE for name, cut in slow.items())
+    counted = plan.counted
+    return all(counted.is_traced(name, cut) or counted.is_quick(name, cut) for name, cut in cuts.items())
 
 
 def attempt(make: Callable[[], T]) -> T | str:
@@ -56,11 +58,3 @@ def attempt(make: Callable[[], T]) -> T | str:
         return str(error)
     except Exception as error:  # a family's own code, or a shape that no forecast has met
         return f"{type(error).__name__}: {error}"
-
-
-def count_model(plan: RunPlan) -> Counted:
-    """What is counted of a run's model, kept in the folder of lengths."""
-    folder = plan.config.data.cache_dir
-    training, kept = plan.config.training, None if folder is None else Path(folder)
-    model = (plan.family, plan.source, plan.rules, plan.adapters)
-    return Counted(*model, training.objective, kept, optimizer=training.optimizer)

@@ -15,16 +15,15 @@ from dhp.models.types import chunks_of
 from dhp.parallel.tensor.loss import CHUNK_ROWS
 from dhp.plan.count.costs import LayerCost, StageCosts
 from dhp.plan.count.counted_model import Cut, stage_parameters
-from dhp.plan.count.decoder_units import hidden_width
 from dhp.plan.count.loads import text_rows, tower_rows
-from dhp.plan.count.row_bytes import CHOICES
-from dhp.plan.count.state_bytes import VALUE_BYTES, Units, sum_bytes
-from dhp.plan.count.tower_units import tower_width
+from dhp.plan.count.row_bytes import CHOICES, NONE
+from dhp.plan.count.seconds import unit_seconds
+from dhp.plan.count.state_bytes import VALUE_BYTES, stage_units, sum_bytes
 from dhp.plan.count.traced import TracedRows
-from dhp.plan.count.units import NONE
+from dhp.plan.count.unit_operations import hidden_width, tower_width
 from dhp.plan.forecast.moments import Moment, Passing, StageMemory, device_peak, stage_memory
 from dhp.plan.forecast.question import Question
-from dhp.plan.forecast.seconds import unit_seconds
+from dhp.plan.run_plan import RunPlan
 
 
 def memory_of(
@@ -34,8 +33,6 @@ def memory_of(
     plan = asked.plan
     section = parts(plan.config)[stage.part]
     kept = asked.counted.keeps(stage.part, Cut.of(section))
-    own = asked.counted.unit_parameters(stage.part, Cut.of(section))
-    before, behind = own[0] * (0 in stage.layers), own[-1] * (len(own) - 3 in stage.layers)
     passing = Passing(
         costs,
         recompute[stage.name],
@@ -45,10 +42,10 @@ def memory_of(
         _handed(asked, stage),
         _flown(asked, stage),
         _more_targets(asked, stage),
-        Units(max(own[at + 1] for at in stage.layers), before + behind, behind),
+        stage_units(asked.counted.unit_parameters(stage.part, Cut.of(section)), stage.layers),
         _grown(asked, stage),
     )
-    return stage_memory(section, stage, shape_of(asked, stage), passing, asked.machine.contexts)
+    return stage_memory(section, stage, shape_of(asked.plan, stage), passing, asked.machine.contexts)
 
 
 def rows_of_stage(asked: Question, stage: StageSpec) -> TracedRows:
@@ -125,10 +122,10 @@ def _grown(asked: Question, stage: StageSpec) -> tuple[float, ...] | None:
     return tuple(float(VALUE_BYTES[section.dtype] * count) for count in found)
 
 
-def shape_of(asked: Question, stage: StageSpec) -> PartShape:
+def shape_of(plan: RunPlan, stage: StageSpec) -> PartShape:
     """Parameters of a stage."""
-    plan, part = asked.plan, asked.plan.family.parts[stage.part]
-    held = asked.counted.held(stage.part, Cut.of(parts(plan.config)[stage.part]))
+    part = plan.family.parts[stage.part]
+    held = plan.counted.held(stage.part, Cut.of(parts(plan.config)[stage.part]))
     absent = part.absent(chunks_of(stage.chunks, part.whole))
     selects = bool(plan.rules.selects or plan.family.idle)
     return sum_shape(stage_parameters(held, absent), selects, plan.config.training.optimizer)

@@ -112,10 +112,12 @@ class Planner:
         budget_bytes: float,
         known: Mapping[str, StageCosts] | None = None,
         counted: bool = False,
+        waits: bool = False,
     ):
         """kinds: of the layers of each stage. fixed: stages that recompute what the user said. known: costs that an
         earlier run has measured; a plan made of them is tried at once. counted: they were counted by the model's shape,
-        of rows of which not all were looked at; seconds that are measured are not comparable to theirs."""
+        of rows of which not all were looked at; seconds that are measured are not comparable to theirs. waits: with
+        everything recomputed, until steps have shown how much memory is left."""
         self.budget_bytes, self._arrangement = budget_bytes, arrangement
         self._auto, self._kinds = frozenset(kinds) - set(fixed), kinds
         if known is not None and not self._auto <= set(known):
@@ -126,8 +128,8 @@ class Planner:
         self._steps, self._idle = 0, 0
         self._probes: list[Plan] | None = [] if known else None  # None: not planned yet
         self._probed, self.untried = frozenset[str](), frozenset[tuple[str, str]]()
-        self.asked: Plan = self._best() if known else self._everything
-        self.settled = bool(known)
+        self.settled = bool(known) and not waits
+        self.asked: Plan = self._best() if self.settled else self._everything
         self._planned = frozenset(known or ())
 
     def _plan_probes(self) -> list[Plan]:
@@ -220,7 +222,7 @@ class Planner:
             self.asked = self._probes.pop(0)
             return True
         self.settled = True
-        self._planned = self._probed
+        self._planned = self._probed or self._planned
         self.asked = self._best()
         return True
 

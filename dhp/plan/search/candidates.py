@@ -15,7 +15,7 @@ from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.ranges import ONE_F_ONE_B, SEQUENTIAL, VISION_AHEAD
 from dhp.core.axes import EVERY_LAYER
 from dhp.models.family import VISION
-from dhp.plan.count.units import Numbers
+from dhp.plan.cut.units import Numbers
 from dhp.plan.forecast.forecast import Forecast, forecast
 from dhp.plan.forecast.question import Question
 from dhp.plan.recompute.planner import as_text
@@ -215,9 +215,9 @@ def evaluate_layouts(space: Space, layouts: Mapping[str, PartLayout], settings: 
         schedule=settings.get("training.schedule", config.training.schedule),
     )
     config = space.whole.resolved(replace(config, cluster=cluster, training=training), layouts)
-    plan = plan_run(config, space.counted.source, shapes=space.counted)
+    plan = plan_run(config, counted=space.counted)
     loads = space.samples.loads(config)
-    found = forecast(Question(plan, space.counted, space.machine, loads))
+    found = forecast(Question(plan, space.machine, loads))
     chosen = {f"{name}.recompute": _part_choices(plan, found, name) for name in parts(config)}
     return Candidate({**settings, **chosen}, plan, found, space.machine.limit_bytes)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from dhp.config.layout import DEGREES, FREED, resolve_part
 from dhp.config.parts import parts
-from dhp.config.rules import FILLING
 from dhp.config.schema import Config, PartConfig
 from dhp.core.errors import ConfigError
 from dhp.core.text import did_you_mean, nearest
+from dhp.plan.count.row_limits import rows_by_tokens
 
 # Keys of a part's section that a search sets where they are not held; parallelism and num_actors follow from them.
 SEARCHED = (*DEGREES, "expert", "zero_stage", "zero_engine", "sequence_sharded_norms")
@@ -104,17 +104,6 @@ def _set_by(overrides: Sequence[str]) -> list[str]:
     """Keys to which a command line gives a value."""
     pairs = [override.lstrip("+").partition("=") for override in overrides]
     return [key for key, _, value in pairs if not key.startswith("~") and value not in ("null", "auto")]
-
-
-def rows_by_tokens(config: Config) -> bool:
-    """Whether rows have so many tokens, whatever samples they are of."""
-    return config.data.limits.text is not None and config.data.balance in FILLING
-
-
-def a_step(config: Config) -> int:
-    """Samples of a step; where rows have so many tokens, rows: a micro-batch of a replica is one."""
-    training = config.training
-    return training.batch_size // training.micro_batch_size if rows_by_tokens(config) else training.batch_size
 
 
 def freed(config: Config, held: Held) -> Config:

@@ -122,7 +122,7 @@ def largest_rows(space: Space, best: Candidate) -> int:
 
 def _fits(space: Space, best: Candidate, worst: Worst) -> bool:
     loads = replace(best.found.loads, worst=worst)
-    found = forecast(Question(best.plan, space.counted, space.machine, loads))
+    found = forecast(Question(best.plan, space.machine, loads))
     return found.peak.total <= space.machine.limit_bytes
 
 

@@ -16,7 +16,7 @@ from dhp.config.parts import DECODER, encoders, resolved, sections
 from dhp.core.errors import DhpError
 from dhp.models.family import VISION, Family
 from dhp.plan.count.row_bytes import CHOICES
-from dhp.plan.count.units import Numbers
+from dhp.plan.cut.units import Numbers
 from dhp.plan.search.candidates import Candidate, Pair, Pairs, evaluate, firsts, join, ranked, settings_of
 from dhp.plan.search.layouts import PartLayout, Refused, part_layouts
 from dhp.plan.search.scorer import Rows, Scores

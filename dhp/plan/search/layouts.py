@@ -16,14 +16,13 @@ from math import prod
 from typing import Any
 
 from dhp.config.layout import DEGREES, FREE, NAMES, OFFERED, PARALLELISMS, resolve_part
-from dhp.config.parts import resolved
+from dhp.config.parts import degrees, resolved
 from dhp.config.rules import FSDP
 from dhp.config.schema import PartConfig
 from dhp.core.axes import OF_TOKENS, Degrees
 from dhp.core.errors import ConfigError, DhpError
 from dhp.models.family import Family
 from dhp.plan.model_checks import check_part, check_plan
-from dhp.plan.stage_graph import degrees
 from dhp.plan.trainable import check_frozen_part
 
 _AUTO = "auto"

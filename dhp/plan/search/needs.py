@@ -117,7 +117,7 @@ def _crossing(stage: StageSpec, node: int) -> Iterator[str]:
 
 def useful_operations(plan: RunPlan, loads: RunLoads, window: float) -> dict[str, float]:
     """By part, the operations of a mean step that the model needs, whatever is run. window: see `window_length`."""
-    passes: Mapping[str, TrainedShare] = passes_of(plan)
+    passes: Mapping[str, TrainedShare] = passes_of(plan.counted)
     work, text = plan.family.decoder.work, loads.text
     own = passes.get(DECODER, EVERYTHING)
     tokens = loads.step_tokens

@@ -15,57 +15,17 @@ import numpy as np
 from tqdm import tqdm
 
 from dhp.batch.reader import BatchReader, BatchReaderSettings, make_reader
-from dhp.config.parts import encoders, model_name
+from dhp.config.parts import model_name
 from dhp.config.schema import Config
 from dhp.core.errors import DataError, PartFailed
 from dhp.data.remote.places import missing_data
 from dhp.data.sampling.length_table import Lengths, RowChunk
-from dhp.models.family import Family
 from dhp.plan.batches import feed_settings
-from dhp.plan.count.decoder_units import assumed_rows
-from dhp.plan.count.samples import EqualSamples, Samples
-from dhp.plan.search.free_keys import rows_by_tokens
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
-_STEPS = 8  # that equal samples are made for, where rows have so many tokens
-
-
-def assumed_equal(config: Config) -> EqualSamples:
-    """Equal samples, as they are assumed where nothing is known. config: resolved."""
-    assumed = assumed_rows(config)
-    return EqualSamples(assumed.tokens, assumed.pictures, assumed.targets)
-
-
-def equal_samples(config: Config, family: Family, equal: EqualSamples) -> Samples:
-    """Rows of so many tokens hold several samples: the sampler puts them there."""
-    if not rows_by_tokens(config):
-        return Samples(family, None, equal)
-    from dhp.data.sampling.step_loads import Table
-
-    each = max(1, (config.data.limits.text or 0) // equal.tokens)
-    count = _STEPS * config.training.batch_size * each
-    unit = family.tower.merge_unit if encoders(config) else 1
-    patches = equal.features * unit
-    values = {"vision": equal.features, "text": equal.tokens, "patches": patches, "squares": patches**2}
-    values |= {"pictures": int(equal.features > 0), "targets": equal.targets}
-    rows = np.zeros(count, [(name, np.int64) for name in values])
-    for name, value in values.items():
-        rows[name] = value
-    return _EqualRows(family, Table(rows), equal)
-
-
-class _EqualRows(Samples):
-    """Samples that are all alike, in rows that the sampler makes; there are no more of them than such steps need."""
-
-    def __str__(self) -> str:
-        return str(self._equal)
-
-    @property
-    def count(self) -> int | None:
-        return None
 
 
 def why_not_measured(config: Config) -> str:

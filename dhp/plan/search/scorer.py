@@ -20,10 +20,10 @@ from dhp.plan.count.counted_model import Counted, Cut, stage_parameters
 from dhp.plan.count.loads import RunLoads, text_rows, tower_rows
 from dhp.plan.count.rates import OVERLAP, Rates, Sent, Work
 from dhp.plan.count.row_bytes import CHOICES, RowBytes
-from dhp.plan.count.state_bytes import gathered_bytes, loss_bytes, rank_bytes, runtime_bytes
+from dhp.plan.count.seconds import divided_weights, once_a_step, unit_passes, waits_for_others, with_weights
+from dhp.plan.count.state_bytes import gathered_moments, loss_bytes, rank_bytes, runtime_bytes, stage_units
 from dhp.plan.count.unit_work import Passes, recomputed
-from dhp.plan.count.units import Numbers
-from dhp.plan.forecast.seconds import divided_weights, once_a_step, unit_passes, waits_for_others, with_weights
+from dhp.plan.cut.units import Numbers
 from dhp.plan.search.layouts import PartLayout
 
 
@@ -396,7 +396,9 @@ class Scorer:
         head = part.head_shape((_chunk(stage.chunks[0], len(part.layers.kinds)),))
         states = rank_bytes(section, stage, shape).total + (runtime_bytes(stage) if self._machine.contexts else 0)
         logits = loss_bytes(section, head) if head is not None and head.loss else 0
-        return float(states), float(logits + gathered_bytes(section, shape, max(1, len(stage.layers)), head))
+        units = stage_units(self._counted.unit_parameters(layout.part, Cut.of(section)), stage.layers)
+        whole = gathered_moments(section, shape, units, stage.degrees.shards, self._machine.contexts)
+        return float(states), logits + whole.most
 
 
 def even_runs(layers: int, stages: int) -> list[range]:

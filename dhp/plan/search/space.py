@@ -9,7 +9,6 @@ from typing import Any
 
 from dhp.config.layout import DEGREES, resolve_part
 from dhp.config.parts import DECODER, model_name, parts, sections
-from dhp.config.ranges import resolve_lora
 from dhp.config.resolve import check_together, resolve
 from dhp.config.schema import Config
 from dhp.core.errors import DhpError
@@ -19,31 +18,23 @@ from dhp.plan.count.counted_model import Counted
 from dhp.plan.count.loads import RunLoads
 from dhp.plan.count.samples import Samples
 from dhp.plan.model_checks import check_fit, having_parts
-from dhp.plan.model_shapes import ModelShapes, Shapes
 from dhp.plan.search.layouts import PartLayout, PlanChecks, Refused
 from dhp.plan.search.scorer import Rows, Scorer, Scores
-from dhp.plan.trainable import adapters_of, check_frozen_part, trained_stage, training_rules
+from dhp.plan.trainable import check_frozen_part, trained_stage
 
 
 class WholeRun:
     """One composed configuration, into which layouts of its parts are put.
 
-    family: the model's; source: where its configuration is read from. plans: None where the plans of tensor parallelism
-    are not to be checked, which takes a second for the first layout. shapes: of the model, where they are known.
+    counted: the model. plans: None where the plans of tensor parallelism are not to be checked, which takes a second
+    for the first layout.
 
     What needs samples, weights or a search for cuts is left to the run: `dhp.trainer.preflight.prepare`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        family: Family,
-        source: str,
-        plans: PlanChecks | None = None,
-        shapes: Shapes | None = None,
-    ):
-        self._config, self._family, self._source, self._plans = config, family, source, plans
-        self._shapes = shapes
+    def __init__(self, config: Config, counted: Counted, plans: PlanChecks | None = None):
+        self._config, self._counted, self._plans = config, counted, plans
+        self._family = counted.family
         self._resolved: Config | None = None
 
     def composed(self, layouts: Mapping[str, PartLayout]) -> Config:
@@ -77,12 +68,8 @@ class WholeRun:
     def trained(self) -> dict[str, bool]:
         """By part, whether something of it is trained. Where `training` selects parameters, the model is made without
         weights, which takes a second."""
-        family = having_parts(self._config, self._family)
-        own: dict[str, Any] = {n: replace(p, lora=resolve_lora(p.lora)) for n, p in parts(self._config).items()}
-        adapters = adapters_of(replace(self._config, **own))
-        rules = training_rules(self._config.training, family, adapters)
-        trains = trained_stage(rules, self._shapes or ModelShapes(family, self._source, adapters))
-        return {name: trains(name, ()) for name in family.parts}
+        trains = trained_stage(self._counted.rules, lambda: self._counted.parameters)
+        return {name: trains(name, ()) for name in self.family.parts}
 
     @property
     def family(self) -> Family:

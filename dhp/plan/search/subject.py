@@ -56,7 +56,7 @@ def make_space(subject: Subject, held: Held, machine: Machine, samples: Samples,
         family, subject.source, rules, adapters, config.training.objective, cache, say, config.training.optimizer
     )
     given = freed(config, held)
-    whole = WholeRun(given, family, subject.source, shapes=counted)
+    whole = WholeRun(given, counted)
     return Space(given, whole, counted, machine, samples, held.layouts(config), **keys_of_run(held))
 
 

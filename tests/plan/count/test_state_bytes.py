@@ -11,7 +11,16 @@ from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageSpec
 from dhp.models.shape import HeldParameter, PartShape, sum_shape
-from dhp.plan.count.state_bytes import RankBytes, by_zero_stage, copied_bytes, gathered_bytes, rank_bytes, runtime_bytes
+from dhp.plan.count.state_bytes import (
+    RankBytes,
+    Units,
+    by_zero_stage,
+    copied_bytes,
+    gathered_moments,
+    rank_bytes,
+    runtime_bytes,
+    stage_units,
+)
 
 
 def spec(**degrees: int) -> StageSpec:
@@ -42,7 +51,16 @@ def test_torch_keeps_a_share_of_the_weights_in_the_optimizers_format_alone() -> 
     assert rank_bytes(part, spec(data=4, tensor=2), PartShape(200, 100, 0)) == RankBytes(
         0, 100, 300
     )  # 16 bytes of each of 25 elements
-    assert gathered_bytes(part, PartShape(200, 100, 0), 10, None) == 2 * 10 * 2 + 10 * 2 + 10 * 4
+    whole = gathered_moments(part, PartShape(200, 100, 0), Units(10), 4)
+    # Two layers' weights, a layer's gradients, and what is sent of them and comes of them, twice a quarter.
+    assert whole.most == 2 * 10 * 2 + 10 * 2 + 10 * 4 + 2 * 10 * 4 / 4
+
+
+def test_a_stage_has_the_ends_of_its_part_where_it_has_their_layers() -> None:
+    parameters = (7, 10, 20, 30, 5)  # before three layers, of each, and behind them
+    assert stage_units(parameters, range(3)) == Units(30, 12, 5)
+    assert stage_units(parameters, [0, 1]) == Units(20, 7, 0)
+    assert stage_units(parameters, [1]) == Units(20, 0, 0) and stage_units(parameters, [2]) == Units(30, 5, 5)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +116,8 @@ def test_moments_in_host_memory_are_not_the_devices(
 def test_sums_in_16_bits_are_sent_so() -> None:
     part = PartConfig(num_actors=4, tensor=1, dtype="bfloat16", zero_stage=3, zero_engine="fsdp")
     shape = PartShape(100, 100, 100)
-    sent = [gathered_bytes(replace(part, state_bytes=nbytes), shape, 10, None) for nbytes in (18, 16, 12, 10)]
-    assert sent == [2 * 10 * 2 + 10 * 2 + 10 * each for each in (4, 2, 4, 2)]
+    moments = [gathered_moments(replace(part, state_bytes=own), shape, Units(10), 4) for own in (18, 16, 12, 10)]
+    assert [one.most for one in moments] == [2 * 10 * 2 + 10 * 2 + 1.5 * 10 * each for each in (4, 2, 4, 2)]
 
 
 def test_matrices_in_four_bits_take_a_quarter_and_no_zero_stage_cuts_them() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dhp.plan.count.units import FREE, Link, Positions, first_trained, layer_cuts
+from dhp.plan.cut.units import FREE, Link, Positions, first_trained, layer_cuts
 from tests.plan.cut.made import unit
 
 TOWER = (

@@ -7,10 +7,10 @@ from itertools import combinations
 
 import numpy as np
 
-from dhp.plan.count.units import Link, Saved, Unit
-from dhp.plan.cut.partition import pipeline_programs
 from dhp.plan.cut.problem import PartitionProblem, bounds_of
+from dhp.plan.cut.programs import pipeline_programs
 from dhp.plan.cut.simulate import Programs
+from dhp.plan.cut.units import Link, Saved, Unit
 
 PLAIN = {"none": Saved(8.0), "all": Saved(1.0, 7.0, 1.0)}
 

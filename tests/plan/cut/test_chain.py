@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 
 from dhp.core.errors import ConfigError
+from dhp.plan.count.counted_model import count_model
+from dhp.plan.count.samples import assumed_samples
 from dhp.plan.cut import partition
-from dhp.plan.cut.chain import Model, is_joint, part_cuts
-from dhp.plan.cut.partition import LayerCuts
+from dhp.plan.cut.partition import LayerCuts, is_joint, part_cuts
 from dhp.plan.cut.problem import bounds_of
 from dhp.plan.cut.run_tables import needed_bytes
-from dhp.plan.model_shapes import ModelShapes
+from dhp.plan.forecast.forecast import forecast
+from dhp.plan.forecast.question import Question
 from dhp.plan.run_plan import RunPlan, plan_run
-from dhp.trainer.expected_step import expected_step
 from tests.helpers.rows import slow
 from tests.helpers.tiny_families import save_family
-from tests.plan.cut.test_partition import FROZEN_TOWER, config_of
+from tests.plan.cut.test_partition import FROZEN_TOWER, config_of, round_rates  # noqa: F401
+from tests.plan.made import machine
 
 TOWER = ("vision.parallelism=pipeline", "vision.num_actors=2", "vision.zero_stage=0", "vision.dtype=bfloat16")
 DECODER = ("text.parallelism=pipeline", "text.num_actors=3", "training.batch_size=32", "training.schedule=1f1b")
@@ -35,15 +37,15 @@ def plan_of(model: str, *overrides: str) -> RunPlan:
 
 
 def cuts_of(model: str, *overrides: str, trains: bool = True) -> dict[str, LayerCuts]:
-    plan = plan_of(model, *overrides)
-    shapes = ModelShapes(plan.family, plan.source, plan.adapters)
-    return part_cuts(plan.config, Model(plan.family, plan.source, plan.rules, shapes, trains))
+    config = config_of(model, *overrides)
+    return part_cuts(config, count_model(config), trains)
 
 
 def step_s(model: str, *overrides: str) -> float:
-    step = expected_step(plan_of(model, *overrides))
-    assert step is not None
-    return step.step_s
+    """As a forecast plays it."""
+    plan = plan_of(model, *overrides)
+    loads = assumed_samples(plan.config, plan.family).loads(plan.config)
+    return forecast(Question(plan, machine(), loads)).timeline.step_s
 
 
 @pytest.mark.parametrize("frozen", [slow(()), FROZEN_TOWER], ids=["trained", "frozen"])

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dhp.core.errors import ConfigError
-from dhp.plan.count.units import Unit
 from dhp.plan.cut.bmp import by_layers, by_parameters, by_profile
 from dhp.plan.cut.problem import PartitionProblem
+from dhp.plan.cut.units import Unit
 from tests.plan.cut.made import chain, cuts_of, programs, unit
 
 Value = Callable[[Unit], float]

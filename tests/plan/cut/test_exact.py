@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dhp.core.errors import ConfigError
-from dhp.plan.count.units import Link
 from dhp.plan.cut import exact as searched
 from dhp.plan.cut.exact import critical, exact, nothing_elsewhere
 from dhp.plan.cut.problem import PartitionProblem, bounds_of
 from dhp.plan.cut.run_tables import all_cuts, choices_of, make_tables, needed_bytes, steps_of
+from dhp.plan.cut.units import Link
 from tests.plan.cut.made import chain, cuts_of, problem, programs, unit, with_choice
 
 

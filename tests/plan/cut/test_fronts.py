@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from dhp.plan.count.units import Saved, Unit
 from dhp.plan.cut.run_tables import Fronts, pareto
+from dhp.plan.cut.units import Saved, Unit
 from tests.plan.cut.made import chain
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from dhp.config.ranges import ONE_F_ONE_B
 from dhp.core.errors import ConfigError
-from dhp.plan.count.units import Held, Saved, Unit
 from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
 from dhp.plan.cut.exact import critical, exact, nothing_elsewhere
-from dhp.plan.cut.partition import chain_graph, chain_programs, pipeline_programs
 from dhp.plan.cut.problem import PartitionProblem, bounds_of
+from dhp.plan.cut.programs import chain_graph, chain_programs, pipeline_programs
 from dhp.plan.cut.run_tables import all_cuts, make_tables, needed_bytes, steps_of
+from dhp.plan.cut.units import Held, Saved, Unit
 from dhp.step.schedule import make_schedule, outstanding
 from tests.plan.cut.made import cuts_of, problem
 from tests.plan.cut.test_exact import step_of

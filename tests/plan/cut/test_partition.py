@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -12,17 +13,21 @@ from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
+from dhp.models.empty import list_parameters
 from dhp.models.flops import NO_BACKWARD
 from dhp.models.registry import load_family
 from dhp.models.shape import DecoderSizes
-from dhp.plan.count.decoder_units import SPEED, decoder_units
+from dhp.plan.count.counted_model import Cut, count_model
+from dhp.plan.count.loads import text_rows
+from dhp.plan.count.samples import assumed_samples
 from dhp.plan.cut import partition
 from dhp.plan.cut.bmp import by_parameters
-from dhp.plan.cut.partition import LayerCuts, decoder_cuts
-from dhp.plan.model_shapes import ModelShapes
+from dhp.plan.cut.part_units import PartUnits
+from dhp.plan.cut.partition import LayerCuts, part_cuts
+from dhp.plan.cut.units import Unit
 from dhp.plan.run_plan import plan_run
-from dhp.plan.trainable import adapters_of, training_rules
 from tests.helpers.tiny import save_llava_with_experts
+from tests.plan.made import RATES, machine
 
 SIZES = [
     DecoderSizes(0, (1,) * 8, 0, 0, False),
@@ -40,11 +45,20 @@ def config_of(model: str, *overrides: str) -> Config:
     return resolve(compose_config("tiny", overrides=[*names, *overrides]))
 
 
-def cuts_of(model: str, *overrides: str, before: bool | None = True) -> LayerCuts:
-    config, family = config_of(model, *PIPELINE, *overrides), load_family(model)
-    shapes = ModelShapes(family, model, adapters_of(config))
-    rules = training_rules(config.training, family, shapes.adapters)
-    return decoder_cuts(config, family, model, rules, shapes, before)
+@pytest.fixture(autouse=True)
+def round_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds are operations by one rate: what a stage computes decides."""
+    monkeypatch.setattr("dhp.plan.cut.part_units.expected_machine", lambda *given: machine())
+
+
+def cuts_of(model: str, *overrides: str, trains: bool = True) -> LayerCuts:
+    config = config_of(model, *PIPELINE, *overrides)
+    return part_cuts(config, count_model(config, model), trains)["text"]
+
+
+def units_of(model: str, name: str, *overrides: str, keeps: bool = False) -> tuple[Unit, ...]:
+    config = config_of(model, *overrides)
+    return PartUnits(config, count_model(config, model)).of(name, keeps)
 
 
 def largest(sizes: DecoderSizes, cuts: list[int]) -> int:
@@ -55,10 +69,27 @@ def largest(sizes: DecoderSizes, cuts: list[int]) -> int:
     return max(own)
 
 
+def ends(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Units behind which nothing is cut: what is before the layers, the last layer, and what follows."""
+    return (0, len(numbers) - 2, len(numbers) - 1)
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4, 6])
 @pytest.mark.parametrize("sizes", SIZES, ids=range(len(SIZES)))
-def test_no_cut_has_a_smaller_largest_stage(sizes: DecoderSizes, stages: int, four_layers_model: str) -> None:
-    units = decoder_units(config_of(four_layers_model, *PIPELINE), load_family(four_layers_model), sizes)
+def test_no_cut_has_a_smaller_largest_stage(sizes: DecoderSizes, stages: int) -> None:
+    numbers = (sizes.embedding, *sizes.layers, sizes.norm + sizes.head)
+    units = tuple(
+        Unit(
+            str(at),
+            "text",
+            int(0 < at < len(numbers) - 1),
+            1.0,
+            2.0,
+            own,
+            cut="never" if at in ends(numbers) else "may",
+        )
+        for at, own in enumerate(numbers)
+    )
     found = [cut - 1 for cut in by_parameters(units, stages)]  # the embedding is a unit
     every = [list(cuts) for cuts in combinations(range(1, len(sizes.layers)), stages - 1)]
     best = min(largest(sizes, cuts) for cuts in every)
@@ -82,13 +113,13 @@ def test_what_is_not_said_follows_from_the_schedule(four_layers_model: str) -> N
     interleaved = ("training.schedule=interleaved", "text.virtual_stages=2")
     assert cuts_of(four_layers_model, *interleaved) == LayerCuts((1, 2, 3), "layers")
     assert cuts_of(four_layers_model, *interleaved, "text.partition=exact").cuts == (1, 2, 3)
-    assert cuts_of(four_layers_model, before=None).why == "parameters"  # nothing is trained
+    assert cuts_of(four_layers_model, trains=False).why == "parameters"  # nothing is trained
 
 
 def test_frozen_layers_weigh_what_they_compute(four_layers_model: str) -> None:
     """Nothing before the last layer trains: the others go forward alone, a third of its work."""
     frozen = ("training.trainable=['layers.3']", *FROZEN_TOWER)
-    assert cuts_of(four_layers_model, *frozen, before=False).cuts == (3,)
+    assert cuts_of(four_layers_model, *frozen).cuts == (3,)
     assert cuts_of(four_layers_model).cuts == (2,)
 
 
@@ -148,31 +179,109 @@ def test_a_run_has_the_cuts_that_its_dry_run_shows(four_layers_model: str) -> No
     config = config_of(four_layers_model, *PIPELINE, *FROZEN_TOWER)
     plans = [plan_run(config, four_layers_model) for _ in range(2)]
     assert plans[0].graph == plans[1].graph
-    found = cuts_of(four_layers_model, *FROZEN_TOWER, before=False)
+    found = cuts_of(four_layers_model, *FROZEN_TOWER)
     assert [stage.chunks[0].start for stage in plans[0].graph.of_part("text")][1:] == list(found.cuts)
 
 
-def test_units_are_what_the_layout_makes_of_them(four_layers_model: str) -> None:
-    family = load_family(four_layers_model)
-    sizes = DecoderSizes(7, (10, 10, 20, 20), 1, 7, False)
-    one = decoder_units(config_of(four_layers_model, *PIPELINE), family, sizes)
-    assert [unit.layers for unit in one] == [0, 1, 1, 1, 1, 0] and [u.cut for u in one][0] == one[4].cut == "never"
-    assert one[3].forward_s > one[1].forward_s and one[1].backward_s == 2 * one[1].forward_s
+def shares(units: Sequence[Unit]) -> list[float]:
+    return [unit.backward_s / unit.forward_s for unit in units if unit.forward_s]
+
+
+WHOLE = ("text.parallelism=none", "text.num_actors=1")
+
+
+def test_units_of_a_decoder_are_what_the_layout_makes_of_them(four_layers_model: str) -> None:
+    one = units_of(four_layers_model, "text", *WHOLE)
+    assert [unit.layers for unit in one] == [0, 1, 1, 1, 1, 0]
+    assert [unit.cut for unit in one] == ["never", "may", "may", "may", "never", "never"]
     assert one[1].output_bytes == 4 * 64 * 4 * 2048  # four samples of float32
-    cut = ("text.parallelism=tensor", "text.pipeline=2", "text.tensor=2", "text.num_actors=4")
-    half = decoder_units(config_of(four_layers_model, *PIPELINE, *cut), family, sizes)
-    assert [unit.forward_s for unit in half] == pytest.approx([unit.forward_s / 2 for unit in one])
-    again = decoder_units(config_of(four_layers_model, *PIPELINE, "text.recompute=0-1"), family, sizes)
-    assert [u.backward_s / u.forward_s for u in again[1:5]] == pytest.approx([3, 3, 2, 2])
-    attention = sum(unit.forward_s for unit in one[1:5]) - _matrices(four_layers_model)
-    assert attention == pytest.approx(4 * 2 * 2 * 8 * 8 * 4 * 2048**2 / 2 / SPEED)  # two products of 8 heads, 8 wide
-    frozen = decoder_units(config_of(four_layers_model, *PIPELINE), family, sizes, {0: 0.0, 1: 0.5, 2: 1.0, 3: 1.0})
-    assert [u.trains for u in frozen] == [False, False, True, True, True, False]
-    assert [u.backward_s / u.forward_s for u in frozen[1:5]] == pytest.approx([1, 1.5, 2, 2])
+    config = config_of(four_layers_model, *WHOLE)
+    sizes = count_model(config).sizes
+    assert [unit.parameters for unit in one] == [sizes.embedding, *sizes.layers, sizes.norm + sizes.head]
+    work = load_family(four_layers_model).decoder.work
+    assert sum(unit.forward_s for unit in one) * 1e12 == pytest.approx(work.flops([2048] * 4, 4 * 512, NO_BACKWARD))
     assert replace(one[2], name="layer 0") == one[1]
+    half = units_of(four_layers_model, "text", "text.parallelism=tensor", "text.tensor=2", "text.num_actors=2")
+    assert [unit.forward_s for unit in half] == pytest.approx([unit.forward_s / 2 for unit in one])
+    again = units_of(four_layers_model, "text", *WHOLE, "text.recompute=0-1")
+    plain = shares(one)
+    assert shares(again) == pytest.approx([plain[0] + 1, plain[1] + 1, *plain[2:]])
+    frozen = units_of(four_layers_model, "text", *WHOLE, "training.trainable=['layers.[23]']", *FROZEN_TOWER)
+    assert [u.trains for u in frozen] == [False, False, False, True, True, False]
+    assert 1 < shares(frozen)[0] < plain[0] and shares(frozen)[2] == plain[2]
 
 
-def _matrices(model: str) -> float:
-    """Seconds of all layers' products with matrices, by the family's own count of operations."""
-    work = load_family(model).decoder.work
-    return (work.flops([2048] * 4, 0, NO_BACKWARD) - 4 * work.pair * 2048**2) / SPEED
+TOWER = ("vision.parallelism=none", "vision.num_actors=1", "vision.zero_stage=0", "text.num_actors=1",
+         "text.parallelism=none")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["four_layers_model", "qwen3_vl_model"])
+def test_units_of_a_tower_sum_up_to_it(name: str, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(name)
+    family, units = load_family(model).having(("vision", "text")), units_of(model, "vision", *TOWER)
+    held = [one.size for one in list_parameters(model, family) if one.part == "vision"]
+    assert sum(unit.parameters for unit in units) == sum(held)
+    layers = len(family.tower.layers.kinds)
+    assert [unit.layers for unit in units] == [0, *[1] * layers, 0]
+    assert [unit.cut for unit in units] == ["never", *["may"] * (layers - 1), "never", "never"]
+
+
+def test_each_way_to_split_a_tower_halves_what_a_rank_computes(four_layers_model: str) -> None:
+    one = units_of(four_layers_model, "vision", *TOWER)
+    for degree in ("tensor", "ulysses", "ring"):
+        split = ("vision.parallelism=sequence", "vision.num_actors=2", "vision.ulysses=1", f"vision.{degree}=2")
+        half = units_of(four_layers_model, "vision", *TOWER[2:], *split)
+        assert [u.forward_s for u in half] == pytest.approx([u.forward_s / 2 for u in one]), degree
+        assert half[1].output_bytes == one[1].output_bytes / (1 if degree == "tensor" else 2)
+
+
+def test_layers_with_windows_take_less_than_those_without(four_layers_model: str) -> None:
+    kinds = load_family(four_layers_model).tower.layers.kinds
+    each = list(zip(units_of(four_layers_model, "vision", *TOWER)[1:], kinds))
+    seconds = {kind: {round(u.forward_s * 1e12) for u, own in each if own == kind} for kind in kinds}
+    assert all(len(alike) == 1 for alike in seconds.values())
+    assert max(seconds["window"]) < min(seconds["full"])
+
+
+def test_an_inner_merger_belongs_to_its_layer(qwen3_vl_model: str) -> None:
+    units, tower = units_of(qwen3_vl_model, "vision", *TOWER), load_family(qwen3_vl_model).tower
+    inner = {at for name, at in tower.leaves.items() if name != "embeddings"}
+    sizes = [unit.parameters for unit in units[1:-1]]
+    assert {at for at, size in enumerate(sizes) if size > min(sizes)} == inner - {len(sizes) - 1}
+    assert units[-1].parameters > 0 and units[0].parameters > 0
+
+
+def test_what_of_a_tower_trains_goes_back(four_layers_model: str) -> None:
+    plain = units_of(four_layers_model, "vision", *TOWER)
+    assert shares(plain)[0] == pytest.approx(1)  # pixels have no gradient
+    frozen = units_of(four_layers_model, "vision", *TOWER, 'training.frozen=["blocks.[01]",patch_embed]')
+    assert [unit.trains for unit in frozen] == [False, False, False, True, True, True]
+    assert shares(frozen)[0] == 0 and shares(frozen)[1] < shares(plain)[1] and shares(frozen)[3:] == shares(plain)[3:]
+
+
+def test_what_units_keep_is_what_a_forecast_counts(four_layers_model: str) -> None:
+    """The same bytes by layer and choice, of the same rows."""
+    found = units_of(four_layers_model, "text", *WHOLE, "text.recompute=auto", "memory.budget_gib=1", keeps=True)
+    config = config_of(four_layers_model, *WHOLE)
+    plan = plan_run(config, four_layers_model)
+    loads = assumed_samples(config, plan.family).loads(config)
+    (stage,) = plan.graph.of_part("text")
+    kept = plan.counted.keeps("text", Cut.of(config.text)).costs(text_rows(loads.worst, stage.degrees), stage.layers)
+    for at, unit in enumerate(found[1:-1]):
+        assert {c: (own.held_bytes, own.replay_bytes) for c, own in unit.saved.items()} == {
+            choice: (kept.layers[str(at)][choice].held_bytes, kept.layers[str(at)][choice].replay_bytes)
+            for choice in ("none", "light", "mlp", "linear", "all")
+        }
+    assert (found[0].saved["none"].held_bytes, found[-1].saved["none"].held_bytes) == (
+        kept.before_bytes,
+        kept.after_bytes,
+    )
+
+
+def test_rates_that_were_measured_here_are_named(four_layers_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder's layers by a rate of its own."""
+    slow = machine(measured={"vision": RATES, "text": replace(RATES, products=1e11)})
+    plain = units_of(four_layers_model, "text", *WHOLE)
+    monkeypatch.setattr("dhp.plan.cut.part_units.expected_machine", lambda *given: slow)
+    assert cuts_of(four_layers_model).why.endswith(", by rates measured before")
+    assert units_of(four_layers_model, "text", *WHOLE)[1].forward_s > 2 * plain[1].forward_s

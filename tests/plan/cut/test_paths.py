@@ -7,8 +7,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dhp.plan.count.units import Numbers
 from dhp.plan.cut.run_tables import Path, below, count_below, least_largest, least_sum, limit_for
+from dhp.plan.cut.units import Numbers
 
 RUNS, SIZE = 4, 9
 

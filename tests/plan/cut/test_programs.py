@@ -6,7 +6,7 @@ import pytest
 
 from dhp.config.ranges import SCHEDULES
 from dhp.core.errors import ConfigError
-from dhp.plan.cut.partition import chain_programs, pipeline_programs
+from dhp.plan.cut.programs import chain_programs, pipeline_programs
 from dhp.plan.cut.simulate import Work
 from dhp.step.schedule import Backward, make_schedule
 from tests.helpers.graphs import make_graph

@@ -13,10 +13,9 @@ from dhp.config.resolve import resolve
 from dhp.core.reports import LayerUsage, StageUsage
 from dhp.plan.bench.machine import assumed_cpu
 from dhp.plan.count.counted_model import Cut
-from dhp.plan.count.row_bytes import CHOICES
+from dhp.plan.count.row_bytes import CHOICES, NONE
 from dhp.plan.count.samples import EqualSamples, Samples
-from dhp.plan.count.units import NONE
-from dhp.plan.forecast.question import Question, count_model
+from dhp.plan.forecast.question import Question
 from dhp.plan.forecast.stage_bytes import counted_costs, rows_of_stage
 from dhp.plan.recompute.profile import Profile
 from dhp.plan.run_plan import plan_run
@@ -27,7 +26,7 @@ def question_of(model: str, *overrides: str) -> Question:
     names = [f"{part}.model_name={model}" for part in ("vision", "text")]
     plan = plan_run(resolve(compose_config("tiny", overrides=[*names, *overrides])))
     loads = Samples(plan.family, None, EqualSamples(300, 64, 40)).loads(plan.config)
-    return Question(plan, count_model(plan), assumed_cpu(2, {"float32"}, float("inf")), loads)
+    return Question(plan, assumed_cpu(2, {"float32"}, float("inf")), loads)
 
 
 @pytest.mark.parametrize("layout", [(), ("text.parallelism=pipeline",)], ids=["tensor", "pipeline"])

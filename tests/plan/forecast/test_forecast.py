@@ -10,25 +10,15 @@ import pytest
 from dhp.core.errors import ConfigError
 from dhp.models.shape import hidden_matrices
 from dhp.plan.bench.machine import Machine
-from dhp.plan.count.costs import predicted_bytes
-from dhp.plan.count.counted_model import Counted, Cut, stage_shapes
+from dhp.plan.count.counted_model import Counted, Cut
 from dhp.plan.count.loads import RunLoads, even_loads, text_rows
-from dhp.plan.count.rates import Channel, Rates
 from dhp.plan.forecast.forecast import Forecast, forecast
-from dhp.plan.forecast.question import Question, count_model
+from dhp.plan.forecast.question import Question
 from dhp.plan.run_plan import RunPlan, plan_run
-from dhp.trainer.activations import expected_activations
-from dhp.trainer.dry_run import footprints
 from tests.plan.cut.test_partition import FROZEN_TOWER, PIPELINE, config_of
+from tests.plan.made import RATES, machine
 
-FREE = Channel(float("inf"))
-RATES = Rates(1e12, 1e12, float("inf"), 0.0, FREE, FREE)
-QUIET = {"handover": FREE, "action_s": 0.0, "step_s": 0.0, "contexts": False}
 ONE = ("vision.num_actors=1", "vision.ulysses=1", "vision.zero_stage=0", "text.num_actors=1", "text.tensor=1")
-
-
-def machine(rates: Rates = RATES, **more: object) -> Machine:
-    return Machine("made", 2, 2, {"float32": rates}, 2**40, **{**QUIET, **more})
 
 
 def loads_for(plan: RunPlan, tokens: int = 256, picture: int = 64, targets: int = 32) -> RunLoads:
@@ -37,7 +27,7 @@ def loads_for(plan: RunPlan, tokens: int = 256, picture: int = 64, targets: int 
 
 
 def ask(plan: RunPlan, made: Machine | None = None, **lengths: int) -> Forecast:
-    return forecast(Question(plan, count_model(plan), made or machine(), loads_for(plan, **lengths)))
+    return forecast(Question(plan, made or machine(), loads_for(plan, **lengths)))
 
 
 def test_a_step_takes_its_operations_by_the_rate(made_model: str) -> None:
@@ -57,7 +47,7 @@ def test_an_update_by_muon_takes_its_products(made_model: str) -> None:
     """Five times three products of every hidden matrix; cut over replicas' shards, each rank its share of them."""
     muon = ("training.optimizer=muon", "text.zero_engine=fsdp", "vision.zero_engine=fsdp")
     plan = plan_run(config_of(made_model, *ONE, *muon))
-    shapes = {one.name: one.shape for one in count_model(plan).parameters}
+    shapes = {one.name: one.shape for one in plan.counted.parameters}
     matrices = (sorted(shapes[name]) for name in hidden_matrices(shapes, plan.family))
     operations = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in matrices)
     whole = ask(plan).kinds()["update"]
@@ -90,21 +80,6 @@ def test_a_frozen_tower_goes_forward_alone(made_model: str) -> None:
     found = ask(plan_run(config_of(made_model, *ONE, *FROZEN_TOWER)))
     assert found.stages["vision"].backward_s == (0.0,) and found.stages["vision"].once_s == 0.0
     assert found.memory["vision"].held_bytes == 0
-
-
-def test_activations_are_those_of_a_trace_and_states_those_of_a_dry_run(made_model: str) -> None:
-    """One source: the same rows give the same bytes as the dry run has them."""
-    plan = plan_run(config_of(made_model, "data.max_tokens=512"))
-    shown = expected_activations(plan)
-    from dhp.plan.count.decoder_units import assumed_rows
-
-    rows = assumed_rows(plan.config)
-    lengths = {"tokens": rows.tokens, "picture": rows.pictures, "targets": rows.targets}
-    found = ask(plan, **lengths)
-    own = {"text": shown.costs["text"]}
-    assert found.memory["text"].held_bytes == pytest.approx(predicted_bytes(own, shown.plan, shown.arrangement))
-    states = footprints(plan, stage_shapes(plan))
-    assert {name: one.states for name, one in found.memory.items()} == {n: s.states for n, s in states.items()}
 
 
 def test_what_never_is_together_is_not_added(made_model: str) -> None:
@@ -159,10 +134,10 @@ def test_counts_are_kept_on_disk_and_equal(made_model: str, tmp_path: Path) -> N
 
 
 def test_tower_operations_are_linear_in_the_load(made_model: str) -> None:
-    from dhp.plan.count.tower_units import TowerLoad, tower_operations
+    from dhp.plan.count.unit_operations import TowerLoad, tower_operations
 
     plan = plan_run(config_of(made_model))
-    counted, load = count_model(plan), TowerLoad(512, 32768, 131072, 128, 2)
+    counted, load = plan.counted, TowerLoad(512, 32768, 131072, 128, 2)
     exact = tower_operations(plan.family, counted.pieces, load)
     for found, own in zip(counted.tower_operations(load), exact, strict=True):
         assert found == pytest.approx(own)

@@ -37,7 +37,7 @@ def space_of(model: str, devices: int, memory: float, **more: object) -> Space:
     counted = Counted(family, model, training_rules(config.training, family), {}, "sft")
     machine = Machine("made", devices, 2, {"float32": RATES}, memory, LINK, contexts=False)
     samples = Samples(family, None, EqualSamples(256, 64, 32))
-    return Space(config, WholeRun(config, family, model), counted, machine, samples, {}, **more)
+    return Space(config, WholeRun(config, counted), counted, machine, samples, {}, **more)
 
 
 @cache
@@ -104,7 +104,7 @@ def test_held_keys_stay(made_model: str) -> None:
     space = space_of(made_model, 4, 2.0**30, rows_held=True)
     text = replace(space.config.text, tensor=2, zero_stage=0)
     config = replace(space.config, text=text)
-    whole = WholeRun(config, space.whole.family, made_model)
+    whole = WholeRun(config, space.counted)
     held = replace(space, config=config, whole=whole, held={"text": {"tensor", "zero_stage"}})
     found = search(held)
     assert found.candidates

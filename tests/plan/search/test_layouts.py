@@ -22,9 +22,11 @@ from dhp.core.errors import DhpError
 from dhp.models.family import Family
 from dhp.models.pretrained import config_source
 from dhp.models.registry import load_family
+from dhp.plan.count.counted_model import Counted
 from dhp.plan.search.free_keys import held_keys
 from dhp.plan.search.layouts import PartLayout, PlanChecks, Refused, part_layouts
 from dhp.plan.search.space import WholeRun
+from dhp.plan.trainable import training_rules
 from dhp.trainer.preflight import prepare
 from tests.helpers.rows import slow
 from tests.helpers.runs import ONE_ACTOR_EACH
@@ -67,13 +69,18 @@ def summary(section: PartConfig) -> tuple[Any, ...]:
     return (*split, section.expert, section.zero_stage, engine, section.sequence_sharded_norms)
 
 
+def counted_of(config: Config, source: str) -> Counted:
+    family = family_of(source)
+    return Counted(family, source, training_rules(config.training, family), {}, "sft")
+
+
 @pytest.mark.parametrize("devices", [4, slow(6)])
 @pytest.mark.parametrize("name", ["vision", "text"])
 def test_a_run_starts_in_each_layout_and_says_why_not_in_others(tiny_assets: Path, name: str, devices: int) -> None:
     config = composed(tiny_assets)
     source = str(tiny_assets / "model")
     layouts, refused = found(name, source, devices, parts(config)[name], plans=PlanChecks(family_of(source), source))
-    whole = WholeRun(config, family_of(source), source)
+    whole = WholeRun(config, counted_of(config, source))
     assert len(layouts) > 30
     refusals = [whole.refusal({name: one}) for one in layouts]
     assert set(refusals) <= {None, *(said for said in refusals if said and said.startswith("vision.pipeline="))}
@@ -202,7 +209,7 @@ def test_what_is_not_trained_has_no_zero(made_model: str) -> None:
 )
 def test_a_pair_is_refused_as_by_the_run(tiny_assets: Path, overrides: tuple[str, ...]) -> None:
     config, source = composed(tiny_assets, *overrides), str(tiny_assets / "model")
-    whole = WholeRun(config, family_of(source), source)
+    whole = WholeRun(config, counted_of(config, source))
     vision, text = (found(name, source, 4, parts(config)[name])[0] for name in ("vision", "text"))
     some = Random(0).sample(list(product(vision, text)), 24)
     refusals = [whole.refusal({"vision": one, "text": other}) for one, other in some]
@@ -216,7 +223,7 @@ def test_a_pair_is_refused_as_by_the_run(tiny_assets: Path, overrides: tuple[str
 
 def test_a_pair_is_checked_in_milliseconds(made_model: str) -> None:
     config = compose_config("tiny", overrides=["training.dry_run=true", "training.batch_size=64"])
-    whole = WholeRun(config, family_of(made_model), made_model)
+    whole = WholeRun(config, counted_of(config, made_model))
     vision, text = (found(name, made_model, 8)[0] for name in ("vision", "text"))
     start = perf_counter()
     for one, other in zip(vision[:100], text[:100]):

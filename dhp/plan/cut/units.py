@@ -15,8 +15,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dhp.plan.count.row_bytes import NONE
+
 Numbers = NDArray[np.float64]
-NONE = "none"  # of the choices of recompute: all is kept
 
 
 @dataclass(frozen=True)

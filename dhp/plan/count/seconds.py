@@ -15,10 +15,10 @@ from dhp.models.shape import PartShape
 from dhp.plan.count.counted_model import Counted, Cut
 from dhp.plan.count.loads import RunLoads, tower_load
 from dhp.plan.count.rates import Rates, Spent, Work, spend
+from dhp.plan.count.row_bytes import NONE, PartBytes
 from dhp.plan.count.state_bytes import VALUE_BYTES, RankBytes, sum_bytes
 from dhp.plan.count.traffic import DividedWeights
 from dhp.plan.count.unit_work import Passes, decoder_passes, recomputed, tower_passes
-from dhp.plan.count.units import NONE
 
 KINDS = ("products", "attention", "elementwise", "sent", "exposed", "host", "recompute", "update", "sync")
 
@@ -78,19 +78,31 @@ class StageSeconds:
 
 
 def unit_seconds(
-    counted: Counted, name: str, section: PartConfig, degrees: Degrees, loads: RunLoads, rates: Rates
+    counted: Counted,
+    name: str,
+    section: PartConfig,
+    degrees: Degrees,
+    loads: RunLoads,
+    rates: Rates,
+    kept: PartBytes | None = None,
 ) -> tuple[UnitSeconds, ...]:
-    """Of a part's units. section: resolved. Raises ModelError where what layers keep is not known."""
+    """Of a part's units. section: resolved. kept: what layers keep, which elementwise kernels move; None: it is traced.
+    Raises ModelError where it cannot be."""
     weights = counted.unit_parameters(name, Cut.of(section))
-    found = unit_passes(counted, name, section, degrees, loads)
+    found = unit_passes(counted, name, section, degrees, loads, kept)
     return _alike(found, counted.replays[name], weights, section, degrees, rates)
 
 
 def unit_passes(
-    counted: Counted, name: str, section: PartConfig, degrees: Degrees, loads: RunLoads
+    counted: Counted,
+    name: str,
+    section: PartConfig,
+    degrees: Degrees,
+    loads: RunLoads,
+    kept: PartBytes | None = None,
 ) -> tuple[Passes, ...]:
-    """The work of a part's units, without what is sent of their weights."""
-    kept = counted.keeps(name, Cut.of(section))
+    """The work of a part's units, without what is sent of their weights. kept: see `unit_seconds`."""
+    kept = kept or counted.keeps(name, Cut.of(section))
     if name == DECODER:
         load = loads.even if waits_for_others(section) else loads.text
         found = decoder_passes(section, degrees, counted.family, counted.sizes, load, kept, counted.trained)

@@ -6,20 +6,31 @@ import pytest
 
 from dhp.core.graph import Node
 from dhp.models.registry import load_family
-from dhp.plan.count.decoder_units import HANDOVER
+from dhp.plan.count.rates import Channel
+from dhp.plan.count.samples import assumed_samples
+from dhp.plan.forecast.forecast import forecast, play_step
+from dhp.plan.forecast.question import Question
 from dhp.plan.run_plan import plan_run
 from dhp.step.schedule import Backward, Forward
 from dhp.step.timed import Timeline
-from dhp.trainer.expected_step import bubble_lines, expected_step, timeline_lines
-from tests.plan.cut.test_partition import FROZEN_TOWER, PIPELINE, config_of
+from dhp.trainer.dry_run import bubble_lines, timeline_lines
+from tests.plan.cut.test_partition import FROZEN_TOWER, PIPELINE, config_of, round_rates  # noqa: F401
+from tests.plan.made import machine
 
 APART = ("cluster.collocate=false", "vision.num_actors=1", "vision.ulysses=1", "vision.zero_stage=0")
 
 
+HANDOVER = 8e9  # bytes a second between two stages
+
+
+def question_of(model: str, *overrides: str) -> Question:
+    plan = plan_run(config_of(model, *PIPELINE, *APART, *overrides))
+    loads = assumed_samples(plan.config, plan.family).loads(plan.config)
+    return Question(plan, machine(handover=Channel(HANDOVER)), loads)
+
+
 def step_of(model: str, *overrides: str) -> Timeline:
-    found = expected_step(plan_run(config_of(model, *PIPELINE, *APART, *overrides)))
-    assert found is not None
-    return found
+    return forecast(question_of(model, *overrides)).timeline
 
 
 def seconds(timeline: Timeline, kind: type, stage: str) -> float:
@@ -31,11 +42,11 @@ def test_stages_take_what_their_layers_do(four_layers_model: str) -> None:
     timeline = step_of(four_layers_model, "text.cuts=[1]")
     first, last = (seconds(timeline, Forward, f"text.{at}") for at in range(2))
     assert last > 3.01 * first  # three layers, and the head
-    for at in range(2):
-        assert seconds(timeline, Backward, f"text.{at}") == pytest.approx(2 * seconds(timeline, Forward, f"text.{at}"))
+    back = [seconds(timeline, Backward, f"text.{at}") for at in range(2)]
+    assert 2 * first < back[0] < 2.5 * first and 2 * last < back[1] < 2.5 * last  # attention's takes 2.5 forwards
     recomputed = step_of(four_layers_model, "text.cuts=[1]", "text.recompute=0")
-    assert seconds(recomputed, Backward, "text.0") == pytest.approx(3 * first)
-    assert seconds(recomputed, Backward, "text.1") == pytest.approx(2 * last)
+    assert seconds(recomputed, Backward, "text.0") == pytest.approx(back[0] + first)
+    assert seconds(recomputed, Backward, "text.1") == pytest.approx(back[1])
 
 
 def test_a_frozen_tower_has_no_backward_and_frozen_layers_less(four_layers_model: str) -> None:
@@ -68,9 +79,9 @@ def test_the_better_cut_has_the_smaller_bubble(four_layers_model: str) -> None:
 def test_the_lines_name_shares_of_the_step(four_layers_model: str) -> None:
     timeline = step_of(four_layers_model, "text.cuts=[1]")
     bubble, waiting = bubble_lines(timeline)
-    assert bubble.startswith(f"bubble         {timeline.bubble:.0%} of the devices' time (by operations; vision ")
+    assert bubble.startswith(f"bubble         {timeline.bubble:.0%} of the devices' time (vision ")
     waits = timeline.waits()["text.0"]["text.1"] / timeline.step_s
-    assert waits > 0.3 and f"text.0 {waits:.0%} for text.1" in waiting
+    assert waits > 0.1 and f"text.0 {waits:.0%} for text.1" in waiting
 
 
 def test_what_tower_stages_hand_on_takes_by_the_towers_own_bytes(four_layers_model: str) -> None:
@@ -98,19 +109,20 @@ def test_the_decoder_gets_a_row_for_each_token_of_a_picture(four_layers_model: s
 
 
 def test_features_of_inner_layers_go_along(qwen3_vl_model: str) -> None:
-    plan = plan_run(config_of(qwen3_vl_model, *PIPELINE, *APART, "text.cuts=[3]"))
+    question = question_of(qwen3_vl_model, "text.cuts=[3]")
+    plan = question.plan
     (edge,) = (edge for edge in plan.graph.edges if edge.source.stage == "vision")
-    spans = {span.action: span for span in expected_step(plan).spans}
+    spans = {span.action: span for span in forecast(question).timeline.spans}
     on_the_way = spans[Forward(Node("text.0"), 0)].start_s - spans[Forward(Node("vision"), 0)].end_s
     width = plan.family.config.get_text_config().hidden_size
     assert len(edge.tensors) == 4 and on_the_way == pytest.approx(4 * 4 * width * 4 * 1024 / HANDOVER)
 
 
 def test_a_step_is_drawn_with_seconds_to_scale(four_layers_model: str) -> None:
-    plan = plan_run(config_of(four_layers_model, *PIPELINE, *APART, "text.cuts=[1]"))
-    timeline = expected_step(plan, 2)
-    assert timeline is not None
-    head, *lines = timeline_lines(timeline, plan.graph, ())
+    question = question_of(four_layers_model, "text.cuts=[1]")
+    whole = forecast(question)
+    timeline = play_step(question, whole.stages, 2)
+    head, *lines = timeline_lines(timeline, question.plan.graph, ())
     assert head.startswith("in time        a column is ") and [line.split()[0] for line in lines] == [
         "vision",
         "text.0",
@@ -119,5 +131,4 @@ def test_a_step_is_drawn_with_seconds_to_scale(four_layers_model: str) -> None:
     assert max(map(len, lines)) <= 120
     count = lambda line: (len(line.split()) - 1, line.count("-"))
     assert count(lines[2])[1] > 2 * count(lines[1])[1]  # three layers and the head beside one
-    many = expected_step(plan)
-    assert many is not None and timeline.step_s < many.step_s
+    assert timeline.step_s < whole.timeline.step_s

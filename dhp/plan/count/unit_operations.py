@@ -1,24 +1,74 @@
-"""A tower as units that can be cut into stages: what each costs on one rank."""
+"""Operations of each unit of a part: ends, layers, and what recomputing repeats."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dhp.config.parts import parts, resolved
-from dhp.config.schema import Config, PartConfig
+from dhp.config.parts import DECODER
 from dhp.core.parameters import TrainingRules, is_inside
 from dhp.models.family import VISION, Family
 from dhp.models.flops import OPERATIONS
+from dhp.models.shape import DecoderSizes, Parameter
 from dhp.models.types import Chunk
-from dhp.plan.count.decoder_units import SPEED, fixed_choices, hidden_width, replays
-from dhp.plan.count.state_bytes import VALUE_BYTES
-from dhp.plan.count.traces import picture_patches, traced_rows
-from dhp.plan.count.units import NONE, Unit
+from dhp.plan.count.row_bytes import NONE
 
 if TYPE_CHECKING:
     from dhp.models.shape import Parameter
+
+LIGHT = 0.03  # of a forward: what norms, rotary positions and activation functions take
+
+
+def decoder_operations(family: Family, sizes: DecoderSizes, tokens: float, pairs: float) -> list[tuple[float, float]]:
+    """Of a forward through each layer of all ranks together, of products of matrices and of attention. Products go by
+    the layers' parameters, of which experts count as far as tokens visit them. pairs: of tokens that see each other."""
+    work, weights = family.decoder.work, visited_parameters(family, sizes)
+    attention = OPERATIONS * work.pair / len(weights) * pairs
+    return [(OPERATIONS * work.token * own / sum(weights) * tokens, attention) for own in weights]
+
+
+def visited_parameters(family: Family, sizes: DecoderSizes) -> list[float]:
+    """Of each layer, those that a token goes through: of experts, the ones that it visits."""
+    experts = family.decoder.experts
+    if experts is None:
+        return list(map(float, sizes.layers))
+    idle = 3 * hidden_width(family) * experts.width * (experts.count - experts.visits)
+    return [own - idle * sparse for own, sparse in zip(sizes.layers, experts.sparse, strict=True)]
+
+
+def replay_shares(family: Family, parameters: int) -> dict[str, float]:
+    """By choice of recompute, the share of a layer's forward that backward runs again. mlp: two of an MLP's three
+    matrices."""
+    text = family.config.get_text_config()
+    inner = 3 * text.hidden_size * text.intermediate_size
+    return replays(2 / 3 * min(1.0, inner / parameters))
+
+
+def replays(mlp: float) -> dict[str, float]:
+    """The same, where this share of a layer's parameters is in an MLP's matrices before its activation function."""
+    return {NONE: 0.0, "light": LIGHT, "mlp": LIGHT + 0.9 * mlp, "linear": 0.9, "all": 1.0, "offload": 1.0}
+
+
+def hidden_width(family: Family) -> int:
+    """Of a decoder's states."""
+    return int(family.config.get_text_config().hidden_size)
+
+
+def shares_of(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> dict[int | None, float]:
+    """The same of all parameters of a model."""
+    path = f"{family.decoder.layers.path}."
+    of_layer: dict[int | None, list[tuple[int, bool]]] = {}
+    for one in parameters:
+        if one.part == DECODER:
+            number = one.name.removeprefix(path).partition(".")[0] if one.name.startswith(path) else None
+            own = of_layer.setdefault(None if number is None else int(number), [])
+            own.append((one.size, one.used and rules.trains(one.name)))
+    return {
+        at: sum(size for size, is_trained in own if is_trained) / sum(size for size, _ in own)
+        for at, own in of_layer.items()
+    }
+
 
 WINDOW = "window"  # the kind of a tower's layers that attend to windows, where it has others
 
@@ -41,46 +91,6 @@ class Piece:
         return self.trained / self.size if self.size else 0.0
 
 
-def tower_units(
-    config: Config, family: Family, parameters: Iterable[Parameter], rules: TrainingRules
-) -> tuple[Unit, ...]:
-    """The patch embedding, each layer of the tower, and what merges its states for the decoder; the outer two stay with
-    their neighbours, and a merger of an inner layer's states with that layer. parameters: all of the model's. Nothing
-    is cut behind the last: in a chain the decoder goes on there."""
-    section, pieces = parts(config)[VISION], tower_pieces(family, parameters, rules)
-    rows = traced_rows(config, family, VISION)
-    first, *layers, last = (done / resolved(section.tensor) / SPEED for done in _operations(config, family, pieces))
-    value, width = VALUE_BYTES[section.dtype], tower_width(family)
-    units = [
-        replace(unit, output_bytes=value * width * rows.patches)
-        for unit in _layers(section, family, layers, pieces[1:-1])
-    ]
-    units[-1] = replace(units[-1], cut="never")
-    ends = [
-        Unit(name, VISION, 0, forward_s, backward_s, piece.size, trains=piece.trained > 0, cut="never")
-        for name, forward_s, backward_s, piece in (
-            ("patches", first, first * pieces[0].share, pieces[0]),  # pixels have no gradient
-            ("merger", last, last * (1 + pieces[-1].share), pieces[-1]),
-        )
-    ]
-    return (ends[0], *units, replace(ends[1], output_bytes=value * hidden_width(family) * rows.features))
-
-
-def tower_replays(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> list[dict[str, float]]:
-    """Of each layer, by choice of recompute, the share of its forward that backward runs again."""
-    return [replays(piece.inner / piece.size) for piece in tower_pieces(family, parameters, rules)[1:-1]]
-
-
-def _layers(section: PartConfig, family: Family, seconds: Sequence[float], pieces: Sequence[Piece]) -> list[Unit]:
-    fixed = fixed_choices(section, len(seconds)) or (NONE,) * len(seconds)
-    found = []
-    for at, (forward_s, piece, choice) in enumerate(zip(seconds, pieces, fixed, strict=True)):
-        again = replays(piece.inner / piece.size)[choice]
-        backward_s = forward_s * (1 + piece.share + again)
-        found.append(Unit(f"layer {at}", VISION, 1, forward_s, backward_s, piece.size, trains=piece.trained > 0))
-    return found
-
-
 def tower_pieces(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> list[Piece]:
     """Of each unit. What is outside of the layers belongs to the first stage that has it, were each layer a stage."""
     part = family.tower
@@ -101,15 +111,6 @@ def tower_pieces(family: Family, parameters: Iterable[Parameter], rules: Trainin
         trained = one.size * (one.used and rules.trains(one.name))
         found[at] += Piece(one.size, trained, one.size * inner)
     return found
-
-
-def _operations(config: Config, family: Family, pieces: Sequence[Piece]) -> list[float]:
-    """Of a forward of one micro-batch of each unit, on the ranks that share one rank's rows."""
-    rows, patches = traced_rows(config, family, VISION), picture_patches(config, family)
-    pictures = rows.patches / patches if patches else 0.0  # a share of them, of one rank of a sequence
-    squares = pictures * patches * patches
-    load = TowerLoad(rows.patches, squares / rows.windows, squares, rows.features, pictures)
-    return [sum(of_unit) for of_unit in tower_operations(family, pieces, load)]
 
 
 @dataclass(frozen=True)
