@@ -18,8 +18,9 @@ from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.models.types import LayerParts, Part
 from dhp.plan.batches import feed_settings
-from dhp.plan.run_plan import plan_run
-from dhp.plan.stage_graph import devices_as_planned, find_localities, world
+from dhp.plan.count.counted_model import Counted
+from dhp.plan.stage_graph import devices_as_planned, find_localities, make_graph, world
+from dhp.plan.trainable import training_rules
 from dhp.step.schedule import draw, make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
@@ -75,7 +76,8 @@ def resolve_radar(asked: PartConfig) -> PartConfig:
 @pytest.fixture(scope="module")
 def heard(four_layers_model: str) -> tuple[WithRadar, StageGraph]:
     config, family = with_radar(four_layers_model)
-    return config, plan_run(config, four_layers_model).graph
+    counted = Counted(family, four_layers_model, training_rules(config.training, family), {}, "sft")
+    return config, make_graph(config, counted)
 
 
 def test_its_stage_and_edges_are_in_the_chain(heard: tuple[WithRadar, StageGraph]) -> None:

@@ -17,12 +17,11 @@ from dhp.core.parameters import AdapterSettings, Selector, TrainingRules
 from dhp.core.text import own_command
 from dhp.data.sampling.sampler import BalanceSettings, BatchLayout
 from dhp.models.flops import NO_BACKWARD, MatmulShare, TrainedShare
-from dhp.models.registry import load_family
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
 from dhp.plan.batches import feed_settings, passes_of
 from dhp.plan.count.counted_model import count_model
-from dhp.plan.stage_graph import make_graph as of_config
+from dhp.plan.run_plan import plan_run
 from dhp.trainer.settings import kept_settings, resume_line, stage_settings
 from tests.helpers.graphs import make_graph
 
@@ -123,7 +122,7 @@ def test_who_answers_reads_no_states_and_trains_nothing(tiny_assets: Path) -> No
     config = resolve(
         compose_config("tiny", overrides=[f"{part}.model_name={tiny_assets / 'model'}" for part in ("vision", "text")])
     )
-    graph = of_config(config, load_family(config.text.model_name), config.text.model_name, trains=False)
+    graph = plan_run(config, trains=False).graph
     assert not any(stage.trains for stage in graph.stages) and not any(edge.gradients for edge in graph.edges)
     settings = stage_settings(config, graph, graph.stages[0], "cpu", 1, Path("step_7"), states=False)
     assert (settings.resume_from, settings.resume_states) == ("step_7/vision", False)
