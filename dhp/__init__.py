@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dhp.config.schema import Config as Config
     from dhp.core.errors import DhpError as DhpError
+    from dhp.objectives.objective import OBJECTIVES as OBJECTIVES
     from dhp.objectives.objective import Objective as Objective
-    from dhp.objectives.registry import OBJECTIVES as OBJECTIVES
     from dhp.trainer.run_loop import Run as Run
     from dhp.trainer.run_loop import load_config as load_config
     from dhp.trainer.run_loop import train as train
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Config": "dhp.config.schema",
     "DhpError": "dhp.core.errors",
-    "OBJECTIVES": "dhp.objectives.registry",
+    "OBJECTIVES": "dhp.objectives.objective",
     "Objective": "dhp.objectives.objective",
     "Run": "dhp.trainer.run_loop",
     "load_config": "dhp.trainer.run_loop",

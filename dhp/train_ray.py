@@ -51,7 +51,7 @@ def _report_failure(run_dir: Path) -> None:
     """Write the page of a run that is not started again: its last attempt did not know that it was the last."""
     written, page = run_dir / "metrics.jsonl", run_dir / "report.html"
     if written.exists() and not (page.exists() and page.stat().st_mtime >= written.stat().st_mtime):
-        from dhp.trainer.reports import write_page
+        from dhp.trainer.step_reports import write_page
 
         if (shown := write_page(run_dir)) is not None:
             print(f"report: {shown}", file=sys.stderr, flush=True)
@@ -71,14 +71,14 @@ def _run(config: Config) -> None:
 
                 run_curriculum(config, lambda stage: _train(stage, say), say)
             else:
-                from dhp.trainer.layout import with_layout
+                from dhp.trainer.planned_layout import with_layout
                 from dhp.trainer.preflight import prepare
 
                 planned = with_layout(config, say)
                 prepared = prepare(planned, say=say)
                 if prepared.training.elastic:
                     from dhp.supervise.attempt import tell_layouts
-                    from dhp.trainer.layout import find_layouts
+                    from dhp.trainer.planned_layout import find_layouts
 
                     find = partial(find_layouts, planned, prepared, say, planned=config.layout != planned.layout)
                     if prepared.training.dry_run:

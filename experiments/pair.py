@@ -15,9 +15,9 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
 from dhp.core.dispatch import PerRank, spread
 from dhp.core.graph import Edge, Node, StageGraph, StageSpec
-from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.family import Family
-from dhp.step.stages import Group
+from dhp.step.stages import RankGroup
 
 VISION, TEXT = "vision", "text"
 ONE = Degrees()
@@ -73,7 +73,7 @@ def as_batch(data: StepData, put: Callable[[Any], Any] = lambda value: value) ->
     return Batch(put(data.info), work, data.routes)
 
 
-class Here(Group):
+class Here(RankGroup):
     """A stage of one rank in this process, where nothing else takes time."""
 
     size = 1

@@ -18,7 +18,7 @@ from dhp.__main__ import main as dhp
 from dhp.config.command_line import compose_config
 from dhp.supervise.supervisor import Supervisor
 from dhp.train_ray import main
-from dhp.trainer.reports import NO_MFU
+from dhp.trainer.step_reports import NO_MFU
 from tests.helpers.made_runs import make_run
 from tests.helpers.runs import FIRST, Outcome, tiny, train
 

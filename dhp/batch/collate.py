@@ -15,8 +15,7 @@ from dhp.models.contract.random_pictures import joined, unpack
 from dhp.models.contract.random_rows import find_prefixes
 from dhp.models.decoder import Decoder
 from dhp.models.family import Family
-from dhp.objectives.objective import Objective
-from dhp.objectives.registry import CrossEntropy
+from dhp.objectives.objective import CrossEntropy, Objective
 from dhp.parallel.attention.visibility import number_runs
 
 

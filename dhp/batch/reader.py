@@ -31,8 +31,7 @@ from dhp.data.sample.lengths import LENGTH_COLUMNS, tile_arguments
 from dhp.data.sample.picture_inputs import CachedPictures
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.sample import Sample, Videos
-from dhp.data.sample.sound_inputs import NO_ACTORS, NO_TOWER, AudioPreprocessing
-from dhp.data.sample.tokens import Prompts
+from dhp.data.sample.tokens import NO_ACTORS, NO_TOWER, AudioPreprocessing, Prompts
 from dhp.data.sampling.dataset import (
     BatchSource,
     Dataset,
@@ -53,8 +52,7 @@ from dhp.models.flops import TrainedShare
 from dhp.models.pretrained import load_image_processor, load_tokenizer
 from dhp.models.processor_files import find_frame_size
 from dhp.models.registry import import_on_rank, load_family
-from dhp.objectives.objective import Objective
-from dhp.objectives.registry import find_objective
+from dhp.objectives.objective import Objective, find_objective
 
 
 class BatchReader:

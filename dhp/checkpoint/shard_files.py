@@ -21,7 +21,7 @@ _PAIRS = 512  # pieces of one tensor up to which each pair is compared
 
 
 @dataclass(frozen=True)
-class Block:
+class RegionBlock:
     """The elements from `offset` on, `shape` of them along each dimension."""
 
     offset: tuple[int, ...]
@@ -32,14 +32,14 @@ class Block:
         """Elements."""
         return prod(self.shape)
 
-    def common(self, other: Block) -> Block | None:
+    def common(self, other: RegionBlock) -> RegionBlock | None:
         """The elements of both; None: there are none."""
         begins = tuple(map(max, self.offset, other.offset))
         ends = map(min, self._ends(), other._ends())
         shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        return None if any(n <= 0 for n in shape) else Block(begins, shape)
+        return None if any(n <= 0 for n in shape) else RegionBlock(begins, shape)
 
-    def slices(self, outer: Block) -> tuple[slice, ...]:
+    def slices(self, outer: RegionBlock) -> tuple[slice, ...]:
         """Where these elements are in a tensor that holds those of `outer`."""
         begins = [own - of for own, of in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(begin, begin + n) for begin, n in zip(begins, self.shape, strict=True))
@@ -48,12 +48,12 @@ class Block:
         return (begin + n for begin, n in zip(self.offset, self.shape, strict=True))
 
 
-def whole(shape: Sequence[int]) -> Block:
+def whole(shape: Sequence[int]) -> RegionBlock:
     """All elements of a tensor."""
-    return Block((0,) * len(shape), tuple(shape))
+    return RegionBlock((0,) * len(shape), tuple(shape))
 
 
-def blocks_of_range(shape: Sequence[int], start: int, count: int) -> list[Block]:
+def blocks_of_range(shape: Sequence[int], start: int, count: int) -> list[RegionBlock]:
     """The blocks that `count` elements from the `start`-th on are, in that order: at most two a dimension, and one.
 
     Each has full extent in all dimensions behind its first one that is longer than 1, so that its elements are
@@ -62,13 +62,13 @@ def blocks_of_range(shape: Sequence[int], start: int, count: int) -> list[Block]
     return list(_blocks(tuple(shape), start, start + count, ()))
 
 
-def _blocks(shape: tuple[int, ...], first: int, last: int, prefix: tuple[int, ...]) -> Iterator[Block]:
+def _blocks(shape: tuple[int, ...], first: int, last: int, prefix: tuple[int, ...]) -> Iterator[RegionBlock]:
     """prefix: the indices of the dimensions before those of `shape`."""
     if first >= last:
         return
     ones = (1,) * len(prefix)
     if not shape:
-        yield Block(prefix, ones)
+        yield RegionBlock(prefix, ones)
         return
     length, rest = prod(shape[1:]), shape[1:]
     row, begin = divmod(first, length)
@@ -80,11 +80,11 @@ def _blocks(shape: tuple[int, ...], first: int, last: int, prefix: tuple[int, ..
         yield from _blocks(rest, begin, length, (*prefix, row))
         row += 1
     if row < end_row:
-        yield Block((*prefix, row, *(0 for _ in rest)), (*ones, end_row - row, *rest))
+        yield RegionBlock((*prefix, row, *(0 for _ in rest)), (*ones, end_row - row, *rest))
     yield from _blocks(rest, 0, end, (*prefix, end_row))
 
 
-def overlap(blocks: Sequence[Block]) -> bool:
+def overlap(blocks: Sequence[RegionBlock]) -> bool:
     """Whether two of the blocks have an element in common. Of very many, blocks that begin at one place are looked
     for."""
     filled = [block for block in blocks if block.count]
@@ -177,7 +177,7 @@ def check_part(folder: Path) -> None:
     files = sorted(folder.glob("rank_*.json"))
     if not files:
         raise CheckpointError(f"{folder} holds no rank_*.json: it is no part of a checkpoint, or its files are lost")
-    held: dict[str, list[Block]] = {}
+    held: dict[str, list[RegionBlock]] = {}
     wanted: dict[str, int] = {}
     for file in files:
         weights = file.with_suffix(".safetensors")
@@ -188,7 +188,7 @@ def check_part(folder: Path) -> None:
             if "flat" in extent:
                 blocks = blocks_of_range(extent["shape"], extent["flat"], prod(shapes[name]))
             else:
-                blocks = [Block(tuple(extent["offset"]), tuple(shapes[name]))]
+                blocks = [RegionBlock(tuple(extent["offset"]), tuple(shapes[name]))]
             held.setdefault(name, []).extend(blocks)
             wanted[name] = prod(extent["shape"])
     for name, count in wanted.items():

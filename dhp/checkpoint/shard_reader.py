@@ -15,9 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dhp.checkpoint.shard_files import CHECKSUM, Block, blocks_of_range, damaged, read_extents, reading, whole
-from dhp.checkpoint.shard_writer import PieceExtent, held_blocks, is_cut
-from dhp.checkpoint.tensor_file import NAMES, checksum_of, write_tensors
+from dhp.checkpoint.shard_files import CHECKSUM, RegionBlock, blocks_of_range, damaged, read_extents, reading, whole
+from dhp.checkpoint.shard_writer import NAMES, PieceExtent, checksum_of, held_blocks, is_cut, write_tensors
 from dhp.core.errors import CheckpointError
 from dhp.core.state import StateSource
 
@@ -33,7 +32,7 @@ class _Piece:
     file: Path
     extent: PieceExtent
     shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[RegionBlock, ...]
 
 
 class ShardReader:
@@ -119,7 +118,7 @@ class ShardReader:
 
         Raises CheckpointError when the pieces do not fill it.
         """
-        wanted = Block(tuple(offset), tuple(shape))
+        wanted = RegionBlock(tuple(offset), tuple(shape))
         for piece in self._pieces_of(name):
             if "flat" not in piece.extent and piece.blocks == (wanted,):
                 return self._read_whole(name, piece)
@@ -135,7 +134,7 @@ class ShardReader:
             raise damaged(piece.file, f"the values of {name} are not those that were written: their crc32 differs")
         return values
 
-    def _fill(self, name: str, wanted: Block, target: Tensor) -> None:
+    def _fill(self, name: str, wanted: RegionBlock, target: Tensor) -> None:
         """Read the elements of a block into `target`, of its shape."""
         filled = 0
         for piece in self._pieces_of(name):
@@ -154,7 +153,7 @@ class ShardReader:
                 f"fill {filled} of {wanted.count}: a rank's file is missing or was added twice"
             )
 
-    def _read(self, name: str, piece: _Piece, block: Block, begin: int, common: Block) -> Tensor:
+    def _read(self, name: str, piece: _Piece, block: RegionBlock, begin: int, common: RegionBlock) -> Tensor:
         """Elements of a block of a piece, in which it begins at `begin`."""
         with reading(piece.file):
             stored = self._open(piece.file).get_slice(name)
@@ -171,7 +170,7 @@ class ShardReader:
             if not block.shape:
                 return stored[begin : begin + 1].view(())
             row = common.offset[dim] - block.offset[dim]
-            rows = Block(
+            rows = RegionBlock(
                 (*block.offset[:dim], common.offset[dim], *block.offset[dim + 1 :]),
                 (*block.shape[:dim], common.shape[dim], *block.shape[dim + 1 :]),
             )
@@ -208,7 +207,7 @@ class ShardReader:
             fits = len(shape) == 1 and extent["flat"] + shape[0] <= prod(of_whole)
             blocks = blocks_of_range(of_whole, extent["flat"], shape[0]) if fits else []
         else:
-            blocks = [Block(tuple(extent["offset"]), shape)]
+            blocks = [RegionBlock(tuple(extent["offset"]), shape)]
             fits = len(shape) == len(of_whole) and whole(of_whole).common(blocks[0]) in (blocks[0], None)
             fits = fits and all(o + n <= of for o, n, of in zip(extent["offset"], shape, of_whole, strict=True))
         if not fits or of_whole != expected:

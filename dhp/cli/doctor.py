@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         subject.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     given = parser.parse_args(arguments)
     if given.what in (None, "machine"):
-        from dhp.doctor.machine import look_around
+        from dhp.doctor.host_info import look_around
 
         found = look_around(given.what is None or given.tries)
         print(found.as_json() if given.what and given.json else found.as_table())

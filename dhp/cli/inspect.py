@@ -37,7 +37,7 @@ from dhp.core.text import binary_size, harmless
 from dhp.models.pretrained import load_image_processor, load_tokenizer
 from dhp.models.registry import load_family
 from dhp.plan.batches import feed_settings
-from dhp.trainer.layout import with_layout
+from dhp.trainer.planned_layout import with_layout
 from dhp.trainer.preflight import prepare
 
 

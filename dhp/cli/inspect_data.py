@@ -27,7 +27,7 @@ from dhp.data.sampling.probe import count_unread
 from dhp.data.sampling.sampler import BalanceSettings
 from dhp.data.sampling.step_loads import Table
 from dhp.observe.plots import draw_histograms
-from dhp.plan.count.row_limits import unreached
+from dhp.plan.batches import unreached
 from dhp.plan.run_plan import plan_run
 from dhp.plan.search.sample_source import map_chunks, measure_all, measuring_settings, own_reader
 from dhp.plan.search.verdict import expect, verdict
@@ -117,7 +117,7 @@ SLACKS = (0.0, 0.01, 0.05)
 
 
 @dataclass(frozen=True)
-class EncoderShards:
+class CountedShards:
     """Figures of some micro-batches: the share of image tokens on their replica's own devices, the work of the busiest
     vision replica over the most even way's (mean), and pairs of ranks that exchange something (mean)."""
 
@@ -147,7 +147,7 @@ def locality_table(packs: Packs, loads: Loads, locality: Locality | None) -> lis
     ]
 
 
-def encoder_shards(batches: Sequence[tuple[Sequence[float], Sequence[int]]], locality: Locality) -> EncoderShards:
+def encoder_shards(batches: Sequence[tuple[Sequence[float], Sequence[int]]], locality: Locality) -> CountedShards:
     """batches: of each micro-batch, the cost of each image and the text replica that needs it."""
     near = total = 0.0
     busiest, pairs = [], []
@@ -160,7 +160,7 @@ def encoder_shards(batches: Sequence[tuple[Sequence[float], Sequence[int]]], loc
         near += sum(costs[i] for i, v in at.items() if locality.distances[replicas[i]][v] == SAME_DEVICE)
         total += sum(costs)
         pairs.append(len({(v, replicas[i]) for i, v in at.items()}))
-    return EncoderShards(near / total, float(np.mean(busiest)), float(np.mean(pairs)))
+    return CountedShards(near / total, float(np.mean(busiest)), float(np.mean(pairs)))
 
 
 def _micro_batches(packs: Packs, loads: Loads, replicas: int) -> Iterator[tuple[list[float], list[int]]]:

@@ -18,7 +18,7 @@ import yaml
 
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.cli.common import add_configuration, make_parser
-from dhp.cli.plan_outcome import BYTES_ERROR, SECONDS_ERROR, Asked, Outcome, find_plan
+from dhp.cli.plan_outcome import BYTES_ERROR, SECONDS_ERROR, Outcome, PlanQuery, find_plan
 from dhp.cli.plan_request import read_request, write_lengths
 from dhp.cli.plan_table import (
     head_lines,
@@ -233,7 +233,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 Source = tuple[str | None, str | None]
 
 
-def _read(given: argparse.Namespace) -> tuple[Asked, Source]:
+def _read(given: argparse.Namespace) -> tuple[PlanQuery, Source]:
     """What is asked, and the configuration's name and folder. Raises ConfigError."""
     (name, folder), settings = named_file(given.settings, given.config_name, given.config_path)
     request, overrides = read_request(settings)
@@ -249,7 +249,7 @@ def _read(given: argparse.Namespace) -> tuple[Asked, Source]:
         config, named = compose_recorded(file, overrides), str(given.run)
     fixed = _OF_A_RUN if given.run is not None else ()
     held = find_held(config, [*overrides, *(f"{key}=" for key in fixed)], request.fix, request.free)
-    return Asked(config, named, request, held, given.measure), (name, folder)
+    return PlanQuery(config, named, request, held, given.measure), (name, folder)
 
 
 def _lines(outcome: Outcome, given: argparse.Namespace) -> Iterator[str]:

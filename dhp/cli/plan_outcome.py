@@ -14,13 +14,13 @@ from dhp.config.parts import DECODER, encoders, parts
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.models.registry import import_plugins
+from dhp.plan.batches import unreached
 from dhp.plan.bench.machine import Machine
 from dhp.plan.count.loads import window_length
-from dhp.plan.count.row_limits import unreached
 from dhp.plan.count.samples import Samples
 from dhp.plan.search.candidates import Candidate
 from dhp.plan.search.explain import TooLarge, equations, too_large
-from dhp.plan.search.free_keys import Held, freed
+from dhp.plan.search.free_keys import FixedKeys, freed
 from dhp.plan.search.inverse import (
     Ways,
     devices_in_time,
@@ -33,8 +33,7 @@ from dhp.plan.search.inverse import (
 from dhp.plan.search.layout_search import Found, search
 from dhp.plan.search.needs import Needs, needs_of, useful_operations
 from dhp.plan.search.run_devices import measured_here
-from dhp.plan.search.space import Space, WholeRun
-from dhp.plan.search.subject import keys_of_run, make_space, read_subject
+from dhp.plan.search.space import Space, WholeRun, keys_of_run, make_space, read_subject
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table
@@ -44,13 +43,13 @@ SECONDS_ERROR = 0.13  # of its seconds, by data sheets
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanQuery:
     """One question. config: composed. named: the configuration, in a word."""
 
     config: Config
     named: str
     request: PlanRequest
-    held: Held
+    held: FixedKeys
     measure: bool = False
 
 
@@ -60,7 +59,7 @@ class Outcome:
     seconds: that the search took. samples_s: of the best layout. changes: single ones with which something fits, where
     nothing does."""
 
-    asked: Asked
+    asked: PlanQuery
     config: Config
     space: Space
     notes: tuple[str, ...]
@@ -105,7 +104,7 @@ class Outcome:
         return {name: own / most for name, own in {**done, "total": sum(done.values())}.items()}
 
 
-def find_plan(asked: Asked, say: Callable[[str], None]) -> Outcome:
+def find_plan(asked: PlanQuery, say: Callable[[str], None]) -> Outcome:
     """Search, and answer the further questions. Raises ConfigError, ModelError, DataError, and ConfigError where no
     layout can be, with the equations of the run's checks."""
     config = asked.config
@@ -129,7 +128,7 @@ def find_plan(asked: Asked, say: Callable[[str], None]) -> Outcome:
 
 
 def _answered(
-    asked: Asked,
+    asked: PlanQuery,
     space: Space,
     notes: tuple[str, ...],
     samples: Samples,
@@ -151,7 +150,7 @@ def _answered(
     return Outcome(asked, space.config, space, notes, samples, table, found, seconds, ways, needs, large, changes)
 
 
-def _ways(asked: Asked, space: Space, best: Candidate | None, found: Found, samples: Samples) -> Ways:
+def _ways(asked: PlanQuery, space: Space, best: Candidate | None, found: Found, samples: Samples) -> Ways:
     hours, count = asked.request.hours, asked.request.samples or samples.count
     if hours is not None and count is None:
         raise ConfigError(f"hours={hours} is for so many samples: say how many, as samples=1000000")
@@ -162,7 +161,7 @@ def _ways(asked: Asked, space: Space, best: Candidate | None, found: Found, samp
     return Ways(fewest, smallest, in_time, longest_row(space, best), largest_rows(space, best))
 
 
-def _nothing_can_be(asked: Asked, space: Space, found: Found) -> str:
+def _nothing_can_be(asked: PlanQuery, space: Space, found: Found) -> str:
     count = space.machine.count
     reasons = "".join(f"\n  {reason}" for reason in [*_indivisible(space), *equations(found)])
     held = f" with {', '.join(asked.held.keys)} held" if asked.held.keys else ""
@@ -186,11 +185,11 @@ def _indivisible(space: Space) -> Iterator[str]:
         )
 
 
-def _changes(asked: Asked, space: Space, ways: Ways) -> list[str]:
+def _changes(asked: PlanQuery, space: Space, ways: Ways) -> list[str]:
     """Single changes with which something fits: keys that are held, the form of states, moments in host memory."""
     found = []
     for key in asked.held.keys:
-        free = Held(tuple(one for one in asked.held.keys if one != key))
+        free = FixedKeys(tuple(one for one in asked.held.keys if one != key))
         if _fits(asked, space, asked.config, free):
             found.append(f"free={key}")
     for key, value in (("state_bytes", 12), ("host_moments", True)):
@@ -204,7 +203,7 @@ def _changes(asked: Asked, space: Space, ways: Ways) -> list[str]:
     return [*found, *_more_memory(asked, space, ways)]
 
 
-def _more_memory(asked: Asked, space: Space, ways: Ways) -> Iterator[str]:
+def _more_memory(asked: PlanQuery, space: Space, ways: Ways) -> Iterator[str]:
     """Less reserve, or the smallest device of the table that has room."""
     if ways.smallest is None:
         return
@@ -219,7 +218,7 @@ def _more_memory(asked: Asked, space: Space, ways: Ways) -> Iterator[str]:
         yield f"device={min(wide, key=lambda one: one.memory.value).name}"
 
 
-def _fits(asked: Asked, space: Space, config: Config, held: Held) -> bool:
+def _fits(asked: PlanQuery, space: Space, config: Config, held: FixedKeys) -> bool:
     given = freed(config, held)
     whole = WholeRun(given, space.counted)
     try:

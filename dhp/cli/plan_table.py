@@ -12,7 +12,7 @@ from dhp.config.layout import DEGREES
 from dhp.config.parts import DECODER, parts
 from dhp.core.text import aligned
 from dhp.models.family import VISION
-from dhp.plan.count.row_limits import a_step, rows_by_tokens
+from dhp.plan.batches import a_step, rows_by_tokens
 from dhp.plan.forecast.moments import NAMES
 from dhp.plan.search.candidates import Candidate
 from dhp.plan.search.explain import loses_by, refusals

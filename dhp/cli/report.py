@@ -10,7 +10,7 @@ from dhp.core.errors import ConfigError
 from dhp.core.text import harmless
 from dhp.report.bound import sentence, times_of
 from dhp.report.page import FILE, write_report
-from dhp.report.record import RunRecord, read_run
+from dhp.report.run_record import RunRecord, read_run
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ GREEN, CYAN, PLAIN = "\x1b[1;32m", "\x1b[36m", "\x1b[0m"
 
 
 @dataclass(frozen=True)
-class Run:
+class TextRun:
     """Tokens one behind another that are alike. kind: index in KINDS; of a placeholder, `text` is that of one token."""
 
     text: str
@@ -40,7 +40,7 @@ class Run:
         return harmless(self.text) if self.kind == 0 else f"{harmless(self.text)} × {self.tokens}"
 
 
-def runs_of(sample: Sample, tokenizer: Any) -> list[Run]:
+def runs_of(sample: Sample, tokenizer: Any) -> list[TextRun]:
     """The whole sample, in order."""
     ids, kinds = sample.input_ids, sample.mm_token_type_ids
     learned = sample.labels != IGNORED
@@ -52,7 +52,7 @@ def runs_of(sample: Sample, tokenizer: Any) -> list[Run]:
     for start, stop in zip(bounds, bounds[1:]):
         kind = int(kinds[start])
         text = tokenizer.convert_ids_to_tokens(int(ids[start])) if kind else _text(tokenizer, ids, start, stop)
-        runs.append(Run(text, stop - start, kind, bool(learned[start])))
+        runs.append(TextRun(text, stop - start, kind, bool(learned[start])))
     return runs
 
 
@@ -63,7 +63,7 @@ def _text(tokenizer: Any, ids: np.ndarray, start: int, stop: int) -> str:
     return whole[len(left) :] if whole.startswith(left) else tokenizer.decode(ids[start:stop].tolist())
 
 
-def as_terminal(runs: Sequence[Run], colours: bool) -> str:
+def as_terminal(runs: Sequence[TextRun], colours: bool) -> str:
     """The prompt: learned text green or in ⟦ ⟧, placeholders cyan or in ⟨ ⟩."""
     parts = []
     for run in runs:
@@ -77,7 +77,7 @@ def as_terminal(runs: Sequence[Run], colours: bool) -> str:
     return "".join(parts)
 
 
-def placeholders(runs: Sequence[Run]) -> list[str]:
+def placeholders(runs: Sequence[TextRun]) -> list[str]:
     """`<image> × 256 in 2 runs`, one for each placeholder."""
     tokens: Counter[str] = Counter()
     times: Counter[str] = Counter()
@@ -218,7 +218,7 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def sample_page(
-    title: str, runs: Sequence[Run], counts: Mapping[str, int], notes: Sequence[str], shown: Sequence[Shown]
+    title: str, runs: Sequence[TextRun], counts: Mapping[str, int], notes: Sequence[str], shown: Sequence[Shown]
 ) -> str:
     """The page. notes: lines below the prompt. All text is escaped."""
     head = "".join(f"<th>{escape(name)}</th>" for name in counts)
@@ -237,7 +237,7 @@ def sample_page(
     )
 
 
-def _run(run: Run) -> str:
+def _run(run: TextRun) -> str:
     kinds = ["learned"] * run.learned + ["place"] * (run.kind > 0)
     text = escape(run.shown)
     return f'<span class="{" ".join(kinds)}">{text}</span>' if kinds else text

@@ -23,14 +23,18 @@ from dhp.cluster.hangs.lookout import Lookout
 from dhp.cluster.hangs.watch import Watched, asking, wait_all
 from dhp.cluster.host import beacon
 from dhp.cluster.placement.nodes import free_bundles, own_node, read_nodes, reader_nodes
-from dhp.cluster.placement.rank_mapping import TENSOR, describe_straddle, find_straddles, map_ranks, refuse_straddle
 from dhp.cluster.placement.reservation import (
     PATIENCE_S,
+    TENSOR,
     Slot,
     Topology,
     bundle_nodes,
+    describe_straddle,
+    find_straddles,
     find_topology,
+    map_ranks,
     plan_placement,
+    refuse_straddle,
     reserve,
     wait_for_gpus,
 )
@@ -153,7 +157,7 @@ def _read_clock(actor: Any, timeout_s: float) -> ClockReading:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterSpec:
     """What to start: the actors of each stage, on which devices, under which limits.
 
     graph: the stages.
@@ -212,7 +216,7 @@ class Cluster:
     device: str
     devices: Mapping[str, Sequence[RankDevice]]  # of each stage, by rank
 
-    def __init__(self, layout: Layout, say: Callable[[str], None] = say_nothing):
+    def __init__(self, layout: ClusterSpec, say: Callable[[str], None] = say_nothing):
         """say: receives a line when something that takes time begins."""
         self._layout, self._say = layout, say
         self._stack = ExitStack()
@@ -354,7 +358,7 @@ class Cluster:
         }
 
 
-def _make_lookout(layout: Layout, topology: Topology) -> Lookout:
+def _make_lookout(layout: ClusterSpec, topology: Topology) -> Lookout:
     names = {} if layout.address == LOCAL else {node.id: node.name for node in topology.nodes}
     # A Ray client's node is the head's by Ray's word, but its processes are none of this machine.
     here = "" if client.is_connected() else own_node()

@@ -38,7 +38,7 @@ _UNEVEN = {"alltoall_base_", "alltoall_"}  # whose ranks may send and receive di
 
 
 @dataclass(frozen=True)
-class Call:
+class Collective:
     """A collective, or a message between two ranks of a group, as this rank begins it. number: of the group's
     collectives so far. tensors: type and shape of each. members: which of the stage's ranks are in the group; none: not
     known."""
@@ -61,7 +61,7 @@ class CallRecord:
     """The calls of one process."""
 
     def __init__(self) -> None:
-        self.last: Call | None = None
+        self.last: Collective | None = None
         self.held_since: float | None = None  # by the clock `time.monotonic`: since when a collective holds the process
         self.last_begun = 0.0  # when the last call began, by the same clock
         self._depth = 0
@@ -110,7 +110,7 @@ class CallRecord:
         tensors = tuple((one.dtype, (*rows, *one.shape[len(rows) :])) for one in _tensors(arguments[:2]))
         if name not in self._members:
             self._members[name] = _members_of(group)
-        self.last = Call(name, group.size(), self._numbers[name], operation, tensors, self._members[name])
+        self.last = Collective(name, group.size(), self._numbers[name], operation, tensors, self._members[name])
         self.last_begun = time.monotonic()
         if self._store is not None and together:
             self._agree(group.rank(), self.last, f"{self.last} by {' < '.join(_find_origin()) or 'torch'}{self._layer}")
@@ -128,7 +128,7 @@ class CallRecord:
         """Attribute the following calls to a layer that backward has reached."""
         self._layer = f" in the backward of {name}"
 
-    def _agree(self, rank: int, call: Call, own: str) -> None:
+    def _agree(self, rank: int, call: Collective, own: str) -> None:
         store, key = self._store, f"calls/{call.group}/{call.number}"
         assert store is not None
         keys = [f"{key}/{other}" for other in range(call.ranks)]

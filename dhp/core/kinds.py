@@ -22,9 +22,9 @@ class StageKind:
     counted: str = ""
 
 
-VISION = StageKind("vision", "dhp.engine.encoder:EncoderEngine", tokens=(1, 2), counted="images")
-AUDIO = StageKind("audio", "dhp.engine.encoder:EncoderEngine", tokens=(3,), counted="clips")
-DECODER = StageKind("text", "dhp.engine.text:TextEngine")
+VISION = StageKind("vision", "dhp.engine.encoder_engine:EncoderEngine", tokens=(1, 2), counted="images")
+AUDIO = StageKind("audio", "dhp.engine.encoder_engine:EncoderEngine", tokens=(3,), counted="clips")
+DECODER = StageKind("text", "dhp.engine.text_engine:TextEngine")
 KINDS = {kind.part: kind for kind in (VISION, AUDIO, DECODER)}  # in the order of the data flow
 
 

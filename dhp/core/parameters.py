@@ -40,7 +40,7 @@ class Selector:
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters that one learning rate and one decay are for. warmup_steps: of its learning rate."""
 
     name: str
@@ -91,11 +91,11 @@ class TrainingRules:
         chosen = _any(self.trainable, name) or not (self.trainable or _any(self.adapted, name))
         return chosen and not _any(self.frozen, name)
 
-    def group(self, name: str, default: Group) -> Group:
+    def group(self, name: str, default: ParameterGroup) -> ParameterGroup:
         """The group of the parameter of that name; `default` where no rule applies to it."""
         found, rules = default, [rule for rule in self.groups if rule.fits(plain_name(name))]
         for rule in rules:
-            found = Group(
+            found = ParameterGroup(
                 "+".join(rule.name for rule in rules),
                 _first(rule.learning_rate, found.learning_rate),
                 _first(rule.weight_decay, found.weight_decay),
@@ -204,7 +204,7 @@ STATE_KINDS = (*MOMENTS, MOMENTUM, *FACTORS)
 
 
 @dataclass(frozen=True)
-class Piece:
+class StatePart:
     """A number that is kept of each trained parameter. kind: also its name in a checkpoint, as `<parameter>.exp_avg`;
     sums are in none, and the weights have files of their own."""
 
@@ -220,7 +220,7 @@ class Piece:
 class StateForm:
     """All pieces of a parameter."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StatePart, ...]
 
     @property
     def nbytes(self) -> int:
@@ -242,11 +242,13 @@ class StateForm:
         return {piece.kind: piece.format for piece in self.pieces}[kind]
 
 
-def _form(master: Piece, sums: str, moments: str) -> StateForm:
-    return StateForm((Piece(WEIGHT, BFLOAT16), master, Piece(SUM, sums), *(Piece(kind, moments) for kind in MOMENTS)))
+def _form(master: StatePart, sums: str, moments: str) -> StateForm:
+    return StateForm(
+        (StatePart(WEIGHT, BFLOAT16), master, StatePart(SUM, sums), *(StatePart(kind, moments) for kind in MOMENTS))
+    )
 
 
-_COPY, _HALF = Piece(MASTER, FLOAT32), Piece(COMPENSATION, INT16)
+_COPY, _HALF = StatePart(MASTER, FLOAT32), StatePart(COMPENSATION, INT16)
 EXACT_STATES = 18  # the form whose update is AdamW's in float32, which every engine holds
 FORMS: Mapping[int, StateForm] = MappingProxyType(
     {

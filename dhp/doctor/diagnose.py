@@ -20,7 +20,7 @@ from transformers.utils import logging
 from dhp.config.layout import PARALLELISMS, resolve_part
 from dhp.config.schema import PartConfig
 from dhp.core.errors import DhpError, ModelError
-from dhp.doctor.trial import Outcome, SampleMaker, run_parts, run_whole
+from dhp.doctor.trial import SampleMaker, TrialResult, run_parts, run_whole
 from dhp.models.contract.find import small_twin
 from dhp.models.contract.twin import exact_experts
 from dhp.models.family import Family
@@ -157,14 +157,14 @@ ACTORS = 2  # of a layout that is tried
 
 
 @dataclass(frozen=True)
-class Layouts:
+class TriedLayouts:
     """Those that a part admits, and why not the others, by `part.parallelism`."""
 
     possible: tuple[str, ...]
     refused: dict[str, str]
 
 
-def find_layouts(name: str, family: Family, source: str) -> Layouts:
+def find_layouts(name: str, family: Family, source: str) -> TriedLayouts:
     """The layouts of the part ("vision" or "text")."""
     refused: dict[str, str] = {}
     for layout in PARALLELISMS[name]:
@@ -172,7 +172,7 @@ def find_layouts(name: str, family: Family, source: str) -> Layouts:
             _check(name, layout, family, source)
         except DhpError as error:
             refused[f"{name}.{layout}"] = str(error)
-    return Layouts(tuple(one for one in PARALLELISMS[name] if f"{name}.{one}" not in refused), refused)
+    return TriedLayouts(tuple(one for one in PARALLELISMS[name] if f"{name}.{one}" not in refused), refused)
 
 
 def _check(name: str, layout: str, family: Family, source: str) -> None:
@@ -232,7 +232,7 @@ def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
         )
         for parameter in whole.parameters():  # some of which the library keeps in float32
             parameter.data = parameter.data.double()
-        wanted: Outcome = run_whole(whole, family, samples)
+        wanted: TrialResult = run_whole(whole, family, samples)
         return {
             packing: run_parts(str(Path(folder)), family, samples, packing).deviation(wanted)
             for packing in (False, True)

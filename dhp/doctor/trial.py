@@ -23,8 +23,8 @@ from dhp.core.batch import IGNORED, ProcessorOutput
 from dhp.core.graph import Edge, Node, StageGraph, StageSpec
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
-from dhp.engine.kinds import make_rank
-from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.engine.engines import make_rank
+from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.contract.generic_parts import ContractProcessor
 from dhp.models.contract.random_pictures import joined, pack, row_values, unpack
 from dhp.models.contract.random_rows import kinds_for, make_row, token_types
@@ -105,13 +105,13 @@ _FLOOR = 1e-6  # of the norm of all gradients: what a gradient below it deviates
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """The objective of a step, and gradients by the parameters' names."""
 
     loss: float
     gradients: Mapping[str, Tensor]
 
-    def deviation(self, wanted: Outcome) -> float:
+    def deviation(self, wanted: TrialResult) -> float:
         """The largest relative deviation of the loss and of any gradient; infinite where one is no number."""
         norm = float(torch.stack([g.norm() for g in wanted.gradients.values()]).norm())
         worst = abs(self.loss - wanted.loss) / (abs(wanted.loss) or 1.0)
@@ -125,7 +125,7 @@ class Outcome:
         return math.inf if math.isnan(worst) else worst
 
 
-def run_whole(model: PreTrainedModel, family: Family, samples: Sequence[Sample]) -> Outcome:
+def run_whole(model: PreTrainedModel, family: Family, samples: Sequence[Sample]) -> TrialResult:
     """The plain model, each sample by itself."""
     targets = sum(sample.target_tokens for sample in samples)
     loss = 0.0
@@ -136,10 +136,10 @@ def run_whole(model: PreTrainedModel, family: Family, samples: Sequence[Sample])
         share = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / targets
         share.backward()
         loss += float(share.detach())
-    return Outcome(loss, _gradients(model))
+    return TrialResult(loss, _gradients(model))
 
 
-def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: bool) -> Outcome:
+def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: bool) -> TrialResult:
     """The engines of all parts, one rank each, in this process."""
     encoders = dict.fromkeys((VISION, *family.others), Split(dtype="float64"))
     dealer = BatchSharder(family, Collator(family, 0, packing), encoders)
@@ -154,7 +154,7 @@ def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: b
             rank.backward_step(0, 0, True, gradients)
         loss = text.take_loss()
     assert loss is not None
-    return Outcome(loss, {name: g for rank in ranks.values() for name, g in _gradients(rank.model).items()})
+    return TrialResult(loss, {name: g for rank in ranks.values() for name, g in _gradients(rank.model).items()})
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from dhp.checkpoint.shard_reader import stored_formats
-from dhp.checkpoint.tensor_file import NAMES
-from dhp.core.parameters import ADAFACTOR, EXACT_STATES, FORMS, MUON, Group
+from dhp.checkpoint.shard_writer import NAMES
+from dhp.core.parameters import ADAFACTOR, EXACT_STATES, FORMS, MUON, ParameterGroup
 from dhp.core.reports import KernelUse
-from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.decoder import Decoder
 from dhp.models.empty import stored_dtype
 from dhp.models.family import Family
@@ -136,22 +136,22 @@ def optimizer_maker(settings: StageSettings, matrices: Collection[str] = ()) -> 
     return partial(chunked, group=group, betas=update.betas, eps=update.eps)
 
 
-def trained_groups(model: nn.Module, settings: StageSettings) -> tuple[Group, ...]:
+def trained_groups(model: nn.Module, settings: StageSettings) -> tuple[ParameterGroup, ...]:
     """The groups of the parameters that this stage trains."""
     default = default_group(settings)
     named = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
     return tuple(dict.fromkeys(settings.rules.group(name, default) for name in named))
 
 
-def default_group(settings: StageSettings) -> Group:
+def default_group(settings: StageSettings) -> ParameterGroup:
     """The group of parameters that no rule is about."""
     update = settings.update
-    return Group(
+    return ParameterGroup(
         settings.rules.default_name(settings.spec.part), update.learning_rate, update.weight_decay, update.warmup_steps
     )
 
 
-def rates_at(step: int, groups: Sequence[Group], update: OptimizerSettings) -> dict[Group, float]:
+def rates_at(step: int, groups: Sequence[ParameterGroup], update: OptimizerSettings) -> dict[ParameterGroup, float]:
     """The learning rate of each group at a step."""
     # One share for all groups, as transformers has it: a group of another rate falls to that share of its own.
     lowest = update.min_lr / update.learning_rate if update.min_lr else 0.0

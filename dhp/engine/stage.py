@@ -37,9 +37,9 @@ from dhp.engine.build import (
     tie_weight,
     trained_groups,
 )
+from dhp.engine.device_transfer import to_device
 from dhp.engine.sample_losses import EvaluatingEngine
-from dhp.engine.settings import StageSettings
-from dhp.engine.transfer import to_device
+from dhp.engine.stage_settings import StageSettings
 from dhp.models.export import persistent_buffers
 from dhp.models.lora import TokenDropout
 from dhp.models.registry import import_on_rank, load_family

@@ -30,7 +30,7 @@ from dhp.core.text import from_json
 
 
 @dataclass(frozen=True)
-class About:
+class RunInfo:
     """project: what runs are grouped by. config: the configuration as YAML. resumed: whether the run continues the one
     that run_dir holds."""
 
@@ -75,7 +75,7 @@ LONGEST = 500  # characters of a parameter's value that every version of MLflow 
 class WeightsAndBiases:
     """Files go to `<run_dir>/wandb`; `wandb sync` sends those of an offline run."""
 
-    def begin(self, about: About) -> str:
+    def begin(self, about: RunInfo) -> str:
         import wandb
 
         self._run = wandb.init(
@@ -106,7 +106,7 @@ class WeightsAndBiases:
 class MLflow:
     """Without MLFLOW_TRACKING_URI a run is kept in `<run_dir>/mlflow`."""
 
-    def begin(self, about: About) -> str:
+    def begin(self, about: RunInfo) -> str:
         from mlflow import MlflowClient
 
         given, own = os.environ.get("MLFLOW_TRACKING_URI"), Path(about.run_dir).absolute() / "mlflow"
@@ -153,7 +153,7 @@ class MLflow:
 class SwanLab:
     """Files go to `<run_dir>/swanlog`; `swanlab sync` sends those of an offline run."""
 
-    def begin(self, about: About) -> str:
+    def begin(self, about: RunInfo) -> str:
         import swanlab
 
         folder = str(Path(about.run_dir) / "swanlog")
@@ -199,7 +199,7 @@ def main(name: str) -> None:
     while verb != "end":
         verb, *arguments = json.loads(lines.get())
         if verb == "begin":
-            arguments = [About(**arguments[0])]
+            arguments = [RunInfo(**arguments[0])]
         elif verb == "log":
             arguments[1] = {key: from_json(value) for key, value in arguments[1].items()}
         answer = _outcome(logger, verb, arguments)

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from dhp.core.text import json_safe
-from dhp.observe.logger_process import About
+from dhp.observe.logger_process import RunInfo
 
 BACKLOG = 1000  # steps that a logger may be behind
 FAILURES = 3  # in a row, after which the run goes on without a logger
@@ -34,7 +34,7 @@ class GuardedLogger:
     A thread hands its process one call at a time and takes the answer; it ends with the process.
     """
 
-    def __init__(self, name: str, about: About) -> None:
+    def __init__(self, name: str, about: RunInfo) -> None:
         self.name, self._about = name, about
         self._log = Path(about.run_dir) / "loggers" / f"{name}.log"  # the logger's own output
         self._calls: SimpleQueue[list[Any] | None] = SimpleQueue()
@@ -181,7 +181,7 @@ PATIENCE_S = 2.0  # of it without a message to the user
 class Loggers:
     """All loggers of a run. No method raises, and none waits but `wait`."""
 
-    def __init__(self, names: Sequence[str], about: About) -> None:
+    def __init__(self, names: Sequence[str], about: RunInfo) -> None:
         self._names, self._about = names, about
         self._loggers: list[GuardedLogger] = []
 

@@ -49,7 +49,7 @@ class Planned:
     source: str = ""
 
 
-class Beside:
+class PlanVersusRun:
     """A plan and the steps so far."""
 
     def __init__(self, planned: Planned):

@@ -23,7 +23,7 @@ from dhp.observe.metrics import (
     read_evaluations,
     read_record,
 )
-from dhp.observe.planned import Beside, Planned
+from dhp.observe.planned import Planned, PlanVersusRun
 from dhp.observe.ranks import (
     END,
     EVALUATION,
@@ -82,7 +82,7 @@ class Recorder:
         self._concluded, self._goes_on, self._report = False, goes_on, report
         self._plugins = plugins
         self._evaluated: Sequence[EvalMetrics] = ()
-        self.beside = Beside(Planned())
+        self.beside = PlanVersusRun(Planned())
         self._stragglers = Stragglers()
 
     def __enter__(self) -> Recorder:

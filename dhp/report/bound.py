@@ -11,7 +11,7 @@ import numpy as np
 from dhp.core.axes import AXES, SAMPLES
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.ranks import COMM, SAVE, SLOW, RankLine
-from dhp.report.record import RunRecord
+from dhp.report.run_record import RunRecord
 
 WARM_UP = 2  # steps that do not count: kernels are made ready, and caches filled
 DATA, FORWARD, BACKWARD, COLLECTIVE = "data", "forward", "backward", "collective"

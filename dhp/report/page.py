@@ -10,7 +10,7 @@ from dhp.core.files import write_whole
 from dhp.core.text import own_command
 from dhp.report.bound import HEALTHY, Times, find_causes, sentence, times_of
 from dhp.report.charts import PALETTE, Drawing, Line, line_chart
-from dhp.report.record import RunRecord, read_run
+from dhp.report.run_record import RunRecord, read_run
 from dhp.report.tables import (
     Gallery,
     SampleLoss,

@@ -26,7 +26,7 @@ from dhp.data.read.records import ANSWERS, Record
 from dhp.observe.metrics import AnswerMetrics, StepMetrics
 from dhp.observe.ranks import NONFINITE
 from dhp.report.bound import Times
-from dhp.report.record import RunRecord
+from dhp.report.run_record import RunRecord
 from dhp.report.views import MIB, sent_bytes
 
 SIDE = 96  # pixels of the longer side

@@ -10,7 +10,7 @@ import numpy as np
 from dhp.observe.metrics import StepMetrics
 from dhp.report.bound import Times, pace_rows, split_by_rank
 from dhp.report.charts import Drawing, Line, heat_map, line_chart, stacked_bars
-from dhp.report.record import RunRecord
+from dhp.report.run_record import RunRecord
 
 MOST_BARS = 32  # ranks that have a bar: of more, those of each stage with the least and the most of it
 GIB, MIB = 2**30, 2**20

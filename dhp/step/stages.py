@@ -62,7 +62,7 @@ class EngineProtocol(Protocol):
         """What `save` has written. wait: until all of it is."""
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The interface of a stage's actors."""
 
     size: int
@@ -105,7 +105,7 @@ class Stage:
     before it: a call begins when all that it needs has come, and a forward's own data come while the stage works.
     """
 
-    def __init__(self, spec: StageSpec, graph: StageGraph, group: Group):
+    def __init__(self, spec: StageSpec, graph: StageGraph, group: RankGroup):
         self.spec, self.group = spec, group
         self._graph = graph
         self._inputs = {node: graph.inputs(node) for node in spec.nodes}
@@ -281,6 +281,6 @@ def _leads(tensor: int) -> list[bool]:
 Stages = dict[str, Stage]
 
 
-def make_stages(graph: StageGraph, groups: Mapping[str, Group]) -> Stages:
+def make_stages(graph: StageGraph, groups: Mapping[str, RankGroup]) -> Stages:
     """All stages by name, each with its group."""
     return {spec.name: Stage(spec, graph, groups[spec.name]) for spec in graph.stages}

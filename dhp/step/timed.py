@@ -22,7 +22,7 @@ def no_time(edge: Edge, back: bool) -> float:
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionTime:
     """One action from start_s to end_s, in seconds since the step began.
 
     waited_s: in which its stage's devices had no work before it; waited_for: the stage whose work came last, None where
@@ -41,7 +41,7 @@ class Timeline:
     """A step. spans: in the order in which they begin. step_s: until the last ends. busy_s: by device. on: by stage,
     its devices."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[ActionTime, ...]
     step_s: float
     busy_s: Mapping[int, float]
     on: Mapping[str, range]
@@ -96,7 +96,7 @@ class _Play:
         self._free = {device: 0.0 for devices in on.values() for device in devices}
         self._busy = dict.fromkeys(self._free, 0.0)
         self._ends: dict[Action, float] = {}
-        self._spans: list[Span] = []
+        self._spans: list[ActionTime] = []
         self._arrivals: dict[Action, tuple[float, str | None]] = {}  # of the stages' next actions, once known
 
     def run(self) -> Timeline:
@@ -109,7 +109,7 @@ class _Play:
         spans = tuple(sorted(self._spans, key=lambda span: span.start_s))
         return Timeline(spans, max((span.end_s for span in spans), default=0.0), self._busy, self._on)
 
-    def _take(self, span: Span) -> None:
+    def _take(self, span: ActionTime) -> None:
         stage = span.action.node.stage
         self._left[stage].pop()
         self._ends[span.action] = span.end_s
@@ -118,7 +118,7 @@ class _Play:
             self._free[device] = span.end_s
             self._busy[device] += span.end_s - span.start_s
 
-    def _next(self, stage: str) -> Span | None:
+    def _next(self, stage: str) -> ActionTime | None:
         """The stage's next action, where all that it needs is under way."""
         action = self._left[stage][-1]
         if action not in self._arrivals:
@@ -129,7 +129,9 @@ class _Play:
         arrives, sender = self._arrivals[action]
         free = max(self._free[device] for device in self._on[stage])
         start = max(free, arrives)
-        return Span(action, start, start + self._seconds(action), start - free, sender if arrives > free else None)
+        return ActionTime(
+            action, start, start + self._seconds(action), start - free, sender if arrives > free else None
+        )
 
     def _arrival(self, action: Action) -> tuple[float, str | None] | None:
         """When all is there that the action needs, and the stage that the last of it comes from; None while that is

@@ -31,7 +31,7 @@ from dhp.core.files import write_whole
 
 
 @dataclass(frozen=True)
-class Layout:
+class ElasticLayout:
     """One layout of a run. devices: that it takes. words: its settings, as on a command line; none: the run's own."""
 
     devices: int
@@ -39,17 +39,17 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Layouts:
+class ElasticLayouts:
     """All of a run. own: the configured one. smaller: for fewer devices, the largest first."""
 
-    own: Layout
-    smaller: tuple[Layout, ...] = ()
+    own: ElasticLayout
+    smaller: tuple[ElasticLayout, ...] = ()
 
-    def for_devices(self, there: int) -> Layout | None:
+    def for_devices(self, there: int) -> ElasticLayout | None:
         """The largest for which there are enough; None: there are too few for any."""
         return next((layout for layout in (self.own, *self.smaller) if layout.devices <= there), None)
 
-    def larger_than(self, layout: Layout) -> tuple[int, ...]:
+    def larger_than(self, layout: ElasticLayout) -> tuple[int, ...]:
         """Devices of the layouts that are larger."""
         return tuple(one.devices for one in (self.own, *self.smaller) if one.devices > layout.devices)
 
@@ -63,9 +63,9 @@ class Choice:
     to be there: it does not grow to these again.
     """
 
-    layouts: Layouts
-    now: Layout
-    before: Layout | None = None
+    layouts: ElasticLayouts
+    now: ElasticLayout
+    before: ElasticLayout | None = None
     failed: frozenset[int] = frozenset()
 
     @property
@@ -86,13 +86,13 @@ class Choice:
         return replace(kept, now=chosen, before=self.now if grows else kept.before)
 
 
-def read_layouts(values: Sequence[tuple[int, Sequence[str]]]) -> Layouts:
+def read_layouts(values: Sequence[tuple[int, Sequence[str]]]) -> ElasticLayouts:
     """What `written` gave, the run's own layout first."""
-    own, *smaller = (Layout(int(devices), tuple(words)) for devices, words in values)
-    return Layouts(own, tuple(smaller))
+    own, *smaller = (ElasticLayout(int(devices), tuple(words)) for devices, words in values)
+    return ElasticLayouts(own, tuple(smaller))
 
 
-def written(layouts: Layouts) -> list[tuple[int, Sequence[str]]]:
+def written(layouts: ElasticLayouts) -> list[tuple[int, Sequence[str]]]:
     """As JSON has them."""
     return [(one.devices, one.words) for one in (layouts.own, *layouts.smaller)]
 
@@ -231,7 +231,7 @@ class Attempt:
         """A checkpoint is complete."""
         self._say(_CHECKPOINT, str(checkpoint))
 
-    def has_layouts(self, layouts: Layouts) -> None:
+    def has_layouts(self, layouts: ElasticLayouts) -> None:
         """The layouts that the run may have are known."""
         self._say(_LAYOUTS, json.dumps(written(layouts)))
 
@@ -265,7 +265,7 @@ class Attempt:
         return self._read(_CHECKPOINT)
 
     @property
-    def layouts(self) -> Layouts | None:
+    def layouts(self) -> ElasticLayouts | None:
         """The layouts that the run may have; None: this attempt did not say."""
         text = self._read(_LAYOUTS)
         return None if text is None else read_layouts(json.loads(text))
@@ -329,7 +329,7 @@ def tell_saved(checkpoint: Path) -> None:
         attempt.saved(checkpoint)
 
 
-def tell_layouts(find: Callable[[], Layouts]) -> None:
+def tell_layouts(find: Callable[[], ElasticLayouts]) -> None:
     """Say which layouts the run may have, if something supervises it that does not know them yet."""
     attempt = this_attempt()
     if attempt is not None and attempt.asks_layouts:

@@ -29,7 +29,7 @@ from dhp.supervise.attempt import (
     TRAINING,
     Attempt,
     Choice,
-    Layouts,
+    ElasticLayouts,
     Verdict,
     verdict_file,
     write_verdict,
@@ -259,7 +259,7 @@ class Supervisor:
             self._say(f"ended what the driver left: {', '.join(sorted(left))}")
         return judge(attempt, code, killed, interrupted=sent > 0, at=ended_at)
 
-    def _choose_layout(self, layouts: Layouts | None, verdict: Verdict, saved: bool) -> bool:
+    def _choose_layout(self, layouts: ElasticLayouts | None, verdict: Verdict, saved: bool) -> bool:
         """Choose the layout of the next attempt; whether it is another one."""
         if self._choice is None and layouts is not None:
             self._choice = Choice(layouts, layouts.own)

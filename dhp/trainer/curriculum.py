@@ -18,17 +18,17 @@ from dhp.checkpoint.folder import checkpoints, find_checkpoint
 from dhp.checkpoint.resume import NEVER
 from dhp.config.devices import shipped_directory
 from dhp.config.parts import model_name, parts
+from dhp.config.resolve import GROUP, TrainingStage, training_stages
 from dhp.config.run_dir import refuse_to_remove
 from dhp.config.schema import Config
-from dhp.config.training_stages import GROUP, TrainingStage, training_stages
 from dhp.core.errors import ConfigError, DhpError
 from dhp.core.files import new_folder, write_whole
 from dhp.core.locks import locked
 from dhp.models.config_file import change_positions
 from dhp.models.pretrained import auxiliary_files
 from dhp.observe.metrics import read_metrics
-from dhp.trainer.export import export_whole
-from dhp.trainer.layout import with_layout
+from dhp.trainer.checkpoint_export import export_whole
+from dhp.trainer.planned_layout import with_layout
 from dhp.trainer.preflight import prepare
 
 NAME = "stages.json"

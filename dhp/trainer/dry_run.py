@@ -17,7 +17,7 @@ from dhp.data.balance.packs import Loads
 from dhp.data.remote.places import missing_data
 from dhp.models.pretrained import config_source
 from dhp.models.shape import PartShape
-from dhp.plan.count.row_limits import a_step, assumed_rows, rows_by_tokens, unreached
+from dhp.plan.batches import a_step, assumed_rows, rows_by_tokens, unreached
 from dhp.plan.count.state_bytes import RankBytes, by_zero_stage, copied_bytes, rank_bytes, runtime_bytes
 from dhp.plan.cut.partition import is_joint, part_cuts
 from dhp.plan.forecast.forecast import play_step

@@ -58,7 +58,7 @@ def prepare(
         check_run_dir(config)
         _look_at_folders(config, say)
     if new_run and not config.training.dry_run:
-        from dhp.trainer.reports import require_loggers  # it imports Ray
+        from dhp.trainer.step_reports import require_loggers  # it imports Ray
 
         require_loggers(config)
     if config.tiny_assets is not None:
@@ -208,7 +208,7 @@ def _check_model(config: Config, saves: bool) -> Family:
     """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages; the model's
     family. saves: what checkpoints take along too."""
     from dhp.models.registry import load_family
-    from dhp.objectives.registry import find_objective
+    from dhp.objectives.objective import find_objective
     from dhp.plan.model_checks import check_fit, check_plan, having_parts
     from dhp.plan.run_plan import plan_run
     from dhp.plan.trainable import check_frozen_states

@@ -11,7 +11,7 @@ from dhp.cluster.ray_session import LOCAL, chosen_address
 from dhp.config.parts import parts
 from dhp.config.schema import Config
 
-_ALWAYS = ("dhp.engine.kinds", "dhp.batch.reader")
+_ALWAYS = ("dhp.engine.engines", "dhp.batch.reader")
 _DEEPSPEED = "dhp.parallel.deepspeed:preload_deepspeed"
 
 

@@ -12,21 +12,20 @@ import numpy as np
 from dhp.config.parts import encoders, parts
 from dhp.config.resolve import micro_batches
 from dhp.core.reports import DeviceInfo
-from dhp.observe.planned import Beside, Planned
+from dhp.observe.planned import Planned, PlanVersusRun
 from dhp.observe.recorder import Recorder
+from dhp.plan.batches import LOOKED_AT, LOOKING_S
 from dhp.plan.bench.machine import CPU, Machine, assumed_cpu, machine_of_run, may_be_known
 from dhp.plan.count.costs import StageCosts
-from dhp.plan.count.row_limits import LOOKED_AT, LOOKING_S
 from dhp.plan.count.samples import Samples, assumed_equal
 from dhp.plan.forecast.forecast import Forecast, forecast
-from dhp.plan.forecast.question import Question, attempt, is_quick
 from dhp.plan.forecast.stage_bytes import counted_costs
-from dhp.plan.run_plan import RunPlan
+from dhp.plan.run_plan import Question, RunPlan, attempt, is_quick
 from dhp.step.schedule import Schedule, make_schedule
 from dhp.trainer.recomputing import Recomputing, plans_any
-from dhp.trainer.reports import Tracing, compile_notes, device_memory, find_peak, name_kernels, overlap_warning
 from dhp.trainer.session import Session
 from dhp.trainer.settings import table_of_training
+from dhp.trainer.step_reports import Tracing, compile_notes, device_memory, find_peak, name_kernels, overlap_warning
 
 if TYPE_CHECKING:
     from dhp.trainer.session import Session
@@ -93,7 +92,7 @@ def look_ahead(session: Session, devices: Sequence[DeviceInfo], costs: bool = Fa
     return Ahead(why=made) if isinstance(made, str) else made
 
 
-def expected(ahead: Ahead) -> tuple[Beside, list[str]]:
+def expected(ahead: Ahead) -> tuple[PlanVersusRun, list[str]]:
     """What is expected of a run, to be held beside what it takes, and lines that say so; nothing where its devices are
     not known."""
     question, why = ahead.question, ahead.why
@@ -101,9 +100,9 @@ def expected(ahead: Ahead) -> tuple[Beside, list[str]]:
         made = attempt(partial(forecast, question))
         if not isinstance(made, str):
             source = ahead.source
-            return Beside(planned_of(made, source)), [plan_line(made, question.machine, source)]
+            return PlanVersusRun(planned_of(made, source)), [plan_line(made, question.machine, source)]
         why = made
-    return Beside(Planned()), [f"not planned: {why}"] if why else []
+    return PlanVersusRun(Planned()), [f"not planned: {why}"] if why else []
 
 
 def costs_ahead(ahead: Ahead) -> dict[str, StageCosts] | None:

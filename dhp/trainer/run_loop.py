@@ -24,7 +24,7 @@ from dhp.plan.run_plan import plan_run
 from dhp.step.stages import Ref, Stage
 from dhp.step.step import update_weights
 from dhp.trainer.curriculum import run_curriculum
-from dhp.trainer.layout import with_layout
+from dhp.trainer.planned_layout import with_layout
 from dhp.trainer.preflight import prepare
 from dhp.trainer.preload import preloaded
 from dhp.trainer.saving import Saver

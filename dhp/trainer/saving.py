@@ -132,7 +132,7 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SaveQuery:
     """A question to all ranks, by stage, whether they have written their shares; refs of `SavedShare`."""
 
     saving: Saving
@@ -189,12 +189,12 @@ class Saver:
         if self._failed and not self.has(step):
             raise CheckpointError(f"training is done, and there is no checkpoint after step {step}: {self._failed}")
 
-    def ask(self) -> Asked | None:
+    def ask(self) -> SaveQuery | None:
         """Ask all ranks whether they have written; None where nothing is being written. The question queues behind what
         was submitted before."""
         if self._running is None:
             return None
-        return Asked(self._running, self._question(self._running, wait=False))
+        return SaveQuery(self._running, self._question(self._running, wait=False))
 
     def staged(self, saving: Saving, plan: DataPlan, skipped: int) -> None:
         """Wait until each rank has its copies. skipped: samples so far, with those of the step that was saved. Raises
@@ -211,7 +211,7 @@ class Saver:
         wait_all(saving.watched, self._config.training.save_timeout_s)
         self._stall_s = time.monotonic() - begun
 
-    def look(self, asked: Asked | None) -> None:
+    def look(self, asked: SaveQuery | None) -> None:
         """Take the answers to a question whose calls have worked; where all ranks are done, complete the checkpoint.
         Raises PartFailed where one takes longer than training.save_timeout_s."""
         if asked is None or asked.saving is not self._running:
@@ -232,7 +232,7 @@ class Saver:
         if self._running is None:
             return 0.0
         begun = time.monotonic()
-        asked = Asked(self._running, self._question(self._running, wait=True))
+        asked = SaveQuery(self._running, self._question(self._running, wait=True))
         wait_all(self._session.take_watched(), self._config.training.save_timeout_s)
         waited = time.monotonic() - begun
         self._stall_s += waited
@@ -280,7 +280,7 @@ class Saver:
         stages = self._session.stages
         return {name: one.group.execute_all_async(EngineProtocol.saved, wait) for name, one in stages.items()}
 
-    def _answers(self, asked: Asked) -> dict[str, list[SavedShare]]:
+    def _answers(self, asked: SaveQuery) -> dict[str, list[SavedShare]]:
         values = self._session.values
         return {name: values([ref for of_rank in of for ref in of_rank]) for name, of in asked.refs.items()}
 

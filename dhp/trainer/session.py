@@ -13,7 +13,7 @@ from dhp.batch.prompts import PromptReader
 from dhp.batch.reader import make_reader
 from dhp.checkpoint.folder import check_writable, remove_unfinished
 from dhp.checkpoint.resume import LAYOUT, RECIPE, Start, find_start
-from dhp.cluster.cluster import ActorGroup, Cluster, Layout
+from dhp.cluster.cluster import ActorGroup, Cluster, ClusterSpec
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.gpus import least_memory, read_gpus
 from dhp.cluster.hangs.watch import Watched, wait_all
@@ -28,11 +28,10 @@ from dhp.core.graph import StageGraph
 from dhp.core.locks import fenced
 from dhp.core.process import interruptible, say_nothing
 from dhp.data.balance.packs import Loads
-from dhp.engine.kinds import make_rank
-from dhp.engine.settings import StageSettings
+from dhp.engine.engines import make_rank
+from dhp.engine.stage_settings import StageSettings
 from dhp.models.empty import start_limit_s, weight_bytes
-from dhp.plan.batches import feed_settings, passes_of
-from dhp.plan.count.row_limits import LOOKED_AT, LOOKING_S, may_be_unreached, unreached
+from dhp.plan.batches import LOOKED_AT, LOOKING_S, feed_settings, may_be_unreached, passes_of, unreached
 from dhp.plan.run_plan import RunPlan
 from dhp.plan.stage_graph import find_localities
 from dhp.step.stages import EngineProtocol, Stages, make_stages
@@ -255,10 +254,10 @@ class Session:
         return self._cluster.values(refs)
 
 
-def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> Layout:
+def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> ClusterSpec:
     to_read = weight_bytes(model_name(config), start.checkpoint)
     elastic = bool(config.training.elastic) and this_attempt() is not None  # a run that trains, and goes on by itself
-    return Layout(
+    return ClusterSpec(
         graph=graph,
         device=known_device() or config.cluster.device,
         address=chosen_address(config.cluster.address),

@@ -18,9 +18,9 @@ from dhp.config.training import TrainingConfig
 from dhp.core.batch import KeepSettings
 from dhp.core.files import is_remote
 from dhp.core.graph import StageGraph, StageSpec
-from dhp.core.parameters import ALL, AdapterSettings, Group, TrainingRules, is_adapter, is_inside
+from dhp.core.parameters import ALL, AdapterSettings, ParameterGroup, TrainingRules, is_adapter, is_inside
 from dhp.core.text import aligned, own_command
-from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.plan.run_plan import RunPlan
 from dhp.plan.stage_graph import stage_choices
 from dhp.plan.trainable import PROJECTOR, adapters_of, part_names
@@ -165,11 +165,11 @@ _HEADINGS = ("part", "group", "parameters", "learning rate", "weight decay", "wa
 def table_of_training(plan: RunPlan) -> list[str]:
     """Lines that say what is trained and how: a row for each group of each part, one for what of it is frozen."""
     training, family, rules = plan.config.training, plan.family, plan.rules
-    rows, counts, trained = Counter[tuple[str, Group | None]](), 0, 0
+    rows, counts, trained = Counter[tuple[str, ParameterGroup | None]](), 0, 0
     for one in plan.parameters:
         label = PROJECTOR if is_inside(one.name, family.parts[one.part].projector) else one.part
         label += ADAPTERS if is_adapter(one.name) else ""
-        default = Group(rules.default_name(one.part), training.learning_rate, training.weight_decay, -1)
+        default = ParameterGroup(rules.default_name(one.part), training.learning_rate, training.weight_decay, -1)
         on = one.used and rules.trains(one.name)
         rows[label, rules.group(one.name, default) if on else None] += one.size
         counts += one.size
@@ -181,7 +181,7 @@ def table_of_training(plan: RunPlan) -> list[str]:
     return [*aligned([_HEADINGS, *body], left=2), total]
 
 
-def _row(label: str, group: Group | None, size: int, training: TrainingConfig) -> tuple[str, ...]:
+def _row(label: str, group: ParameterGroup | None, size: int, training: TrainingConfig) -> tuple[str, ...]:
     if group is None:
         return (label, "frozen", f"{size:,}", "-", "-", "-")
     warmup = group.warmup_steps if group.warmup_steps >= 0 else training.warmup_steps

@@ -37,15 +37,15 @@ from dhp.supervise.attempt import (
 )
 from dhp.trainer.evaluation import Evaluation, due, misses
 from dhp.trainer.ready import start_stages
-from dhp.trainer.reports import Refs as SpanRefs
-from dhp.trainer.reports import Timing, make_loggers, notes, record_step, step_metrics, write_page
-from dhp.trainer.saving import Asked, Saver, Saving
+from dhp.trainer.saving import SaveQuery, Saver, Saving
 from dhp.trainer.session import DataPlan, Session, open_run
 from dhp.trainer.settings import FULLEST_FIRST, resume_line
+from dhp.trainer.step_reports import Refs as SpanRefs
+from dhp.trainer.step_reports import Timing, make_loggers, notes, record_step, step_metrics, write_page
 
 
 @dataclass(frozen=True)
-class Spans:
+class StepSpans:
     """Refs of all ranks' spans up to here, in a traced run, and their calls."""
 
     refs: SpanRefs
@@ -62,8 +62,8 @@ class Pending:
     data_ready: float
     watched: list[Watched]
     saving: Saving | None
-    asked: Asked | None
-    spans: Spans | None
+    asked: SaveQuery | None
+    spans: StepSpans | None
 
 
 @contextmanager
@@ -328,11 +328,11 @@ class Trainer:
         spans = self._submit_spans(step + 1)
         return Pending(step, refs, data_ready, watched, None, asked, spans)
 
-    def _submit_spans(self, step: int) -> Spans | None:
+    def _submit_spans(self, step: int) -> StepSpans | None:
         if self.ready.tracing is None:
             return None
         refs = self.ready.tracing.submit(step)
-        return Spans(refs, [*self.session.take_watched(), *self.session.data.take_watched()])
+        return StepSpans(refs, [*self.session.take_watched(), *self.session.data.take_watched()])
 
     def _finish(self, pending: Pending) -> None:
         with naming_step(pending.step):
@@ -408,7 +408,7 @@ class Trainer:
                 self.recorder.say(note)
                 self._noted.add(note)
 
-    def _write_spans(self, spans: Spans | None) -> None:
+    def _write_spans(self, spans: StepSpans | None) -> None:
         if spans is not None and self.ready.tracing is not None:
             wait_all(spans.watched, self._timeout_s)  # a data worker may die that has no part in the step
             of_ranks = {name: self.session.values(refs) for name, refs in spans.refs.items()}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.report.bound import HEALTHY, Times, find_causes, sentence, times_of
-from dhp.report.record import RunRecord, read_run
+from dhp.report.run_record import RunRecord, read_run
 from experiments.bound.cases import Case, Slowed, cases
 
 ROOT = Path(__file__).parents[2]

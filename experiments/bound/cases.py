@@ -54,7 +54,9 @@ def cases(folder: Path) -> list[Case]:
         Case(
             "rank",
             "slow rank",
-            slowed=Slowed("dhp.engine.text", tuple(f"TextEngine.{name}" for name in _STEPS), "text-1", times=1.5),
+            slowed=Slowed(
+                "dhp.engine.text_engine", tuple(f"TextEngine.{name}" for name in _STEPS), "text-1", times=1.5
+            ),
         ),
         Case("tower", "heavy part", bound=(*_LARGE, *_ONE), changed=_LARGE),
         Case("decoder", "heavy part", bound=(*talking, *_ONE_TEXT), changed=(*talking, "text.parallelism=data")),

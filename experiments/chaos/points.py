@@ -116,7 +116,7 @@ def _save() -> list[Point]:
         *_ranks("save.asked", "dhp.engine.stage:StageEngine.save", "before", 1),
         *_ranks("save.staged", f"{saving}:ShareSaver.save", "after", 1),
         *_ranks("save.first_file", f"{writer}:write_tensors", "before", 2),
-        *_ranks("save.mid_file", "dhp.checkpoint.tensor_file:_write", "after", 40),
+        *_ranks("save.mid_file", "dhp.checkpoint.shard_writer:_write", "after", 40),
         *_ranks("save.unsynced", f"{writer}:write_tensors", "after", 3),
         *_ranks("save.extents", f"{writer}:write_json", "after", 2),
         *_driver("save.all_written", "dhp.trainer.saving:finish_checkpoint", "before", 1),

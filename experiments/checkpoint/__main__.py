@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dhp.checkpoint.shard_reader import ShardReader
 from dhp.checkpoint.shard_writer import ShardWriter
-from dhp.core.parameters import Group
+from dhp.core.parameters import ParameterGroup
 from dhp.engine.stage import ShareSaver
 from dhp.parallel.optim.base import make_adamw
 from dhp.parallel.optim.replicated import Replicated
@@ -44,7 +44,7 @@ def make_state(megabytes: int) -> tuple[nn.Module, Replicated]:
     """A module, and its optimizer after one step: weights and both moments together so many megabytes."""
     layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH * WIDTH)))
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    group = Group("all", 1e-3, 0.0, 0)
+    group = ParameterGroup("all", 1e-3, 0.0, 0)
     optimizer = Replicated(
         module, lambda named: make_adamw(named, lambda _: group, (0.9, 0.999), 1e-8), dist.group.WORLD
     )

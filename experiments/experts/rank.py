@@ -19,8 +19,8 @@ from dhp.core.batch import IGNORED, StepData
 from dhp.core.reports import StageReport
 from dhp.core.tracing import ALL_REDUCE, ALL_TO_ALL
 from dhp.data.sample.sample import Sample
-from dhp.engine.settings import OptimizerSettings
-from dhp.engine.text import TextEngine
+from dhp.engine.stage_settings import OptimizerSettings
+from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from experiments.pair import TEXT, pair_of, settings_of
 from experiments.recompute.work import deal

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dhp.core.batch import Bundle, StepData
 from dhp.core.graph import HIDDEN_STATES, Edge, StageSpec
-from dhp.engine.kinds import make_rank
+from dhp.engine.engines import make_rank
 from experiments.fake_cuda.device import as_if_cuda
 from experiments.fake_cuda.layout import Layout
 from experiments.fake_cuda.stand_ins import stand_ins

@@ -16,7 +16,7 @@ from dhp.core.batch import IGNORED, StepData
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
-from dhp.engine.settings import StageSettings
+from dhp.engine.stage_settings import StageSettings
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.plan.batches import feed_settings

@@ -16,8 +16,8 @@ def stand_ins() -> dict[str, Any]:
     """By the dotted name of what they replace. Every kernel that can be there counts as proved, where numbers prove
     nothing; nothing can be compiled."""
     return {
-        "dhp.engine.encoder.load_part": load_part,
-        "dhp.engine.text.load_part": load_part,
+        "dhp.engine.encoder_engine.load_part": load_part,
+        "dhp.engine.text_engine.load_part": load_part,
         "torch.nn.Module.to": _to,
         "dhp.parallel.attention.segments.F.scaled_dot_product_attention": _attention,
         "dhp.parallel.comm._wait_as_long": lambda group: group,

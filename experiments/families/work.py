@@ -19,9 +19,9 @@ from dhp.core.batch import IGNORED, StepData
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.doctor.trial import SampleMaker
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.settings import OptimizerSettings
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.stage_settings import OptimizerSettings
+from dhp.engine.text_engine import TextEngine
 from dhp.models.contract.random_rows import kinds_for, token_types
 from dhp.models.contract.twin import ProbeModel
 from dhp.models.registry import load_family

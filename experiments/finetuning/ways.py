@@ -13,9 +13,9 @@ from dhp.config.training import TrainingConfig
 from dhp.core.batch import KeepSettings, StepData
 from dhp.core.dispatch import PerRank
 from dhp.core.parameters import AdapterSettings
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.settings import OptimizerSettings
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.stage_settings import OptimizerSettings
+from dhp.engine.text_engine import TextEngine
 from dhp.models.empty import list_parameters
 from dhp.models.registry import load_family
 from dhp.parallel.optim.base import Frozen

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from dhp.config.layout import read_choices
 from dhp.core.batch import Answer, Bundle, StepData
 from dhp.core.reports import RecomputePolicies, StageReport
-from dhp.engine.kinds import make_rank
-from dhp.engine.settings import OptimizerSettings
+from dhp.engine.engines import make_rank
+from dhp.engine.stage_settings import OptimizerSettings
 from dhp.models.registry import load_family
 from experiments.gpu_check.setting import NotHere, Setting
 from experiments.gpu_check.shape import built_on, make_shape

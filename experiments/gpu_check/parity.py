@@ -27,8 +27,8 @@ from dhp.core.parameters import MASTER, AdapterSettings, Selector, TrainingRules
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
 from dhp.engine.build import DEEPSPEED
-from dhp.engine.kinds import make_rank
-from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.engine.engines import make_rank
+from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule

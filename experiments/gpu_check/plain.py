@@ -15,7 +15,7 @@ from dhp.core.batch import IGNORED
 from dhp.core.parameters import AdapterSettings
 from dhp.data.sample.sample import Sample
 from dhp.doctor.trial import plain_inputs
-from dhp.engine.settings import OptimizerSettings
+from dhp.engine.stage_settings import OptimizerSettings
 from dhp.models.contract.twin import exact_experts
 from dhp.models.family import Family
 from dhp.models.lora import add_adapters, find_targets

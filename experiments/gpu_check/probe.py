@@ -19,8 +19,8 @@ from experiments.gpu_check.setting import Setting
 LAYERS = 2  # of the parts that are asked which kernels they got
 NEEDED = ("torch", "transformers")
 USED = (
-    "dhp.engine.encoder",
-    "dhp.engine.text",
+    "dhp.engine.encoder_engine",
+    "dhp.engine.text_engine",
     "dhp.batch.shard",
     "dhp.plan.recompute.planner",
     "dhp.plan.count.state_bytes",

@@ -20,9 +20,9 @@ import experiments.gpu_check.ray_stand_in  # noqa: F401
 from dhp.cluster.transport.shared_memory import CUDA_IPC, RemoteValue, pin, unpin
 from dhp.core.batch import Bundle
 from dhp.core.tracing import TRANSFER
-from dhp.engine.kinds import make_rank
-from dhp.engine.settings import StageSettings
-from dhp.engine.transfer import to_device
+from dhp.engine.device_transfer import to_device
+from dhp.engine.engines import make_rank
+from dhp.engine.stage_settings import StageSettings
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages

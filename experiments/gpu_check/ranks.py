@@ -15,14 +15,14 @@ from typing import Any
 
 from dhp.cluster.transport import shared_memory
 from dhp.core.dispatch import PerRank, spread
-from dhp.step.stages import Group
+from dhp.step.stages import RankGroup
 
 WARM = "experiments.gpu_check.warm"
 TIMEOUT_S = 100.0
 SMALLEST_BYTES = 1  # whatever is handed over goes by the transport
 
 
-class Ranks(Group):
+class Ranks(RankGroup):
     """A group whose calls run on all ranks at once and return values. To be left as a context."""
 
     def __init__(

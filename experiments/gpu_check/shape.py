@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, Qwen2_5_VLConfig
 
 from dhp.config.devices import shipped_directory
-from dhp.engine import encoder, text
+from dhp.engine import encoder_engine, text_engine
 from dhp.models.load import drop_modules, drop_parameters, model_class
 from experiments.gpu_check.setting import Setting
 
@@ -69,5 +69,5 @@ def built_on(device: str) -> Iterator[None]:
         drop_parameters(model, dropped)
         return model.train()
 
-    with patch.object(encoder, "load_part", build), patch.object(text, "load_part", build):
+    with patch.object(encoder_engine, "load_part", build), patch.object(text_engine, "load_part", build):
         yield

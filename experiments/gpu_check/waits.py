@@ -16,7 +16,7 @@ from dhp.cluster.transport import shared_memory
 from dhp.cluster.transport.shared_memory import Inbox, Outbox
 from dhp.core.batch import Bundle, StepData
 from dhp.core.reports import StageReport
-from dhp.engine.kinds import make_rank
+from dhp.engine.engines import make_rank
 from dhp.models.registry import load_family
 from experiments.gpu_check.pair import Mark, Pair, join, no_mark
 from experiments.gpu_check.parity import deal_step, read_layout, require_packages, stage_settings

@@ -7,5 +7,5 @@ import experiments.gpu_check.ray_stand_in  # noqa: F401
 
 # isort: split
 import dhp.cluster.worker
-import dhp.engine.encoder  # noqa: F401
-import dhp.engine.text  # noqa: F401
+import dhp.engine.encoder_engine  # noqa: F401
+import dhp.engine.text_engine  # noqa: F401

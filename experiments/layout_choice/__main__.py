@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from dhp.cli.plan_outcome import Asked, find_plan
+from dhp.cli.plan_outcome import PlanQuery, find_plan
 from dhp.cli.plan_request import read_request
 from dhp.cli.plan_table import layout_text
 from dhp.config.command_line import compose_config
@@ -51,7 +51,7 @@ def plan(model: str, devices: int, tokens: int) -> dict[str, Any]:
     config = compose_config(config_name, None, overrides)
     held = find_held(config, overrides, request.fix, request.free)
     say = StartUp(perf_counter(), partial(say_line, file=sys.stderr))
-    outcome = find_plan(Asked(config, config_name, request, held), say)
+    outcome = find_plan(PlanQuery(config, config_name, request, held), say)
     row: dict[str, Any] = {"model": model, "devices": devices, "tokens": tokens, "fits": outcome.best is not None}
     row["command"] = f"dhp plan {shlex.join([name, *words])}"
     if outcome.best is None:

@@ -15,7 +15,7 @@ import ray
 
 from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReader
-from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.cluster import Cluster, ClusterSpec
 from dhp.cluster.hangs.watch import Watched, wait_all
 from dhp.config.layout import DEEPSPEED, FSDP
 from dhp.core.axes import Degrees
@@ -25,10 +25,10 @@ from dhp.core.reports import StageReport, StageUsage
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
-from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.registry import load_family
 from dhp.plan.count.costs import arrange
-from dhp.plan.recompute.run_shape import usage_of
+from dhp.plan.recompute.profile import usage_of
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Stages as GraphStages
 from dhp.step.stages import make_stages
@@ -192,8 +192,8 @@ def _bytes(name: str, graph: StageGraph, reports: Mapping[str, Sequence[StageRep
     return peak, sum(sum(r.sent_bytes.values()) for of_stage in reports.values() for r in of_stage)
 
 
-def _layout(graph: StageGraph, folder: str, address: str) -> Layout:
-    return Layout(
+def _layout(graph: StageGraph, folder: str, address: str) -> ClusterSpec:
+    return ClusterSpec(
         graph=graph,
         device="cpu",
         address=address,

@@ -23,7 +23,7 @@ from dhp.batch.shard import BatchSharder
 from dhp.core.axes import Degrees
 from dhp.core.batch import Answer, PromptInput, Sampling
 from dhp.data.sampling.dataset import StepSamples
-from dhp.engine.text import TextEngine
+from dhp.engine.text_engine import TextEngine
 from dhp.models.decoder import having, unchanged
 from dhp.models.family import Family
 from dhp.models.registry import load_family

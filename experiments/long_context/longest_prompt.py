@@ -15,7 +15,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from dhp.core.axes import Degrees
-from dhp.engine.text import TextEngine
+from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from dhp.parallel.recompute.meter import LiveStorages
 from experiments.long_context.inference import CUT, PLAIN, CutByLayers, load_plain, prompt_of

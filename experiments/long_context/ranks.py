@@ -19,8 +19,8 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.reports import StageReport
 from dhp.data.sampling.dataset import StepSamples
-from dhp.engine.settings import OptimizerSettings
-from dhp.engine.text import TextEngine
+from dhp.engine.stage_settings import OptimizerSettings
+from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from experiments.long_context.work import make_row
 from experiments.pair import ONE, TEXT, pair_of, settings_of

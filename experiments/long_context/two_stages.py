@@ -25,8 +25,8 @@ from dhp.cluster.hangs.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, StepData
 from dhp.data.sample.sample import Sample
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from dhp.parallel.attention.shard_plan import even_counts
 from dhp.step.stages import make_stages

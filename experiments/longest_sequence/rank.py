@@ -14,8 +14,8 @@ import torch.distributed as dist
 from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle, StepData
 from dhp.core.graph import Route
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from experiments.layouts.ours import UPDATE, deal, device_bytes
 from experiments.layouts.work import make_sample

@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
 from dhp.batch.reader import make_reader
-from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.cluster import Cluster, ClusterSpec
 from dhp.cluster.hangs.watch import wait_all
 from dhp.cluster.host import keep_freed_memory
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
 from dhp.core.batch import Batch
 from dhp.core.graph import StageGraph
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.text_engine import TextEngine
 from dhp.models.pretrained import load_tokenizer
 from dhp.models.registry import load_family
 from dhp.plan.batches import feed_settings
@@ -117,9 +117,9 @@ def graph_of(config: Config) -> StageGraph:
     return make_graph(config, load_family(config.text.model_name), config.text.model_name)
 
 
-def one_actor_each(graph: StageGraph, folder: str, transport: str = "auto", trace: bool = False) -> Layout:
+def one_actor_each(graph: StageGraph, folder: str, transport: str = "auto", trace: bool = False) -> ClusterSpec:
     """The chain's actors, one a stage, with all threads, on a Ray of their own."""
-    return Layout(
+    return ClusterSpec(
         graph=graph,
         device="cpu",
         address="local",

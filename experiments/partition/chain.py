@@ -20,8 +20,8 @@ from dhp.core.batch import Batch
 from dhp.core.dispatch import PerRank
 from dhp.core.graph import Node, StageGraph
 from dhp.core.reports import StageUsage
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.text_engine import TextEngine
 from dhp.plan.cut.units import Unit, layer_cuts
 from dhp.plan.run_plan import RunPlan, plan_run
 from dhp.step.schedule import Action, Backward, Forward, Schedule, make_programs, make_schedule

@@ -31,8 +31,8 @@ from dhp.plan.count.row_bytes import NONE
 from dhp.plan.cut.bmp import by_parameters
 from dhp.plan.cut.exact import exact
 from dhp.plan.cut.problem import Partition, PartitionProblem
-from dhp.plan.cut.programs import pipeline_programs
 from dhp.plan.cut.run_tables import needed_bytes
+from dhp.plan.cut.simulate import pipeline_programs
 from dhp.plan.cut.units import Saved, Unit
 from experiments.pair import TEXT, VISION, as_batch, join_alone
 from experiments.partition.chain import SCHEDULE, Chain, Stages, by_stage, plan_chain, stages_of

@@ -16,8 +16,8 @@ import numpy as np
 from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
 from dhp.plan.cut.exact import exact
 from dhp.plan.cut.problem import PartitionProblem, bounds_of
-from dhp.plan.cut.programs import pipeline_programs
 from dhp.plan.cut.run_tables import all_cuts, choices_of
+from dhp.plan.cut.simulate import pipeline_programs
 from dhp.plan.cut.units import Unit
 from experiments.pair import TEXT, VISION
 from experiments.partition.paper import BMP_LAYERS, COLUMNS, FREE, FREE_AT_LAST, STAGES

@@ -22,7 +22,7 @@ from dhp.core.batch import Batch
 from dhp.plan.cut.bmp import bmp, by_layers, by_parameters
 from dhp.plan.cut.exact import exact
 from dhp.plan.cut.problem import PartitionProblem
-from dhp.plan.cut.programs import pipeline_programs
+from dhp.plan.cut.simulate import pipeline_programs
 from dhp.plan.cut.units import Unit
 from experiments.pair import TEXT, VISION, as_batch, join_alone
 from experiments.partition.chain import SCHEDULE, Chain, Stages, by_stage, plan_chain, stages_of

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dhp.plan.count.row_bytes import NONE
-from dhp.plan.cut.units import Link, Saved, Unit
+from dhp.plan.cut.units import Saved, StageLink, Unit
 from experiments.pair import TEXT, VISION
 
 TILES, TOKENS = 9, 4096  # of a micro-batch: pictures' tiles and the decoder's tokens, as OmniBal packs them
 VALUE = 2  # bytes
 MERGED = 4  # values of neighbouring patches, which the projector makes one token of
-LINK = Link(bytes_s=22e9, latency_s=30e-6)  # between the nodes of two stages
+LINK = StageLink(bytes_s=22e9, latency_s=30e-6)  # between the nodes of two stages
 SAMPLES = 4  # of a pack: a token's attention spans half of its own
 PRODUCTS, ATTENTION, MEMORY, REDUCED = 193e12, 172e12, 1.63e12, 200e9  # operations a second, then bytes a second
 

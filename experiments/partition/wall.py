@@ -20,11 +20,11 @@ from dhp.cluster.cluster import Cluster
 from dhp.cluster.hangs.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.settings import StageSettings
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.stage_settings import StageSettings
+from dhp.engine.text_engine import TextEngine
 from dhp.plan.cut.problem import PartitionProblem
-from dhp.plan.cut.programs import pipeline_programs
+from dhp.plan.cut.simulate import pipeline_programs
 from dhp.plan.run_plan import RunPlan
 from dhp.step.stages import make_stages
 from dhp.trainer.settings import stage_settings

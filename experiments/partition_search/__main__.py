@@ -16,8 +16,8 @@ from dhp.core.errors import ConfigError
 from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
 from dhp.plan.cut.exact import MOST_CUTS, exact
 from dhp.plan.cut.problem import PartitionProblem
-from dhp.plan.cut.programs import pipeline_programs
 from dhp.plan.cut.run_tables import all_cuts, make_tables, steps_of
+from dhp.plan.cut.simulate import pipeline_programs
 from experiments.partition_search.chains import full_size, random_problem
 
 FEWER = 2_000  # cuts that the search simulates, when it is to miss some

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from dhp.plan.cut.problem import PartitionProblem
-from dhp.plan.cut.programs import pipeline_programs
 from dhp.plan.cut.run_tables import needed_bytes
-from dhp.plan.cut.units import Link, Saved, Unit
+from dhp.plan.cut.simulate import pipeline_programs
+from dhp.plan.cut.units import Saved, StageLink, Unit
 
 # What a choice keeps of a layer's bytes, and its seconds by those of a forward, as dhp's own layers have it.
 CHOICES = {"none": (1.0, 0.0), "light": (0.5, 0.03), "mlp": (0.3, 0.35), "linear": (0.15, 0.7), "all": (0.07, 1.0)}
@@ -72,7 +72,7 @@ def random_problem(rng: np.random.Generator) -> PartitionProblem:
             continue
         micro_batches = stages * int(rng.choice([1, 2, 4]))
         span = sum(unit.forward_s for unit in units) / len(units)
-        link = Link(max(unit.output_bytes for unit in units) / (span * float(rng.choice([0.01, 0.1, 0.5]))))
+        link = StageLink(max(unit.output_bytes for unit in units) / (span * float(rng.choice([0.01, 0.1, 0.5]))))
         free = PartitionProblem(units, pipeline_programs("1f1b", stages, 1, micro_batches), link)
         if rng.random() < 0.5:
             return free
@@ -122,5 +122,5 @@ def full_size(tower_trains: bool, micro_batches: int, stages: int, budget_bytes:
     ]
     decoder = [layer(f"text {at}", "text", 1.0, 130_000_000, 330e6, 48e6, True, True) for at in range(60)]
     units = joined(tower, decoder, (0.1, 0.3, 0.02, 1.2))
-    link = Link(bytes_s=48e6 / 0.1)  # a decoder's hand-over takes a tenth of its layer's forward
+    link = StageLink(bytes_s=48e6 / 0.1)  # a decoder's hand-over takes a tenth of its layer's forward
     return PartitionProblem(units, pipeline_programs("1f1b", stages, 1, micro_batches), link, budget_bytes)

@@ -15,7 +15,7 @@ import ray
 
 from dhp.batch.reader import BatchReader
 from dhp.cluster.cluster import Cluster
-from dhp.cluster.cluster import Layout as Actors
+from dhp.cluster.cluster import ClusterSpec as Actors
 from dhp.cluster.hangs.watch import Watched, wait_all
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import micro_batches, resolve
@@ -29,8 +29,7 @@ from dhp.plan.count.counted_model import count_model
 from dhp.plan.count.loads import RunLoads
 from dhp.plan.count.samples import EqualSamples, Samples
 from dhp.plan.forecast.forecast import Forecast, forecast
-from dhp.plan.forecast.question import Question
-from dhp.plan.run_plan import RunPlan, plan_run
+from dhp.plan.run_plan import Question, RunPlan, plan_run
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step

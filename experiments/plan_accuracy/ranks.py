@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dhp.engine.kinds import make_rank
-from dhp.engine.settings import StageSettings
-from dhp.engine.text import TextEngine
+from dhp.engine.engines import make_rank
+from dhp.engine.stage_settings import StageSettings
+from dhp.engine.text_engine import TextEngine
 from dhp.parallel.recompute.meter import LiveStorages
 
 FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"

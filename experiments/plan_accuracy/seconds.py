@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from dhp.engine.kinds import make_rank
+from dhp.engine.engines import make_rank
 from dhp.plan.bench.machine import CPU, measure_here, measured_machine
 from dhp.plan.bench.rate_fit import MeasuredRates
 from experiments.plan_accuracy.groups import GROUPS, Group, settings_of

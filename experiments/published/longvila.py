@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from dhp.plan.count.rates import Sent, Work, soft_maximum, spend
+from dhp.plan.count.rates import Operations, Transfer, soft_maximum, spend
 from experiments.published.machine import PASSES, Fitted, fit, head_of, rates_of, trained
 from experiments.published.shapes import VALUE, decoder_named
 from experiments.published.tables import UNEXPLAINED, Row, compared, read_table, score
@@ -31,7 +31,7 @@ def degrees(row: Row) -> tuple[int, int, int]:
     return ways[row["way"]]
 
 
-def layers_work(row: Row, length: int) -> Work:
+def layers_work(row: Row, length: int) -> Operations:
     """Of one rank in all layers but attention's operations."""
     ulysses, ring, tensor = degrees(row)
     tokens, recompute = length / (ulysses * ring), float(tensor > 1)
@@ -39,38 +39,38 @@ def layers_work(row: Row, length: int) -> Work:
     forward = DECODER.forward(tokens, 0.0) * (1 / tensor)
     forward += DECODER.moved((norms, rotary, gate), tokens, tensor, norms_cut=tensor > 1)
     sent = tuple(_layer_sent(ulysses, tensor, tokens))
-    return trained(forward, recompute) + Work(sent=sent) * DECODER.layers
+    return trained(forward, recompute) + Operations(sent=sent) * DECODER.layers
 
 
-def _layer_sent(ulysses: int, tensor: int, tokens: float) -> Iterator[Sent]:
+def _layer_sent(ulysses: int, tensor: int, tokens: float) -> Iterator[Transfer]:
     """Of a layer's forward and backward: queries, outputs, keys and values, of which each rank gets a head at least."""
     if ulysses > 1:
         keys = max(DECODER.keys, ulysses * DECODER.head_width)
         for width in (DECODER.hidden, DECODER.hidden, keys, keys):
-            yield Sent("all-to-all", VALUE * tokens * width, ulysses, times=2)
+            yield Transfer("all-to-all", VALUE * tokens * width, ulysses, times=2)
     if tensor > 1:
-        yield Sent("all-reduce", VALUE * tokens * DECODER.hidden, tensor, times=4)
+        yield Transfer("all-reduce", VALUE * tokens * DECODER.hidden, tensor, times=4)
 
 
-def attention_work(row: Row, length: int) -> Work:
+def attention_work(row: Row, length: int) -> Operations:
     """Of one rank in all layers; a ring sends keys and values beside it, and their gradients with them."""
     ulysses, ring, tensor = degrees(row)
     forward = DECODER.forward(0.0, float(length) ** 2) * (1 / row["devices"])
     width = max(DECODER.head_width, DECODER.keys / max(ulysses, tensor))
     nbytes = 2 * VALUE * length / ring * width
     hops = (
-        Sent("send", nbytes, TWO_RANKS, NODE, times=DECODER.layers * (ring - 1)),
-        Sent("send", 3 * nbytes, TWO_RANKS, NODE, times=DECODER.layers * ring),
+        Transfer("send", nbytes, TWO_RANKS, NODE, times=DECODER.layers * (ring - 1)),
+        Transfer("send", 3 * nbytes, TWO_RANKS, NODE, times=DECODER.layers * ring),
     )
     return replace(trained(forward, float(tensor > 1)), hidden=hops if ring > 1 else ())
 
 
-def weights_sent(row: Row) -> Sent:
+def weights_sent(row: Row) -> Transfer:
     """What goes on beside the passes: weights and gradients of FSDP, or sums of gradients."""
     devices, tensor = row["devices"], degrees(row)[2]
     if row["fsdp"]:
-        return Sent("all-gather", VALUE * DECODER.parameters, devices, times=3)
-    return Sent("all-reduce", VALUE * DECODER.parameters / tensor, devices // tensor, tensor)
+        return Transfer("all-gather", VALUE * DECODER.parameters, devices, times=3)
+    return Transfer("all-reduce", VALUE * DECODER.parameters / tensor, devices // tensor, tensor)
 
 
 def step_seconds(row: Row, fitted: Fitted) -> float:
@@ -82,7 +82,7 @@ def step_seconds(row: Row, fitted: Fitted) -> float:
     work = layers_work(row, length) + head_of(DECODER, rows, tensor)
     device = spend(work, rates).total + spend(attention_work(row, length), rates).total
     launched = DECODER.layers * (PASSES - 1 + float(tensor > 1)) * (1 + 0.05 * ring)
-    host = spend(Work(launched=launched), rates).total
+    host = spend(Operations(launched=launched), rates).total
     beside = weights_sent(row).seconds(rates)
     return soft_maximum((device, beside, host)) + fitted.fixed
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from dhp.config.devices import find_device, find_link
 from dhp.models.flops import OPERATIONS
 from dhp.plan.count import rates
-from dhp.plan.count.rates import Rates, Work
+from dhp.plan.count.rates import Operations, Rates
 from experiments.published.shapes import Decoder
 from experiments.published.tables import read_table
 
@@ -43,7 +43,7 @@ def rates_of(name: str, network: str, fitted: Fitted) -> Rates:
     )
 
 
-def trained(forward: Work, recompute: float = 1.0) -> Work:
+def trained(forward: Operations, recompute: float = 1.0) -> Operations:
     """A forward, the recomputed share of it, and a backward, whose attention makes its weights once more."""
     again = 1 + recompute
     return replace(
@@ -54,10 +54,10 @@ def trained(forward: Work, recompute: float = 1.0) -> Work:
     )
 
 
-def head_of(decoder: Decoder, rows: float, ranks: int) -> Work:
+def head_of(decoder: Decoder, rows: float, ranks: int) -> Operations:
     """The head's forward and backward with its loss, for so many tokens."""
     moved = read_table("profiles")["loss"] * rows * decoder.words / ranks
-    return Work(3 * OPERATIONS * decoder.work.target * rows / ranks, elementwise=moved)
+    return Operations(3 * OPERATIONS * decoder.work.target * rows / ranks, elementwise=moved)
 
 
 def fit(start: Fitted, wanted: Mapping[str, tuple[float, Callable[[Fitted], float]]], rounds: int = ROUNDS) -> Fitted:

@@ -12,7 +12,7 @@ import numpy as np
 from dhp.data.balance.methods import isf, random_batches
 from dhp.data.balance.packs import Limits, Loads
 from dhp.models.flops import OPERATIONS
-from dhp.plan.count.rates import Channel, Rates, Sent, Work, spend
+from dhp.plan.count.rates import Channel, Operations, Rates, Transfer, spend
 from dhp.plan.cut.units import Numbers
 from experiments.balance.sets import made
 from experiments.published.machine import Fitted, fit, rates_of
@@ -87,7 +87,7 @@ def layer_seconds(tower: Tower, decoder: Decoder, ranks: int, rates: Rates) -> S
     tile += _sums(tower.layers, rows * tower.hidden, ranks)
     token = decoder.forward(1, 0) * (1 / ranks) + decoder.moved(tuple(of_text), 1, ranks, norms_cut=False)
     token += _sums(decoder.layers, decoder.hidden, ranks)
-    head = Work(OPERATIONS * decoder.work.target / ranks, elementwise=LOSS_FORWARD * decoder.words / ranks)
+    head = Operations(OPERATIONS * decoder.work.target / ranks, elementwise=LOSS_FORWARD * decoder.words / ranks)
     return Seconds(
         TABLE["launch_us"] / 1e6,
         spend(tile, rates).total / tower.layers,
@@ -97,8 +97,8 @@ def layer_seconds(tower: Tower, decoder: Decoder, ranks: int, rates: Rates) -> S
     )
 
 
-def _sums(layers: int, values: float, ranks: int) -> Work:
-    return Work(sent=(Sent("all-reduce", VALUE * values, ranks, times=layers * LAYER_SUMS),))
+def _sums(layers: int, values: float, ranks: int) -> Operations:
+    return Operations(sent=(Transfer("all-reduce", VALUE * values, ranks, times=layers * LAYER_SUMS),))
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ class Chain:
         forward[-1], backward[-1] = forward[-1] + head, backward[-1] + 2 * head
         return np.stack(forward), np.stack(backward)
 
-    def gradients(self) -> Sent:
+    def gradients(self) -> Transfer:
         """Summed over replicas after each step, on the stage with the most."""
         layer = (self.tower.work.token / self.tower.layers, self.decoder.work.token / self.decoder.layers)
         most = max(a * layer[0] + b * layer[1] for a, b in stage_layers(self.cut, self.tower.layers))
-        return Sent("all-reduce", VALUE * most / self.tensor, self.replicas, stride=8)
+        return Transfer("all-reduce", VALUE * most / self.tensor, self.replicas, stride=8)
 
 
 def row_rates(row: Row, fitted: Fitted) -> Rates:

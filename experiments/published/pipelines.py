@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dhp.plan.cut.programs import pipeline_programs
-from dhp.plan.cut.simulate import Work, merged
+from dhp.plan.cut.simulate import Task, merged, pipeline_programs
 from dhp.plan.cut.units import Numbers
 
 
@@ -16,13 +15,13 @@ def pipeline_seconds(forward: Numbers, backward: Numbers, hop: Numbers) -> Numbe
     [micro-batches, replicas]."""
     stages, micro_batches, replicas = forward.shape
     free = np.zeros((stages, replicas))
-    ends: dict[Work, Numbers] = {}
+    ends: dict[Task, Numbers] = {}
     for work in merged(pipeline_programs("1f1b", stages, 1, micro_batches)):
         run, back, number = work
         before = run + 1 if back else run - 1
         start = free[run]
         if 0 <= before < stages:
-            start = np.maximum(start, ends.pop(Work(before, back, number)) + hop[number])
+            start = np.maximum(start, ends.pop(Task(before, back, number)) + hop[number])
         free[run] = ends[work] = start + (backward if back else forward)[run, number]
     return np.asarray(free.max(axis=0))
 

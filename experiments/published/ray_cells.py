@@ -10,7 +10,7 @@ from typing import Any
 
 from dhp.config.devices import find_device
 from dhp.models.flops import OPERATIONS
-from dhp.plan.count.rates import Rates, Sent, Work, spend
+from dhp.plan.count.rates import Operations, Rates, Transfer, spend
 from experiments.published.machine import PASSES, Fitted, fit, head_of, rates_of, trained
 from experiments.published.shapes import MERGED, VALUE, decoder_named, tower_named
 from experiments.published.tables import FIT, HELD_OUT, Row, compared, errors, read_table, score
@@ -52,18 +52,18 @@ def seen_by_a_rank(layout: str, samples: int, patches: int) -> Batch:
     return Batch(samples if PROFILES["implementations"][layout]["tensor"] > 1 else samples // DEVICES, patches)
 
 
-def text_pass(profile: Row, batch: Batch) -> Work:
+def text_pass(profile: Row, batch: Batch) -> Operations:
     """Decoder and head on one rank, everything recomputed."""
     ranks = profile["tensor"]
     forward = DECODER.forward(batch.tokens, batch.samples * batch.length**2) * (1 / ranks)
     forward += DECODER.moved(_bytes("text"), batch.tokens, ranks, norms_cut=False)
-    sums = Sent("all-reduce", VALUE * batch.tokens * DECODER.hidden, ranks)
+    sums = Transfer("all-reduce", VALUE * batch.tokens * DECODER.hidden, ranks)
     sent = (sums,) if profile["all_reduces"] else ()
-    sums_of_layers = Work(sent=sent) * (DECODER.layers * profile["all_reduces"])
+    sums_of_layers = Operations(sent=sent) * (DECODER.layers * profile["all_reduces"])
     return trained(forward) + sums_of_layers + head_of(DECODER, batch.tokens, ranks)
 
 
-def vision_pass(profile: Row, batch: Batch) -> Work:
+def vision_pass(profile: Row, batch: Batch) -> Operations:
     """The tower on one rank, everything recomputed: cut by tensors, by sequence, or whole."""
     patches, how = batch.all_patches, profile["tower"]
     ranks = 1 if how == "whole" else DEVICES
@@ -71,21 +71,21 @@ def vision_pass(profile: Row, batch: Batch) -> Work:
     moved = patches / ranks if how == "sequence" else patches
     forward += TOWER.moved(_bytes("vision"), moved, ranks if how == "tensor" else 1)
     merged_by = ranks if how == "tensor" else 1  # each sequence rank merges the whole picture
-    merger = Work(3 * OPERATIONS * TOWER.work.embedding * patches / MERGED / merged_by)
-    embedding = Work(2 * OPERATIONS * TOWER.work.patch * patches / ranks)
-    return trained(forward) + merger + embedding + Work(sent=tuple(_vision_sent(profile, patches)))
+    merger = Operations(3 * OPERATIONS * TOWER.work.embedding * patches / MERGED / merged_by)
+    embedding = Operations(2 * OPERATIONS * TOWER.work.patch * patches / ranks)
+    return trained(forward) + merger + embedding + Operations(sent=tuple(_vision_sent(profile, patches)))
 
 
-def _vision_sent(profile: Row, patches: int) -> Iterator[Sent]:
+def _vision_sent(profile: Row, patches: int) -> Iterator[Transfer]:
     states = VALUE * patches * TOWER.hidden
     if profile["tower"] == "tensor":
-        yield Sent("all-reduce", states, DEVICES, times=TOWER.layers * profile["all_reduces"])
+        yield Transfer("all-reduce", states, DEVICES, times=TOWER.layers * profile["all_reduces"])
     if profile["tower"] == "sequence":
         # Queries, keys, values and outputs: forward, recomputed and backward.
-        yield Sent("all-to-all", states / DEVICES, DEVICES, times=TOWER.full * 4 * 3)
-        yield Sent("all-gather", VALUE * patches / MERGED * TOWER.out, DEVICES, times=2)
-        yield Sent("all-gather", states, DEVICES)
-        yield Sent("all-reduce", VALUE * TOWER.parameters, DEVICES)
+        yield Transfer("all-to-all", states / DEVICES, DEVICES, times=TOWER.full * 4 * 3)
+        yield Transfer("all-gather", VALUE * patches / MERGED * TOWER.out, DEVICES, times=2)
+        yield Transfer("all-gather", states, DEVICES)
+        yield Transfer("all-reduce", VALUE * TOWER.parameters, DEVICES)
 
 
 def _bytes(part: str) -> tuple[float, float, float]:
@@ -102,8 +102,11 @@ def step_seconds(layout: str, samples: int, patches: int, fitted: Fitted) -> flo
     parameters = DECODER.parameters + TOWER.parameters
     if profile["tensor"] == 1:  # weights for forward and for backward, and sums of gradients
         launched *= fitted.gathered
-        work += Work(hidden=(Sent("all-gather", VALUE * parameters, DEVICES, times=3),))
-    work, update = work + Work(launched=launched), Work(elementwise=profile["update"] * parameters / DEVICES)
+        work += Operations(hidden=(Transfer("all-gather", VALUE * parameters, DEVICES, times=3),))
+    work, update = (
+        work + Operations(launched=launched),
+        Operations(elementwise=profile["update"] * parameters / DEVICES),
+    )
     if profile["update_waits"]:
         return spend(work, rates).total + spend(update, rates).total + float(TABLE["fixed_s"])
     return spend(work + update, rates).total + float(TABLE["fixed_s"])

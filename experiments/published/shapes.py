@@ -11,7 +11,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 
 from dhp.models.families.grid import grid_work
 from dhp.models.flops import OPERATIONS, TextWork, VisionWork, text_work
-from dhp.plan.count.rates import Work
+from dhp.plan.count.rates import Operations
 from experiments.published.tables import read_table
 
 VALUE = 2  # bytes of a bf16 number
@@ -36,15 +36,15 @@ class Decoder:
         """Of layers, embedding and head."""
         return self.work.token + 2 * self.work.target
 
-    def forward(self, tokens: float, squares: float) -> Work:
+    def forward(self, tokens: float, squares: float) -> Operations:
         """Operations of all layers for so many tokens, whose samples' squared lengths sum up to `squares`."""
-        return Work(OPERATIONS * self.work.token * tokens, OPERATIONS * self.work.pair * squares / 2)
+        return Operations(OPERATIONS * self.work.token * tokens, OPERATIONS * self.work.pair * squares / 2)
 
-    def moved(self, per_token: tuple[float, float, float], tokens: float, ranks: int, norms_cut: bool) -> Work:
+    def moved(self, per_token: tuple[float, float, float], tokens: float, ranks: int, norms_cut: bool) -> Operations:
         """Elementwise bytes of all layers on one of so many tensor ranks. norms_cut: norms are divided as well."""
         norms, rotary, gate = per_token
         cut = (rotary * (self.hidden + self.keys) + gate * self.inner) / ranks
-        return Work(elementwise=self.layers * tokens * (norms * self.hidden / (ranks if norms_cut else 1) + cut))
+        return Operations(elementwise=self.layers * tokens * (norms * self.hidden / (ranks if norms_cut else 1) + cut))
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class Tower:
         """Of patch embedding, layers and merger."""
         return self.work.patch + self.work.token + self.work.embedding
 
-    def forward(self, patches: float, windows: float, pictures: float) -> Work:
+    def forward(self, patches: float, windows: float, pictures: float) -> Operations:
         """Operations of all layers. windows, pictures: sums of their squared lengths."""
         seen = self.work.window_pair * windows + self.work.segment_pair * pictures
-        return Work(OPERATIONS * self.work.token * patches, OPERATIONS * seen)
+        return Operations(OPERATIONS * self.work.token * patches, OPERATIONS * seen)
 
-    def moved(self, per_token: tuple[float, float, float], patches: float, ranks: int) -> Work:
+    def moved(self, per_token: tuple[float, float, float], patches: float, ranks: int) -> Operations:
         """Elementwise bytes of all layers on one of so many tensor ranks."""
         norms, rotary, gate = per_token
         cut = (rotary * self.hidden + gate * self.inner) / ranks
-        return Work(elementwise=self.layers * patches * (norms * self.hidden + cut))
+        return Operations(elementwise=self.layers * patches * (norms * self.hidden + cut))
 
 
 @cache

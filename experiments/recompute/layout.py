@@ -12,21 +12,21 @@ from typing import Any
 import ray
 
 from dhp.cluster.cluster import Cluster
-from dhp.cluster.cluster import Layout as Actors
+from dhp.cluster.cluster import ClusterSpec as Actors
 from dhp.cluster.hangs.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.graph import StageGraph
 from dhp.core.reports import StageUsage
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.settings import OptimizerSettings, StageSettings
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.stage_settings import OptimizerSettings, StageSettings
+from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from dhp.plan.count.costs import Arrangement, Plan, arrange
 from dhp.plan.recompute.planner import Planner
-from dhp.plan.recompute.run_shape import usage_of
+from dhp.plan.recompute.profile import usage_of
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Group, make_stages
+from dhp.step.stages import RankGroup, make_stages
 from dhp.step.step import train_step
 from experiments.pair import TEXT, VISION, Here, as_batch, join_alone, pair_of, settings_of
 
@@ -105,7 +105,7 @@ class Run:
         self,
         layout: Layout,
         model: str,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, RankGroup],
         put: Callable[[Any], Any] = _same,
         values: Callable[[Any], Any] = _same,
     ):

@@ -15,7 +15,7 @@ import torch.multiprocessing as multiprocessing
 
 from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle, VisionInput
-from dhp.engine.encoder import EncoderEngine
+from dhp.engine.encoder_engine import EncoderEngine
 from experiments.pair import VISION
 from experiments.recompute.layout import Layout
 from experiments.recompute.work import deal, make_model, make_samples

@@ -11,9 +11,9 @@ import torch
 from dhp.batch.reader import BatchReader, make_reader
 from dhp.config.command_line import compose_config
 from dhp.core.batch import StepData
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.settings import OptimizerSettings
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.stage_settings import OptimizerSettings
+from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from dhp.plan.batches import feed_settings
 from dhp.trainer.preflight import prepare

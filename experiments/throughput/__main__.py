@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dhp.engine.kinds import make_rank
+from dhp.engine.engines import make_rank
 from experiments.commands import command_of
 from experiments.plan_accuracy.layout import running
 from experiments.published.tables import read_table

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dhp.engine.kinds import make_rank
-from dhp.engine.settings import StageSettings
+from dhp.engine.engines import make_rank
+from dhp.engine.stage_settings import StageSettings
 from dhp.parallel.recompute.meter import LiveStorages
 from experiments.pair import TEXT, VISION
 from experiments.plan_accuracy.layout import Layout, running

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dhp.plan.count.traffic import DividedAttention
+from dhp.plan.count.rank_traffic import DividedAttention
 
 FORWARD, BACKWARD = "forward", "backward"
 ELEMENT_BYTES = 4  # float32

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from dhp.checkpoint.shard_files import Block, blocks_of_range, overlap, whole
+from dhp.checkpoint.shard_files import RegionBlock, blocks_of_range, overlap, whole
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (3, 1, 4), (2, 3, 2, 2), (1, 1), (4, 0)])
@@ -23,18 +23,18 @@ def test_each_range_is_its_blocks_one_after_another(shape: tuple[int, ...]) -> N
 
 
 def test_what_two_blocks_have_in_common() -> None:
-    one, other = Block((1, 0), (3, 4)), Block((2, 2), (5, 5))
+    one, other = RegionBlock((1, 0), (3, 4)), RegionBlock((2, 2), (5, 5))
     common = one.common(other)
-    assert common == Block((2, 2), (2, 2)) == other.common(one)
+    assert common == RegionBlock((2, 2), (2, 2)) == other.common(one)
     assert common.slices(one) == (slice(1, 3), slice(2, 4)) and common.slices(other) == (slice(0, 2), slice(0, 2))
-    assert one.common(Block((4, 0), (1, 1))) is None
-    assert Block((), ()).common(Block((), ())) == Block((), ())
+    assert one.common(RegionBlock((4, 0), (1, 1))) is None
+    assert RegionBlock((), ()).common(RegionBlock((), ())) == RegionBlock((), ())
 
 
 def test_blocks_that_share_an_element_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Block((n, 0), (1, 4)) for n in range(4)]
+    rows = [RegionBlock((n, 0), (1, 4)) for n in range(4)]
     assert not overlap(rows) and not overlap([]) and not overlap(rows[:1])
-    assert overlap([*rows, Block((2, 3), (1, 1))]) and overlap([Block((), ()), Block((), ())])
-    assert not overlap([*rows, Block((0, 0), (0, 4))])  # one without elements
+    assert overlap([*rows, RegionBlock((2, 3), (1, 1))]) and overlap([RegionBlock((), ()), RegionBlock((), ())])
+    assert not overlap([*rows, RegionBlock((0, 0), (0, 4))])  # one without elements
     monkeypatch.setattr("dhp.checkpoint.shard_files._PAIRS", 2)
     assert overlap([*rows, rows[1]]) and not overlap(rows)

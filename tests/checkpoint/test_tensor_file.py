@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dhp.checkpoint.tensor_file import NAMES, checksum_of, join, write_tensors
+from dhp.checkpoint.shard_writer import NAMES, checksum_of, join, write_tensors
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0), (1, 1), (3, 1000), (70_001, 65_536), (4, 2**20 + 3)])
@@ -41,7 +41,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_large_tensors_are_summed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dhp.checkpoint.tensor_file._CHUNK", 7)
+    monkeypatch.setattr("dhp.checkpoint.shard_writer._CHUNK", 7)
     tensors = {"a": torch.arange(100.0), "b": torch.arange(5, dtype=torch.int8)}
     written, sums = write_tensors(tensors, tmp_path / "a.safetensors")
     assert written.crc32 == crc32((tmp_path / "a.safetensors").read_bytes())

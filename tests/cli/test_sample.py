@@ -20,8 +20,8 @@ from dhp.cli.sample_page import (
     CYAN,
     GREEN,
     PLAIN,
-    Run,
     Shown,
+    TextRun,
     as_terminal,
     clips_of,
     lengths,
@@ -42,11 +42,11 @@ from dhp.models.processor import Processor
 from dhp.tiny.tiny_model import make_tokenizer, tiny_config
 
 RUNS = [
-    Run("<|user|>Is it ", 5, 0, False),
-    Run("<|image_pad|>", 12, 1, False),
-    Run("\x1b[31mred & <b>?\n", 6, 0, False),
-    Run("Yes.\nIt is.", 4, 0, True),
-    Run("<|image_pad|>", 4, 1, False),
+    TextRun("<|user|>Is it ", 5, 0, False),
+    TextRun("<|image_pad|>", 12, 1, False),
+    TextRun("\x1b[31mred & <b>?\n", 6, 0, False),
+    TextRun("Yes.\nIt is.", 4, 0, True),
+    TextRun("<|image_pad|>", 4, 1, False),
 ]
 
 
@@ -100,7 +100,7 @@ def test_the_prompt_without_colours_and_with_them() -> None:
 
 def test_the_page_escapes_all_that_comes_from_data() -> None:
     evil = "<script>alert(1)</script>\"'&\x1b"
-    runs = [Run(evil, 3, 0, True), Run(evil, 3, 1, False), Run(evil, 3, 0, False)]
+    runs = [TextRun(evil, 3, 0, True), TextRun(evil, 3, 1, False), TextRun(evil, 3, 0, False)]
     page = sample_page(evil, runs, {"text": 6, "images": 3}, [evil], [Shown(evil, (Image.new("RGB", (4, 2), "red"),))])
     assert "<script" not in page and "\x1b" not in page and page.count("&lt;script&gt;alert(1)") == 7
     assert '<span class="learned">' in page and '<span class="place">' in page

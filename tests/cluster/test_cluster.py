@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dhp.cluster import cluster as cluster_module
-from dhp.cluster.cluster import GROUP_LATER_S, Cluster, Layout, _make_lookout
+from dhp.cluster.cluster import GROUP_LATER_S, Cluster, ClusterSpec, _make_lookout
 from dhp.cluster.placement.nodes import ClusterNode
 from dhp.cluster.placement.reservation import Topology
 from dhp.cluster.ray_session import LOCAL
@@ -23,7 +23,7 @@ from tests.helpers.graphs import make_graph
     ],
 )
 def test_it_lists_its_actors(graph: StageGraph, told: str) -> None:
-    cluster = Cluster(Layout(graph, "cpu", LOCAL, 1, 60.0, 60.0, "logs", "checkpoints"))
+    cluster = Cluster(ClusterSpec(graph, "cpu", LOCAL, 1, 60.0, 60.0, "logs", "checkpoints"))
     cluster.device, cluster._where = "cpu", ""
     assert cluster.describe() == told
 
@@ -33,7 +33,7 @@ def test_through_the_client_no_node_is_the_drivers(monkeypatch: pytest.MonkeyPat
     """The head's ids of processes mean others, or none, on the client's machine, where each would count as gone."""
     monkeypatch.setattr(cluster_module, "client", SimpleNamespace(is_connected=lambda: connected), raising=False)
     monkeypatch.setattr(cluster_module, "own_node", lambda: "head")
-    layout = Layout(make_graph(), "cpu", "ray://head:10001", 1, 60.0, 60.0, "logs", "checkpoints")
+    layout = ClusterSpec(make_graph(), "cpu", "ray://head:10001", 1, 60.0, 60.0, "logs", "checkpoints")
     topology = Topology([ClusterNode("head", "10.0.0.1", "10.0.0.1", {}, {})], [0])
     lookout = _make_lookout(layout, topology)
     assert (lookout._own_node, lookout.node_name("head")) == (own, "10.0.0.1")
@@ -41,7 +41,7 @@ def test_through_the_client_no_node_is_the_drivers(monkeypatch: pytest.MonkeyPat
 
 def test_a_groups_own_limit_leaves_time_for_a_checkpoint_that_the_next_step_waits_for() -> None:
     for saving_s in (0.0, 1800.0):
-        layout = Layout(make_graph(), "cpu", LOCAL, 1, 60.0, 60.0, "logs", "checkpoints", saving_s=saving_s)
+        layout = ClusterSpec(make_graph(), "cpu", LOCAL, 1, 60.0, 60.0, "logs", "checkpoints", saving_s=saving_s)
         cluster = Cluster(layout)
         cluster.device = "cpu"
         assert cluster._common("gloo", 1)["collective_s"] == 600.0 + saving_s + GROUP_LATER_S

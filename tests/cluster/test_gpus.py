@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dhp.cluster import gpus
-from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.cluster import Cluster, ClusterSpec
 from dhp.cluster.gpus import (
     Build,
     Gpu,
@@ -159,7 +159,7 @@ def test_through_the_multi_process_service_an_exclusive_gpu_is_shared(
 
 def test_a_run_of_its_own_ray_looks_before_it_starts_one(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("auto", "cuda"):
-        layout = Layout(make_graph(), device, LOCAL, 1, 60.0, 60.0, "logs", "checkpoints")
+        layout = ClusterSpec(make_graph(), device, LOCAL, 1, 60.0, 60.0, "logs", "checkpoints")
         with pytest.raises(ConfigError, match="^this machine: there are GPUs, but torch .* built for CPUs alone"):
             Cluster(layout).__enter__()
     pretend(monkeypatch, CUDA_13)

@@ -9,7 +9,7 @@ from dhp.config.resolve import micro_batches, resolve
 from dhp.core.errors import ConfigError
 from dhp.models.pretrained import config_source
 from dhp.models.registry import load_family
-from dhp.plan.count.row_limits import assumed_rows
+from dhp.plan.batches import assumed_rows
 from dhp.plan.count.samples import assumed_equal, equal_samples
 
 # name → actors of each part, (vision data, vision ulysses), (text data, text tensor)

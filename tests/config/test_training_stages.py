@@ -8,9 +8,8 @@ import pytest
 
 from dhp.config.command_line import compose_config
 from dhp.config.devices import shipped_directory
-from dhp.config.resolve import resolve
+from dhp.config.resolve import GROUP, resolve, training_stages
 from dhp.config.schema import Config, StageEntry
-from dhp.config.training_stages import GROUP, training_stages
 from dhp.core.errors import ConfigError
 
 RECIPES = shipped_directory() / GROUP

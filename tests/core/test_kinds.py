@@ -10,11 +10,11 @@ import pytest
 
 from dhp.core import kinds
 from dhp.core.kinds import StageKind, tokens_of
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.kinds import make_rank
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.engines import make_rank
 
 TOKENS = np.array([0, 1, 2, 3, 4, 0])
-RADAR = StageKind("radar", "dhp.engine.encoder:EncoderEngine", tokens=(4,), counted="echoes")
+RADAR = StageKind("radar", "dhp.engine.encoder_engine:EncoderEngine", tokens=(4,), counted="echoes")
 
 
 @pytest.fixture

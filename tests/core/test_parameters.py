@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.core.parameters import ALL, Group, GroupRule, Selector, TrainingRules, is_inside
+from dhp.core.parameters import ALL, GroupRule, ParameterGroup, Selector, TrainingRules, is_inside
 
 NAMES = (
     "model.visual.blocks.1.attn.qkv.weight",
@@ -65,11 +65,11 @@ def test_later_groups_beat_earlier_ones_in_what_they_say() -> None:
             GroupRule("still", (Selector("lm_head"),)),
         )
     )
-    default = Group("text", 1.0, 0.5, 2)
+    default = ParameterGroup("text", 1.0, 0.5, 2)
     assert rules.group(NAMES[2], default) == default
-    assert rules.group(NAMES[4], default) == Group("deep", 0.1, 0.5, 5)
-    assert rules.group(NAMES[5], default) == Group("deep+light", 0.1, 0.0, 5)
-    assert rules.group(NAMES[6], default) == Group("still", 1.0, 0.5, 2)
+    assert rules.group(NAMES[4], default) == ParameterGroup("deep", 0.1, 0.5, 5)
+    assert rules.group(NAMES[5], default) == ParameterGroup("deep+light", 0.1, 0.0, 5)
+    assert rules.group(NAMES[6], default) == ParameterGroup("still", 1.0, 0.5, 2)
 
 
 def test_what_no_rule_is_about_has_no_rules_name() -> None:

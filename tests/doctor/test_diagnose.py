@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 from dhp.__main__ import main
 from dhp.core.batch import LogitRule
 from dhp.doctor.diagnose import EXACT, Diagnosis, examine
-from dhp.doctor.trial import Outcome
+from dhp.doctor.trial import TrialResult
 from dhp.models.contract import random_rows as declared
 from dhp.models.contract.contract import Handover
 from dhp.models.registry import FAMILIES as REGISTERED
@@ -90,7 +90,7 @@ def test_rows_that_are_not_masked_as_the_model_asks_are_noticed(
 
 
 def test_state_that_runs_from_sample_to_sample_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dhp.engine.text.run_by_segment", lambda model, names: 0)
+    monkeypatch.setattr("dhp.engine.text_engine.run_by_segment", lambda model, names: 0)
     found = examine(save(tmp_path, "qwen3_5"))
     assert found.trainable  # a padded row is a sample's own
     assert found.packed_error is not None and found.packed_error > 1e-3 and "packing" in found.refused
@@ -196,9 +196,9 @@ def test_examining_leaves_torch_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_what_is_no_number_deviates_without_bound(where: str) -> None:
     nan = float("nan")
-    wanted = Outcome(1.0, {"a": torch.ones(2), "b": torch.ones(2)})
+    wanted = TrialResult(1.0, {"a": torch.ones(2), "b": torch.ones(2)})
     gradients = {"a": torch.full((2,), nan if where == "gradient" else 1.0), "b": torch.ones(2)}
-    found = Outcome(nan if where == "loss" else 1.0, gradients)
+    found = TrialResult(nan if where == "loss" else 1.0, gradients)
     assert found.deviation(wanted) == float("inf")
     assert wanted.deviation(wanted) == 0.0
-    assert Outcome(1.0, {"a": torch.ones(2)}).deviation(wanted) == pytest.approx(1.0)  # one that is missing
+    assert TrialResult(1.0, {"a": torch.ones(2)}).deviation(wanted) == pytest.approx(1.0)  # one that is missing

@@ -12,12 +12,12 @@ import torch
 from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle
 from dhp.core.reports import StageUsage
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from dhp.plan.count.costs import arrange, predicted_bytes
 from dhp.plan.recompute.planner import Planner
-from dhp.plan.recompute.run_shape import usage_of
+from dhp.plan.recompute.profile import usage_of
 from tests.helpers.layouts import Case, Fault, Running, graph_of, make_reader, settings
 from tests.helpers.ranks import LocalGroup
 from tests.helpers.rows import slow

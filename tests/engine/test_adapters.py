@@ -11,7 +11,7 @@ import torch
 
 from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings, GroupRule, Selector
-from dhp.engine.settings import StageSettings
+from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from dhp.parallel.tensor import slices as cutting
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision

@@ -12,7 +12,7 @@ from dhp.core.batch import StepData, TextInput
 from dhp.core.parameters import AdapterSettings, GroupRule, Selector
 from dhp.data.sample.sample import Sample
 from dhp.doctor.diagnose import staying_double
-from dhp.engine.settings import StageSettings
+from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from tests.engine.test_declared_families import ExactText, ExactVision
 from tests.engine.test_parity import assert_exact

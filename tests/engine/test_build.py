@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
-from dhp.core.parameters import ALL, AdapterSettings, Group, GroupRule, Selector, TrainingRules
+from dhp.core.parameters import ALL, AdapterSettings, GroupRule, ParameterGroup, Selector, TrainingRules
 from dhp.engine.build import cuts_first, dtype_to_load, freeze, optimizer_maker, rates_at, trained_groups
-from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.empty import stored_dtype
 from dhp.trainer.settings import stage_settings
 from tests.helpers.graphs import make_graph
@@ -65,11 +65,11 @@ def test_what_no_rule_trains_has_no_gradient_and_what_was_frozen_stays_so() -> N
         "c.weight",
         "c.bias",
     ]
-    assert trained_groups(model, settings()) == (Group("text", 0.02, 0.3, 0),)
+    assert trained_groups(model, settings()) == (ParameterGroup("text", 0.02, 0.3, 0),)
 
 
 def test_groups_fall_to_the_same_share_of_their_rates() -> None:
-    groups = [Group("text", 0.02, 0.3, 0), Group("fast", 0.2, 0.3, 0)]
+    groups = [ParameterGroup("text", 0.02, 0.3, 0), ParameterGroup("fast", 0.2, 0.3, 0)]
     update = replace(settings().update, learning_rate=0.02, lr_scheduler_type="linear", total_steps=4, min_lr=0.005)
     assert rates_at(2, groups, update) == pytest.approx(dict(zip(groups, (0.0125, 0.125))))
     assert rates_at(4, groups, update) == pytest.approx(dict(zip(groups, (0.005, 0.05))))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dhp.cluster.transport import shared_memory
 from dhp.cluster.worker import GIVEN, GroupSettings, Worker
 from dhp.core.axes import Degrees
-from dhp.engine.settings import StageSettings
+from dhp.engine.stage_settings import StageSettings
 from tests.engine.test_parity import assert_exact
 from tests.helpers.batches import mixed_step, step_with_one_window
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare

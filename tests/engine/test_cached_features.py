@@ -17,7 +17,7 @@ from dhp.checkpoint.feature_folder import FeatureFolder
 from dhp.core.axes import Degrees
 from dhp.core.batch import Features, KeepSettings, PictureRows, RowRun, StepData
 from dhp.data.sample.sample import Sample
-from dhp.engine.encoder import FeatureKeeper
+from dhp.engine.encoder_engine import FeatureKeeper
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, Running, make_reader
 from tests.helpers.ranks import run_on_ranks

@@ -18,8 +18,8 @@ from dhp.core.batch import Batch
 from dhp.core.tracing import take_sent
 from dhp.data.sample.sample import Sample
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS
-from dhp.plan.count.rates import Sent as Collective
-from dhp.plan.count.traffic import DividedAttention, DividedMatrices, DividedWeights
+from dhp.plan.count.rank_traffic import DividedAttention, DividedMatrices, DividedWeights
+from dhp.plan.count.rates import Transfer as Collective
 from dhp.step.schedule import Forward, last_backwards
 from dhp.step.stages import InFlight
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_reader

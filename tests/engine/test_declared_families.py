@@ -18,7 +18,7 @@ from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
 from dhp.data.sample.sample import Sample
 from dhp.doctor.diagnose import staying_double
-from dhp.engine.settings import StageSettings
+from dhp.engine.stage_settings import StageSettings
 from dhp.models.registry import load_family
 from tests.engine.test_parity import assert_exact
 from tests.helpers.families import Maker

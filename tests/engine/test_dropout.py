@@ -14,7 +14,7 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.draws import TokenKeys, drawing, keys_of
 from dhp.core.parameters import ADAPTER, AdapterSettings
-from dhp.engine.settings import StageSettings
+from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from dhp.parallel.recompute import recomputed_layers as recomputing
 from tests.engine.test_adapters import CompiledText, CompiledVision

@@ -17,7 +17,7 @@ from dhp.core.batch import IGNORED, Sampling
 from dhp.core.errors import ConfigError, ModelError
 from dhp.data.sample.sample import Sample
 from dhp.doctor.diagnose import staying_double
-from dhp.engine.settings import StageSettings
+from dhp.engine.stage_settings import StageSettings
 from dhp.models.registry import load_family
 from tests.engine.test_declared_families import ExactVision
 from tests.helpers.answers import RecordingText, answer, plain_logits

@@ -10,8 +10,8 @@ import torch
 
 from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.text_engine import TextEngine
 from tests.helpers.layouts import Case, Fault, Running, make_reader
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 

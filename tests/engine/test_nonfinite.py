@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
-from dhp.engine import text
+from dhp.engine import text_engine
 from dhp.engine.sample_losses import breaking
 from tests.helpers.batches import mixed_step
 from tests.helpers.layouts import Case, Fault, InspectedText, Running, _slotted, make_sharder
@@ -51,7 +51,7 @@ class Unnoticed(OneReplicasLossIsInfinite):
     """The same, where nothing passes the loss on."""
 
     def __init__(self, settings: Any):
-        text.breaking = lambda loss: loss
+        text_engine.breaking = lambda loss: loss
         super().__init__(settings)
 
 

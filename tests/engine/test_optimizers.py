@@ -6,7 +6,7 @@ import pytest
 
 from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings, GroupRule, Selector
-from dhp.engine.settings import StageSettings
+from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from tests.engine.test_parity import assert_exact
 from tests.helpers.batches import awkward_steps

@@ -15,8 +15,8 @@ from dhp.core.batch import IGNORED, StepInfo, TextInput
 from dhp.core.reports import SampleLosses
 from dhp.data.sample.sample import Sample
 from dhp.engine.sample_losses import SampleLossKeeper
-from dhp.objectives.registry import CrossEntropy
-from dhp.trainer.reports import mean_losses
+from dhp.objectives.objective import CrossEntropy
+from dhp.trainer.step_reports import mean_losses
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_target
 from tests.helpers.layouts import UPDATE, Case, Running, _slotted, make_sharder
 from tests.helpers.oracle import Oracle

@@ -8,7 +8,7 @@ import pytest
 
 from dhp.core.axes import Degrees
 from dhp.core.parameters import ALL, GroupRule, Selector, TrainingRules
-from dhp.engine.settings import StageSettings
+from dhp.engine.stage_settings import StageSettings
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Fault, InspectedText, compare, compare_rounding

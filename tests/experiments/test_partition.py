@@ -12,7 +12,7 @@ from dhp.core.axes import Degrees
 from dhp.data.balance.packs import Packs
 from dhp.plan.cut.exact import exact
 from dhp.plan.cut.problem import Partition, PartitionProblem
-from dhp.plan.cut.programs import pipeline_programs
+from dhp.plan.cut.simulate import pipeline_programs
 from dhp.plan.cut.units import Unit
 from experiments.pair import TEXT, VISION, as_batch, join_alone
 from experiments.partition.chain import Chain, Stages, plan_chain, stages_of

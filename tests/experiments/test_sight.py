@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from dhp.engine.encoder import EncoderEngine
+from dhp.engine.encoder_engine import EncoderEngine
 from experiments.sight.__main__ import main
 from experiments.sight.datasets import RENAMED, Sets, exchanged, held_out_answers, make_sets, named, round_of_pairs
 from experiments.sight.here import shares

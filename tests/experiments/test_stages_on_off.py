@@ -10,7 +10,7 @@ import pytest
 
 from dhp.config.command_line import compose_config
 from dhp.config.devices import shipped_directory
-from dhp.config.training_stages import training_stages
+from dhp.config.resolve import training_stages
 from dhp.core.text import json_safe
 from dhp.observe.metrics import EvalMetrics, Line, StepMetrics
 from experiments.stages_on_off.runs import row_of

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 from dhp.core.batch import IGNORED, Answer, Batch, Sampling, StepData
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
-from dhp.engine.generate import Generator
+from dhp.engine.answer_tokens import Generator
 from dhp.models.registry import load_family
 from dhp.step.step import answer_batch
 from tests.helpers.layouts import Case, Fault, InspectedText, Running, make_sharder

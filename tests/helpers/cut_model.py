@@ -17,8 +17,7 @@ from dhp.models.load import load_part
 from dhp.models.registry import load_family
 from dhp.models.tower import TowerInputs
 from dhp.models.types import Chunk, DecoderInputs
-from dhp.objectives.objective import Chosen, Head
-from dhp.objectives.registry import CrossEntropy
+from dhp.objectives.objective import Chosen, CrossEntropy, Head
 from dhp.parallel.attention.segment_plan import plan_segments
 from dhp.parallel.attention.segments import segment_attention
 from dhp.parallel.tensor.slices import owned_parameters

@@ -29,15 +29,15 @@ from dhp.core.reports import EvaluatedShare, SavedShare
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.settings import OptimizerSettings, StageSettings
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.stage_settings import OptimizerSettings, StageSettings
+from dhp.engine.text_engine import TextEngine
 from dhp.models import lora as adapters
 from dhp.models.empty import list_parameters
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.models.types import chunks_of
-from dhp.objectives.registry import find_objective
+from dhp.objectives.objective import find_objective
 from dhp.parallel.optim import zero
 from dhp.parallel.optim.base import Frozen, join_master
 from dhp.parallel.optim.fsdp import FullySharded

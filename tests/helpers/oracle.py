@@ -14,11 +14,11 @@ from torch.nn import Linear
 from transformers import AutoModelForImageTextToText, PreTrainedModel, get_scheduler
 from transformers.optimization import Adafactor
 
-from dhp.core.parameters import ADAFACTOR, ALL, MUON, AdapterSettings, Group, TrainingRules
+from dhp.core.parameters import ADAFACTOR, ALL, MUON, AdapterSettings, ParameterGroup, TrainingRules
 from dhp.core.reports import EvaluatedShare
 from dhp.data.sample.sample import Sample
 from dhp.doctor.plain_step import model_inputs
-from dhp.engine.settings import OptimizerSettings
+from dhp.engine.stage_settings import OptimizerSettings
 from dhp.models.family import Family
 from dhp.models.lora import first_values
 from dhp.models.registry import load_family
@@ -64,8 +64,8 @@ class Oracle:
         self.lora, self._draws, self._step = lora, PlainDraws(self.model, self._family, lora), 0
         self.prepare(model_name)
         self.update = update
-        default = Group("all", update.learning_rate, update.weight_decay, update.warmup_steps)
-        members: dict[tuple[Group, bool], list[Tensor]] = {}
+        default = ParameterGroup("all", update.learning_rate, update.weight_decay, update.warmup_steps)
+        members: dict[tuple[ParameterGroup, bool], list[Tensor]] = {}
         for name, parameter in self.named():
             members.setdefault((rules.group(name, default), _is_hidden(name, parameter)), []).append(parameter)
         self.optimizers = [make_plain(of, hidden, own, update) for (of, hidden), own in members.items()]
@@ -163,7 +163,7 @@ def _is_hidden(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
 
 
-def make_plain(of: Group, hidden: bool, own: list[Tensor], update: OptimizerSettings) -> torch.optim.Optimizer:
+def make_plain(of: ParameterGroup, hidden: bool, own: list[Tensor], update: OptimizerSettings) -> torch.optim.Optimizer:
     """The library's optimizer of whole tensors. hidden: they are matrices of hidden layers."""
     if hidden and update.optimizer == MUON:
         how = {"momentum": update.momentum, "adjust_lr_fn": update.adjust_lr}

@@ -22,7 +22,7 @@ from typing import Any
 
 from dhp.cluster.host import LOOPBACK, open_listener
 from dhp.core.dispatch import PerRank, spread
-from dhp.step.stages import Group
+from dhp.step.stages import RankGroup
 
 WARM = ("tests.helpers.warm", "tests.helpers.layouts")  # the second imports Ray, which no rank uses
 TIMEOUT_S = 600
@@ -39,7 +39,7 @@ def context() -> Any:
     return server
 
 
-class LocalGroup(Group):
+class LocalGroup(RankGroup):
     """`size` processes with one trainer each; calls run on all of them at once and return values.
 
     checked: ranks agree on each collective before it begins.

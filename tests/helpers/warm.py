@@ -10,7 +10,7 @@ import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
 import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401
 
 import dhp.batch.reader
-import dhp.engine.kinds
+import dhp.engine.engines
 import dhp.models.families.llava
 import dhp.models.families.qwen2_5_vl  # noqa: F401
 from dhp.parallel.deepspeed import preload_deepspeed

@@ -11,7 +11,7 @@ import pytest
 
 from dhp.core.errors import ConfigError, ModelError
 from dhp.models.registry import import_on_rank, import_plugins
-from dhp.objectives.registry import OBJECTIVES, find_objective
+from dhp.objectives.objective import OBJECTIVES, find_objective
 
 FAMILY = """
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
@@ -42,7 +42,7 @@ def test_a_module_registers_a_family_once(folder: Path) -> None:
 
 def test_a_module_registers_an_objective(folder: Path) -> None:
     (folder / "plugin_sum.py").write_text(
-        "import dhp\nfrom dhp.objectives.registry import CrossEntropy\n"
+        "import dhp\nfrom dhp.objectives.objective import CrossEntropy\n"
         "class Mine(CrossEntropy): pass\ndhp.OBJECTIVES['mine'] = Mine\n"
     )
     with pytest.raises(ConfigError, match="training.objective=mine does not exist.* in plugins"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.cluster import Cluster, ClusterSpec
 from dhp.cluster.hangs.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
@@ -18,10 +18,10 @@ from tests.nodes.conftest import ADDRESSES
 WAIT_S = 600.0
 
 
-def layout(address: str, folder: Path, data: int, tensor: int) -> Layout:
+def layout(address: str, folder: Path, data: int, tensor: int) -> ClusterSpec:
     graph = make_graph(Degrees(data=data * tensor), Degrees(data=data, tensor=tensor))
     folders = (str(folder / "logs"), str(folder))
-    return Layout(graph, "cuda", address, 1, WAIT_S, WAIT_S, *folders)
+    return ClusterSpec(graph, "cuda", address, 1, WAIT_S, WAIT_S, *folders)
 
 
 @pytest.mark.usefixtures("recwarn")

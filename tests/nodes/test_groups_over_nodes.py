@@ -12,8 +12,7 @@ from dhp.cluster.cluster import ActorGroup
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.hangs.watch import wait_all
 from dhp.cluster.placement.nodes import own_node, read_nodes, reader_nodes
-from dhp.cluster.placement.rank_mapping import map_ranks
-from dhp.cluster.placement.reservation import Topology, bundle_nodes, find_topology, plan_placement, reserve
+from dhp.cluster.placement.reservation import Topology, bundle_nodes, find_topology, map_ranks, plan_placement, reserve
 from dhp.cluster.worker import GroupSettings
 from dhp.core.errors import ConfigError
 from tests.nodes.conftest import ADDRESSES

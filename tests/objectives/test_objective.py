@@ -17,8 +17,16 @@ from dhp.core.batch import IGNORED, Batch, Sampling
 from dhp.core.errors import ConfigError
 from dhp.data.sample.sample import Sample
 from dhp.models.registry import load_family
-from dhp.objectives.objective import Chosen, Head, Judged, Objective
-from dhp.objectives.registry import OBJECTIVES, find_objective, find_targets, next_labels
+from dhp.objectives.objective import (
+    OBJECTIVES,
+    Chosen,
+    Head,
+    Judged,
+    Objective,
+    find_objective,
+    find_targets,
+    next_labels,
+)
 from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
 from dhp.step.step import answer_batch
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision

@@ -13,7 +13,7 @@ import pytest
 
 from dhp.observe import loggers
 from dhp.observe import loggers as guard
-from dhp.observe.logger_process import About
+from dhp.observe.logger_process import RunInfo
 from dhp.observe.loggers import Loggers
 from tests.helpers.marks import MARK, marked_processes
 from tests.observe.stand_ins import calls, install
@@ -24,8 +24,8 @@ STEPS = ((1, {"loss": 2.0, "lr/vision": 0.5}), (2, {"loss": math.nan}))
 Begin = Callable[..., Loggers]
 
 
-def about(run_dir: Path, resumed: bool = False) -> About:
-    return About("first", "receipts", str(run_dir), CONFIG, resumed)
+def about(run_dir: Path, resumed: bool = False) -> RunInfo:
+    return RunInfo("first", "receipts", str(run_dir), CONFIG, resumed)
 
 
 @pytest.fixture

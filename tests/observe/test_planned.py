@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dhp.observe.metrics import StepMetrics
-from dhp.observe.planned import COMPUTING, READING, SENDING, WAITING, Beside, Planned
+from dhp.observe.planned import COMPUTING, READING, SENDING, WAITING, Planned, PlanVersusRun
 
 PLANNED = Planned(
     step_s=1.0,
@@ -18,8 +18,8 @@ PLANNED = Planned(
 )
 
 
-def after(planned: Planned = PLANNED, **changed: object) -> Beside:
-    beside = Beside(planned)
+def after(planned: Planned = PLANNED, **changed: object) -> PlanVersusRun:
+    beside = PlanVersusRun(planned)
     taken = {"step_s": 1.0, "data_s": 0.0, "busy_s": {"vision": 0.3, "text": 0.6}, **changed}
     taken.setdefault("comm_s", {"vision": 0.05, "text": 0.2})
     beside.add(StepMetrics(step=1, step_s=9.0))  # a first step warms up
@@ -67,7 +67,7 @@ def test_without_a_plan_nothing_is_said() -> None:
 
 
 def test_the_most_of_memory_counts_and_the_first_step_too() -> None:
-    beside = Beside(PLANNED)
+    beside = PlanVersusRun(PLANNED)
     beside.add(StepMetrics(step=1, step_s=1.0, memory_bytes={"text": 9}, activation_bytes={"text": 7}))
     beside.add(StepMetrics(step=2, step_s=1.0, memory_bytes={"text": 5}, activation_bytes={"text": 8}))
     found = beside.measured()

@@ -1,6 +1,6 @@
 """Bytes that sharded attention sends against their closed forms, forward and backward apart.
 
-The forms are those of `dhp.plan.count.traffic`; where shards are uneven they hold for all ranks together.
+The forms are those of `dhp.plan.count.rank_traffic`; where shards are uneven they hold for all ranks together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dhp.core.tracing import take_sent
 from dhp.parallel.attention.segment_plan import plan_shard
 from dhp.parallel.attention.segments import attend_segments
 from dhp.parallel.traffic import count_collectives
-from dhp.plan.count.traffic import DividedAttention
+from dhp.plan.count.rank_traffic import DividedAttention
 from tests.helpers.attention import CPU, DIM, Attention, _position
 from tests.helpers.rows import slow_but
 from tests.parallel.conftest import RunOnRanks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dhp.report.bound import HEALTHY, Cause, find_causes, sentence, times_of
-from dhp.report.record import read_run
+from dhp.report.run_record import read_run
 from tests.helpers.made_runs import healthy_ranks, make_run
 
 

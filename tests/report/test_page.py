@@ -12,7 +12,7 @@ from PIL import Image
 
 from dhp.core.errors import RecordError
 from dhp.report.page import drawings, write_report
-from dhp.report.record import read_run
+from dhp.report.run_record import read_run
 from tests.helpers.made_runs import make_run
 
 VOID = {"meta", "img", "br"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dhp.report.bound import KINDS, pace_rows, split_by_rank, times_of
-from dhp.report.record import read_run
+from dhp.report.run_record import read_run
 from tests.helpers.made_runs import healthy_ranks, make_run
 
 

@@ -13,7 +13,7 @@ import pytest
 from dhp.observe.metrics import AnswerMetrics
 from dhp.report.bound import times_of
 from dhp.report.page import runs_page
-from dhp.report.record import RunRecord, read_run
+from dhp.report.run_record import RunRecord, read_run
 from dhp.report.tables import (
     HIGHEST,
     MOST_EVENTS,

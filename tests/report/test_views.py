@@ -9,7 +9,7 @@ import pytest
 
 from dhp.report.bound import times_of
 from dhp.report.charts import MOST_POINTS, Box, Label, Polyline
-from dhp.report.record import read_run
+from dhp.report.run_record import read_run
 from dhp.report.views import GIB, MOST_BARS, learning_views, load_views, memory_views, sent_bytes, time_views
 from tests.helpers.made_runs import make_run
 

@@ -14,7 +14,7 @@ from dhp.core.dispatch import Call as Verb
 from dhp.core.dispatch import PerRank, spread
 from dhp.core.graph import Route, StageGraph, dense
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Group, Stage, make_stages
+from dhp.step.stages import RankGroup, Stage, make_stages
 from dhp.step.step import StepRefs, train_step
 from tests.helpers.graphs import make_graph
 
@@ -30,7 +30,7 @@ class Call:
     returns: int
 
 
-class FakeGroup(Group):
+class FakeGroup(RankGroup):
     """Stands in for an actor group: writes down what each rank gets, answers with names for refs."""
 
     def __init__(self, stage: str, size: int, log: list[Call]):

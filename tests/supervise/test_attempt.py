@@ -10,8 +10,8 @@ from dhp.core.errors import PartFailed
 from dhp.supervise.attempt import (
     VARIABLE,
     Attempt,
-    Layout,
-    Layouts,
+    ElasticLayout,
+    ElasticLayouts,
     known_device,
     larger_layouts,
     restarts,
@@ -53,7 +53,7 @@ def test_what_is_said_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_layouts_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    layouts = Layouts(Layout(2), (Layout(1, ("a=1", "b=[1,2]")),))
+    layouts = ElasticLayouts(ElasticLayout(2), (ElasticLayout(1, ("a=1", "b=[1,2]")),))
     tell_layouts(lambda: pytest.fail("nothing supervises it"))
     assert larger_layouts() == ()
     first, second = Attempt(str(tmp_path), 1, 0, asks_layouts=True), Attempt(str(tmp_path), 2, 1, (2,), "cuda")

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from dhp.supervise.attempt import Choice, Layout, Layouts, read_layouts, written
+from dhp.supervise.attempt import Choice, ElasticLayout, ElasticLayouts, read_layouts, written
 
-OWN, HALF, ONE = Layout(8), Layout(4, ("text.num_actors=4",)), Layout(1, ("text.num_actors=1",))
-ALL = Layouts(OWN, (HALF, ONE))
+OWN, HALF, ONE = ElasticLayout(8), ElasticLayout(4, ("text.num_actors=4",)), ElasticLayout(1, ("text.num_actors=1",))
+ALL = ElasticLayouts(OWN, (HALF, ONE))
 
 
 @pytest.mark.parametrize(("there", "layout"), [(9, OWN), (8, OWN), (7, HALF), (4, HALF), (3, ONE), (1, ONE), (0, None)])
-def test_the_largest_for_which_there_are_devices(there: int, layout: Layout | None) -> None:
+def test_the_largest_for_which_there_are_devices(there: int, layout: ElasticLayout | None) -> None:
     assert ALL.for_devices(there) == layout
 
 

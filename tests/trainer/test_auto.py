@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dhp.cluster import device_count
-from dhp.cluster.device_count import DeviceCount, count_devices
-from dhp.cluster.placement.nodes import ClusterNode
+from dhp.cluster.placement.nodes import ClusterNode, DeviceCount, count_devices
 from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.layout import DEGREES, GIVEN
 from dhp.config.schema import Config
@@ -21,9 +19,9 @@ from dhp.core.errors import ConfigError
 from dhp.plan.bench.machine import Machine
 from dhp.plan.count.rates import Channel, Rates
 from dhp.plan.search import run_devices
-from dhp.trainer import layout
+from dhp.trainer import planned_layout
 from dhp.trainer.curriculum import _checked_stages
-from dhp.trainer.layout import with_layout
+from dhp.trainer.planned_layout import with_layout
 from dhp.trainer.preflight import prepare
 from tests.helpers.runs import tiny, train
 
@@ -39,8 +37,8 @@ def planned(
     monkeypatch: pytest.MonkeyPatch, assets: Path, *overrides: str, devices: Machine | None = None
 ) -> tuple[Config, list[str]]:
     """The configuration with its layout, as the command line would give it, and what is said of it."""
-    monkeypatch.setattr(layout, "machine_ahead", lambda *_: (devices or machine(2), "made up"))
-    monkeypatch.setattr(layout, "job_overrides", lambda: list(overrides))
+    monkeypatch.setattr(planned_layout, "machine_ahead", lambda *_: (devices or machine(2), "made up"))
+    monkeypatch.setattr(planned_layout, "job_overrides", lambda: list(overrides))
     said: list[str] = []
     config = compose_config("tiny", overrides=[f"tiny_assets={assets}", *overrides])
     return with_layout(config, said.append), said
@@ -125,8 +123,8 @@ def test_stages_that_are_replaced_are_planned_anew(
     monkeypatch: pytest.MonkeyPatch, tiny_assets: Path, tmp_path: Path
 ) -> None:
     """What lies there goes before the first stage trains, with its layout; without overwrite it is kept."""
-    monkeypatch.setattr(layout, "machine_ahead", lambda *_: (machine(2), "made up"))
-    monkeypatch.setattr(layout, "job_overrides", list)
+    monkeypatch.setattr(planned_layout, "machine_ahead", lambda *_: (machine(2), "made up"))
+    monkeypatch.setattr(planned_layout, "job_overrides", list)
     own = [f"tiny_assets={tiny_assets}", "layout=free", f"run_dir={tmp_path}", "+stages.one={}"]
     config = compose_config("tiny", overrides=own)
     before = compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", "vision.tensor=2", "vision.ulysses=1"])
@@ -163,15 +161,15 @@ def node(name: str, **resources: float) -> ClusterNode:
 def test_the_devices_of_a_cluster_are_those_of_its_nodes(
     monkeypatch: pytest.MonkeyPatch, nodes: list[ClusterNode], device: str, found: DeviceCount
 ) -> None:
-    monkeypatch.setattr(device_count, "ray_session", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(device_count, "read_nodes", lambda: nodes)
+    monkeypatch.setattr(nodes, "ray_session", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(nodes, "read_nodes", lambda: nodes)
     assert count_devices("auto", device, 1.0) == found
 
 
 def test_gpus_of_two_kinds_are_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node("a", GPU=8, accelerator_type_of_H100=1), node("b", GPU=8, accelerator_type_of_A100=1)]
-    monkeypatch.setattr(device_count, "ray_session", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(device_count, "read_nodes", lambda: nodes)
+    monkeypatch.setattr(nodes, "ray_session", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(nodes, "read_nodes", lambda: nodes)
     with pytest.raises(ConfigError, match="a H100, b A100"):
         count_devices("auto", "auto", 1.0)
 

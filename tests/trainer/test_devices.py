@@ -12,7 +12,7 @@ from dhp.core.axes import Degrees
 from dhp.core.dispatch import spread
 from dhp.core.reports import DeviceInfo, KernelUse
 from dhp.engine.stage import StageEngine
-from dhp.trainer.reports import compile_notes, find_peak, name_kernels, overlap_warning
+from dhp.trainer.step_reports import compile_notes, find_peak, name_kernels, overlap_warning
 from tests.helpers.graphs import make_graph
 
 

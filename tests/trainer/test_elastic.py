@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from dhp.config.command_line import compose_config, with_words
+from dhp.config.resolve import training_stages
 from dhp.config.schema import Config
-from dhp.config.training_stages import training_stages
 from dhp.core.errors import ConfigError
-from dhp.supervise.attempt import Layout, Layouts
-from dhp.trainer.layout import _fewer, find_layouts
+from dhp.supervise.attempt import ElasticLayout, ElasticLayouts
+from dhp.trainer.planned_layout import _fewer, find_layouts
 from dhp.trainer.preflight import prepare
 
 ONE = "vision.num_actors=1 vision.parallelism=none vision.zero_stage=0 text.num_actors=1 text.parallelism=none"
@@ -35,8 +35,8 @@ def test_named_layouts_are_ordered_by_devices(compose) -> None:  # type: ignore[
     said: list[str] = []
     three = "text.num_actors=3 text.parallelism=data training.empty_rows=true"
     config, prepared = compose([ONE, three], "text.num_actors=4")
-    assert find_layouts(config, prepared, said.append) == Layouts(
-        Layout(4), (Layout(3, tuple(three.split())), Layout(1, tuple(ONE.split())))
+    assert find_layouts(config, prepared, said.append) == ElasticLayouts(
+        ElasticLayout(4), (ElasticLayout(3, tuple(three.split())), ElasticLayout(1, tuple(ONE.split())))
     )
     assert said[1] == f"training.elastic: with 1 of 4 devices, {ONE}"
 

@@ -11,8 +11,7 @@ import pytest
 from dhp.core.reports import DeviceInfo
 from dhp.data.sample.lengths import LENGTH_COLUMNS
 from dhp.plan.count.counted_model import Counted
-from dhp.plan.forecast.question import attempt
-from dhp.plan.run_plan import plan_run
+from dhp.plan.run_plan import attempt, plan_run
 from dhp.trainer import ready
 from dhp.trainer.ready import expected, look_ahead
 from tests.plan.cut.test_partition import config_of

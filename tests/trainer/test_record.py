@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dhp.trainer import reports
-from dhp.trainer.reports import write_page
+from dhp.trainer import step_reports
+from dhp.trainer.step_reports import write_page
 from tests.helpers.made_runs import make_run
 
 
@@ -18,11 +18,11 @@ def test_a_run_that_ends_has_its_page(tmp_path: Path) -> None:
 
 
 def test_a_run_of_very_many_steps_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "MOST_STEPS", 5)
+    monkeypatch.setattr(step_reports, "MOST_STEPS", 5)
     run_dir = make_run(tmp_path / "run", steps=6)
     assert write_page(run_dir) is None and not (run_dir / "report.html").exists()
     monkeypatch.undo()
-    monkeypatch.setattr(reports, "MOST_BYTES", 100)
+    monkeypatch.setattr(step_reports, "MOST_BYTES", 100)
     assert write_page(run_dir) is None
 
 
@@ -31,7 +31,7 @@ def test_a_page_that_cannot_be_made_says_why(error: Exception, tmp_path: Path, m
     def fail(*given: object) -> None:
         raise error
 
-    monkeypatch.setattr(reports, "write_report", fail)
+    monkeypatch.setattr(step_reports, "write_report", fail)
     said = write_page(make_run(tmp_path / "run"))
     assert said is not None and said.startswith(f"none ({type(error).__name__}: ") and "\n" not in said
 

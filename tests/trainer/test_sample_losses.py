@@ -10,8 +10,8 @@ import pytest
 
 from dhp.core.axes import Degrees
 from dhp.core.reports import SampleLosses, StageReport
-from dhp.trainer.reports import mean_losses
-from tests.trainer.test_reports import INFO
+from dhp.trainer.step_reports import mean_losses
+from tests.trainer.test_step_reports import INFO
 
 # Two replicas of two sequence ranks with two tensor ranks each, behind a stage without a head.
 STAGES: Any = {

@@ -9,7 +9,7 @@ from typing import Any
 from dhp.core.tracing import FORWARD, Span
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.trace import FILE, TraceWriter
-from dhp.trainer.reports import Tracing
+from dhp.trainer.step_reports import Tracing
 
 
 class Group:

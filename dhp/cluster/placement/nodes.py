@@ -1,4 +1,4 @@
-"""Reads the nodes of a Ray cluster; chooses those of the processes that read data."""
+"""Reads the nodes of a Ray cluster and counts its devices; chooses readers' nodes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dhp.cluster.ray_session import ray_session
+from dhp.core.errors import ConfigError
 from dhp.core.files import fingerprint
 
 Resources = Mapping[str, float]
@@ -178,3 +180,44 @@ def _answer(ref: ray.ObjectRef) -> Signature | None:
         return found
     except (RayError, GetTimeoutError):
         return None
+
+
+CPU, GPU = "CPU", "GPU"  # of Ray's resources
+_KIND = "accelerator_type:"  # beginning of the resource by which Ray names a node's GPUs
+
+
+@dataclass(frozen=True)
+class DeviceCount:
+    """Devices of one kind. kind: of GPU, as Ray names it (H100); None: cores of CPUs. count: in all; node: of the node
+    that has least, so that what lies in one node does so in each."""
+
+    kind: str | None
+    count: int
+    node: int
+
+
+def count_devices(address: str, device: str, timeout_s: float) -> DeviceCount:
+    """The devices of a running cluster. device: auto (GPUs, where there are any) | cpu | cuda. Raises ConfigError where
+    its GPUs differ or are not named, and what joining the cluster raises."""
+    with ray_session(address, 1, timeout_s=timeout_s):
+        nodes = read_nodes()
+    having = [node for node in nodes if node.total.get(GPU, 0) >= 1]
+    if device == "cpu" or (device == "auto" and not having):
+        return _sum(None, CPU, nodes)
+    kinds = {_kind(node) for node in having}
+    if len(kinds) != 1 or "" in kinds:
+        named = ", ".join(f"{node.name} {_kind(node) or 'of no known kind'}" for node in having) or "none"
+        raise ConfigError(
+            f"a layout is planned for GPUs of one kind, and the nodes of the cluster at {address} have: {named}. "
+            "Choose a layout by `python -m dhp plan device=NAME devices=N --write FILE.yaml`, or set degrees yourself"
+        )
+    return _sum(kinds.pop(), GPU, having)
+
+
+def _sum(kind: str | None, resource: str, nodes: list[ClusterNode]) -> DeviceCount:
+    own = [int(node.total.get(resource, 0)) for node in nodes]
+    return DeviceCount(kind, sum(own), min((one for one in own if one), default=0))
+
+
+def _kind(node: ClusterNode) -> str:
+    return next((name.removeprefix(_KIND) for name in sorted(node.total) if name.startswith(_KIND)), "")

@@ -121,7 +121,7 @@ class FrameTimes:
 
 
 @dataclass(frozen=True)
-class Extent:
+class VideoExtent:
     """The frames that are taken of a video.
 
     frames: how many, filled up to whole groups. width, height: pixels of a frame as it is stored; a frame that is shown
@@ -172,14 +172,14 @@ def count_images(frames: Frames, taking: FrameSampling) -> int:
     return len(_taken(frames, taking)[0])
 
 
-def extent_of_images(frames: Frames, taking: FrameSampling) -> Extent:
+def extent_of_images(frames: Frames, taking: FrameSampling) -> VideoExtent:
     """The extent of what `map_images` takes, from the files' headers. Raises DataError as it does, for what these
     show."""
     files, pace = _taken(frames, taking)
     sizes = [read_size(file) for file in files]
     for size, file in zip(sizes, files):
         _check_same(size, sizes[0], file)
-    return Extent(-(-len(files) // taking.group) * taking.group, *sizes[0], pace, len(files))
+    return VideoExtent(-(-len(files) // taking.group) * taking.group, *sizes[0], pace, len(files))
 
 
 def _taken(frames: Frames, taking: FrameSampling) -> tuple[list[File], FrameTimes]:

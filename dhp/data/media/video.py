@@ -15,7 +15,7 @@ from av.sidedata.sidedata import Type
 from PIL import Image
 
 from dhp.core.errors import DataError
-from dhp.data.media.frames import Extent, FrameSampling, FrameTimes, VideoLength
+from dhp.data.media.frames import FrameSampling, FrameTimes, VideoExtent, VideoLength
 from dhp.data.media.images import MAX_PIXELS
 from dhp.data.media.sources import File, decoding, name_of, open_media
 
@@ -54,7 +54,7 @@ def map_frames(
     return results, taking.pace(*known)
 
 
-def read_extent(file: File, taking: FrameSampling) -> Extent:
+def read_extent(file: File, taking: FrameSampling) -> VideoExtent:
     """The extent of what `map_frames` takes of a video, from the file's header.
 
     Frames are decoded only to be counted, where the header does not say how many there are (as in Matroska files).
@@ -64,7 +64,7 @@ def read_extent(file: File, taking: FrameSampling) -> Extent:
         length = astuple(_length(stream, file))
         taken = len(taking.indices(*length))
         frames = -(-taken // taking.group) * taking.group
-        return Extent(frames, *_frame_size(container, stream, file), taking.pace(*length), taken)
+        return VideoExtent(frames, *_frame_size(container, stream, file), taking.pace(*length), taken)
 
 
 @contextmanager

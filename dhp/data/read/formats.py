@@ -31,7 +31,7 @@ _TAG = {False: r"\n?<(image|video|audio)>\n?", True: r"<(image|video|audio)>"}
 
 
 @dataclass(frozen=True)
-class Beside:
+class SideFiles:
     """Files that a sample names outside its turns. files: by kind, in order. settings: of its videos."""
 
     files: Mapping[str, list[Any]]
@@ -62,14 +62,14 @@ def count_tags(said: Sequence[Said], kind: str) -> int:
     return sum(one.text.count(f"<{kind}>") for one in said if one.role == "user")
 
 
-def _files_beside(raw: Fields, said: Sequence[Said]) -> tuple[Sequence[Said], Beside]:
+def _files_beside(raw: Fields, said: Sequence[Said]) -> tuple[Sequence[Said], SideFiles]:
     files = {kind: _either(raw, kind) for kind in KINDS}
     if isinstance(raw.peek("image"), Mapping) and _is_numbered(raw["image"]):
         said, files["image"] = _numbered_tags(said, raw["image"])
     settings = PLAIN
     if raw.has("clip") and len(files["video"]) == 1:
         settings = _clip(raw["clip"])
-    return said, Beside(files, settings)
+    return said, SideFiles(files, settings)
 
 
 def _either(raw: Fields, kind: str) -> list[Any]:
@@ -115,7 +115,7 @@ def _clip(value: Any) -> Settings:
     return Settings(start=value[0], end=value[1])
 
 
-def _in_front(said: Sequence[Said], beside: Beside) -> list[Said]:
+def _in_front(said: Sequence[Said], beside: SideFiles) -> list[Said]:
     """Tags before the first question, of the kinds that have files and none."""
     missing = [kind for kind, found in beside.files.items() if found and not count_tags(said, kind)]
     for kind in missing:
@@ -129,7 +129,7 @@ def _in_front(said: Sequence[Said], beside: Beside) -> list[Said]:
     return [replace(one, parts=(tags, *one.parts)) if tags and n == first else one for n, one in enumerate(said)]
 
 
-def _at_tags(said: Sequence[Said], beside: Beside, keep_newlines: bool) -> list[Said]:
+def _at_tags(said: Sequence[Said], beside: SideFiles, keep_newlines: bool) -> list[Said]:
     """Places of files instead of tags. Without a sound, `<audio>` is text."""
     for kind, names in beside.files.items():
         tags = count_tags(said, kind)
@@ -152,7 +152,7 @@ def _cut(text: str, tag: re.Pattern[str]) -> tuple[Part | Bare, ...]:
     return tuple(parts)
 
 
-def _filled(said: Sequence[Said], beside: Beside, media: MediaResolver) -> list[Said]:
+def _filled(said: Sequence[Said], beside: SideFiles, media: MediaResolver) -> list[Said]:
     """Insert files at their places. Raises DataError where their numbers differ."""
     for kind, names in beside.files.items():
         bare = sum(isinstance(part, Bare) and part.kind == kind for one in said for part in one.parts)
@@ -166,7 +166,7 @@ def _filled(said: Sequence[Said], beside: Beside, media: MediaResolver) -> list[
 
 
 def _fill(
-    parts: Sequence[Part | Bare], following: Mapping[str, Iterator[Any]], beside: Beside, media: MediaResolver
+    parts: Sequence[Part | Bare], following: Mapping[str, Iterator[Any]], beside: SideFiles, media: MediaResolver
 ) -> Iterator[Part]:
     for part in parts:
         if isinstance(part, Bare):

@@ -214,7 +214,7 @@ _KNOWN = 1 << 14  # files whose size and state a process remembers
 
 
 @dataclass(frozen=True)
-class About:
+class RemoteInfo:
     """Bytes of a file, if known, and a text that changes with it; "" where its file system has none."""
 
     size: int | None
@@ -241,7 +241,7 @@ class RemoteFile:
         """The name's ending, with its dot."""
         return PurePosixPath(self.name).suffix
 
-    def about(self) -> About:
+    def about(self) -> RemoteInfo:
         """Its size and state; asked for once in a process. Raises DataError."""
         return _about(self)
 
@@ -278,7 +278,7 @@ class RemoteFile:
         cache = _cache(self.settings)
         return make() if cache is None else cache.index(f"{kind}\0{self._key(self.about())}", make)
 
-    def _key(self, about: About) -> str:
+    def _key(self, about: RemoteInfo) -> str:
         return f"{self.url}\0{about.size}\0{about.tag}"
 
 
@@ -346,20 +346,20 @@ def is_folder(url: str, settings: RemoteSettings) -> bool:
 
 
 @lru_cache(maxsize=_KNOWN)
-def _about(file: RemoteFile) -> About:
+def _about(file: RemoteFile) -> RemoteInfo:
     return retried(file.url, lambda: _look(file.url), file.settings)
 
 
-def _look(url: str) -> About:
+def _look(url: str) -> RemoteInfo:
     filesystem, path = open_filesystem(url)
     info: dict[str, Any] = filesystem.info(path)
     if info.get("type") == "directory":
         raise IsADirectoryError("it is a folder")
     tag = next((f"{name}={info[name]}" for name in _TAGS if info.get(name) is not None), "")
-    return About(None if info.get("size") is None else int(info["size"]), tag)
+    return RemoteInfo(None if info.get("size") is None else int(info["size"]), tag)
 
 
-def _fetch(file: RemoteFile, about: About, target: BinaryIO) -> None:
+def _fetch(file: RemoteFile, about: RemoteInfo, target: BinaryIO) -> None:
     """Write the file's bytes. Raises DataError where fewer or more come than it has, try after try, or where it is not
     the file any more that it was; OSError of the disk."""
 

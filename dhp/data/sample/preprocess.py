@@ -20,8 +20,18 @@ from dhp.data.read.records import Record, located
 from dhp.data.sample.lengths import Length, check_length
 from dhp.data.sample.picture_inputs import CachedPictures, Outline, PicturePatches, Pictures
 from dhp.data.sample.sample import Output, Sample, Videos
-from dhp.data.sample.sound_inputs import AudioPreprocessing, Clip, refuse_sound, sounds_of
-from dhp.data.sample.tokens import AS_THE_TEMPLATE, ConversationTokenizer, Prompts, Tokens, Written, miscounted
+from dhp.data.sample.tokens import (
+    AS_THE_TEMPLATE,
+    AudioPreprocessing,
+    Clip,
+    ConversationTokenizer,
+    Prompts,
+    Tokens,
+    Written,
+    miscounted,
+    refuse_sound,
+    sounds_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

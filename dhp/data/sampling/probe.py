@@ -17,7 +17,7 @@ from dhp.data.media.images import is_dim
 from dhp.data.media.sources import Frames, Picture, Video, files_of, open_media
 from dhp.data.read.annotations import Annotations
 from dhp.data.read.records import ANSWERS, Record, located
-from dhp.data.sample.sound_inputs import refuse_sound
+from dhp.data.sample.tokens import refuse_sound
 from dhp.data.sampling.dataset import open_dataset
 
 PROBED_SAMPLES = 16  # samples of each dataset, spread over it

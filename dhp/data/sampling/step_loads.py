@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EMPTY_TOKENS = 1  # of padding, in a row without samples: what its rank computes all the same
 
 
-class Measured(Protocol):
+class LengthSource(Protocol):
     """Samples of known lengths, as `dhp.data.sampling.length_table.MeasuredDataset` has them."""
 
     def __len__(self) -> int: ...
@@ -191,7 +191,7 @@ class StepLoads:
 
 
 def step_loads(
-    dataset: Measured,
+    dataset: LengthSource,
     balancing: BalanceSettings,
     layout: BatchLayout,
     seed: int,
@@ -241,7 +241,7 @@ def row_bound(columns: np.ndarray, micro_batch_size: int, packing: bool = True) 
 
 
 def make_sampler(
-    dataset: Measured, balancing: BalanceSettings, layout: BatchLayout, seed: int, shuffle: bool, on_bad_sample: str
+    dataset: LengthSource, balancing: BalanceSettings, layout: BatchLayout, seed: int, shuffle: bool, on_bad_sample: str
 ) -> Sampler:
     """The sampler of a run: balancing.method says which kind."""
     if balancing.method == RANDOM:

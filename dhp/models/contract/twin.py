@@ -230,7 +230,7 @@ NOT_HANDED_OVER = ("hidden_states", "attentions")
 
 
 @dataclass(frozen=True)
-class Sample:
+class TwinSample:
     """One conversation: ids, kinds [1, tokens], and its pictures' numbers."""
 
     ids: Tensor
@@ -269,9 +269,9 @@ class ProbeModel:
             self._tokens[number] = len(rows[self.handover.names[0]])
         return self._tokens[number]
 
-    def sample(self, pictures: Sequence[int], seed: int) -> Sample:
+    def sample(self, pictures: Sequence[int], seed: int) -> TwinSample:
         ids, kinds = make_row(self.config, [self.tokens(number) for number in pictures], seed)
-        return Sample(ids, kinds, tuple(pictures))
+        return TwinSample(ids, kinds, tuple(pictures))
 
     def _refuse_chance(self, before: Tensor) -> None:
         """Raises ModelError for layers that draw random numbers in training: what they drew on one rank cannot be drawn

@@ -25,7 +25,7 @@ from dhp.parallel.attention.visibility import PLAIN, QUERIES, LayerRule, sees
 from dhp.parallel.comm import Shift, exchange_rows
 
 
-class Pair(NamedTuple):
+class ChunkPair(NamedTuple):
     """Rows of queries that see rows of keys; diagonal: the same tokens, each seeing those up to itself.
 
     masked: the places in the segment of both, where a window or chunk hides some of these keys from some queries.
@@ -59,7 +59,7 @@ class Ring:
     causal: bool
     gather: bool = False
     backend: str = AUTO
-    _pairs: dict[tuple[int, LayerRule], list[Pair]] = field(default_factory=dict, repr=False, compare=False)
+    _pairs: dict[tuple[int, LayerRule], list[ChunkPair]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def keeps(self) -> bool:
@@ -70,7 +70,7 @@ class Ring:
     def tokens(self, rank: int) -> int:
         return count_tokens(self.chunks[rank])
 
-    def pairs(self, source: int, layer: LayerRule = PLAIN) -> list[Pair]:
+    def pairs(self, source: int, layer: LayerRule = PLAIN) -> list[ChunkPair]:
         """Pairs of this rank's queries and keys of rank `source`. Listed once, for all layers of the same rule and
         both directions: with hundreds of segments that takes as long as a layer's kernels."""
         if (source, layer) not in self._pairs:
@@ -83,7 +83,7 @@ class Ring:
         return (self.rank - step) % len(self.chunks)
 
 
-def visible_pairs(queries: Shard, keys: Shard, causal: bool, layer: LayerRule = PLAIN) -> Iterator[Pair]:
+def visible_pairs(queries: Shard, keys: Shard, causal: bool, layer: LayerRule = PLAIN) -> Iterator[ChunkPair]:
     """Pairs of ranges of the same segment of which the queries see the keys: whole ranges, or where a layer has a
     window or chunks, `QUERIES` queries and the keys that some of them see.
 
@@ -102,10 +102,12 @@ def visible_pairs(queries: Shard, keys: Shard, causal: bool, layer: LayerRule = 
             if layer.bounds:
                 yield from _masked_pairs(query, rows, key, columns, layer)
             else:
-                yield Pair(rows, columns, causal and same)
+                yield ChunkPair(rows, columns, causal and same)
 
 
-def _masked_pairs(query: TokenRange, rows: slice, key: TokenRange, columns: slice, layer: LayerRule) -> Iterator[Pair]:
+def _masked_pairs(
+    query: TokenRange, rows: slice, key: TokenRange, columns: slice, layer: LayerRule
+) -> Iterator[ChunkPair]:
     """The pairs of causal queries of a range and keys of another, or of the same, some queries at a time."""
     for begin in range(query.first, query.end, QUERIES):
         end = min(begin + QUERIES, query.end)
@@ -114,7 +116,7 @@ def _masked_pairs(query: TokenRange, rows: slice, key: TokenRange, columns: slic
             continue
         own = slice(rows.start + begin - query.first, rows.start + end - query.first)
         other = slice(columns.start + first - key.first, columns.start + last - key.first)
-        yield Pair(own, other, False, (range(begin, end), range(first, last)))
+        yield ChunkPair(own, other, False, (range(begin, end), range(first, last)))
 
 
 def ring_attention(

@@ -16,7 +16,7 @@ from dhp.parallel.attention.attention_kernels import AUTO
 from dhp.parallel.attention.ring import Ring
 from dhp.parallel.attention.shard_plan import ShardPlan, is_whole, whole_segments
 from dhp.parallel.attention.ulysses import UlyssesGroup
-from dhp.parallel.attention.visibility import BlockRule, Span, check_blocks, find_spans
+from dhp.parallel.attention.visibility import BlockRule, KeyRange, check_blocks, find_spans
 
 # Keys and values of at most so many tokens of divided segments are gathered at once, not passed around: the delay of a
 # message then counts for more than its size (`python -m experiments.ring_or_gather`).
@@ -59,7 +59,7 @@ class SegmentPlan:
     bounds: Tensor | None = None
     blocks: Tensor | None = None
     block_rule: BlockRule = "bounded"
-    spans: tuple[tuple[Span, ...], ...] = ()
+    spans: tuple[tuple[KeyRange, ...], ...] = ()
     backend: str = AUTO
     calls: int = 0
 

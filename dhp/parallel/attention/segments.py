@@ -19,8 +19,8 @@ from dhp.parallel.attention.segment_plan import SegmentPlan, Ulysses
 from dhp.parallel.attention.visibility import (
     PLAIN,
     Band,
+    KeyRange,
     LayerRule,
-    Span,
     attend_band,
     blocks_apply,
     check_position_scales,
@@ -100,7 +100,7 @@ def _attend_chunks(group: States, causal: bool, scale: float, chunk: int) -> Ten
 
 
 def _attend_bands(
-    states: States, plan: SegmentPlan, scale: float, layer: LayerRule, spans: Sequence[Sequence[Span]]
+    states: States, plan: SegmentPlan, scale: float, layer: LayerRule, spans: Sequence[Sequence[KeyRange]]
 ) -> Iterator[Tensor]:
     """Outputs group by group where scores are masked or capped."""
     numbers = _block_numbers(plan) if spans else [None] * len(plan.groups)
@@ -121,7 +121,7 @@ def _block_numbers(plan: SegmentPlan) -> list[Tensor | None]:
 
 
 def _look_ahead(
-    outputs: Sequence[Tensor], states: States, plan: SegmentPlan, scale: float, spans: Sequence[Sequence[Span]]
+    outputs: Sequence[Tensor], states: States, plan: SegmentPlan, scale: float, spans: Sequence[Sequence[KeyRange]]
 ) -> Tensor:
     """`outputs` of causal attention as one, with the rows of blocks recomputed: they see all up to the last of theirs.
 

@@ -65,7 +65,7 @@ class LayerRule:
 PLAIN = LayerRule()
 
 
-class Span(NamedTuple):
+class KeyRange(NamedTuple):
     """A block of a segment: the number of the segment in its group; the block's first token in the segment, and the one
     behind its last; whether all tokens between are the block's."""
 
@@ -102,7 +102,7 @@ def blocks_apply(rule: BlockRule, layer: LayerRule) -> bool:
     return rule != "windowed" or layer.bounds
 
 
-def find_spans(groups: Sequence[tuple[int, Sequence[int]]], blocks: Tensor) -> tuple[tuple[Span, ...], ...]:
+def find_spans(groups: Sequence[tuple[int, Sequence[int]]], blocks: Tensor) -> tuple[tuple[KeyRange, ...], ...]:
     """The blocks of more than one token, by group: (tokens of a segment, first rows of the segments). blocks: int64
     [rows], on the host."""
     return tuple(
@@ -111,7 +111,7 @@ def find_spans(groups: Sequence[tuple[int, Sequence[int]]], blocks: Tensor) -> t
     )
 
 
-def _spans(segment: int, blocks: Tensor) -> Iterator[Span]:
+def _spans(segment: int, blocks: Tensor) -> Iterator[KeyRange]:
     """The blocks of one segment."""
     numbers, counts = (found.tolist() for found in blocks.unique_consecutive(return_counts=True))
     runs: dict[int, list[tuple[int, int]]] = {}
@@ -120,7 +120,7 @@ def _spans(segment: int, blocks: Tensor) -> Iterator[Span]:
         if number >= 0:
             runs.setdefault(number, []).append((at, at + count))
         at += count
-    spans = (Span(segment, found[0][0], found[-1][1], len(found) == 1) for found in runs.values())
+    spans = (KeyRange(segment, found[0][0], found[-1][1], len(found) == 1) for found in runs.values())
     yield from (span for span in spans if span.end - span.first > 1)
 
 
@@ -219,7 +219,7 @@ class Band:
     causal: bool
     layer: LayerRule
     blocks: Tensor | None = None
-    spans: Sequence[Span] = ()
+    spans: Sequence[KeyRange] = ()
     block_rule: BlockRule = "bounded"
 
     def tiles(self) -> Iterator[tuple[range, range]]:

@@ -41,7 +41,7 @@ Make = Callable[[nn.Module], Forward]  # a module's new forward
 INNER = "dhp_inner"  # on a forward that is put around a module's own: the latter, which it calls by this name
 
 
-class Candidate(NamedTuple):
+class KernelChoice(NamedTuple):
     """A kernel for all modules of a class. find: proves it, and answers with the way to a module's new forward, or with
     None. Nothing is tried before."""
 
@@ -171,11 +171,11 @@ def _replace(module: nn.Module, forward: Forward) -> None:
         module.forward = forward
 
 
-def _candidates(kind: str, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Candidate]:
+def _candidates(kind: str, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[KernelChoice]:
     """The same ones on all ranks, whether or not their nodes can compile: they have to agree on them."""
     for kernel in KERNELS[kind]:
         if device.type == "cuda" or kernel not in ON_GPUS:
-            yield Candidate(kernel, partial(_FINDS[kind], module, kernel, device, dtype))
+            yield KernelChoice(kernel, partial(_FINDS[kind], module, kernel, device, dtype))
 
 
 def _find_norm(module: nn.Module, kernel: str, device: torch.device, dtype: torch.dtype) -> Make | None:
@@ -226,7 +226,7 @@ def _calling(functions: Mapping[str, Forward], module: nn.Module) -> Forward:
     return MethodType(forward, module)
 
 
-def _try(name: str, candidate: Candidate) -> Make | None:
+def _try(name: str, candidate: KernelChoice) -> Make | None:
     """A kernel that fails counts as missing; the rank's log says so."""
     if candidate.kernel == COMPILED and not _can_compile():
         return None

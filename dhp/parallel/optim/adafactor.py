@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dhp.core.parameters import FACTORS, MOMENTS, Group
+from dhp.core.parameters import FACTORS, MOMENTS, ParameterGroup
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.optim.base import STEP, group_parameters
-from dhp.parallel.optim.places import Place, PlacedOptimizer
+from dhp.parallel.optim.value_ranges import Place, PlacedOptimizer
 
 ROW, COLUMN = FACTORS
 SQUARE = MOMENTS[1]  # of a weight without rows
@@ -112,6 +112,6 @@ class Adafactor(PlacedOptimizer):
         return [sqrt(total / count) for total, count in zip(squares.tolist(), counts, strict=True)]
 
 
-def make_adafactor(named: Iterable[tuple[str, nn.Parameter]], group: Callable[[str], Group]) -> Adafactor:
+def make_adafactor(named: Iterable[tuple[str, nn.Parameter]], group: Callable[[str], ParameterGroup]) -> Adafactor:
     """The optimizer of named parameters, those of each `group` in a group of it, which keeps its name."""
     return Adafactor(group_parameters(named, group))

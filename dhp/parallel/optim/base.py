@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dhp.core.errors import CheckpointError
-from dhp.core.parameters import COMPENSATION, MASTER, MOMENTS, STATE_KINDS, SUM, Group, StateForm
+from dhp.core.parameters import COMPENSATION, MASTER, MOMENTS, STATE_KINDS, SUM, ParameterGroup, StateForm
 from dhp.core.state import StateSink, StateSource
 from dhp.parallel.tensor.slices import as_dtensors
 
@@ -89,7 +89,7 @@ class TiedOptimizer(StageOptimizer, Protocol):
         """Add the other stage's share."""
 
 
-Rates = float | Mapping[Group, float]  # a learning rate for all parameters, or one for each group of them
+Rates = float | Mapping[ParameterGroup, float]  # a learning rate for all parameters, or one for each group of them
 GROUP = "group"  # in a group of an optimizer's parameters: the Group, as names of groups are for readers alone
 
 
@@ -190,7 +190,10 @@ _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
 def make_adamw(
-    named: Iterable[tuple[str, torch.nn.Parameter]], group: Callable[[str], Group], betas: Sequence[float], eps: float
+    named: Iterable[tuple[str, torch.nn.Parameter]],
+    group: Callable[[str], ParameterGroup],
+    betas: Sequence[float],
+    eps: float,
 ) -> torch.optim.AdamW:
     """torch's AdamW by its fused kernel: one pass, and no temporary copy of a moment. The parameters of each `group`,
     by name, have a group of the optimizer, which says which."""
@@ -205,10 +208,10 @@ def make_adamw_of(groups: Sequence[dict[str, Any]], betas: Sequence[float], eps:
 
 
 def group_parameters(
-    named: Iterable[tuple[str, torch.nn.Parameter]], group: Callable[[str], Group]
+    named: Iterable[tuple[str, torch.nn.Parameter]], group: Callable[[str], ParameterGroup]
 ) -> list[dict[str, Any]]:
     """Groups of an optimizer's parameters, with the parameters' own names."""
-    members: dict[Group, dict[str, torch.nn.Parameter]] = {}
+    members: dict[ParameterGroup, dict[str, torch.nn.Parameter]] = {}
     for name, parameter in named:
         members.setdefault(group(name), {})[name] = parameter
     return [

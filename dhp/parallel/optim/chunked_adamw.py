@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dhp.core.parameters import COMPENSATION, MOMENTS, Group, StateForm
+from dhp.core.parameters import COMPENSATION, MOMENTS, ParameterGroup, StateForm
 from dhp.parallel.optim.base import STEP, ScalingOptimizer, group_parameters, join_master, split_master
-from dhp.parallel.optim.places import HeldBlock, PlacedOptimizer
+from dhp.parallel.optim.value_ranges import HeldBlock, PlacedOptimizer
 
 
 class HasMoments(Protocol):
@@ -122,14 +122,14 @@ def round_stochastically(values: Tensor, drawn: Tensor) -> Tensor:
 CHUNK_ELEMENTS = 1 << 21  # that are in float32 at a time, some 90 MB with all temporaries
 
 
-class Extent(NamedTuple):
+class ChunkExtent(NamedTuple):
     """Which blocks of a parameter of `shape` a weight is made of."""
 
     shape: tuple[int, ...]
     blocks: Sequence[HeldBlock]
 
     @classmethod
-    def whole(cls, weight: Tensor) -> Extent:
+    def whole(cls, weight: Tensor) -> ChunkExtent:
         """That of a weight no rank of which has other rows."""
         shape = tuple(_rows_of(weight).shape)
         return cls(shape, [HeldBlock(tuple(slice(0, length) for length in shape), (0,) * len(shape))])
@@ -156,10 +156,10 @@ class _Chunk(NamedTuple):
     whole: tuple[int, ...]
     key: int
     step: int
-    rates: Rates
+    rates: StepRates
 
 
-class Rates(NamedTuple):
+class StepRates(NamedTuple):
     """What a step does with a gradient: `factor` is what it is multiplied by before anything else."""
 
     factor: float
@@ -182,7 +182,7 @@ class ChunkedAdamW(ScalingOptimizer):
         self._seed = seed
         there = next((weight.device for group in groups for weight in group["params"]), torch.device("cpu"))
         self._host = HostMoments(there) if host else None
-        self.extents: dict[Tensor, Extent] = {}
+        self.extents: dict[Tensor, ChunkExtent] = {}
 
     def hold_halves(self, weight: nn.Parameter, master: Tensor) -> None:
         """Let the bfloat16 `weight` and its compensation be the float32 `master`."""
@@ -216,19 +216,19 @@ class ChunkedAdamW(ScalingOptimizer):
     def _chunks(self) -> Iterator[_Chunk]:
         """Rows of each weight that has a gradient, some at a time, for the weight's next step."""
         for group in self.param_groups:
-            rates = Rates(self.coefficient, group["lr"], group["weight_decay"], group["betas"], group["eps"])
+            rates = StepRates(self.coefficient, group["lr"], group["weight_decay"], group["betas"], group["eps"])
             for name, weight in zip(group["names"], group["params"], strict=True):
                 if weight.grad is not None:
                     yield from self._chunks_of(name, weight, rates)
 
-    def _chunks_of(self, name: str, weight: nn.Parameter, rates: Rates) -> Iterator[_Chunk]:
+    def _chunks_of(self, name: str, weight: nn.Parameter, rates: StepRates) -> Iterator[_Chunk]:
         state = self.state[weight]
         if MOMENTS[0] not in state:
             state.setdefault(STEP, torch.tensor(0.0))
             state |= self.new_moments(weight)
         state[STEP] += 1
         step = int(state[STEP])
-        key, extent = draw_key(self._seed, name, step), self.extents.get(weight) or Extent.whole(weight)
+        key, extent = draw_key(self._seed, name, step), self.extents.get(weight) or ChunkExtent.whole(weight)
         for taken, offset in extent.chunks(weight):
             own, gradient, *moments = (
                 _rows_of(values)[taken] for values in (weight.detach(), weight.grad, *(state[k] for k in MOMENTS))
@@ -252,7 +252,7 @@ def _update(chunk: _Chunk, moments: Sequence[Tensor]) -> None:
             moment.copy_(round_stochastically(values, bits))
 
 
-def step_adamw(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, rates: Rates) -> None:
+def step_adamw(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, rates: StepRates) -> None:
     """AdamW's step number `step`, from 1, in place of `weight` and of both moments."""
     (beta_1, beta_2), rate = rates.betas, rates.learning_rate
     gradient = gradient * rates.factor
@@ -265,7 +265,7 @@ def step_adamw(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, 
 
 def make_chunked_adamw(
     named: Iterable[tuple[str, nn.Parameter]],
-    group: Callable[[str], Group],
+    group: Callable[[str], ParameterGroup],
     betas: Sequence[float],
     eps: float,
     form: StateForm,

@@ -37,10 +37,10 @@ from dhp.parallel.optim.base import (
     steps_taken,
     widen,
 )
-from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_states
-from dhp.parallel.optim.places import Computation, HeldBlock, PlacedOptimizer, held_blocks, shard_rows
+from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, ChunkExtent, new_states
 from dhp.parallel.optim.replicated import MakeOptimizer, sum_of_squares
-from dhp.parallel.tensor.slices import Cut, cut_of, owned_parameters, partial_over
+from dhp.parallel.optim.value_ranges import Computation, HeldBlock, PlacedOptimizer, held_blocks, shard_rows
+from dhp.parallel.tensor.slices import AdapterCut, cut_of, owned_parameters, partial_over
 
 
 class _Shard:
@@ -50,7 +50,7 @@ class _Shard:
         parameter = owner.get_parameter(own)
         self.name, self.trained = name, parameter.requires_grad
         cut = cut_of(owner, own)
-        self.cut: Cut | None = None if cut is None or all(p.is_replicate() for p in cut.placements) else cut
+        self.cut: AdapterCut | None = None if cut is None or all(p.is_replicate() for p in cut.placements) else cut
         self.partial = partial_over(owner, own)
         self.shape = tuple(parameter.shape if self.cut is None else self.cut.shape)
         self.slice_shape, self.held = parameter.shape, shard_rows(parameter.shape, mesh)
@@ -128,7 +128,7 @@ class FullySharded:
         self._trained = [shard for shard in self._shards if shard.trained]
         self.optimizer = make_optimizer((shard.name, shard.weight) for shard in self._trained)
         if isinstance(self.optimizer, ChunkedAdamW):
-            self.optimizer.extents = {shard.weight: Extent(shard.shape, shard.blocks) for shard in self._trained}
+            self.optimizer.extents = {shard.weight: ChunkExtent(shard.shape, shard.blocks) for shard in self._trained}
         if isinstance(self.optimizer, PlacedOptimizer):
             for shard in self._trained:
                 ranks = self._replicas if shard.cut is None else dist.group.WORLD

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz, muon
 
-from dhp.core.parameters import MOMENTS, MOMENTUM, Group
+from dhp.core.parameters import MOMENTS, MOMENTUM, ParameterGroup
 from dhp.parallel.comm import exchange_rows
 from dhp.parallel.optim.base import STEP, group_parameters, make_adamw_of
-from dhp.parallel.optim.places import Place, PlacedOptimizer
+from dhp.parallel.optim.value_ranges import Place, PlacedOptimizer
 
 Change = Callable[[Tensor], Tensor]  # a whole matrix → another of its shape and format
 
@@ -151,7 +151,7 @@ def _orthogonalizer(group: dict[str, Any]) -> Callable[[Tensor], Tensor]:
 
 def make_muon(
     named: Iterable[tuple[str, nn.Parameter]],
-    group: Callable[[str], Group],
+    group: Callable[[str], ParameterGroup],
     betas: Sequence[float],
     eps: float,
     matrices: Collection[str],

@@ -28,8 +28,8 @@ from dhp.parallel.optim.base import (
     step_for,
     steps_taken,
 )
-from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, new_states
-from dhp.parallel.optim.places import PlacedOptimizer, held_blocks
+from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, ChunkExtent, new_states
+from dhp.parallel.optim.value_ranges import PlacedOptimizer, held_blocks
 from dhp.parallel.tensor.slices import as_dtensors, cut_of, owned_parameters, partial_over
 
 BUCKET_BYTES = 32 << 20
@@ -279,7 +279,7 @@ class Replicated:
             cut, shape = cut_of(*owners[name]), weight.shape
             if shape:
                 whole = shape if cut is None else cut.shape
-                self.optimizer.extents[weight] = Extent(tuple(whole), held_blocks(range(shape[0]), shape, cut))
+                self.optimizer.extents[weight] = ChunkExtent(tuple(whole), held_blocks(range(shape[0]), shape, cut))
             if weight.dtype != master.dtype:
                 self.optimizer.hold_halves(weight, master)
 

@@ -19,8 +19,8 @@ from dhp.core.state import StateSink, StateSource
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.deepspeed import import_deepspeed
 from dhp.parallel.optim.base import STEP, Rates, read_step, saved_master, set_rates, step_for, steps_taken
-from dhp.parallel.optim.places import Computation
 from dhp.parallel.optim.replicated import MakeOptimizer
+from dhp.parallel.optim.value_ranges import Computation
 
 
 class Range(NamedTuple):

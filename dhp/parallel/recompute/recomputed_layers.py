@@ -205,7 +205,7 @@ class RecomputedLayers:
         watcher: Watcher | None = None,
     ):
         host = Host()
-        self._layers = [_Layer(layer, parts, index, watcher, host) for index, layer in enumerate(layers)]
+        self._layers = [_RecomputedLayer(layer, parts, index, watcher, host) for index, layer in enumerate(layers)]
         self.choose(choices)
 
     @property
@@ -224,7 +224,7 @@ class RecomputedLayers:
             layer.choice = choice
 
 
-class _Layer:
+class _RecomputedLayer:
     def __init__(
         self,
         module: nn.Module,

@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dhp.core.batch import LogitRule
 from dhp.parallel.comm import largest_in_place, sum_in_place
-from dhp.parallel.tensor.slices import Cut, cut_of
+from dhp.parallel.tensor.slices import AdapterCut, cut_of
 
 CHUNK_ROWS = 2048
 
@@ -92,12 +92,12 @@ def _own_head(head: nn.Linear) -> tuple[Tensor, int, dist.ProcessGroup | None, i
         raise ValueError("a head with a bias is not supported; add its gradient here and to the tests first")
     weight, cut = head.weight, cut_of(head, "weight")
     if isinstance(weight, DTensor):  # a model that transformers' own styles cut
-        cut = Cut(weight.device_mesh, weight.placements, weight.shape)
+        cut = AdapterCut(weight.device_mesh, weight.placements, weight.shape)
         weight = weight.to_local(grad_placements=weight.placements)
     return weight, *_own_rows(cut), len(weight) if cut is None else cut.shape[0]
 
 
-def _own_rows(cut: Cut | None) -> tuple[int, dist.ProcessGroup | None]:
+def _own_rows(cut: AdapterCut | None) -> tuple[int, dist.ProcessGroup | None]:
     """The token id of this rank's first row of the head, and the ranks that hold the others."""
     if cut is None or all(placement.is_replicate() for placement in cut.placements):
         return 0, None  # summing over ranks that all hold the whole vocabulary would count it several times

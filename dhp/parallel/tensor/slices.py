@@ -21,11 +21,11 @@ from dhp.parallel.comm import exchange_rows, sum_in_place
 from dhp.parallel.expert.expert_modules import DOWN, GATE_UP, experts_of
 from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWS, Entry, entry_of, exit_of, sum_of_ranks
 
-_CUTS = "dhp_cuts"  # on a module: by parameter, its `Cut`
+_CUTS = "dhp_cuts"  # on a module: by parameter, its `AdapterCut`
 
 
 @dataclass(frozen=True)
-class Cut:
+class AdapterCut:
     """How a parameter of `shape` is cut over the ranks of `mesh`; `placements` as DTensor has them."""
 
     mesh: DeviceMesh
@@ -42,10 +42,10 @@ def mark_cut(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
     """Remember that the module's parameter is this rank's slice along `dim`, one of equal ones over `mesh`."""
     shape = list(module.get_parameter(name).shape)
     shape[dim] *= mesh.size()
-    mark(module, name, Cut(mesh, (Shard(dim),), torch.Size(shape)))
+    mark(module, name, AdapterCut(mesh, (Shard(dim),), torch.Size(shape)))
 
 
-def mark(module: nn.Module, name: str, cut: Cut) -> None:
+def mark(module: nn.Module, name: str, cut: AdapterCut) -> None:
     """Remember how the module's parameter `name`, this rank's slice, is cut."""
     module.__dict__.setdefault(_CUTS, {})[name] = cut
 
@@ -63,7 +63,7 @@ def use_local_slices(model: nn.Module) -> None:
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(_alone(parameter.detach().to_local()), parameter.requires_grad)
-            mark(module, name, Cut(parameter.device_mesh, parameter.placements, parameter.shape))
+            mark(module, name, AdapterCut(parameter.device_mesh, parameter.placements, parameter.shape))
             module._parameters[name] = made[id(parameter)]
 
 
@@ -71,7 +71,7 @@ def _alone(local: Tensor) -> Tensor:
     return local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
 
 
-def cut_of(module: nn.Module, name: str) -> Cut | None:
+def cut_of(module: nn.Module, name: str) -> AdapterCut | None:
     """The cut of the module's own parameter `name`; None where every rank holds all of it."""
     return module.__dict__.get(_CUTS, {}).get(name)
 
@@ -162,7 +162,7 @@ def _take_slice(module: nn.Linear, mesh: DeviceMesh, placement: Placement) -> No
     whole = module.weight
     local = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None).to_local()
     module.weight = nn.Parameter(local.contiguous(), whole.requires_grad)
-    mark(module, "weight", Cut(mesh, (placement,), whole.shape))
+    mark(module, "weight", AdapterCut(mesh, (placement,), whole.shape))
 
 
 def _sum_output(module: nn.Linear, base: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -199,7 +199,7 @@ def cut_widths(model: nn.Module, mesh: DeviceMesh) -> None:
             whole = experts.get_parameter(own)
             slices = _exchange(own, whole.detach(), shape, mesh)
             experts._parameters[own] = nn.Parameter(slices, whole.requires_grad)
-            mark(experts, own, Cut(mesh, (place,), shape))
+            mark(experts, own, AdapterCut(mesh, (place,), shape))
         _enter_and_sum(experts, mesh.get_group())
 
 

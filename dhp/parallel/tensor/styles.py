@@ -176,7 +176,7 @@ class VocabularyEmbedding(EmbeddingParallel):
         return module
 
 
-class Head(ColwiseParallel):
+class HeadStyle(ColwiseParallel):
     """The head, cut by vocabulary. It has no forward: `dhp.parallel.tensor.loss` takes its weight."""
 
     def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
@@ -253,7 +253,7 @@ for _name, _style in (
     (COLWISE, Colwise()),
     (ROWWISE, Rowwise()),
     (EMBEDDING, VocabularyEmbedding(shard_dim=0)),
-    (HEAD, Head()),
+    (HEAD, HeadStyle()),
     (PART, PartOfHeads()),
     (WHOLE, Whole()),
 ):

@@ -23,7 +23,7 @@ from dhp.parallel.attention.segment_plan import SegmentPlan, plan_segments
 from dhp.parallel.attention.segments import packed_attention, segment_attention
 from dhp.parallel.expert.expert_modules import choose_product
 from dhp.parallel.kernels.replace import replace_kernels
-from dhp.plan.bench.stopwatch import Spans, Stopwatch
+from dhp.plan.bench.stopwatch import Stopwatch, TimedPasses
 from dhp.plan.count.traced import TracedRows, TraceSettings, empty_part, empty_run
 
 _FEWEST = 4  # tokens
@@ -31,7 +31,7 @@ _ATTENTION = "flash_dhp_measured"  # a tower calls what has "flash" in its name 
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """What a layer, and the attention in it, were called with, on the meta device."""
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -53,11 +53,11 @@ class Bench:
         self._model = model = empty_part(source, family, name, self._settings)
         self._dtype, self._device = getattr(torch, dtype), watch.device
         self._attend = segment_attention if isinstance(self._part, Tower) else packed_attention
-        self._open: Call | None = None  # of the layer that runs on the meta device now
+        self._open: RecordedCall | None = None  # of the layer that runs on the meta device now
         AttentionInterface.register(_ATTENTION, self._attention)
         self._part.use_attention(model, _ATTENTION)  # type: ignore[attr-defined]  # both kinds of part have it
         self._values = torch.Generator(self._device).manual_seed(0)
-        self._calls: dict[TracedRows, dict[int, Call]] = {}
+        self._calls: dict[TracedRows, dict[int, RecordedCall]] = {}
 
     def fill(self, at: int) -> nn.Module:
         """A copy of a layer with memory and random weights, and a rank's kernels."""
@@ -76,7 +76,7 @@ class Bench:
         tower = isinstance(self._part, Tower)
         return TracedRows(0, patches=self._family.tower.merge_unit) if tower else TracedRows(_FEWEST)
 
-    def passes(self, at: int, layer: nn.Module, rows: TracedRows) -> Callable[[], Spans]:
+    def passes(self, at: int, layer: nn.Module, rows: TracedRows) -> Callable[[], TimedPasses]:
         """A forward and backward of a layer that `fill` made."""
         args, named = self._made(self._called(at, rows).arguments)
         parameters = list(layer.parameters())
@@ -86,7 +86,7 @@ class Bench:
         """Whether the layer calls an attention of dhp's."""
         return bool(self._called(at, rows).attention)
 
-    def attention(self, at: int, rows: TracedRows) -> Callable[[], Spans]:
+    def attention(self, at: int, rows: TracedRows) -> Callable[[], TimedPasses]:
         """A forward and backward of the layer's attention alone."""
         made = [(module, *self._made((args, named))) for module, args, named in self._called(at, rows).attention]
 
@@ -100,7 +100,7 @@ class Bench:
         """Of a forward of the layer's linear modules."""
         return 2.0 * self._called(at, rows).rows() * sum(one.weight.numel() for one in _linear(layer))
 
-    def matrices(self, at: int, layer: nn.Module, rows: TracedRows) -> Callable[[], Spans]:
+    def matrices(self, at: int, layer: nn.Module, rows: TracedRows) -> Callable[[], TimedPasses]:
         """A forward and backward of the layer's linear modules alone."""
         count, linear = self._called(at, rows).rows(), _linear(layer)
 
@@ -123,11 +123,11 @@ class Bench:
 
     def _there_and_back(
         self, forward: Callable[[], Tensor], leaves: Sequence[Any], parameters: Sequence[nn.Parameter]
-    ) -> Callable[[], Spans]:
+    ) -> Callable[[], TimedPasses]:
         gradients: list[Tensor] = []
         learned = [*parameters, *(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)]
 
-        def run() -> Spans:
+        def run() -> TimedPasses:
             for one in learned:
                 one.grad = None  # as a rank adds each micro-batch's to its sums
             if not gradients:
@@ -136,18 +136,18 @@ class Bench:
 
         return run
 
-    def _called(self, at: int, rows: TracedRows) -> Call:
+    def _called(self, at: int, rows: TracedRows) -> RecordedCall:
         """What a layer is called with for these rows."""
         if rows not in self._calls:
             self._calls[rows] = self._record(rows)
         return self._calls[rows][at]
 
-    def _record(self, rows: TracedRows) -> dict[int, Call]:
-        calls: dict[int, Call] = {}
+    def _record(self, rows: TracedRows) -> dict[int, RecordedCall]:
+        calls: dict[int, RecordedCall] = {}
 
         def begin(at: int) -> Callable[..., None]:
             def note(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-                calls[at] = self._open = Call((args, named))
+                calls[at] = self._open = RecordedCall((args, named))
 
             return note
 
@@ -206,7 +206,7 @@ SHORTEST = 64  # tokens or patches of the first run, by whose seconds the others
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassTimes:
     """Seconds of a forward and of its backward."""
 
     forward: float
@@ -225,9 +225,9 @@ class LayerSeconds:
     layer: int
     kind: str
     rows: TracedRows
-    whole: Passes
-    matrices: tuple[float, Passes] | None
-    attention: Passes | None
+    whole: PassTimes
+    matrices: tuple[float, PassTimes] | None
+    attention: PassTimes | None
     launch_s: float
 
 
@@ -301,12 +301,12 @@ def _measure(
     matrices = attention = None
     if with_matrices and bench.operations(at, layer, rows):
         alone = watch.median(bench.matrices(at, layer, rows), limit_s)
-        matrices = (bench.operations(at, layer, rows), Passes(alone.forward, alone.backward))
+        matrices = (bench.operations(at, layer, rows), PassTimes(alone.forward, alone.backward))
     if bench.attends(at, rows):
         alone = watch.median(bench.attention(at, rows), limit_s)
-        attention = Passes(alone.forward, alone.backward)
+        attention = PassTimes(alone.forward, alone.backward)
     launch_s = whole.launch if watch.device.type == "cuda" else _launch(bench, watch, at, layer)
-    return LayerSeconds(at, kinds[at], rows, Passes(whole.forward, whole.backward), matrices, attention, launch_s)
+    return LayerSeconds(at, kinds[at], rows, PassTimes(whole.forward, whole.backward), matrices, attention, launch_s)
 
 
 def _launch(bench: Bench, watch: Stopwatch, at: int, layer: nn.Module) -> float:

@@ -15,7 +15,7 @@ from dhp.core.errors import ConfigError
 from dhp.core.process import say_nothing
 from dhp.core.reports import DeviceInfo
 from dhp.models.family import Family
-from dhp.plan.bench.rate_bench import FILE, Measured, kept_rates, measured_rates
+from dhp.plan.bench.rate_bench import FILE, RateRequest, kept_rates, measured_rates
 from dhp.plan.bench.rate_fit import MeasuredRates
 from dhp.plan.count.loads import RunLoads
 from dhp.plan.count.rates import Channel, Rates, rates_of
@@ -153,10 +153,10 @@ def _power(count: float) -> int:
     return found
 
 
-def asked_rates(config: Config, loads: RunLoads, device: str, threads: int) -> Measured:
+def asked_rates(config: Config, loads: RunLoads, device: str, threads: int) -> RateRequest:
     """What is measured of a machine for a run."""
     dtypes = {name: part.dtype for name, part in parts(config).items()}
-    return Measured(dtypes, rows_of(config, loads), device, threads)
+    return RateRequest(dtypes, rows_of(config, loads), device, threads)
 
 
 def measured_machine(config: Config, rates: MeasuredRates, name: str, count: int, memory_bytes: float) -> Machine:

@@ -36,7 +36,7 @@ from dhp.plan.bench.rate_fit import (
     residual,
 )
 from dhp.plan.count.costs import read_entries, read_entry, write_entry
-from dhp.plan.count.rates import Operation, Work
+from dhp.plan.count.rates import Operation, Operations
 from dhp.plan.count.row_bytes import NONE, PartBytes, RowBytes
 from dhp.plan.count.traced import TracedRows
 from dhp.plan.count.unit_operations import TowerLoad, tower_pieces
@@ -55,7 +55,7 @@ _FORM = 3  # of what the file keeps: another number where it, or what is measure
 
 
 @dataclass(frozen=True)
-class Measured:
+class RateRequest:
     """What is measured. dtypes: in which each part computes, and which parts. rows: of each, the tokens or patches that
     a rank has of a micro-batch, near which its rates hold. device: cpu or cuda. threads: of a rank on a CPU."""
 
@@ -66,7 +66,7 @@ class Measured:
 
 
 def measured_rates(
-    source: str, family: Family, asked: Measured, folder: Path, say: Callable[[str], None] = say_nothing
+    source: str, family: Family, asked: RateRequest, folder: Path, say: Callable[[str], None] = say_nothing
 ) -> MeasuredRates:
     """Rates of the model of `source` on this machine: those that `folder` keeps of an earlier call with the same model,
     versions and device, or new ones, which it keeps then. Where a CPU takes too long for the asked rows, layers are
@@ -85,7 +85,7 @@ def measured_rates(
     return found
 
 
-def kept_rates(family: Family, asked: Measured, folder: Path) -> MeasuredRates | None:
+def kept_rates(family: Family, asked: RateRequest, folder: Path) -> MeasuredRates | None:
     """Rates that `folder` keeps of an earlier measurement with the same model, versions and device, of rows as near to
     the asked ones as there are; None where there are none."""
     shape = _shape(family, asked)
@@ -123,7 +123,7 @@ def _kept(file: Path, shape: Mapping[str, Any]) -> MeasuredRates | None:
         return None
 
 
-def _shape(family: Family, asked: Measured) -> dict[str, Any]:
+def _shape(family: Family, asked: RateRequest) -> dict[str, Any]:
     """All that the rates depend on."""
     config = json.dumps(family.values, sort_keys=True, default=str)
     return {
@@ -153,7 +153,7 @@ def _origin(shape: Mapping[str, Any]) -> Callable[[float], Figure]:
     return lambda value: Figure(value, "measured", source)
 
 
-def _measure(source: str, family: Family, asked: Measured, origin: Callable[[float], Figure]) -> MeasuredRates:
+def _measure(source: str, family: Family, asked: RateRequest, origin: Callable[[float], Figure]) -> MeasuredRates:
     from dhp.cluster.host import keep_freed_memory
     from dhp.cluster.link_seconds import measure_links
     from dhp.plan.bench.stopwatch import companions, stopwatch
@@ -179,7 +179,7 @@ def _channel(
 
 
 def _of_part(
-    source: str, family: Family, name: str, asked: Measured, watch: Stopwatch, origin: Callable[[float], Figure]
+    source: str, family: Family, name: str, asked: RateRequest, watch: Stopwatch, origin: Callable[[float], Figure]
 ) -> PartRates:
     from dhp.plan.bench.layer_bench import measure_layers
     from dhp.plan.bench.stopwatch import measure_update
@@ -241,13 +241,13 @@ def observe(
         found += [Observation(work.forward, there, PIECE), Observation(work.backward, back, PIECE)]
         if own.matrices is not None:
             operations, alone = own.matrices
-            found.append(Observation(Work(products=operations), alone.forward, PIECE))
-            found.append(Observation(Work(products=2 * operations), alone.backward, PIECE))
+            found.append(Observation(Operations(products=operations), alone.forward, PIECE))
+            found.append(Observation(Operations(products=2 * operations), alone.backward, PIECE))
         if own.attention is not None and work.forward.attention:
             pairs = work.forward.attention
-            found.append(Observation(Work(attention=pairs), own.attention.forward, PIECE))
-            found.append(Observation(Work(attention=ATTENTION_BACKWARD * pairs), own.attention.backward, PIECE))
-        found.append(Observation(Work(launched=1.0), own.launch_s, LAUNCH))
+            found.append(Observation(Operations(attention=pairs), own.attention.forward, PIECE))
+            found.append(Observation(Operations(attention=ATTENTION_BACKWARD * pairs), own.attention.backward, PIECE))
+        found.append(Observation(Operations(launched=1.0), own.launch_s, LAUNCH))
         yield found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dhp.config.devices import Figure
 from dhp.core.errors import DhpError
-from dhp.plan.count.rates import OVERLAP, Channel, Operation, Rates, Sent, Work, spend
+from dhp.plan.count.rates import OVERLAP, Channel, Operation, Operations, Rates, Transfer, spend
 
 NO_CHANNEL = Channel(math.inf)  # sends cost nothing
 _DEVICE = ("products", "attention", "elementwise")
@@ -24,7 +24,7 @@ _GRID, _SEARCHES = 48, 80  # tries of the host's seconds, and steps of the searc
 class Observation:
     """Work, and the seconds that it took. weight: of its relative error beside others'."""
 
-    work: Work
+    work: Operations
     seconds: float
     weight: float = 1.0
 
@@ -56,12 +56,12 @@ def residual(rates: Rates, observations: Sequence[Observation]) -> float:
 
 
 def fit_channel(operation: Operation, ranks: int, measured: Sequence[tuple[float, float]]) -> Channel:
-    """The channel by which `Sent` of this operation takes these seconds, measured as pairs (bytes, seconds) of two
+    """The channel by which `Transfer` of this operation takes these seconds, measured as pairs (bytes, seconds) of two
     sizes. A latency is never negative: where the larger size takes more than its share, it alone decides. Raises
     DhpError for seconds that do not grow with the bytes."""
     (small, large), ideal = sorted(measured), Rates(1.0, 1.0, 1.0, 0.0, NO_CHANNEL, NO_CHANNEL)
-    waits = Sent(operation, 0.0, ranks).seconds(replace(ideal, inner=Channel(math.inf, 1.0)))
-    sent = [Sent(operation, nbytes, ranks).sent_bytes() for nbytes, _ in (small, large)]
+    waits = Transfer(operation, 0.0, ranks).seconds(replace(ideal, inner=Channel(math.inf, 1.0)))
+    sent = [Transfer(operation, nbytes, ranks).sent_bytes() for nbytes, _ in (small, large)]
     more = large[1] - small[1]
     if more <= 0 or sent[1] <= sent[0]:
         raise DhpError(
@@ -124,7 +124,7 @@ def _solve_in_turn(observations: Sequence[Observation]) -> Rates:
     return _rates(observations, found, host_s, False)
 
 
-def _counts(work: Work) -> list[float]:
+def _counts(work: Operations) -> list[float]:
     return [getattr(work, name) for name in _DEVICE]
 
 

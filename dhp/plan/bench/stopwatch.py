@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from dhp.core.parameters import Group
+from dhp.core.parameters import ParameterGroup
 from dhp.parallel.optim.base import clipped_step, exact_dtype, make_adamw
 
 MOST_RUNS, LEAST_RUNS = 25, 3
@@ -23,7 +23,7 @@ Output = TypeVar("Output")
 
 
 @dataclass(frozen=True)
-class Spans:
+class TimedPasses:
     """Seconds of a forward and of the backward behind it. launch: of the forward, until the host goes on."""
 
     forward: float
@@ -39,7 +39,7 @@ class Stopwatch:
         self.device = device
         self._clock = time.process_time if device.type == "cpu" and threads == 1 else time.perf_counter
 
-    def both(self, forward: Callable[[], Output], backward: Callable[[Output], object]) -> Spans:
+    def both(self, forward: Callable[[], Output], backward: Callable[[Output], object]) -> TimedPasses:
         """Seconds of a forward and of the backward of its output."""
         if self.device.type == "cuda":
             return self._both_on_gpu(forward, backward)
@@ -47,9 +47,9 @@ class Stopwatch:
         output = forward()
         between = self._clock()
         backward(output)
-        return Spans(between - start, self._clock() - between, between - start)
+        return TimedPasses(between - start, self._clock() - between, between - start)
 
-    def _both_on_gpu(self, forward: Callable[[], Output], backward: Callable[[Output], object]) -> Spans:
+    def _both_on_gpu(self, forward: Callable[[], Output], backward: Callable[[Output], object]) -> TimedPasses:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         torch.cuda.synchronize(self.device)
         begun = time.perf_counter()
@@ -63,23 +63,23 @@ class Stopwatch:
         events[3].record()
         torch.cuda.synchronize(self.device)
         there, back = (events[at].elapsed_time(events[at + 1]) / 1e3 for at in (0, 2))
-        return Spans(there, back, launch)
+        return TimedPasses(there, back, launch)
 
     def once(self, run: Callable[[], object]) -> float:
         """Seconds of one run."""
         spans = self.both(run, lambda _: None)
         return spans.forward
 
-    def median(self, run: Callable[[], Spans], limit_s: float) -> Spans:
+    def median(self, run: Callable[[], TimedPasses], limit_s: float) -> TimedPasses:
         """Of several runs behind a first one that does not count: at least `LEAST_RUNS`, more while they take less than
         the limit."""
         run()
-        found: list[Spans] = []
+        found: list[TimedPasses] = []
         while len(found) < LEAST_RUNS or (
             len(found) < MOST_RUNS and sum(one.forward + one.backward for one in found) < limit_s
         ):
             found.append(run())
-        return Spans(*(median(getattr(one, name) for one in found) for name in ("forward", "backward", "launch")))
+        return TimedPasses(*(median(getattr(one, name) for one in found) for name in ("forward", "backward", "launch")))
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def measure_update(dtype: str, watch: Stopwatch, limit_s: float) -> float:
 
     masters = [nn.Parameter(matrix(0.5, exact)) for _ in range(_MATRICES)]
     rounded = [matrix(0.5, computed) for _ in masters] if computed != exact else []
-    group = Group("part", _RATE, 0.0, 0)
+    group = ParameterGroup("part", _RATE, 0.0, 0)
     named = [(str(at), one) for at, one in enumerate(masters)]
     optimizer = make_adamw(named, lambda name: group, (0.9, 0.999), 1e-8)
     for one in masters:
@@ -158,5 +158,5 @@ def measure_update(dtype: str, watch: Stopwatch, limit_s: float) -> float:
         if rounded:
             torch._foreach_copy_(rounded, [one.detach() for one in masters])
 
-    spans = watch.median(lambda: Spans(watch.once(update), 0.0, 0.0), limit_s)
+    spans = watch.median(lambda: TimedPasses(watch.once(update), 0.0, 0.0), limit_s)
     return spans.forward / (_MATRICES * _SIDE * _SIDE)

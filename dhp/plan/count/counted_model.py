@@ -26,12 +26,19 @@ from dhp.models.family import VISION, Family
 from dhp.models.registry import load_family
 from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
 from dhp.plan.count.loads import window_length
-from dhp.plan.count.part_bytes_file import read_bytes, written_bytes
-from dhp.plan.count.row_bytes import PartBytes, layers_to_trace, no_bytes, of_all_layers, trace_bytes
+from dhp.plan.count.row_bytes import (
+    PartBytes,
+    layers_to_trace,
+    no_bytes,
+    of_all_layers,
+    read_bytes,
+    trace_bytes,
+    written_bytes,
+)
 from dhp.plan.count.traced import Traced, TracedRows, TraceSettings, trace_moments
 from dhp.plan.count.unit_operations import (
-    Piece,
     TowerLoad,
+    UnitParameters,
     replay_shares,
     replays,
     shares_of,
@@ -182,7 +189,7 @@ class Counted:
         return DecoderSizes(**{**found, "layers": tuple(found["layers"])})
 
     @cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[UnitParameters]:
         """Of the tower."""
         return tower_pieces(self.family, self.parameters, self.rules)
 

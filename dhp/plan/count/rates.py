@@ -52,7 +52,7 @@ class Rates:
     update: float | None = None
     ahead: bool = True
 
-    def channel(self, sent: Sent) -> Channel:
+    def channel(self, sent: Transfer) -> Channel:
         """Of a group of ranks. Where it has several devices of each node, each sends through its own adapter."""
         reach = sent.stride * (sent.ranks - 1) + 1
         if reach <= self.node:
@@ -62,7 +62,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Sent:
+class Transfer:
     """A collective, or a message, of `ranks` ranks whose devices are `stride` apart.
 
     nbytes: the whole tensor of an all-reduce, all-gather or reduce-scatter; of the others what one rank sends away or
@@ -105,7 +105,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Work:
+class Operations:
     """What a rank does. products, attention: operations. elementwise: bytes read and written. launched: layers' passes
     forward that the host launches. sent: what it waits for; hidden: what goes on beside its own work."""
 
@@ -113,11 +113,11 @@ class Work:
     attention: float = 0.0
     elementwise: float = 0.0
     launched: float = 0.0
-    sent: tuple[Sent, ...] = ()
-    hidden: tuple[Sent, ...] = ()
+    sent: tuple[Transfer, ...] = ()
+    hidden: tuple[Transfer, ...] = ()
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: Operations) -> Operations:
+        return Operations(
             self.products + other.products,
             self.attention + other.attention,
             self.elementwise + other.elementwise,
@@ -126,18 +126,18 @@ class Work:
             self.hidden + other.hidden,
         )
 
-    def __mul__(self, factor: float) -> Work:
+    def __mul__(self, factor: float) -> Operations:
         """The same so many times, one after another."""
         done = (self.products * factor, self.attention * factor, self.elementwise * factor, self.launched * factor)
-        return Work(*done, _repeated(self.sent, factor), _repeated(self.hidden, factor))
+        return Operations(*done, _repeated(self.sent, factor), _repeated(self.hidden, factor))
 
 
-def _repeated(sends: tuple[Sent, ...], factor: float) -> tuple[Sent, ...]:
+def _repeated(sends: tuple[Transfer, ...], factor: float) -> tuple[Transfer, ...]:
     return tuple(replace(one, times=one.times * factor) for one in sends)
 
 
 @dataclass(frozen=True)
-class Spent:
+class TimeSplit:
     """Seconds of a work by what takes them. total: less than all of them together where some go on at once."""
 
     products: float
@@ -149,14 +149,14 @@ class Spent:
     total: float
 
 
-def spend(work: Work, rates: Rates) -> Spent:
+def spend(work: Operations, rates: Rates) -> TimeSplit:
     """Seconds of a work."""
     parts = (work.products / rates.products, work.attention / rates.attention, work.elementwise / rates.elementwise)
     sent, hidden = (sum(one.seconds(rates) for one in sends) for sends in (work.sent, work.hidden))
     host = work.launched * rates.host_s
     in_turn = sum(parts) + sent
     total = soft_maximum((in_turn, hidden, host)) if rates.ahead else in_turn + host + hidden
-    return Spent(*parts, sent, hidden, host, total)
+    return TimeSplit(*parts, sent, hidden, host, total)
 
 
 def soft_maximum(values: Iterable[float], exponent: float = OVERLAP) -> float:

@@ -1,16 +1,10 @@
-"""What a part keeps of any micro-batch, from a few traces: bytes by the numbers of rows that a rank has.
-
-A layer keeps so many bytes of each of its rows, whatever their number; what is before and behind the layers keeps some
-of each token, feature and target. One trace has some layers of each kind under each choice of recompute, and a trace
-with more of one kind of rows shows what each of these costs. Sums are those that `dhp.plan.count.traces` has for the
-same rows, which a test holds.
-"""
+"""Bytes that a part keeps of any micro-batch, from a few traces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from dhp.config.layout import OFFLOAD
 from dhp.core.reports import RecomputePolicies
@@ -188,7 +182,7 @@ def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace, first_apar
     mixed = [{name: trace(points[name], choices) for name in counts} for choices in plans]
     for key, (number, at) in _places(kinds, plans).items():
         own = _of_layer(mixed[number], at, base)
-        known[key] = _Layer(_less(own.held, beyond[at]), own.replay, own.inside)
+        known[key] = _LayerBytes(_less(own.held, beyond[at]), own.replay, own.inside)
     for kind in dict.fromkeys(
         kinds
     ):  # what enters a layer is back before its second run, where a replay is measured from
@@ -203,7 +197,7 @@ def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace, first_apar
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _LayerBytes:
     held: RowBytes
     replay: RowBytes
     inside: Inside
@@ -212,11 +206,11 @@ class _Layer:
 _PIECES = ("held", "replay", "inside")
 
 
-def _of_layer(traces: Mapping[str, Traced], at: int, base: TracedRows) -> _Layer:
+def _of_layer(traces: Mapping[str, Traced], at: int, base: TracedRows) -> _LayerBytes:
     """traces: as `_affine` has values."""
     own = {name: one.usage.layers[at] for name, one in traces.items()}
     held, replay = ({name: getattr(one, f"{what}_bytes") for name, one in own.items()} for what in ("held", "replay"))
-    return _Layer(_affine(held, base), _affine(replay, base), _inside(traces, at, base))
+    return _LayerBytes(_affine(held, base), _affine(replay, base), _inside(traces, at, base))
 
 
 def _inside(traces: Mapping[str, Traced], at: int, base: TracedRows) -> Inside:
@@ -243,7 +237,7 @@ def _covers(more: RowBytes, less: RowBytes) -> bool:
     return all(getattr(more, one.name) >= getattr(less, one.name) for one in fields(RowBytes))
 
 
-def _least(layers: Sequence[_Layer], base: TracedRows) -> _Layer:
+def _least(layers: Sequence[_LayerBytes], base: TracedRows) -> _LayerBytes:
     return min(layers, key=lambda own: own.held.of(base))
 
 
@@ -277,3 +271,28 @@ def _less(more: RowBytes, less: RowBytes) -> RowBytes:
 
 def _counts() -> tuple[str, ...]:
     return tuple(one.name for one in fields(RowBytes) if one.name != "fixed")
+
+
+def written_bytes(kept: PartBytes) -> dict[str, Any]:
+    """Values of a file."""
+    of_kinds = ("held", "replay", "insides")
+    by_choice = {what: [[*key, asdict(own)] for key, own in getattr(kept, what).items()] for what in of_kinds}
+    rows = {what: asdict(getattr(kept, what)) for what in ("before", "after")}
+    listed = {"more": [asdict(one) for one in kept.more], "ends": [asdict(one) for one in kept.ends]}
+    return {"kinds": list(kept.kinds), **listed, **by_choice, **rows}
+
+
+def read_bytes(values: Mapping[str, Any]) -> PartBytes:
+    """What was written."""
+    held, replay = (
+        {(kind, choice): RowBytes(**own) for kind, choice, own in values[what]} for what in ("held", "replay")
+    )
+    more = tuple(RowBytes(**own) for own in values["more"])
+    insides = {(kind, choice): _read_inside(own) for kind, choice, own in values["insides"]}
+    before, after = (_read_inside(own) for own in values["ends"])
+    kinds, outside = tuple(values["kinds"]), (RowBytes(**values["before"]), RowBytes(**values["after"]))
+    return PartBytes(kinds, held, replay, more, *outside, insides, (before, after))
+
+
+def _read_inside(values: Mapping[str, Any]) -> Inside:
+    return Inside(**{name: tuple(RowBytes(**one) for one in own) for name, own in values.items()})

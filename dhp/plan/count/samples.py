@@ -17,9 +17,8 @@ from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.data.balance.packs import Loads
 from dhp.models.family import Family
-from dhp.plan.batches import batch_layout
+from dhp.plan.batches import assumed_rows, balance_settings, batch_layout, rows_by_tokens
 from dhp.plan.count.loads import RunLoads, even_loads, loads_of_steps
-from dhp.plan.count.row_limits import assumed_rows, balance_settings, rows_by_tokens
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table

@@ -14,10 +14,10 @@ from dhp.core.reports import RecomputePolicies
 from dhp.models.shape import PartShape
 from dhp.plan.count.counted_model import Counted, Cut
 from dhp.plan.count.loads import RunLoads, tower_load
-from dhp.plan.count.rates import Rates, Spent, Work, spend
+from dhp.plan.count.rank_traffic import DividedWeights
+from dhp.plan.count.rates import Operations, Rates, TimeSplit, spend
 from dhp.plan.count.row_bytes import NONE, PartBytes
 from dhp.plan.count.state_bytes import VALUE_BYTES, RankBytes, sum_bytes
-from dhp.plan.count.traffic import DividedWeights
 from dhp.plan.count.unit_work import Passes, decoder_passes, recomputed, tower_passes
 
 KINDS = ("products", "attention", "elementwise", "sent", "exposed", "host", "recompute", "update", "sync")
@@ -33,11 +33,11 @@ class UnitSeconds:
     shares: Mapping[str, float]
 
     @cached_property
-    def forward(self) -> Spent:
+    def forward(self) -> TimeSplit:
         return spend(self.passes.forward, self.rates)
 
     @cached_property
-    def backward(self) -> Spent:
+    def backward(self) -> TimeSplit:
         """Without recomputing."""
         return spend(self.passes.backward, self.rates)
 
@@ -106,7 +106,7 @@ def unit_passes(
     if name == DECODER:
         load = loads.even if waits_for_others(section) else loads.text
         found = decoder_passes(section, degrees, counted.family, counted.sizes, load, kept, counted.trained)
-        return (Passes(Work(), Work()), *found)
+        return (Passes(Operations(), Operations()), *found)
     pictures = tower_load(loads.pictures, degrees, counted.window)
     divided = loads.pictures.divided(degrees.data, degrees.sequence)
     done = counted.tower_operations(pictures)
@@ -150,7 +150,7 @@ def with_weights(passes: Passes, held: int, section: PartConfig, degrees: Degree
     return Passes(_hiding(passes.forward, there), _hiding(behind, gathers))
 
 
-def _hiding(work: Work, sent: tuple) -> Work:  # type: ignore[type-arg]
+def _hiding(work: Operations, sent: tuple) -> Operations:  # type: ignore[type-arg]
     return replace(work, hidden=(*work.hidden, *sent))
 
 
@@ -198,7 +198,7 @@ def stage_seconds(
     return StageSeconds(tuple(forwards), tuple(backwards), sum(once), kinds)
 
 
-def _count(kinds: dict[str, float], spent: Spent) -> None:
+def _count(kinds: dict[str, float], spent: TimeSplit) -> None:
     """Add a pass. exposed: seconds that hidden sends, and the joining of what goes on at once, add."""
     done = spent.products + spent.attention + spent.elementwise + spent.sent
     for one in fields(spent):
@@ -213,7 +213,7 @@ def once_a_step(
     degrees: Degrees,
     shape: PartShape,
     states: RankBytes,
-    backward: Work,
+    backward: Operations,
     rates: Rates,
 ) -> tuple[float, float]:
     """Seconds of a stage's update, and of what is exchanged once a step beyond what its last backward hides.

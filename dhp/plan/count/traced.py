@@ -24,8 +24,7 @@ from dhp.models.family import Family
 from dhp.models.lora import adapted_modules
 from dhp.models.tower import Tower, TowerInputs
 from dhp.models.types import DecoderInputs, Part
-from dhp.objectives.objective import Head
-from dhp.objectives.registry import find_objective
+from dhp.objectives.objective import Head, find_objective
 from dhp.parallel.attention.segment_plan import plan_segments
 from dhp.parallel.attention.segments import packed_attention, segment_attention
 from dhp.parallel.kernels.replace import replace_without_weights

@@ -74,7 +74,7 @@ WINDOW = "window"  # the kind of a tower's layers that attend to windows, where 
 
 
 @dataclass(frozen=True)
-class Piece:
+class UnitParameters:
     """Parameters of a unit: the patch embedding, a layer or the merger. trained: of them; inner: of them, in an MLP's
     matrices before its activation function."""
 
@@ -82,8 +82,8 @@ class Piece:
     trained: int = 0
     inner: int = 0
 
-    def __add__(self, other: Piece) -> Piece:
-        return Piece(self.size + other.size, self.trained + other.trained, self.inner + other.inner)
+    def __add__(self, other: UnitParameters) -> UnitParameters:
+        return UnitParameters(self.size + other.size, self.trained + other.trained, self.inner + other.inner)
 
     @property
     def share(self) -> float:
@@ -91,12 +91,12 @@ class Piece:
         return self.trained / self.size if self.size else 0.0
 
 
-def tower_pieces(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> list[Piece]:
+def tower_pieces(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> list[UnitParameters]:
     """Of each unit. What is outside of the layers belongs to the first stage that has it, were each layer a stage."""
     part = family.tower
     count, path = len(part.layers.kinds), f"{part.layers.path}."
     absent = [part.absent((Chunk(range(at, at + 1), at == 0, at == count - 1),)) for at in range(count)]
-    found = [Piece()] * (count + 2)
+    found = [UnitParameters()] * (count + 2)
     for one in parameters:
         if one.part != VISION:
             continue
@@ -109,7 +109,7 @@ def tower_pieces(family: Family, parameters: Iterable[Parameter], rules: Trainin
             leads_out = count - 1 in holders and (merges or 0 not in holders)
             at, inner = (count + 1 if leads_out else holders[0] + (merges or holders[0] > 0)), False
         trained = one.size * (one.used and rules.trains(one.name))
-        found[at] += Piece(one.size, trained, one.size * inner)
+        found[at] += UnitParameters(one.size, trained, one.size * inner)
     return found
 
 
@@ -125,7 +125,7 @@ class TowerLoad:
     segments: float
 
 
-def tower_operations(family: Family, pieces: Sequence[Piece], load: TowerLoad) -> list[tuple[float, float]]:
+def tower_operations(family: Family, pieces: Sequence[UnitParameters], load: TowerLoad) -> list[tuple[float, float]]:
     """Of a forward of each unit, of products of matrices and of attention."""
     part = family.tower
     work, layers = part.work, pieces[1:-1]

@@ -1,7 +1,7 @@
-"""What one rank does of a micro-batch in each unit of a part, as `Work` of which `dhp.plan.count.rates` makes seconds.
+"""What one rank does of a micro-batch in each unit of a part, as `Operations` that `rates` turns into seconds.
 
 Products and attention are counted as `dhp.models.flops` counts them, elementwise traffic by what a layer keeps
-(`dhp.plan.count.row_bytes`), sends by `dhp.plan.count.traffic`. Recomputing is a share of a
+(`dhp.plan.count.row_bytes`), sends by `dhp.plan.count.rank_traffic`. Recomputing is a share of a
 forward (`dhp.plan.count.unit_operations`).
 """
 
@@ -15,15 +15,15 @@ from dhp.core.axes import Degrees
 from dhp.models.family import Family
 from dhp.models.flops import OPERATIONS
 from dhp.models.shape import DecoderSizes
-from dhp.plan.count.rates import Sent, Work
+from dhp.plan.count.rank_traffic import DividedAttention, DividedMatrices
+from dhp.plan.count.rates import Operations, Transfer
 from dhp.plan.count.row_bytes import NONE, PartBytes
 from dhp.plan.count.state_bytes import VALUE_BYTES
 from dhp.plan.count.traced import TracedRows
-from dhp.plan.count.traffic import DividedAttention, DividedMatrices
 from dhp.plan.count.unit_operations import (
     WINDOW,
-    Piece,
     TowerLoad,
+    UnitParameters,
     decoder_operations,
     hidden_width,
     tower_operations,
@@ -52,8 +52,8 @@ class TextLoad:
 class Passes:
     """Of one unit and micro-batch. backward: of its own gradients, without recomputing."""
 
-    forward: Work
-    backward: Work
+    forward: Operations
+    backward: Operations
 
 
 def decoder_passes(
@@ -78,9 +78,9 @@ def decoder_passes(
             continue
         products, attention = (own / ranks for own in done)
         saved = kept.held[kept.kinds[at], NONE].of(rows)
-        forward = Work(products, attention, FORWARD_TRAFFIC * saved, 1.0, there)
+        forward = Operations(products, attention, FORWARD_TRAFFIC * saved, 1.0, there)
         behind = (products * (1 + share), attention * ATTENTION_BACKWARD, BACKWARD_TRAFFIC * saved)
-        known[key] = Passes(forward, Work(*behind, 2.0, back))
+        known[key] = Passes(forward, Operations(*behind, 2.0, back))
         found.append(known[key])
     return (*found, _head(section, degrees, family, load, 1.0 if trained is None else trained.get(None, 0.0)))
 
@@ -89,7 +89,7 @@ def tower_passes(
     section: PartConfig,
     degrees: Degrees,
     family: Family,
-    pieces: Sequence[Piece],
+    pieces: Sequence[UnitParameters],
     load: TowerLoad,
     kept: PartBytes,
     divided: float = 0.0,
@@ -104,7 +104,7 @@ def tower_passes(
     done_of = operations or tower_operations(family, pieces, load)
     over = _over_ranks(section, degrees, family, load.patches * divided) if divided else ((), ())
     found, last = [], len(pieces) - 1
-    known: dict[tuple[Piece, tuple[float, float], str], Passes] = {}
+    known: dict[tuple[UnitParameters, tuple[float, float], str], Passes] = {}
     for at, (piece, done) in enumerate(zip(pieces, done_of, strict=True)):
         key = (piece, done, kept.kinds[at - 1] if 0 < at < last else "")
         if key in known:
@@ -118,15 +118,15 @@ def tower_passes(
             there, back = (*there, *over[0]), (*back, *over[1])
         gradients = (1.0 if at else 0.0) + piece.share  # pixels have none
         behind = (products * gradients, attention * ATTENTION_BACKWARD, BACKWARD_TRAFFIC * saved)
-        forward = Work(products, attention, FORWARD_TRAFFIC * saved, float(inner), there)
-        known[key] = Passes(forward, Work(*behind, 2.0 * inner, back))
+        forward = Operations(products, attention, FORWARD_TRAFFIC * saved, float(inner), there)
+        known[key] = Passes(forward, Operations(*behind, 2.0 * inner, back))
         found.append(known[key])
     return tuple(found)
 
 
 def _over_ranks(
     section: PartConfig, degrees: Degrees, family: Family, patches: float
-) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
+) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
     """What ranks of a sequence send, there and back, for attention over pictures of so many patches that they divide.
     Windows stay whole."""
     heads = max(1, family.tower.heads // degrees.tensor)
@@ -139,7 +139,7 @@ def _over_ranks(
     return there, back
 
 
-def recomputed(forward: Work, choice: str, share: float) -> Work:
+def recomputed(forward: Operations, choice: str, share: float) -> Operations:
     """A second forward in backward, as far as a choice of recompute runs it again. Where projections run again, the sum
     behind attention does too; that behind the MLP is no input of backward. Exchanges of attention run again where
     attention does."""
@@ -156,14 +156,14 @@ def _head(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad,
     products = OPERATIONS * family.decoder.work.target * targets / degrees.tensor
     width = family.decoder.work.target / hidden_width(family) / degrees.tensor
     logits = LOGIT_PASSES * targets * width * VALUE_BYTES[section.dtype]
-    return Passes(Work(products, 0.0, logits / 2, 1.0), Work(products * (1 + share), 0.0, logits / 2, 2.0))
+    return Passes(Operations(products, 0.0, logits / 2, 1.0), Operations(products * (1 + share), 0.0, logits / 2, 2.0))
 
 
-def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad, back: bool) -> tuple[Sent, ...]:
+def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad, back: bool) -> tuple[Transfer, ...]:
     value, text = VALUE_BYTES[section.dtype], family.config.get_text_config()
     own = round(load.tokens / degrees.sequence)
     matrices = DividedMatrices(degrees.tensor, own, hidden_width(family), value, section.sequence_sharded_norms)
-    found: Sequence[Sent] = matrices.sends(back)
+    found: Sequence[Transfer] = matrices.sends(back)
     if degrees.sequence > 1:
         heads = text.num_attention_heads // degrees.tensor
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dhp.core.errors import ConfigError
 from dhp.plan.cut.problem import Partition, PartitionProblem
 from dhp.plan.cut.run_tables import Cuts, Path, Tables, costs_of, least_largest, least_sum, make_tables, steps_of
-from dhp.plan.cut.units import Held, Numbers, Positions, Unit
+from dhp.plan.cut.units import Numbers, PinnedUnit, Positions, Unit
 
 Score = Callable[[tuple[int, ...]], float]  # cuts by position → seconds of a step, measured or simulated
 _MOST = 2_000_000  # candidates
@@ -68,7 +68,7 @@ def _candidates(problem: PartitionProblem, tables: Tables, by: str, radius: int)
     return cuts[np.isfinite(costs_of(tables, cuts).backward).all(axis=0)]
 
 
-def _within(anchor: NDArray[np.int_], held: Held, problem: PartitionProblem) -> NDArray[np.int_]:
+def _within(anchor: NDArray[np.int_], held: PinnedUnit, problem: PartitionProblem) -> NDArray[np.int_]:
     """The nearest cuts under which the run holds its unit: as many of them before it as there are runs before."""
     inside = int(np.searchsorted(problem.positions.at, held.unit, side="right")) - 1  # the last position before it
     count, last = problem.runs - 1, len(problem.positions.at) - 1
@@ -88,7 +88,7 @@ def _rank(problem: PartitionProblem, tables: Tables, cuts: Cuts, by: str) -> Num
     return found
 
 
-def by_parameters(units: Sequence[Unit], runs: int, held: Held | None = None) -> tuple[int, ...]:
+def by_parameters(units: Sequence[Unit], runs: int, held: PinnedUnit | None = None) -> tuple[int, ...]:
     """The cuts for which the largest run has as few parameters as possible; of several, those whose first runs are
     smallest, since the first stages of 1F1B hold most micro-batches. held: a unit that one run must hold.
     Raises ConfigError for more runs than units."""
@@ -98,17 +98,19 @@ def by_parameters(units: Sequence[Unit], runs: int, held: Held | None = None) ->
     return _as_cuts(positions, least_largest(costs), runs)
 
 
-def by_layers(units: Sequence[Unit], runs: int, held: Held | None = None) -> tuple[int, ...]:
+def by_layers(units: Sequence[Unit], runs: int, held: PinnedUnit | None = None) -> tuple[int, ...]:
     """The cuts for which the runs' numbers of layers have the least variance. Raises as `by_parameters`."""
     return _least_variance(units, runs, held, [unit.layers for unit in units])
 
 
-def by_profile(units: Sequence[Unit], runs: int, held: Held | None = None) -> tuple[int, ...]:
+def by_profile(units: Sequence[Unit], runs: int, held: PinnedUnit | None = None) -> tuple[int, ...]:
     """The cuts for which the runs' seconds of forward have the least variance. Raises as `by_parameters`."""
     return _least_variance(units, runs, held, [unit.forward_s for unit in units])
 
 
-def _least_variance(units: Sequence[Unit], runs: int, held: Held | None, values: Sequence[float]) -> tuple[int, ...]:
+def _least_variance(
+    units: Sequence[Unit], runs: int, held: PinnedUnit | None, values: Sequence[float]
+) -> tuple[int, ...]:
     positions = Positions(units)
     costs = (positions.sums(values) - sum(values) / runs) ** 2
     costs = np.where(positions.of_runs(runs, held), costs, np.inf)

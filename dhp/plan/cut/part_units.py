@@ -16,7 +16,7 @@ from dhp.plan.count.samples import assumed_samples
 from dhp.plan.count.seconds import UnitSeconds, unit_seconds
 from dhp.plan.count.state_bytes import VALUE_BYTES
 from dhp.plan.count.unit_operations import hidden_width, tower_width
-from dhp.plan.cut.units import Link, Saved, Unit
+from dhp.plan.cut.units import Saved, StageLink, Unit
 
 
 class PartUnits:
@@ -30,9 +30,9 @@ class PartUnits:
         self._machine: Machine = expected_machine(config, counted.family, self._loads)
 
     @property
-    def link(self) -> Link:
+    def link(self) -> StageLink:
         """Between two stages."""
-        return Link(self._machine.handover.bytes_s, self._machine.handover.latency_s)
+        return StageLink(self._machine.handover.bytes_s, self._machine.handover.latency_s)
 
     @property
     def note(self) -> str:

@@ -20,15 +20,14 @@ from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, ModelError
 from dhp.models.family import VISION
+from dhp.plan.batches import assumed_rows
 from dhp.plan.count.counted_model import Counted
-from dhp.plan.count.row_limits import assumed_rows
 from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
 from dhp.plan.cut.exact import exact
 from dhp.plan.cut.part_units import PartUnits
 from dhp.plan.cut.problem import Partition, PartitionProblem
-from dhp.plan.cut.programs import chain_programs, pipeline_programs
-from dhp.plan.cut.simulate import Programs
-from dhp.plan.cut.units import Held, Unit, layer_cuts
+from dhp.plan.cut.simulate import Programs, chain_programs, pipeline_programs
+from dhp.plan.cut.units import PinnedUnit, Unit, layer_cuts
 from dhp.plan.trainable import trained_stage
 
 _EVEN = {PARAMETERS: by_parameters, LAYERS: by_layers, PROFILE: by_profile}
@@ -112,7 +111,7 @@ class _Cutting:
         programs = lambda: chain_programs(
             self._config.training.schedule, count[VISION], count[DECODER], micro_batches(self._config)
         )
-        held = Held(tower - 1, count[VISION] - 1)
+        held = PinnedUnit(tower - 1, count[VISION] - 1)
         note = f", over vision and text as one chain{note}"
         cuts, why = self._choose(units, sum(count.values()) - 1, programs, note, budget, held)
         found = layer_cuts(units, cuts)
@@ -142,7 +141,7 @@ class _Cutting:
         programs: Callable[[], Programs],
         note: str,
         budget_bytes: float,
-        held: Held | None = None,
+        held: PinnedUnit | None = None,
         before: bool = False,
     ) -> tuple[tuple[int, ...], str]:
         """The cuts of units into runs, by position, and what is known of them. before: an encoder trains."""

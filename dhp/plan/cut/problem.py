@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from dhp.plan.cut.simulate import Programs, Work, in_flight, merged
-from dhp.plan.cut.units import FREE, Held, Link, Positions, Unit, first_trained
+from dhp.plan.cut.simulate import Programs, Task, in_flight, merged
+from dhp.plan.cut.units import FREE, PinnedUnit, Positions, StageLink, Unit, first_trained
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class PartitionProblem:
 
     units: tuple[Unit, ...]
     programs: Programs
-    link: Link = FREE
+    link: StageLink = FREE
     budget_bytes: float = math.inf
     trained_before: bool = False
-    held: Held | None = None
+    held: PinnedUnit | None = None
 
     @property
     def stages(self) -> int:
@@ -44,7 +44,7 @@ class PartitionProblem:
         return 1 + max(work.micro_batch for program in self.programs for work in program)
 
     @cached_property
-    def order(self) -> tuple[Work, ...]:
+    def order(self) -> tuple[Task, ...]:
         """All programs as one."""
         return merged(self.programs)
 

@@ -60,7 +60,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Link:
+class StageLink:
     """Between the devices of two stages: a hand-over takes latency_s and its bytes / bytes_s."""
 
     bytes_s: float = math.inf
@@ -71,11 +71,11 @@ class Link:
         return self.latency_s + output_bytes / self.bytes_s
 
 
-FREE = Link()  # hand-overs that take no time
+FREE = StageLink()  # hand-overs that take no time
 
 
 @dataclass(frozen=True)
-class Held:
+class PinnedUnit:
     """A unit and the run that must hold it: as of two parts in one chain, where one ends and the other begins."""
 
     unit: int
@@ -98,7 +98,7 @@ class Positions:
         index = np.arange(len(self.at))
         self.allowed = (index[:, None] < index[None, :]) & (before[None, :] - until[:, None] <= 0)
 
-    def of_runs(self, runs: int, held: Held | None = None) -> NDArray[np.bool_]:
+    def of_runs(self, runs: int, held: PinnedUnit | None = None) -> NDArray[np.bool_]:
         """[runs, a, b]: whether this run may hold those units. held: what one of them must hold."""
         allowed = np.broadcast_to(self.allowed, (runs, *self.allowed.shape)).copy()
         if held is None:

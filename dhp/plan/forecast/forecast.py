@@ -15,16 +15,15 @@ from dhp.models.family import VISION
 from dhp.plan.count.costs import StageCosts
 from dhp.plan.count.counted_model import Cut
 from dhp.plan.count.loads import RunLoads
-from dhp.plan.count.rates import Work
+from dhp.plan.count.rates import Operations
 from dhp.plan.count.row_bytes import CHOICES
 from dhp.plan.count.seconds import KINDS, StageSeconds, UnitSeconds, once_a_step, stage_seconds, unit_seconds
 from dhp.plan.count.state_bytes import VALUE_BYTES
 from dhp.plan.count.unit_operations import hidden_width, tower_width
 from dhp.plan.forecast.moments import Moment, StageMemory
-from dhp.plan.forecast.question import Question
 from dhp.plan.forecast.stage_bytes import fullest_device, memory_of, rows_of_stage, shape_of
 from dhp.plan.recompute.best_plan import filled_plan
-from dhp.plan.run_plan import RunPlan
+from dhp.plan.run_plan import Question, RunPlan
 from dhp.step.schedule import Action, Forward, make_schedule
 from dhp.step.timed import Timeline, play
 
@@ -241,7 +240,7 @@ def _seconds(
 ) -> StageSeconds:
     section = parts(asked.plan.config)[stage.part]
     begins = _backward_from(asked, stage)
-    behind = Work()
+    behind = Operations()
     for at in stage.layers if begins is not None else ():
         behind = behind + units[at + 1].passes.backward
     once = once_a_step(

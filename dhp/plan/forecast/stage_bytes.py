@@ -22,8 +22,7 @@ from dhp.plan.count.state_bytes import VALUE_BYTES, stage_units, sum_bytes
 from dhp.plan.count.traced import TracedRows
 from dhp.plan.count.unit_operations import hidden_width, tower_width
 from dhp.plan.forecast.moments import Moment, Passing, StageMemory, device_peak, stage_memory
-from dhp.plan.forecast.question import Question
-from dhp.plan.run_plan import RunPlan
+from dhp.plan.run_plan import Question, RunPlan
 
 
 def memory_of(

@@ -1,17 +1,15 @@
-"""Derives the costs of layers from measured steps: the third of the four steps of adaptive recomputation.
-
-OmniBal (Yao et al. 2025) solves the bytes of a layer from two runs that differ in a few layers. Here each
-layer's bytes and seconds are measured in the run itself, so that one step measures several choices, and nothing has to
-be solved for.
-"""
+"""Derives costs of layers from measured steps, by all that they depend on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from statistics import median
+from typing import Any
 
-from dhp.core.reports import LayerUsage, StageUsage
+from dhp.config.parts import parts
+from dhp.config.schema import Config
+from dhp.core.reports import LayerUsage, StageReport, StageUsage
 from dhp.plan.count.costs import LayerCost, StageCosts
 
 # Costs of a layer that `LayerUsage` reports under the same names: the most of bytes, the median of seconds.
@@ -84,3 +82,47 @@ def _least_held(layers: Sequence[LayerUsage]) -> dict[tuple[str, str], int]:
         key = (layer.kind, layer.choice)
         least[key] = min(layer.held_bytes, least.get(key, layer.held_bytes))
     return least
+
+
+def usage_of(reports: Sequence[StageReport]) -> StageUsage | None:
+    """The usage of a stage's fullest rank; None when none had work."""
+    usages = [report.usage for report in reports if report.usage is not None]
+    return fullest(usages) if usages else None
+
+
+def run_shape(
+    config: Config, device: str, model: Mapping[str, Any], fixed: Mapping[str, Any], world: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All that decides what a layer costs: runs that agree in it share their measurements. fixed: what each part
+    recomputes where the configuration says it; world: its actors and degrees."""
+    sizes = {"micro_batch_size": config.training.micro_batch_size, "packing": config.data.packing}
+    pixels = {
+        "min_pixels": config.data.min_pixels,
+        "max_pixels": config.data.max_pixels,
+        "max_tiles": config.data.max_tiles,
+    }
+    sections = parts(config)
+    return {
+        "model": {key: _plain(value) for key, value in model.items() if key.endswith(("model_type", "_config"))},
+        "world": dict(world),
+        "trained": {"trainable": list(config.training.trainable), "frozen": list(config.training.frozen)},
+        "parallelism": {name: part.parallelism for name, part in sections.items()},
+        "mlp_chunks": {name: part.mlp_chunks for name, part in sections.items()},
+        "sharded_norms": {name: part.sequence_sharded_norms for name, part in sections.items()},
+        "dtype": {name: part.dtype for name, part in sections.items()},
+        "fixed": {name: list(choices) for name, choices in fixed.items()},
+        "datasets": list(config.data.datasets),
+        "device": device,
+        **sizes,
+        **pixels,
+        "video": [config.data.video_fps, config.data.video_max_frames, config.data.video_max_pixels],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, text and lists of a model's configuration; what else it holds says nothing of its shape."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items() if not str(key).startswith("_")}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)

@@ -17,9 +17,8 @@ from dhp.core.axes import EVERY_LAYER
 from dhp.models.family import VISION
 from dhp.plan.cut.units import Numbers
 from dhp.plan.forecast.forecast import Forecast, forecast
-from dhp.plan.forecast.question import Question
 from dhp.plan.recompute.planner import as_text
-from dhp.plan.run_plan import RunPlan, plan_run
+from dhp.plan.run_plan import Question, RunPlan, plan_run
 from dhp.plan.search.layouts import PartLayout
 from dhp.plan.search.scorer import Score, Scores
 from dhp.plan.search.space import Space

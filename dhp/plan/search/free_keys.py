@@ -11,7 +11,7 @@ from dhp.config.parts import parts
 from dhp.config.schema import Config, PartConfig
 from dhp.core.errors import ConfigError
 from dhp.core.text import did_you_mean, nearest
-from dhp.plan.count.row_limits import rows_by_tokens
+from dhp.plan.batches import rows_by_tokens
 
 # Keys of a part's section that a search sets where they are not held; parallelism and num_actors follow from them.
 SEARCHED = (*DEGREES, "expert", "zero_stage", "zero_engine", "sequence_sharded_norms")
@@ -52,7 +52,7 @@ _STAGES = {"cuts": None, "virtual_stages": 1}  # keys that go with a number of s
 
 
 @dataclass(frozen=True)
-class Held:
+class FixedKeys:
     """Settings that a search keeps. keys: by their whole names, in the order of the configuration."""
 
     keys: tuple[str, ...]
@@ -74,7 +74,7 @@ def searched_keys(config: Config) -> list[str]:
 
 def find_held(
     config: Config, overrides: Sequence[str] = (), fix: Collection[str] = (), free: Collection[str] = ()
-) -> Held:
+) -> FixedKeys:
     """What a search keeps of a composed configuration: what it sets, what `fix` names besides, less what `free` names
     (`ALL`: all that may be free).
 
@@ -97,7 +97,7 @@ def find_held(
     fixed_rows = {ROWS} if rows_by_tokens(config) else set()
     left = set() if ALL in free else own - set(free)
     held = left | set(fix) | (fixed_rows - set(free)) | _without_choice(config)
-    return Held(tuple(key for key in known if key in held))
+    return FixedKeys(tuple(key for key in known if key in held))
 
 
 def _set_by(overrides: Sequence[str]) -> list[str]:
@@ -106,7 +106,7 @@ def _set_by(overrides: Sequence[str]) -> list[str]:
     return [key for key, _, value in pairs if not key.startswith("~") and value not in ("null", "auto")]
 
 
-def freed(config: Config, held: Held) -> Config:
+def freed(config: Config, held: FixedKeys) -> Config:
     """The configuration with all that is not held as a search expects it: one actor a part, and recompute=auto.
 
     A key that is held without a value, as a degree that follows from parallelism and num_actors, gets the one that the
@@ -123,7 +123,7 @@ def freed(config: Config, held: Held) -> Config:
 
 def one_actor_each(config: Config) -> Config:
     """The run on one device, as far as layouts go: what its data and its model are does not depend on them."""
-    alone = freed(config, Held((ROWS,)))
+    alone = freed(config, FixedKeys((ROWS,)))
     return replace(alone, cluster=replace(alone.cluster, chain=False))
 
 
@@ -174,7 +174,7 @@ def _check_names(what: str, names: Collection[str], known: Sequence[str]) -> Non
             )
 
 
-def with_settings(config: Config, held: Held, settings: Mapping[str, Any]) -> dict[str, Any]:
+def with_settings(config: Config, held: FixedKeys, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A candidate's settings, and those that must go with them in the configuration that was searched from: recompute
     replaces activation_checkpointing, and cuts are of as many stages as they were made for."""
     found = dict(settings)

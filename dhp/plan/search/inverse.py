@@ -8,7 +8,7 @@ from math import ceil
 
 from dhp.plan.count.loads import Worst
 from dhp.plan.forecast.forecast import forecast
-from dhp.plan.forecast.question import Question
+from dhp.plan.run_plan import Question
 from dhp.plan.search.candidates import Candidate
 from dhp.plan.search.layout_search import search
 from dhp.plan.search.space import Space

@@ -29,7 +29,7 @@ from dhp.plan.bench.rate_bench import kept_rates
 from dhp.plan.bench.rate_fit import MeasuredRates
 from dhp.plan.count.rates import Rates
 from dhp.plan.count.samples import Samples
-from dhp.plan.search.subject import Subject
+from dhp.plan.search.space import Subject
 
 GPU = "cuda"
 
@@ -102,7 +102,7 @@ def _devices(config: Config) -> tuple[str | None, int, int]:
     """Kind of GPU, None for CPUs; how many in all; of a node."""
     address, threads = chosen_address(config.cluster.address), config.cluster.threads_per_actor or 1
     if address != LOCAL and not config.training.dry_run:
-        from dhp.cluster.device_count import count_devices  # it imports Ray
+        from dhp.cluster.placement.nodes import count_devices  # it imports Ray
 
         found = count_devices(address, config.cluster.device, config.cluster.start_timeout_s)
         if found.kind is None:

@@ -18,7 +18,7 @@ from dhp.models.types import Chunk
 from dhp.plan.bench.machine import Machine
 from dhp.plan.count.counted_model import Counted, Cut, stage_parameters
 from dhp.plan.count.loads import RunLoads, text_rows, tower_rows
-from dhp.plan.count.rates import OVERLAP, Rates, Sent, Work
+from dhp.plan.count.rates import OVERLAP, Operations, Rates, Transfer
 from dhp.plan.count.row_bytes import CHOICES, RowBytes
 from dhp.plan.count.seconds import divided_weights, once_a_step, unit_passes, waits_for_others, with_weights
 from dhp.plan.count.state_bytes import gathered_moments, loss_bytes, rank_bytes, runtime_bytes, stage_units
@@ -136,16 +136,16 @@ def turns_of(
     return Turns(there, back, np.moveaxis(again, 2, 0))
 
 
-def _again(forward: Work, choice: str, share: float, rates: Rates) -> tuple[float, float]:
+def _again(forward: Operations, choice: str, share: float, rates: Rates) -> tuple[float, float]:
     return _in_turn(recomputed(forward, choice, share), rates) if share else (0.0, 0.0)
 
 
-def _in_turn(work: Work, rates: Rates) -> tuple[float, float]:
+def _in_turn(work: Operations, rates: Rates) -> tuple[float, float]:
     done = work.products / rates.products + work.attention / rates.attention + work.elementwise / rates.elementwise
     return done + seconds_of(work.sent, rates), work.launched * rates.host_s
 
 
-def seconds_of(sends: Sequence[Sent], rates: Rates) -> float:
+def seconds_of(sends: Sequence[Transfer], rates: Rates) -> float:
     """Of all of them, one after another."""
     return sum(one.seconds(rates) for one in sends)
 
@@ -155,7 +155,7 @@ def exchanged(held: Sequence[int], section: PartConfig, degrees: Degrees, rates:
     forward, hidden in a backward, and waited for there. [3, units]"""
     found = []
     for count in held:
-        own = with_weights(Passes(Work(), Work()), count, section, degrees)
+        own = with_weights(Passes(Operations(), Operations()), count, section, degrees)
         sends = (own.forward.hidden, own.backward.hidden, own.backward.sent)
         found.append([seconds_of(one, rates) for one in sends])
     return np.array(found).T
@@ -372,7 +372,7 @@ class Scorer:
             return kept, passing, 0.0, 0.0
         rates, shape = self._rates(layout), shapes[0]
         states = rank_bytes(section, specs[0], shape)
-        once_s = sum(once_a_step(section, own, shape, states, Work(), rates))
+        once_s = sum(once_a_step(section, own, shape, states, Operations(), rates))
         trained = shape.per_rank if shape.trained is None else shape.trained
         if section.zero_stage or not trained:
             return kept, passing, once_s, 0.0

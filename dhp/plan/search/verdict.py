@@ -7,15 +7,10 @@ from typing import TYPE_CHECKING
 
 from dhp.config.devices import GIB
 from dhp.core.text import binary_size
-from dhp.plan.bench.machine import (
-    Machine,
-    device_here,
-    expected_machine,
-)
+from dhp.plan.bench.machine import Machine, device_here, expected_machine
 from dhp.plan.count.samples import Samples, assumed_equal, equal_samples
 from dhp.plan.forecast.forecast import Forecast, forecast
-from dhp.plan.forecast.question import Question, attempt, is_quick
-from dhp.plan.run_plan import RunPlan
+from dhp.plan.run_plan import Question, RunPlan, attempt, is_quick
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table

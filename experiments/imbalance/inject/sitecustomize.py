@@ -11,7 +11,10 @@ import time
 from experiments.on_import import wrap_on_import
 
 VARIABLE = "DHP_FORWARDS"  # of the folder that ranks write to
-FUNCTIONS = {"dhp.engine.encoder": "EncoderEngine.forward_step", "dhp.engine.text": "TextEngine.forward_step"}
+FUNCTIONS = {
+    "dhp.engine.encoder_engine": "EncoderEngine.forward_step",
+    "dhp.engine.text_engine": "TextEngine.forward_step",
+}
 
 
 def timed(function, folder):

@@ -60,9 +60,9 @@ def no_gradient(backward):
 
 
 FAULTS = {
-    "zeroed": ("dhp.engine.encoder", "EncoderEngine.forward_step", zeroed),
+    "zeroed": ("dhp.engine.encoder_engine", "EncoderEngine.forward_step", zeroed),
     "misplaced": ("dhp.models.decoder", "embed", misplaced),
-    "no_gradient": ("dhp.engine.encoder", "EncoderEngine.backward_step", no_gradient),
+    "no_gradient": ("dhp.engine.encoder_engine", "EncoderEngine.backward_step", no_gradient),
 }
 
 

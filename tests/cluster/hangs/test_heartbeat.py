@@ -16,7 +16,7 @@ import torch
 
 from dhp.cluster.hangs import vitals
 from dhp.cluster.hangs.vitals import Beat, Heart, keep_heartbeat, read_beat
-from dhp.core.collectives import Call, CallRecord
+from dhp.core.collectives import CallRecord, Collective
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -28,7 +28,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 def begin_call(record: CallRecord, number: int) -> None:
     tensors = ((torch.float32, (2, 3)),)
-    record.last = Call("0", 2, number, "allreduce_", tensors, (0, 1))
+    record.last = Collective("0", 2, number, "allreduce_", tensors, (0, 1))
     record._numbers["0"] = number
     record.last_begun = time.monotonic()
 

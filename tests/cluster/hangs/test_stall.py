@@ -141,7 +141,7 @@ def test_whose_node_does_not_answer_is_preferred_to_peers_that_only_seem_not_to_
     )
 
 
-DUMP = 'Current thread 0x01 (most recent call first):\n  File "/work/dhp/engine/text.py", line {} in {}\n'
+DUMP = 'Current thread 0x01 (most recent call first):\n  File "/work/dhp/engine/text_engine.py", line {} in {}\n'
 
 
 def test_where_nothing_moves_the_suspects_are_found_in_turn() -> None:

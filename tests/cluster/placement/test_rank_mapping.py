@@ -11,8 +11,14 @@ import pytest
 
 from dhp.cluster.cluster import warn_cross_node_groups
 from dhp.cluster.placement.nodes import ClusterNode
-from dhp.cluster.placement.rank_mapping import describe_straddle, find_straddles, map_ranks, ranks_by_group
-from dhp.cluster.placement.reservation import find_topology, plan_placement
+from dhp.cluster.placement.reservation import (
+    describe_straddle,
+    find_straddles,
+    find_topology,
+    map_ranks,
+    plan_placement,
+    ranks_by_group,
+)
 from dhp.core.errors import ConfigError
 
 AXES = ("data", "ring", "ulysses", "tensor")

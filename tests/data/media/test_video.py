@@ -14,7 +14,7 @@ from PIL import Image
 from dhp.core.errors import DataError
 from dhp.data.media import video
 from dhp.data.media import video as video_parts
-from dhp.data.media.frames import Extent, FrameSampling, VideoLength
+from dhp.data.media.frames import FrameSampling, VideoExtent, VideoLength
 from dhp.data.media.sources import Blob, Video
 from dhp.data.media.video import _frame_size, map_frames, read_extent, read_groups, read_in_order, read_length
 from dhp.data.read.records import Record, Turn
@@ -68,7 +68,7 @@ def test_what_is_taken_is_known_from_the_header(tmp_path, write_video, monkeypat
     assert sum(counts) == expected
     if ending != "mkv":  # which does not say how many frames it holds
         monkeypatch.setattr(video, "_count", None)
-    assert read_extent(path, taking) == Extent(expected, 112, 56, pace)
+    assert read_extent(path, taking) == VideoExtent(expected, 112, 56, pace)
 
 
 def test_the_header_of_a_turned_video_has_its_sides_exchanged(tmp_path):
@@ -82,7 +82,7 @@ def test_the_header_of_a_turned_video_has_its_sides_exchanged(tmp_path):
         container.mux(stream.encode())
     sizes, pace = map_frames(path, FrameSampling(2.0, 768, 2), lambda group: group[0].size)
     assert sizes == [(56, 112)] * 2
-    assert read_extent(path, FrameSampling(2.0, 768, 2)) == Extent(4, 112, 56, pace)
+    assert read_extent(path, FrameSampling(2.0, 768, 2)) == VideoExtent(4, 112, 56, pace)
 
 
 def test_a_size_that_the_header_lacks_is_the_first_frames():
@@ -272,7 +272,7 @@ def test_the_times_of_uneven_frames_are_read(tmp_path, name, shift):
     taking = FrameSampling(2.0, 768, 1, both_ends=True, start=4.5, end=6.0)
     shades, pace = map_frames(tmp_path / name, taking, lambda group: int(np.asarray(group[0]).mean()))
     assert shades == pytest.approx([125], abs=5) and pace.times == (5.0,)
-    assert read_extent(tmp_path / name, taking) == Extent(1, 56, 56, pace)
+    assert read_extent(tmp_path / name, taking) == VideoExtent(1, 56, 56, pace)
 
 
 def test_the_packets_of_steady_frames_are_not_read(tmp_path, write_video, monkeypatch):

@@ -20,7 +20,7 @@ from dhp.core.errors import DataError
 from dhp.data.media.sources import Blob, SizedImage, Sound, Video
 from dhp.data.read.records import Record
 from dhp.data.sample.sample import Sample
-from dhp.data.sample.sound_inputs import refuse_sound
+from dhp.data.sample.tokens import refuse_sound
 from dhp.data.sampling.dataset import open_dataset
 from tests.data.rows.row import COLOURS, Row, picture
 from tests.data.sample.made import make_preprocessor

@@ -12,8 +12,7 @@ from dhp.core.batch import IGNORED
 from dhp.core.errors import ConfigError, DataError, ModelError
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.lengths import Length
-from dhp.data.sample.sound_inputs import NO_ACTORS, NO_TOWER
-from dhp.data.sample.tokens import Prompts
+from dhp.data.sample.tokens import NO_ACTORS, NO_TOWER, Prompts
 
 END = "<|im_end|>"
 HEAD = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"

@@ -15,7 +15,7 @@ from torch import Tensor
 from dhp.core.batch import TokenRange
 from dhp.parallel.attention import ring
 from dhp.parallel.attention.attention_kernels import Block, CpuFlash, Dense
-from dhp.parallel.attention.ring import Pair, Ring, merge, visible_pairs
+from dhp.parallel.attention.ring import ChunkPair, Ring, merge, visible_pairs
 from dhp.parallel.attention.shard_plan import contiguous_plan, given_plan, zigzag_plan
 from dhp.parallel.attention.ulysses import key_copies
 from dhp.parallel.attention.visibility import LayerRule
@@ -46,10 +46,12 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
 
 def test_causal_pairs_are_whole_diagonal_or_not_there() -> None:
     mine, before, after = TokenRange(0, 8, 4), TokenRange(0, 0, 8), TokenRange(0, 12, 4)
-    assert list(visible_pairs((mine,), (before, TokenRange(1, 0, 3)), True)) == [Pair(slice(0, 4), slice(0, 8), False)]
-    assert list(visible_pairs((mine,), (mine,), True)) == [Pair(slice(0, 4), slice(0, 4), True)]
+    assert list(visible_pairs((mine,), (before, TokenRange(1, 0, 3)), True)) == [
+        ChunkPair(slice(0, 4), slice(0, 8), False)
+    ]
+    assert list(visible_pairs((mine,), (mine,), True)) == [ChunkPair(slice(0, 4), slice(0, 4), True)]
     assert list(visible_pairs((mine,), (after,), True)) == []
-    assert list(visible_pairs((mine,), (after,), False)) == [Pair(slice(0, 4), slice(0, 4), False)]
+    assert list(visible_pairs((mine,), (after,), False)) == [ChunkPair(slice(0, 4), slice(0, 4), False)]
     with pytest.raises(ValueError, match="overlap"):
         list(visible_pairs((mine,), (TokenRange(0, 10, 4),), True))
 
@@ -57,7 +59,7 @@ def test_causal_pairs_are_whole_diagonal_or_not_there() -> None:
 def test_under_a_window_a_rank_computes_with_the_keys_its_queries_see_alone() -> None:
     mine, before = TokenRange(0, 600, 300), TokenRange(0, 0, 600)
     pairs = list(visible_pairs((mine,), (before,), True, LayerRule(window=101)))
-    assert pairs == [Pair(slice(0, 256), slice(500, 600), False, (range(600, 856), range(500, 600)))]
+    assert pairs == [ChunkPair(slice(0, 256), slice(500, 600), False, (range(600, 856), range(500, 600)))]
     own = list(visible_pairs((mine,), (mine,), True, LayerRule(window=101)))
     assert [(pair.queries, pair.keys) for pair in own] == [
         (slice(0, 256), slice(0, 256)),

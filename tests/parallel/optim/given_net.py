@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from dhp.checkpoint.shard_reader import ShardReader, load_shards
 from dhp.checkpoint.shard_writer import ShardWriter
-from dhp.core.parameters import Group
+from dhp.core.parameters import ParameterGroup
 from dhp.parallel.optim.base import StageOptimizer
 from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.optim.replicated import MakeOptimizer, Replicated
@@ -40,8 +40,8 @@ CUTS = {
     "layers.4.weight": Shard(2),
     "layers.5.weight": Shard(0),
 }
-FAST = Group("fast", 2e-2, 0.0, 0)  # of layer 0
-REST = Group("rest", 1e-2, 0.1, 0)
+FAST = ParameterGroup("fast", 2e-2, 0.0, 0)  # of layer 0
+REST = ParameterGroup("rest", 1e-2, 0.1, 0)
 
 
 class Layout(NamedTuple):
@@ -59,7 +59,7 @@ _FAST = [(Layout(0, 2, 2), Layout(0, 2, 2)), (Layout(0, 2, 2), Layout(2, 2)), (L
 RESUMED = [pair if pair in _FAST else pytest.param(*pair, marks=pytest.mark.grid) for pair in _PAIRS]
 
 
-def group_of(name: str) -> Group:
+def group_of(name: str) -> ParameterGroup:
     return FAST if name.startswith("layers.0") else REST
 
 
@@ -90,7 +90,7 @@ def gradient(name: str, step: int, replica: int, dtype: torch.dtype = torch.floa
     return torch.randn(SHAPES[name], generator=generator, dtype=dtype)
 
 
-def rates(step: int) -> dict[Group, float]:
+def rates(step: int) -> dict[ParameterGroup, float]:
     return {of: of.learning_rate / (step + 1) for of in (FAST, REST)}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Adafactor
 
-from dhp.core.parameters import Group
+from dhp.core.parameters import ParameterGroup
 from dhp.parallel.optim.adafactor import make_adafactor
 from dhp.parallel.optim.muon import make_muon
 
@@ -37,7 +37,7 @@ def after_steps(make: Callable[[Named], list[torch.optim.Optimizer]], dtype: tor
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_muon_is_torchs_to_the_bit(adjust: str, decay: float) -> None:
-    group = lambda _: Group("all", RATE, decay, 0)
+    group = lambda _: ParameterGroup("all", RATE, decay, 0)
 
     def plain(named: Named) -> list[torch.optim.Optimizer]:
         how = {"lr": RATE, "weight_decay": decay}
@@ -52,7 +52,7 @@ def test_muon_is_torchs_to_the_bit(adjust: str, decay: float) -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_adafactor_is_transformers(decay: float) -> None:
-    group = lambda _: Group("all", RATE, decay, 0)
+    group = lambda _: ParameterGroup("all", RATE, decay, 0)
     how = {"scale_parameter": False, "relative_step": False, "lr": RATE, "weight_decay": decay}
     own = after_steps(lambda named: [make_adafactor(named, group)], torch.float64)
     expected = after_steps(lambda named: [Adafactor([weight for _, weight in named], **how)], torch.float64)

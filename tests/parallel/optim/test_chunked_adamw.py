@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dhp.core.parameters import COMPENSATION, FORMS, MOMENTS, SUM, Group
+from dhp.core.parameters import COMPENSATION, FORMS, MOMENTS, SUM, ParameterGroup
 from dhp.parallel.optim import chunked_adamw
 from dhp.parallel.optim.base import clipped_step, join_master
-from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, Extent, make_chunked_adamw
-from dhp.parallel.optim.places import HeldBlock
+from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, ChunkExtent, make_chunked_adamw
+from dhp.parallel.optim.value_ranges import HeldBlock
 from tests.parallel.optim.plain_states import PlainStates
 
 STEPS, NAME, DECAY, BETAS, EPS, SEED = 5, "layer.weight", 0.1, (0.9, 0.999), 1e-8, 3
@@ -28,7 +28,9 @@ def gradient(step: int, shape: tuple[int, ...]) -> Tensor:
 def optimizer_of(weights: dict[str, nn.Parameter], form: int) -> ChunkedAdamW:
     for weight in weights.values():
         weight.grad_dtype = None
-    return make_chunked_adamw(weights.items(), lambda _: Group("text", 1e-2, DECAY, 0), BETAS, EPS, FORMS[form], SEED)
+    return make_chunked_adamw(
+        weights.items(), lambda _: ParameterGroup("text", 1e-2, DECAY, 0), BETAS, EPS, FORMS[form], SEED
+    )
 
 
 def held(master: Tensor, form: int) -> tuple[nn.Parameter, ChunkedAdamW]:
@@ -80,7 +82,7 @@ def test_rows_of_a_rank_are_those_of_the_whole(form: int) -> None:
     expected = plain(form, (9, 5), 1.0)
     for rows in (slice(0, 4), slice(4, 9), slice(9, 9)):
         weight, optimizer = held(start((9, 5))[rows], form)
-        optimizer.extents[weight] = Extent(
+        optimizer.extents[weight] = ChunkExtent(
             (9, 5), [HeldBlock((slice(0, rows.stop - rows.start), slice(0, 5)), (rows.start, 0))]
         )
         train(weight, optimizer, form, rows, 1.0)

@@ -18,8 +18,8 @@ from dhp.core.axes import Degrees
 from dhp.core.graph import StageSpec
 from dhp.models.shape import PartShape
 from dhp.parallel.optim.fsdp import FullySharded
-from dhp.parallel.optim.places import held_blocks, shard_rows
-from dhp.parallel.tensor.slices import Cut
+from dhp.parallel.optim.value_ranges import held_blocks, shard_rows
+from dhp.parallel.tensor.slices import AdapterCut
 from dhp.plan.count.state_bytes import rank_bytes
 from tests.parallel.conftest import RunOnRanks
 
@@ -31,7 +31,7 @@ def _blocks(shape: tuple[int, ...], placement: Placement) -> dict[tuple[int, ...
     own = distribute_tensor(whole, mesh["tensor"], [placement]).to_local()
     rows = shard_rows(own.shape, mesh["data"])
     held = own[rows.start : rows.stop]
-    cut = Cut(mesh["tensor"], (placement,), whole.shape)
+    cut = AdapterCut(mesh["tensor"], (placement,), whole.shape)
     return {b.offset: held[b.here] for b in held_blocks(rows, own.shape, cut)}
 
 

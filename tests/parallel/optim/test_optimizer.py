@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from dhp.core.parameters import Group
+from dhp.core.parameters import ParameterGroup
 from dhp.parallel.optim.base import clip_coefficient, make_adamw
 
-GROUP = Group("text", 1e-3, 0.01, 0)
+GROUP = ParameterGroup("text", 1e-3, 0.01, 0)
 
 
 def test_adamw_is_torchs_own_with_one_group():

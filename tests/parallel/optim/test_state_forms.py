@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from dhp.checkpoint.shard_reader import ShardReader, load_shards
 from dhp.checkpoint.shard_writer import ShardWriter
-from dhp.core.parameters import COMPENSATION, FORMS, MASTER, MOMENTS, SUM, Group
+from dhp.core.parameters import COMPENSATION, FORMS, MASTER, MOMENTS, SUM, ParameterGroup
 from dhp.parallel.optim.base import StageOptimizer, make_adamw, saved_master
 from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, make_chunked_adamw
 from dhp.parallel.optim.fsdp import FullySharded
@@ -98,7 +98,7 @@ class _Rank:
             self.optimizer.load_state(ShardReader(resumed / "states"))
 
     def _optimizer(self, layout: Layout) -> StageOptimizer:
-        group, form, bf16 = lambda _: Group("text", 1e-2, DECAY, 0), self.form, torch.bfloat16
+        group, form, bf16 = lambda _: ParameterGroup("text", 1e-2, DECAY, 0), self.form, torch.bfloat16
         exact = lambda named: make_adamw(named, group, BETAS, EPS)
         narrow = lambda named: make_chunked_adamw(named, group, BETAS, EPS, form, SEED, layout.host)
         make: Any = exact if form.nbytes == 18 and not layout.host else narrow

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dhp.parallel.optim import zero
-from dhp.parallel.optim.places import Computation
+from dhp.parallel.optim.value_ranges import Computation
 from tests.parallel.conftest import RunOnRanks
 from tests.parallel.optim.test_replicated import data, make_net, make_optimizer
 from tests.parallel.optim.test_zero import make_update

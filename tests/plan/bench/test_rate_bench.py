@@ -13,13 +13,13 @@ from dhp.core.errors import DhpError
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.plan.bench import rate_bench as measuring
-from dhp.plan.bench.layer_bench import LayerSeconds, Passes
-from dhp.plan.bench.rate_bench import FILE, Measured, measured_rates, observe, row_shape
+from dhp.plan.bench.layer_bench import LayerSeconds, PassTimes
+from dhp.plan.bench.rate_bench import FILE, RateRequest, measured_rates, observe, row_shape
 from dhp.plan.bench.rate_fit import NO_CHANNEL, fit_rates
 from dhp.plan.count.rates import Rates, spend
 from tests.plan.bench.test_measured_rates import RATES
 
-ASKED = Measured({"vision": "float32", "text": "float32"}, {"vision": 128, "text": 64})
+ASKED = RateRequest({"vision": "float32", "text": "float32"}, {"vision": 128, "text": 64})
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def test_a_real_measurement(made_model: str, tmp_path: Path, idle: None, monkeyp
         assert channel.bytes_s.value > 0 and channel.latency_s.value >= 0
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[Measured]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[RateRequest]:
     """Calls that measure, which find made-up rates."""
-    calls: list[Measured] = []
+    calls: list[RateRequest] = []
 
-    def measure(source: str, family: Family, asked: Measured, origin: object) -> object:
+    def measure(source: str, family: Family, asked: RateRequest, origin: object) -> object:
         calls.append(asked)
         return RATES
 
@@ -99,7 +99,7 @@ def test_seconds_of_given_rates_give_these_rates(made_model: str, part: str) -> 
     """With the very works that a plan counts: layers of one kind do what is counted of them, and no other."""
     family, given = load_family(made_model), Rates(9e10, 4e10, 2e10, 8e-4, NO_CHANNEL, NO_CHANNEL)
     kinds = family.parts[part].layers.kinds
-    one = Passes(1.0, 1.0)
+    one = PassTimes(1.0, 1.0)
     measured = [
         LayerSeconds(kinds.index(kind), kind, row_shape(family, part, count), one, (1e9, one), one, 1.0)
         for count in (256, 4096)

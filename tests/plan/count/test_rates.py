@@ -8,20 +8,20 @@ import pytest
 
 from dhp.config.devices import find_device, find_link
 from dhp.core.errors import ConfigError
-from dhp.plan.count.rates import Channel, Rates, Sent, Work, rates_of, soft_maximum, spend
+from dhp.plan.count.rates import Channel, Operations, Rates, Transfer, rates_of, soft_maximum, spend
 
 RATES = Rates(100.0, 50.0, 10.0, 0.5, Channel(8.0), Channel(1.0), node=4)
 
 
 def test_what_a_rank_waits_for_adds_up() -> None:
-    work = Work(200.0, 50.0, 30.0, 0.0, (Sent("all-gather", 16.0, 2),))
+    work = Operations(200.0, 50.0, 30.0, 0.0, (Transfer("all-gather", 16.0, 2),))
     spent = spend(work, RATES)
     assert (spent.products, spent.attention, spent.elementwise, spent.sent) == (2.0, 1.0, 3.0, 1.0)
     assert spent.total == 7.0
 
 
 def test_what_goes_on_at_once_is_a_soft_maximum() -> None:
-    spent = spend(Work(300.0, launched=6.0, hidden=(Sent("send", 16.0, 2),)), RATES)
+    spent = spend(Operations(300.0, launched=6.0, hidden=(Transfer("send", 16.0, 2),)), RATES)
     assert (spent.host, spent.hidden) == (3.0, 2.0)
     assert spent.total == pytest.approx((27 + 27 + 8) ** (1 / 3))
     assert soft_maximum([5.0]) == 5.0 and soft_maximum([]) == 0.0
@@ -33,37 +33,37 @@ def test_what_goes_on_at_once_is_a_soft_maximum() -> None:
     [("all-reduce", 2 * 12.0), ("all-gather", 12.0), ("reduce-scatter", 12.0), ("all-to-all", 12.0), ("send", 16.0)],
 )
 def test_bytes_that_one_of_four_ranks_sends(operation: str, nbytes: float) -> None:
-    sent = Sent(operation, 16.0, 4, times=3.0)  # type: ignore[arg-type]
+    sent = Transfer(operation, 16.0, 4, times=3.0)  # type: ignore[arg-type]
     assert sent.sent_bytes() == 3 * nbytes
     assert sent.seconds(RATES) == 3 * nbytes / 8
 
 
 def test_a_cpus_library_scatters_sums_by_summing_all() -> None:
-    scatter, total = (Sent(operation, 16.0, 4) for operation in ("reduce-scatter", "all-reduce"))
+    scatter, total = (Transfer(operation, 16.0, 4) for operation in ("reduce-scatter", "all-reduce"))
     assert scatter.seconds(RATES) == total.seconds(RATES) / 2
     cpu = replace(RATES, ahead=False)
     assert scatter.seconds(cpu) == total.seconds(cpu) == total.seconds(RATES)
 
 
 def test_one_rank_alone_sends_nothing() -> None:
-    assert Sent("all-reduce", 16.0, 1).seconds(RATES) == 0.0
+    assert Transfer("all-reduce", 16.0, 1).seconds(RATES) == 0.0
 
 
 def test_groups_over_several_nodes_go_by_the_links_between_them() -> None:
-    assert RATES.channel(Sent("all-reduce", 1.0, 4)).bytes_s == 8.0  # one node
-    assert RATES.channel(Sent("all-reduce", 1.0, 8)).bytes_s == 4.0  # four adapters a node
-    assert RATES.channel(Sent("all-reduce", 1.0, 2, stride=4)).bytes_s == 1.0  # one device of each node
-    assert RATES.channel(Sent("all-reduce", 1.0, 4, stride=2)).bytes_s == 2.0
+    assert RATES.channel(Transfer("all-reduce", 1.0, 4)).bytes_s == 8.0  # one node
+    assert RATES.channel(Transfer("all-reduce", 1.0, 8)).bytes_s == 4.0  # four adapters a node
+    assert RATES.channel(Transfer("all-reduce", 1.0, 2, stride=4)).bytes_s == 1.0  # one device of each node
+    assert RATES.channel(Transfer("all-reduce", 1.0, 4, stride=2)).bytes_s == 2.0
 
 
 def test_calls_wait_for_their_first_byte() -> None:
     slow = Rates(1.0, 1.0, 1.0, 0.0, Channel(1e9, 4.0), Channel(1e9, 4.0))
-    assert Sent("all-reduce", 0.0, 5, times=2).seconds(slow) == 2 * 2 * 4 / 4 * 4.0
-    assert Sent("all-to-all", 0.0, 5, times=2).seconds(slow) == 8.0
+    assert Transfer("all-reduce", 0.0, 5, times=2).seconds(slow) == 2 * 2 * 4 / 4 * 4.0
+    assert Transfer("all-to-all", 0.0, 5, times=2).seconds(slow) == 8.0
 
 
 def test_works_add_and_repeat() -> None:
-    one = Work(1.0, 2.0, 3.0, 4.0, (Sent("send", 5.0, 2),), (Sent("send", 7.0, 2),))
+    one = Operations(1.0, 2.0, 3.0, 4.0, (Transfer("send", 5.0, 2),), (Transfer("send", 7.0, 2),))
     twice = one * 2
     assert spend(twice, RATES).sent == spend(one + one, RATES).sent == 2 * spend(one, RATES).sent
     assert (twice.products, twice.launched) == (2.0, 8.0)
@@ -72,8 +72,8 @@ def test_works_add_and_repeat() -> None:
 
 def test_an_all_to_all_over_nodes_leaves_each_by_the_devices_own_adapters() -> None:
     # Of 8 ranks on two nodes of 4, each sends 3 eighths inside its node and 4 eighths out of it.
-    assert Sent("all-to-all", 16.0, 8).seconds(RATES) == 16 / 8 * 3 / 8.0 + 16 / 8 * 4 / 1.0
-    assert Sent("all-to-all", 16.0, 4).seconds(RATES) == 12 / 8.0  # one node
+    assert Transfer("all-to-all", 16.0, 8).seconds(RATES) == 16 / 8 * 3 / 8.0 + 16 / 8 * 4 / 1.0
+    assert Transfer("all-to-all", 16.0, 4).seconds(RATES) == 12 / 8.0  # one node
 
 
 def test_rates_of_a_device_are_the_shares_that_real_work_reaches() -> None:
@@ -89,5 +89,5 @@ def test_a_format_without_a_peak_is_refused() -> None:
 
 
 def test_a_host_that_does_not_launch_ahead_adds_to_the_rest() -> None:
-    spent = spend(Work(300.0, launched=6.0, hidden=(Sent("send", 16.0, 2),)), replace(RATES, ahead=False))
+    spent = spend(Operations(300.0, launched=6.0, hidden=(Transfer("send", 16.0, 2),)), replace(RATES, ahead=False))
     assert spent.total == pytest.approx(6 + 2)  # and so do its sends

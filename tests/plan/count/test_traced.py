@@ -13,11 +13,11 @@ from dhp.core.batch import IGNORED
 from dhp.core.errors import ModelError
 from dhp.core.parameters import AdapterSettings
 from dhp.core.reports import StageUsage
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from dhp.plan.count.traced import TracedRows, TraceSettings, trace_part
-from dhp.plan.recompute.run_shape import usage_of
+from dhp.plan.recompute.profile import usage_of
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Fault, Running, make_reader, rules_of
 from tests.helpers.rows import slow

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dhp.plan.cut.units import FREE, Link, Positions, first_trained, layer_cuts
+from dhp.plan.cut.units import FREE, Positions, StageLink, first_trained, layer_cuts
 from tests.plan.cut.made import unit
 
 TOWER = (
@@ -59,4 +59,4 @@ def test_a_backward_goes_to_the_first_that_trains() -> None:
 
 
 def test_a_hand_over_takes_its_bytes_and_a_latency() -> None:
-    assert Link(10.0, 0.5).seconds(20.0) == 2.5 and FREE.seconds(1e9) == 0.0
+    assert StageLink(10.0, 0.5).seconds(20.0) == 2.5 and FREE.seconds(1e9) == 0.0

@@ -8,9 +8,8 @@ from itertools import combinations
 import numpy as np
 
 from dhp.plan.cut.problem import PartitionProblem, bounds_of
-from dhp.plan.cut.programs import pipeline_programs
-from dhp.plan.cut.simulate import Programs
-from dhp.plan.cut.units import Link, Saved, Unit
+from dhp.plan.cut.simulate import Programs, pipeline_programs
+from dhp.plan.cut.units import Saved, StageLink, Unit
 
 PLAIN = {"none": Saved(8.0), "all": Saved(1.0, 7.0, 1.0)}
 
@@ -60,7 +59,7 @@ def programs(stages: int, micro_batches: int, kind: str = "1f1b", chunks: int = 
 
 def problem(seed: int, units: int, stages: int, micro_batches: int, budget: float = float("inf")) -> PartitionProblem:
     """A chain to be cut for 1F1B, with hand-overs of their bytes in seconds."""
-    return PartitionProblem(chain(seed, units), programs(stages, micro_batches), Link(1.0), budget)
+    return PartitionProblem(chain(seed, units), programs(stages, micro_batches), StageLink(1.0), budget)
 
 
 def cuts_of(asked: PartitionProblem) -> list[tuple[int, ...]]:

@@ -17,11 +17,13 @@ from dhp.plan.cut.partition import LayerCuts, is_joint, part_cuts
 from dhp.plan.cut.problem import bounds_of
 from dhp.plan.cut.run_tables import needed_bytes
 from dhp.plan.forecast.forecast import forecast
-from dhp.plan.forecast.question import Question
-from dhp.plan.run_plan import RunPlan, plan_run
+from dhp.plan.run_plan import Question, RunPlan, plan_run
 from tests.helpers.rows import slow
 from tests.helpers.tiny_families import save_family
-from tests.plan.cut.test_partition import FROZEN_TOWER, config_of, round_rates  # noqa: F401
+from tests.plan.cut.test_partition import (
+    FROZEN_TOWER,  # noqa: F401
+    config_of,
+)
 from tests.plan.made import machine
 
 TOWER = ("vision.parallelism=pipeline", "vision.num_actors=2", "vision.zero_stage=0", "vision.dtype=bfloat16")

@@ -13,7 +13,7 @@ from dhp.plan.cut import exact as searched
 from dhp.plan.cut.exact import critical, exact, nothing_elsewhere
 from dhp.plan.cut.problem import PartitionProblem, bounds_of
 from dhp.plan.cut.run_tables import all_cuts, choices_of, make_tables, needed_bytes, steps_of
-from dhp.plan.cut.units import Link
+from dhp.plan.cut.units import StageLink
 from tests.plan.cut.made import chain, cuts_of, problem, programs, unit, with_choice
 
 
@@ -100,7 +100,7 @@ def test_with_less_to_simulate_the_gap_says_what_may_be_missing() -> None:
 
 def test_nothing_behind_an_always_cut_is_held_with_what_is_before_it() -> None:
     units = tuple(replace(one, cut="always" if at == 2 else "may") for at, one in enumerate(chain(0, 9)))
-    asked = PartitionProblem(units, programs(3, 6), Link(1.0))
+    asked = PartitionProblem(units, programs(3, 6), StageLink(1.0))
     assert 3 in exact(asked).cuts
     assert exact(asked).step_s == pytest.approx(min(step_of(asked, cuts) for cuts in cuts_of(asked)))
 

@@ -13,9 +13,9 @@ from dhp.core.errors import ConfigError
 from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
 from dhp.plan.cut.exact import critical, exact, nothing_elsewhere
 from dhp.plan.cut.problem import PartitionProblem, bounds_of
-from dhp.plan.cut.programs import chain_graph, chain_programs, pipeline_programs
 from dhp.plan.cut.run_tables import all_cuts, make_tables, needed_bytes, steps_of
-from dhp.plan.cut.units import Held, Saved, Unit
+from dhp.plan.cut.simulate import chain_graph, chain_programs, pipeline_programs
+from dhp.plan.cut.units import PinnedUnit, Saved, Unit
 from dhp.step.schedule import make_schedule, outstanding
 from tests.plan.cut.made import cuts_of, problem
 from tests.plan.cut.test_exact import step_of
@@ -28,7 +28,7 @@ def joined(seed: int, tower: int, stages: int, units: int = UNITS) -> PartitionP
     own = problem(seed, units, tower + stages - 1, (tower + stages - 1) * (1 + seed % 2))
     border = units // 3
     merged = tuple(replace(one, cut="never" if at == border - 1 else "may") for at, one in enumerate(own.units))
-    return replace(own, units=merged, held=Held(border - 1, tower - 1))
+    return replace(own, units=merged, held=PinnedUnit(border - 1, tower - 1))
 
 
 def admitted(asked: PartitionProblem, border: int = BORDER) -> list[tuple[int, ...]]:
@@ -114,7 +114,7 @@ def test_too_few_units_are_said() -> None:
     with pytest.raises(ConfigError, match="of which run 4 has 3: there are too few units before it or behind it"):
         exact(joined(0, 5, 2))
     with pytest.raises(ConfigError, match="a part has fewer layers than stages"):
-        by_layers(joined(0, 5, 2).units, 6, Held(3, 4))
+        by_layers(joined(0, 5, 2).units, 6, PinnedUnit(3, 4))
 
 
 def test_what_the_first_part_keeps_counts_for_a_micro_batch_more() -> None:
@@ -125,7 +125,7 @@ def test_what_the_first_part_keeps_counts_for_a_micro_batch_more() -> None:
     programs = chain_programs(ONE_F_ONE_B, 2, 2, 8)
     tower, decoder = unit_that_keeps(10.0, "vision"), unit_that_keeps(100.0, "text")
     units = (tower, replace(tower, cut="never"), decoder, decoder)
-    asked = PartitionProblem(units, programs, held=Held(1, 1), budget_bytes=230.0)
+    asked = PartitionProblem(units, programs, held=PinnedUnit(1, 1), budget_bytes=230.0)
     assert asked.in_flight == (4, 2, 1)
     assert [unit.saved["none"].held_bytes for unit in asked.units_of(1)] == [15.0, 15.0, 100.0, 100.0]
     assert asked.units_of(0) is asked.units

@@ -6,16 +6,15 @@ import pytest
 
 from dhp.config.ranges import SCHEDULES
 from dhp.core.errors import ConfigError
-from dhp.plan.cut.programs import chain_programs, pipeline_programs
-from dhp.plan.cut.simulate import Work
+from dhp.plan.cut.simulate import Task, chain_programs, pipeline_programs
 from dhp.step.schedule import Backward, make_schedule
 from tests.helpers.graphs import make_graph
 
 
 def test_programs_are_those_of_1f1b() -> None:
     first, second = pipeline_programs("1f1b", 2, 1, 2)
-    assert first == (Work(0, False, 0), Work(0, False, 1), Work(0, True, 0), Work(0, True, 1))
-    assert second == (Work(1, False, 0), Work(1, True, 0), Work(1, False, 1), Work(1, True, 1))
+    assert first == (Task(0, False, 0), Task(0, False, 1), Task(0, True, 0), Task(0, True, 1))
+    assert second == (Task(1, False, 0), Task(1, True, 0), Task(1, False, 1), Task(1, True, 1))
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -43,4 +42,4 @@ def test_a_chain_has_the_programs_of_all_stages_but_the_one_that_is_shared(kind:
         zip(chain_programs(kind, 2, 3, 4), ("vision.0", "text.0", "text.1", "text.2"), strict=True)
     ):
         own = [action for action in schedule if action.node.stage == name]
-        assert program == tuple(Work(at, isinstance(one, Backward), one.micro_batch) for one in own)
+        assert program == tuple(Task(at, isinstance(one, Backward), one.micro_batch) for one in own)

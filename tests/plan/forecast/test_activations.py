@@ -7,12 +7,12 @@ import pytest
 from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
 from dhp.core.errors import ModelError
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.text import TextEngine
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from dhp.plan.count.counted_model import Counted, Cut
 from dhp.plan.count.traced import TracedRows
-from dhp.plan.recompute.run_shape import usage_of
+from dhp.plan.recompute.profile import usage_of
 from dhp.plan.run_plan import plan_run
 from dhp.plan.search.verdict import expect
 from dhp.plan.trainable import training_rules

@@ -15,10 +15,9 @@ from dhp.plan.bench.machine import assumed_cpu
 from dhp.plan.count.counted_model import Cut
 from dhp.plan.count.row_bytes import CHOICES, NONE
 from dhp.plan.count.samples import EqualSamples, Samples
-from dhp.plan.forecast.question import Question
 from dhp.plan.forecast.stage_bytes import counted_costs, rows_of_stage
 from dhp.plan.recompute.profile import Profile
-from dhp.plan.run_plan import plan_run
+from dhp.plan.run_plan import Question, plan_run
 from tests.helpers.rows import slow
 
 

@@ -13,8 +13,7 @@ from dhp.plan.bench.machine import Machine
 from dhp.plan.count.counted_model import Counted, Cut
 from dhp.plan.count.loads import RunLoads, even_loads, text_rows
 from dhp.plan.forecast.forecast import Forecast, forecast
-from dhp.plan.forecast.question import Question
-from dhp.plan.run_plan import RunPlan, plan_run
+from dhp.plan.run_plan import Question, RunPlan, plan_run
 from tests.plan.cut.test_partition import FROZEN_TOWER, PIPELINE, config_of
 from tests.plan.made import RATES, machine
 

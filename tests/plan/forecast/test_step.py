@@ -9,12 +9,15 @@ from dhp.models.registry import load_family
 from dhp.plan.count.rates import Channel
 from dhp.plan.count.samples import assumed_samples
 from dhp.plan.forecast.forecast import forecast, play_step
-from dhp.plan.forecast.question import Question
-from dhp.plan.run_plan import plan_run
+from dhp.plan.run_plan import Question, plan_run
 from dhp.step.schedule import Backward, Forward
 from dhp.step.timed import Timeline
 from dhp.trainer.dry_run import bubble_lines, timeline_lines
-from tests.plan.cut.test_partition import FROZEN_TOWER, PIPELINE, config_of, round_rates  # noqa: F401
+from tests.plan.cut.test_partition import (
+    FROZEN_TOWER,  # noqa: F401
+    PIPELINE,
+    config_of,
+)
 from tests.plan.made import machine
 
 APART = ("cluster.collocate=false", "vision.num_actors=1", "vision.ulysses=1", "vision.zero_stage=0")

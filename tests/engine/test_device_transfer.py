@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dhp.engine.transfer import move_together, to_device
+from dhp.engine.device_transfer import move_together, to_device
 
 
 def test_a_tensor_of_the_device_is_used_where_it_lies() -> None:

@@ -18,17 +18,16 @@ from dhp.core.draws import drawing
 from dhp.core.graph import HIDDEN_STATES
 from dhp.core.kinds import tokens_of
 from dhp.core.reports import KernelUse
+from dhp.engine.answer_tokens import Generator
 from dhp.engine.build import DEEPSPEED, place_kernels, shard_decoder
-from dhp.engine.generate import Generator
+from dhp.engine.device_transfer import gradient_of, joined, move_with_plans, rows_of, to_device
 from dhp.engine.sample_losses import SampleLossKeeper, breaking
 from dhp.engine.stage import StageEngine
-from dhp.engine.transfer import gradient_of, joined, move_with_plans, rows_of, to_device
 from dhp.models.family import VISION
 from dhp.models.load import ReadPlan, load_part
 from dhp.models.lora import without_dropout
 from dhp.models.types import DecoderInputs, LayerParts, add_rows, chunks_of
-from dhp.objectives.objective import Chosen, Head, share_of_balance
-from dhp.objectives.registry import find_objective
+from dhp.objectives.objective import Chosen, Head, find_objective, share_of_balance
 from dhp.parallel.attention.attention_kernels import FLASH_ATTENTION_2, has_varlen
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS, MeshPosition, SegmentPlan, plan_segments, plan_shard
 from dhp.parallel.attention.segments import packed_attention, run_by_segment
@@ -47,7 +46,7 @@ SEGMENTS = "dhp_segments"  # a name that transformers has no mask function for: 
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _TextFlight:
     """A micro-batch between its forward and its backward. output: hidden states, or the loss at the last chunk; leaves:
     of each bundle received whose gradients go back, by name."""
 
@@ -84,7 +83,7 @@ class TextEngine(StageEngine):
         self._objective = find_objective(self.settings.objective)
         self._position = MeshPosition.of(self.mesh)
         self.by_sample = SampleLossKeeper(self._objective, self._position.number) if self.sends else None
-        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._flights: dict[tuple[int, int], _TextFlight] = {}
         self._losses: list[Tensor] = []
         self._right: list[Tensor] = []
         self._answering: Generator | None = None
@@ -120,7 +119,7 @@ class TextEngine(StageEngine):
         output = self.forward(inputs.input_ids.numel(), micro_batch, compute)
         if part.last:
             self._losses.append(output.detach())
-        self._flights[micro_batch, chunk] = _Flight(output, flying)
+        self._flights[micro_batch, chunk] = _TextFlight(output, flying)
         if part.last or not self.sends:
             return ()
         return tuple(Bundle({HIDDEN_STATES: output.detach()}) for _ in self.edges_out(chunk))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.core.batch import Answer, PromptInput
-from dhp.engine.transfer import move_together
+from dhp.engine.device_transfer import move_together
 from dhp.models.decoder import Decoder
 from dhp.models.types import DecoderInputs
 from dhp.parallel.attention.row_decode import Chooser, NewToken, ShardedCacheIndex, ShardedKVCache, new_token_attention

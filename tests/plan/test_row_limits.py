@@ -10,7 +10,7 @@ from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.data.balance.methods import choose_method
 from dhp.data.balance.packs import Loads
-from dhp.plan.count.row_limits import balance_settings, samples_a_row, unreached
+from dhp.plan.batches import balance_settings, samples_a_row, unreached
 
 LOADS = Loads(np.full(4000, 1024), np.full(4000, 2048))
 

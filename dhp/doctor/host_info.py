@@ -186,7 +186,7 @@ def advice(tried: list[Tried], gpus: int, cpus: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Machine:
+class HostInfo:
     """The machine that this process is on. gpus: name and compute capability of each."""
 
     python: str
@@ -224,7 +224,7 @@ class Machine:
         return "\n".join(f"{name:{width}}{value}" for name, value in rows) + "".join(advised)
 
 
-def look_around(tries: bool = False) -> Machine:
+def look_around(tries: bool = False) -> HostInfo:
     """The machine's versions, processors, GPUs and packages. tries: collectives and shared memory, some seconds; else
     of a GPU only its properties are read."""
     gpus = []
@@ -234,7 +234,7 @@ def look_around(tries: bool = False) -> Machine:
     tried, cpus = try_all() if tries else [], count_cores()
     device = torch.device("cuda" if gpus else "cpu")
     dtype = torch.bfloat16 if gpus else torch.float32
-    return Machine(
+    return HostInfo(
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=transformers.__version__,

@@ -14,7 +14,7 @@ from dhp.core.reports import StageReport
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.planned import Planned
 from dhp.observe.ranks import RankShare
-from dhp.trainer.reports import NO_MFU, SKIPPED_SHOWN, Timing, left_out, notes, rank_shares, step_metrics
+from dhp.trainer.step_reports import NO_MFU, SKIPPED_SHOWN, Timing, left_out, notes, rank_shares, step_metrics
 
 COUNTS: dict[str, Any] = {
     **{

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map_only
 
 from dhp.parallel.optim.base import ScalingOptimizer
-from dhp.parallel.tensor.slices import Cut
+from dhp.parallel.tensor.slices import AdapterCut
 
 Numbers = slice | Tensor  # along a dimension: a range, or where there are gaps, int64
 
@@ -71,13 +71,13 @@ class PlacedOptimizer(ScalingOptimizer):
                 found.setdefault(self.shared[weight].group, []).append(number)
         return found
 
-    def place(self, weight: Tensor, rows: range, slice_shape: torch.Size, cut: Cut | None, group: Any) -> None:
+    def place(self, weight: Tensor, rows: range, slice_shape: torch.Size, cut: AdapterCut | None, group: Any) -> None:
         """Let the optimizer know that `weight` is `rows` of a slice that is `cut`, the others being `group`'s."""
         if slice_shape and dist.get_world_size(group) > 1:
             self.shared[weight] = Shared(find_place(rows, slice_shape, cut), group)
 
 
-def find_place(rows: range, slice_shape: torch.Size, cut: Cut | None) -> Place:
+def find_place(rows: range, slice_shape: torch.Size, cut: AdapterCut | None) -> Place:
     """The place of `rows` of a slice of `slice_shape`. cut: how slices are cut from the whole; None: not."""
     numbers = [torch.arange(length) for length in slice_shape]
     whole = tuple(slice_shape if cut is None else cut.shape)
@@ -112,7 +112,7 @@ def shard_rows(slice_shape: torch.Size, mesh: DeviceMesh) -> range:
     return range(offset[0], offset[0] + shape[0])
 
 
-def held_blocks(rows: range, slice_shape: torch.Size, cut: Cut | None) -> list[HeldBlock]:
+def held_blocks(rows: range, slice_shape: torch.Size, cut: AdapterCut | None) -> list[HeldBlock]:
     """Blocks of the whole parameter that `rows` of a slice of `slice_shape` are; cut: how slices are cut, None: not."""
     found = []
     for run, offset in _runs(slice_shape, cut):
@@ -123,7 +123,7 @@ def held_blocks(rows: range, slice_shape: torch.Size, cut: Cut | None) -> list[H
     return found
 
 
-def _runs(slice_shape: torch.Size, cut: Cut | None) -> Sequence[tuple[tuple[slice, ...], tuple[int, ...]]]:
+def _runs(slice_shape: torch.Size, cut: AdapterCut | None) -> Sequence[tuple[tuple[slice, ...], tuple[int, ...]]]:
     """Parts of the slice that are one block of the whole each, and where it begins there."""
     all_of = tuple(slice(0, length) for length in slice_shape)
     if cut is None:

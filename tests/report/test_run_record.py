@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dhp.core.errors import RecordError
-from dhp.report.record import read_run
+from dhp.report.run_record import read_run
 from tests.helpers.made_runs import make_run
 
 

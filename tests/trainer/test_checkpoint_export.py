@@ -15,7 +15,7 @@ from dhp.data.sample.sample import area_bounds
 from dhp.models.pretrained import load_image_processor
 from dhp.models.processor_files import find_frame_size
 from dhp.tiny.tiny_model import make_family
-from dhp.trainer.export import _write_pictures, _write_stops, picture_settings
+from dhp.trainer.checkpoint_export import _write_pictures, _write_stops, picture_settings
 
 OTHER = "<|vision_pad|>"  # in the place of the tokenizer's eos
 

@@ -21,8 +21,8 @@ from dhp.core.kinds import KINDS
 from dhp.core.parameters import is_inside
 from dhp.core.reports import KernelUse
 from dhp.engine.build import freeze, place_kernels, shard_tower
+from dhp.engine.device_transfer import gradient_of, joined, move_with_plans, to_device
 from dhp.engine.stage import StageEngine
-from dhp.engine.transfer import gradient_of, joined, move_with_plans, to_device
 from dhp.models.load import load_part
 from dhp.models.tower import Tower, TowerInputs
 from dhp.models.types import LayerParts, chunks_of
@@ -143,7 +143,7 @@ class _Sent:
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _EncoderFlight:
     """A micro-batch between its forward and its backward. output: what the chunk made, by name; sent: its rows that
     went to the decoder; hidden: the states that it received, where their gradients go back."""
 
@@ -177,7 +177,7 @@ class EncoderEngine(StageEngine):
         if self.settings.zero_stage == 3:  # which gathers a module's weights for each of its calls
             tower.call_modules_once(model)
         self._position = MeshPosition.of(self.mesh)
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, _EncoderFlight] = {}
         kept = self.settings.features
         self._keeper = None if kept is None else FeatureKeeper(kept, sequence_group(self.mesh))
         return model
@@ -213,7 +213,7 @@ class EncoderEngine(StageEngine):
         output = self.forward(len(pixels), micro_batch, run)
         if self.settings.graph.goes_back(Node(self.spec.name, chunk)):
             back = hidden if hidden is not None and hidden.requires_grad else None
-            self._flights[micro_batch] = _Flight(output, sent, back)
+            self._flights[micro_batch] = _EncoderFlight(output, sent, back)
         if not self.sends:
             return ()
         if self._keeper is not None and work.to_keep:

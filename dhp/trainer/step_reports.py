@@ -21,7 +21,7 @@ from dhp.core.graph import StageGraph
 from dhp.core.reports import DeviceInfo, StageReport
 from dhp.core.text import one_line
 from dhp.core.tracing import Span
-from dhp.observe.logger_process import About
+from dhp.observe.logger_process import RunInfo
 from dhp.observe.loggers import Loggers
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.planned import Planned, peak_flops, unknown_devices, utilisation, who_measures
@@ -291,7 +291,7 @@ def overlap_warning(config: Config, graph: StageGraph, device: str) -> str | Non
 Refs = Mapping[str, list[Any]]  # by group, for each rank the ref of its spans
 
 
-class Traced(Protocol):
+class SpanSource(Protocol):
     """A group of ranks that keep spans: both parts' actors and the dataset actor."""
 
     def take_spans_async(self, keep: bool = True) -> list[Any]:
@@ -304,7 +304,9 @@ class Traced(Protocol):
 class Tracing:
     """One run's tracing, from the moment when all ranks are there."""
 
-    def __init__(self, groups: Mapping[str, Traced], writer: TraceWriter, timeout_s: float, steps: range | None = None):
+    def __init__(
+        self, groups: Mapping[str, SpanSource], writer: TraceWriter, timeout_s: float, steps: range | None = None
+    ):
         """steps: that are traced, from 1; None: all."""
         self._groups, self._writer, self._steps = groups, writer, steps
         self._offsets = {name: group.clock_offsets(timeout_s) for name, group in groups.items()}
@@ -331,7 +333,7 @@ def make_loggers(config: Config, run_dir: Path, resumed: bool) -> Loggers | None
     """The loggers of training.loggers; None: there are none. resumed: the run goes on where one in run_dir stopped."""
     if not config.training.loggers:
         return None
-    about = About(
+    about = RunInfo(
         name=run_dir.absolute().name,
         project=config.training.logger_project or config.name,
         run_dir=str(run_dir.absolute()),

@@ -24,13 +24,12 @@ from dhp.models.registry import import_plugins
 from dhp.plan.count.samples import Samples, assumed_equal, equal_samples
 from dhp.plan.search.candidates import Candidate
 from dhp.plan.search.explain import equations
-from dhp.plan.search.free_keys import RECOMPUTE, ROWS, Held, find_held, put, searched_keys, with_settings
+from dhp.plan.search.free_keys import RECOMPUTE, ROWS, FixedKeys, find_held, put, searched_keys, with_settings
 from dhp.plan.search.layout_search import Found, search
 from dhp.plan.search.run_devices import machine_ahead
 from dhp.plan.search.sample_source import measured_table, why_not_measured
-from dhp.plan.search.space import Space
-from dhp.plan.search.subject import Subject, make_space, read_subject
-from dhp.supervise.attempt import Layout, Layouts
+from dhp.plan.search.space import Space, Subject, make_space, read_subject
+from dhp.supervise.attempt import ElasticLayout, ElasticLayouts
 from dhp.trainer.preflight import prepare
 from dhp.trainer.recipe import recipe
 from dhp.trainer.settings import kept_settings
@@ -96,7 +95,7 @@ def plan_for(config: Config, devices: int, say: Callable[[str], None]) -> dict[s
 
 def layout_settings(config: Config) -> dict[str, Any]:
     """All settings of a layout, as a composed configuration has them."""
-    return _settings_of(config, Held(()))
+    return _settings_of(config, FixedKeys(()))
 
 
 def plain_settings(config: Config, part: str) -> dict[str, Any]:
@@ -129,7 +128,7 @@ def _recorded(config: Config) -> Path | None:
         ) from error
 
 
-def _settings_of(recorded: Config, held: Held) -> dict[str, Any]:
+def _settings_of(recorded: Config, held: FixedKeys) -> dict[str, Any]:
     """The layout of a run by its record, but for what is held."""
     keys = [key for key in searched_keys(recorded) if key not in held.keys]
     for name in parts(recorded):
@@ -142,7 +141,7 @@ def _settings_of(recorded: Config, held: Held) -> dict[str, Any]:
     return values
 
 
-def _others(config: Config, held: Held, recorded: Config) -> list[str]:
+def _others(config: Config, held: FixedKeys, recorded: Config) -> list[str]:
     """What is set otherwise than the run that is resumed had it, in words."""
     found = []
     both = parts(config).keys() & parts(recorded).keys()
@@ -157,7 +156,7 @@ def _others(config: Config, held: Held, recorded: Config) -> list[str]:
     return found
 
 
-def _plan(config: Config, held: Held, say: Callable[[str], None], new_run: bool) -> Candidate:
+def _plan(config: Config, held: FixedKeys, say: Callable[[str], None], new_run: bool) -> Candidate:
     subject = read_subject(config, say)
     if others := [name for name in encoders(config) if name != VISION]:
         raise ConfigError(f"layout={config.layout}: the {', '.join(others)} part is not in a plan yet. Set its degrees")
@@ -217,7 +216,7 @@ def _text(settings: Mapping[str, Any]) -> str:
     return " ".join(shown) or "one device"
 
 
-def _none(config: Config, held: Held, space: Space, found: Found) -> str:
+def _none(config: Config, held: FixedKeys, space: Space, found: Found) -> str:
     kept = f" with {', '.join(held.keys)} as set" if held.keys else ""
     more = "`python -m dhp plan` with the same configuration names what would change that"
     if found.tight is not None:
@@ -236,19 +235,19 @@ _MOST = 8  # planned ones: each takes seconds
 
 def find_layouts(
     config: Config, prepared: Config, say: Callable[[str], None] = say_nothing, planned: bool = False
-) -> Layouts:
+) -> ElasticLayouts:
     """All layouts of a run, as training.elastic asks for them. config: composed, with its layout; prepared: what
     `dhp.trainer.preflight.prepare` made of it. planned: the run's own layout was planned, and is not to be again. say:
     receives a line about each. Raises ConfigError for one that cannot be, or in which the run would train otherwise."""
     settings = _settings(config) if planned else {}
-    own, smaller, errors = Layout(_devices(prepared), _words(settings)), dict[int, Layout](), []
+    own, smaller, errors = ElasticLayout(_devices(prepared), _words(settings)), dict[int, ElasticLayout](), []
     for number, text in enumerate(prepared.training.elastic):
         try:
             named = text != PLANNED
             for words in (
                 [_over(config, settings, tuple(text.split()))] if named else _planned(config, own.devices, say)
             ):
-                layout = Layout(_checked(config, prepared, words, own.devices), words)
+                layout = ElasticLayout(_checked(config, prepared, words, own.devices), words)
                 smaller.setdefault(layout.devices, layout)
         except DhpError as error:
             errors.append(ConfigError(f"{_KEY}[{number}]={text}: {error}"))
@@ -256,7 +255,7 @@ def find_layouts(
     ordered = tuple(smaller[devices] for devices in sorted(smaller, reverse=True))
     for layout in ordered:
         say(f"{_KEY}: with {layout.devices} of {own.devices} devices, {' '.join(layout.words)}")
-    return Layouts(own, ordered)
+    return ElasticLayouts(own, ordered)
 
 
 def _checked(config: Config, prepared: Config, words: tuple[str, ...], own_devices: int) -> int:

@@ -11,10 +11,10 @@ import transformers.models.auto.processing_auto  # noqa: F401
 import transformers.optimization  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import dhp.engine.encoder
-import dhp.engine.text  # noqa: F401
+import dhp.engine.encoder_engine
+import dhp.engine.text_engine  # noqa: F401
 from dhp.core.kinds import KINDS
-from dhp.engine.settings import StageSettings
+from dhp.engine.stage_settings import StageSettings
 
 if TYPE_CHECKING:
     from dhp.engine.stage import StageEngine

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dhp.parallel.optim.muon import WholeMatrices
-from dhp.parallel.optim.places import Place, find_place
-from dhp.parallel.tensor.slices import Cut
+from dhp.parallel.optim.value_ranges import Place, find_place
+from dhp.parallel.tensor.slices import AdapterCut
 from tests.helpers.ranks import run_on_ranks
 
 WHOLE = torch.arange(8 * 6).view(8, 6)
@@ -25,7 +25,7 @@ def _held(whole: Tensor, placement: Placement) -> list[bool]:
     slice_of = distribute_tensor(whole, mesh, [placement]).to_local()
     found = []
     for rows in (range(len(slice_of)), range(1, 3), range(2, 2)):
-        place = find_place(rows, slice_of.shape, Cut(mesh, (placement,), whole.shape))
+        place = find_place(rows, slice_of.shape, AdapterCut(mesh, (placement,), whole.shape))
         held = slice_of[rows.start : rows.stop]
         same = torch.equal(whole[place.numbers], held)
         found.append(same and place.shape == tuple(held.shape) and place.count == held.numel())

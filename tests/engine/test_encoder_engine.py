@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dhp.engine.encoder import EncoderEngine
+from dhp.engine.encoder_engine import EncoderEngine
 
 
 @pytest.mark.parametrize(

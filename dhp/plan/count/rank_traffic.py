@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dhp.plan.count.rates import Operation, Sent
+from dhp.plan.count.rates import Operation, Transfer
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class DividedAttention:
         again = 0 if self.gather or self.ring == 2 else self.element_bytes
         return 2 * self._a_rank * self._sent_kv_width * (again + self.exact_bytes) * (self.ring - 1)
 
-    def sends(self, back: bool) -> tuple[Sent, ...]:
+    def sends(self, back: bool) -> tuple[Transfer, ...]:
         """The same as collectives of a layer: forward, or back. Ring ranks lie `exchanging` apart."""
         others = max(1, self.ring - 1)
         around = self.ring_backward() if back else self.ring_forward()
         whole = self.exchange() * self.exchanging / max(1, self.exchanging - 1)
         found = (
-            Sent("all-to-all", whole, self.exchanging),
-            Sent("send", around / others, self.ring, self.exchanging, others),
+            Transfer("all-to-all", whole, self.exchanging),
+            Transfer("send", around / others, self.ring, self.exchanging, others),
         )
         return tuple(one for one in found if one.ranks > 1)
 
@@ -80,17 +80,17 @@ class DividedMatrices:
     sharded_norms: bool = False
     blocks: int = 2
 
-    def sends(self, back: bool) -> tuple[Sent, ...]:
+    def sends(self, back: bool) -> tuple[Transfer, ...]:
         """The collectives of a layer. With sharded norms a sum becomes a scatter of it and a gather, and backward each
         block gathers its input again; shares are padded to equal numbers of rows."""
         if self.tensor == 1:
             return ()
         if not self.sharded_norms:
-            return (Sent("all-reduce", self._bytes(self.rows), self.tensor, times=self.blocks),)
+            return (Transfer("all-reduce", self._bytes(self.rows), self.tensor, times=self.blocks),)
         padded = self._bytes(-(-self.rows // self.tensor) * self.tensor)
         return (
-            Sent("all-gather", padded, self.tensor, times=self.blocks * (2 if back else 1)),
-            Sent("reduce-scatter", padded, self.tensor, times=self.blocks),
+            Transfer("all-gather", padded, self.tensor, times=self.blocks * (2 if back else 1)),
+            Transfer("reduce-scatter", padded, self.tensor, times=self.blocks),
         )
 
     def _bytes(self, rows: int) -> float:
@@ -115,12 +115,12 @@ class DividedWeights:
     again: int = 0
     stride: int = 1
 
-    def forward(self, first: bool) -> tuple[Sent, ...]:
+    def forward(self, first: bool) -> tuple[Transfer, ...]:
         """Of a micro-batch. first: of the step."""
         gathers = self.zero_stage == 3 or (self.by_torch and first)
         return self._sent("all-gather", self.parameters * self.weight_bytes) if gathers else ()
 
-    def backward(self, last: bool) -> tuple[Sent, ...]:
+    def backward(self, last: bool) -> tuple[Transfer, ...]:
         """Of a micro-batch. last: of the step."""
         gradients = self.parameters * self.gradient_bytes
         if self.zero_stage == 3 or self.by_torch:
@@ -128,10 +128,10 @@ class DividedWeights:
             return self._sent("all-gather", again) + self._sent("reduce-scatter", gradients)
         return self._sent("all-reduce", gradients) if last or self.zero_stage == 2 else ()
 
-    def update(self) -> tuple[Sent, ...]:
+    def update(self) -> tuple[Transfer, ...]:
         """Behind the optimizer, where it updates a share of weights that all ranks hold."""
         shares = self.zero_stage in (1, 2) and not self.by_torch
         return self._sent("all-gather", self.parameters * self.weight_bytes) if shares else ()
 
-    def _sent(self, operation: Operation, nbytes: float) -> tuple[Sent, ...]:
-        return (Sent(operation, nbytes, self.ranks, self.stride),) if self.ranks > 1 and nbytes else ()
+    def _sent(self, operation: Operation, nbytes: float) -> tuple[Transfer, ...]:
+        return (Transfer(operation, nbytes, self.ranks, self.stride),) if self.ranks > 1 and nbytes else ()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dhp.__main__ import main
-from dhp.doctor.machine import look_around
+from dhp.doctor.host_info import look_around
 from dhp.parallel.device import BITSANDBYTES, COMPILE, FLASH_ATTENTION, LIGER, LOGGERS
 
 

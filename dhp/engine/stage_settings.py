@@ -73,7 +73,7 @@ class StageSettings:
 
     features: where what the stage makes of pictures is kept; None: nowhere.
 
-    objective: the name of what a step minimizes (`dhp.objectives.registry`).
+    objective: the name of what a step minimizes (`dhp.objectives.objective`).
 
     plugins: modules that register the model's family (`dhp.models.registry`).
     """
