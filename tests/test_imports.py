@@ -36,8 +36,8 @@ TABLE: dict[str, set[str]] = {
         "parallel.attention.visibility",
     },
     "plan": {
-        "batch", "cluster.device_count", "cluster.gpus", "cluster.host", "cluster.link_seconds",
-        "cluster.ray_session", "data", "engine", "models", "objectives", "parallel", "step", "tiny",
+        "batch", "cluster.address", "cluster.gpus", "cluster.host", "cluster.link_seconds",
+        "cluster.placement.nodes", "data", "engine", "models", "objectives", "parallel", "step", "tiny",
     },
     "trainer": {
         "batch", "checkpoint", "cluster", "data", "engine", "models", "objectives", "observe", "parallel", "plan",

@@ -16,6 +16,7 @@ from ray.util.client import ray as client
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dhp.cluster.address import LOCAL
 from dhp.cluster.clock import ClockReading, offset_ns
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.gpus import RankDevice, check_devices_here, choose_backend, choose_device, choose_transport
@@ -38,7 +39,7 @@ from dhp.cluster.placement.reservation import (
     reserve,
     wait_for_gpus,
 )
-from dhp.cluster.ray_session import LOCAL, cluster_gpus, ray_session
+from dhp.cluster.ray_session import cluster_gpus, ray_session
 from dhp.cluster.servers import limited_teardown, require_servers
 from dhp.cluster.worker import GIVEN, GroupSettings, Worker
 from dhp.core.dispatch import Call, PerRank, spread

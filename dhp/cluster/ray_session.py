@@ -26,7 +26,8 @@ from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError
 
-from dhp.cluster.forks.start_server import environment
+from dhp.cluster.address import CLIENT, LOCAL
+from dhp.cluster.forks.start_server import worker_environment
 from dhp.cluster.servers import descendants, end_descendants, has_ended, is_named, own_servers
 from dhp.core.errors import CheckpointError, ClusterError, ConfigError, DataError, DhpError, NoCluster
 from dhp.core.files import base_for_socket
@@ -134,15 +135,6 @@ def _remove(folder: Path) -> None:
         if time.monotonic() > deadline:
             return
         time.sleep(0.05)
-
-
-LOCAL, RUNNING, CLIENT = "local", "auto", "ray://"
-SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for what `ray job submit` starts
-
-
-def chosen_address(asked: str) -> str:
-    """`asked`, but for a run submitted as a Ray job the cluster that it was submitted to in place of one of its own."""
-    return RUNNING if asked == LOCAL and SUBMITTED in os.environ else asked
 
 
 _SERVER_WAIT = "RAY_gcs_server_port_wait_time_s"
@@ -286,9 +278,8 @@ def _start(folder: Path, timeout_s: float, common: Mapping[str, Any], say: Calla
     for again_s in (*RETRIES_S, None):
         try:
             with _whole_or_none(LOCAL, folder, timeout_s), within(timeout_s):
-                # Workers inherit the environment; a runtime_env would only delay them.
-                with on_loopback(), without_helpers(), changed_environment(environment()):
-                    ray.init(address=LOCAL, **own, **common)
+                with on_loopback(), without_helpers():
+                    ray.init(address=LOCAL, **own, **common, runtime_env=worker_environment())
             return
         except ClusterError as error:
             if again_s is None or not isinstance(error.__cause__, _PASSING):

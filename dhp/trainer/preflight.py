@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dhp.checkpoint.feature_folder import FeatureFolder
 from dhp.checkpoint.folder import step_folders
 from dhp.checkpoint.resume import AUTO
-from dhp.cluster.ray_session import SUBMITTED
+from dhp.cluster.address import SUBMITTED
 from dhp.config.layout import resolve_part
 from dhp.config.parts import HEARING, model_name, parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve

@@ -6,8 +6,8 @@ import json
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
+from dhp.cluster.address import LOCAL, chosen_address
 from dhp.cluster.forks.start_server import fork_server
-from dhp.cluster.ray_session import LOCAL, chosen_address
 from dhp.config.parts import parts
 from dhp.config.schema import Config
 

@@ -13,11 +13,11 @@ from dhp.batch.prompts import PromptReader
 from dhp.batch.reader import make_reader
 from dhp.checkpoint.folder import check_writable, remove_unfinished
 from dhp.checkpoint.resume import LAYOUT, RECIPE, Start, find_start
+from dhp.cluster.address import chosen_address
 from dhp.cluster.cluster import ActorGroup, Cluster, ClusterSpec
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.gpus import least_memory, read_gpus
 from dhp.cluster.hangs.watch import Watched, wait_all
-from dhp.cluster.ray_session import chosen_address
 from dhp.cluster.transport.shared_memory import RemoteValue
 from dhp.config.parts import DECODER, model_name, parts
 from dhp.config.resolve import collective_timeout_s, micro_batches

@@ -11,7 +11,8 @@ from tests.helpers import forks
 
 @pytest.fixture(scope="package")
 def local_ray() -> Iterator[None]:
-    from dhp.cluster.ray_session import LOCAL, ray_session
+    from dhp.cluster.address import LOCAL
+    from dhp.cluster.ray_session import ray_session
 
     with forks.of_rays_here(), ray_session(LOCAL, cpus=4, gpus=2):
         yield

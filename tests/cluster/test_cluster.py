@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from dhp.cluster import cluster as cluster_module
+from dhp.cluster.address import LOCAL
 from dhp.cluster.cluster import GROUP_LATER_S, Cluster, ClusterSpec, _make_lookout
 from dhp.cluster.placement.nodes import ClusterNode
 from dhp.cluster.placement.reservation import Topology
-from dhp.cluster.ray_session import LOCAL
 from dhp.core.graph import StageGraph
 from tests.helpers.graphs import make_graph
 

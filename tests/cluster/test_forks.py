@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dhp.cluster.forks import start_server
-from dhp.cluster.forks.start.sitecustomize import SERVER
-from dhp.cluster.forks.start_server import environment, fork_server, has_gpus
+from dhp.cluster.forks.fork_client import SERVER
+from dhp.cluster.forks.start_server import CLIENT, fork_server, has_gpus, worker_environment
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100
@@ -40,7 +40,7 @@ def started(folder: Path, **more: str) -> tuple[str, str, list[str]]:
     script = folder / "default_worker.py"
     script.write_text(CODE)
     done = subprocess.run(
-        [sys.executable, script], env={**os.environ, **more}, capture_output=True, text=True, timeout=LIMIT_S
+        [sys.executable, CLIENT, script], env={**os.environ, **more}, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
     found, parent, path = done.stdout.split(maxsplit=2)
@@ -54,25 +54,23 @@ def test_a_worker_is_a_fork_that_finds_the_imports(tmp_path: Path, alone: None) 
         while not Path(os.environ[SERVER]).exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert folder.stat().st_mode & 0o077 == 0
-        found, server = worker(tmp_path, **environment())
+        assert worker_environment() == {"py_executable": f"{sys.executable} {CLIENT}"}
+        found, server = worker(tmp_path)
         assert found == "True" and b"dhp.cluster.forks.server" in Path(f"/proc/{server}/cmdline").read_bytes()
         (plugins := tmp_path / "plugins").mkdir()
-        path = os.pathsep.join([str(start_server.START), str(plugins)])
-        found, _, looked = started(tmp_path, PYTHONPATH=path)
+        found, _, looked = started(tmp_path, PYTHONPATH=str(plugins))
         assert found == "True" and looked[:2] == [str(tmp_path), str(plugins)]
-        assert str(start_server.START) not in looked
-    assert not Path(f"/proc/{server}").exists() and not folder.exists() and environment() == {}
+    assert not Path(f"/proc/{server}").exists() and not folder.exists() and worker_environment() is None
 
 
 def test_a_worker_starts_as_usual_where_no_server_answers(tmp_path: Path, alone: None) -> None:
-    hook = {SERVER: str(tmp_path / "nowhere"), "PYTHONPATH": str(start_server.START)}
-    assert worker(tmp_path, **hook) == ("False", str(os.getpid()))
+    assert worker(tmp_path, **{SERVER: str(tmp_path / "nowhere")}) == ("False", str(os.getpid()))
+    assert worker(tmp_path) == ("False", str(os.getpid()))
 
 
 def test_the_environments_own_hook_still_runs(tmp_path: Path, alone: None) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"import {MODULE}\n")
-    path = os.pathsep.join([str(start_server.START), str(tmp_path)])
-    assert worker(tmp_path, PYTHONPATH=path)[0] == "True"
+    assert worker(tmp_path, PYTHONPATH=str(tmp_path))[0] == "True"
 
 
 def test_a_killed_run_leaves_neither_server_nor_folder(tmp_path: Path, alone: None) -> None:
@@ -98,14 +96,14 @@ def test_beside_gpus_there_is_none(name: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv(SERVER, raising=False)
     monkeypatch.setattr(start_server, "has_gpus", lambda: True)
     with fork_server([MODULE]):
-        assert SERVER not in os.environ and environment() == {}
+        assert SERVER not in os.environ and worker_environment() is None
 
 
 def late_client(address: Path, then: str) -> subprocess.Popen[str]:
     """A process that hands over, slowly, and then does something where it started as usual."""
-    code = "import signal, sys, time\nfrom dhp.cluster.forks.start import sitecustomize\nset_handler = signal.signal\n"
+    code = "import signal, sys, time\nfrom dhp.cluster.forks import fork_client\nset_handler = signal.signal\n"
     code += "def slow(*given):\n    time.sleep(0.2)\n    return set_handler(*given)\nsignal.signal = slow\n"
-    code += f"sitecustomize._hand_over(sys.argv[1])\n{then}\n"
+    code += f"fork_client.hand_over(sys.argv[1], sys.orig_argv)\n{then}\n"
     return subprocess.Popen([sys.executable, "-c", code, address], cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

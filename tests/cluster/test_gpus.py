@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dhp.cluster import gpus
+from dhp.cluster.address import LOCAL
 from dhp.cluster.cluster import Cluster, ClusterSpec
 from dhp.cluster.gpus import (
     Build,
@@ -22,7 +23,6 @@ from dhp.cluster.gpus import (
     read_gpus,
     visible_gpus,
 )
-from dhp.cluster.ray_session import LOCAL
 from dhp.core.errors import ConfigError
 from tests.helpers.graphs import make_graph
 

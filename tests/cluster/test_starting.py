@@ -13,7 +13,8 @@ import ray
 from ray._private import node, services, utils, worker
 
 from dhp.cluster import ray_session as starting
-from dhp.cluster.ray_session import LOCAL, ray_session, within
+from dhp.cluster.address import LOCAL
+from dhp.cluster.ray_session import ray_session, within
 from dhp.cluster.servers import descendants, has_ended
 from dhp.core.errors import ClusterError
 from dhp.core.process import interruptible

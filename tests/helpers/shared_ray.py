@@ -49,7 +49,8 @@ def main() -> None:
     """Hold Ray until standard input ends."""
     import ray
 
-    from dhp.cluster.ray_session import LOCAL, ray_session
+    from dhp.cluster.address import LOCAL
+    from dhp.cluster.ray_session import ray_session
 
     with ray_session(LOCAL, cpus=CPUS, gpus=0):
         environment = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp.cluster.forks.start.sitecustomize import SERVER
+from dhp.cluster.forks.fork_client import SERVER
 from tests.helpers import forks
 from tests.helpers.marks import MARK, mark_of
 from tests.helpers.runs import processes_of

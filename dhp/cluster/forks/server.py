@@ -1,7 +1,7 @@
 """A process that has the imports of an actor done, and whose forks are Ray's workers.
 
 `python -m dhp.cluster.forks.server ADDRESS MODULE…` listens on a Unix socket, imports the modules, and ends with its
-standard input; of `MODULE:FUNCTION` it calls the function too. A client (`start/sitecustomize.py`) sends how Python was
+standard input; of `MODULE:FUNCTION` it calls the function too. A client (`fork_client.py`) sends how Python was
 started and its standard streams, and receives the status with which the fork ended. Each byte that it sends later is a
 signal to the fork, and the end of the connection is SIGKILL. Ray itself is imported in the fork, as its C++ half reads
 the environment when it is loaded.
@@ -28,8 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dhp.cluster.forks.start.sitecustomize import HANDED_ON
-from dhp.cluster.forks.start_server import START
+from dhp.cluster.forks.fork_client import HANDED_ON
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _LIMIT_S = 10  # a stopped process must not hold up all others
@@ -197,7 +196,7 @@ def _path(first: str) -> list[str]:
     """Where Python would look: `first`, then the fork's own PYTHONPATH, which need not be the server's. A process that
     the fork starts afresh looks there too."""
     named = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    own = [folder for folder in dict.fromkeys(named) if folder != str(START)]
+    own = [folder for folder in dict.fromkeys(named)]
     return [first, *own, *(folder for folder in sys.path[1:] if folder not in own)]
 
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dhp.cluster.forks.start.sitecustomize import SERVER
+from dhp.cluster.forks.fork_client import SERVER
 from dhp.core.files import own_folder
 
 # GPUs' devices, by how Linux names them: NVIDIA's, those of a Jetson, AMD's, and any under Windows' own Linux.
 DEVICES = ("nvidia[0-9]*", "nvmap", "kfd", "dxg")
-START = Path(__file__).parent / "start"  # Python's hook for the processes that Ray starts
+CLIENT = Path(__file__).parent / "fork_client.py"
 
 
 @contextmanager
@@ -49,9 +49,6 @@ def has_gpus(devices: Path = Path("/dev")) -> bool:
     return any(found for name in DEVICES for found in devices.glob(name))
 
 
-def environment() -> dict[str, str]:
-    """What the environment of a Ray must say besides, for its workers to be forks; nothing where there is no server."""
-    if SERVER not in os.environ:
-        return {}
-    folders = [str(START), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))}
+def worker_environment() -> dict[str, str] | None:
+    """The runtime environment of a Ray whose workers are to be forks; None where there is no server."""
+    return {"py_executable": f"{sys.executable} {CLIENT}"} if SERVER in os.environ else None

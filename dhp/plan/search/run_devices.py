@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from dhp.cluster.ray_session import LOCAL, chosen_address
+from dhp.cluster.address import LOCAL, chosen_address
 from dhp.config.devices import find_device, find_link, known_devices
 from dhp.config.parts import parts
 from dhp.config.schema import Config

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from dhp.cluster.forks.start.sitecustomize import MODULES, SERVER
-from dhp.cluster.forks.start_server import START
+from dhp.cluster.forks.fork_client import SERVER
+from tests.helpers.forks.start.sitecustomize import MODULES
 
 _ROOT = Path(__file__).parents[3]
+START = Path(__file__).parent / "start"  # Python's hook for the processes of runs
 _ADDRESS = "server"
 _LIMIT_S = 120
 

@@ -1,24 +1,27 @@
-"""Python imports this as it starts where this folder is on PYTHONPATH. A Ray worker sends the fork server how it was
-started, and a fork of the server does the work. This process waits for its end, hands on signals, and is not survived
-by it. Where no server answers, the worker starts as usual."""
+"""Hands the work of a Python process to a fork of the server; what `py_executable` of Ray's workers runs.
 
-import importlib
+`python fork_client.py FILE ARGUMENTS…` sends the fork server how it was started, and a fork of the server does the
+work. This process waits for its end, hands on signals, and is not survived by it. Where no server answers, Python
+runs the file as usual.
+"""
+
 import os
 import signal
 import sys
 
 SERVER = "DHP_FORK_SERVER"  # the environment variable: the server's address
-MODULES = "DHP_FORK_MODULES"  # modules that are forks too when Python is started with -m, beside Ray's workers
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def _hand_over(address: str) -> None:
+def hand_over(address: str, words: list[str]) -> None:
+    """Let a fork of the server at this address do what the command line `words` says, and end with its status. Returns
+    where no server answers."""
     import array
     import json
     import socket
 
     ignored = [int(number) for number in HANDED_ON if signal.getsignal(number) is signal.SIG_IGN]
-    start = {"words": sys.orig_argv, "environment": dict(os.environ), "folder": os.getcwd(), "ignored": ignored}
+    start = {"words": words, "environment": dict(os.environ), "folder": os.getcwd(), "ignored": ignored}
     early: list[int] = []  # what comes before the fork can receive it: it may be at work before this process knows
     with socket.socket(socket.AF_UNIX) as line:
 
@@ -53,24 +56,8 @@ def _hand_over(address: str) -> None:
     os._exit(status[0] if status else 1)
 
 
-def _has_a_fork(words: list[str]) -> bool:
-    named = words[1:2] == ["-m"] and words[2] in os.environ.get(MODULES, "").split()
-    return named or any(word.endswith("/default_worker.py") for word in words[1:3])
-
-
-def _import_the_next() -> None:
-    """The environment's own module of this name, which this one hides."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]
-    own = sys.modules.pop("sitecustomize", None)
-    try:
-        importlib.import_module("sitecustomize")
-    except ImportError:
-        if own is not None:
-            sys.modules["sitecustomize"] = own
-
-
-if __name__ == "sitecustomize":  # not where it is imported for its names
-    if SERVER in os.environ and _has_a_fork(sys.orig_argv):
-        _hand_over(os.environ[SERVER])
-    _import_the_next()
+if __name__ == "__main__":
+    _WORDS = [sys.executable, *sys.argv[1:]]
+    if SERVER in os.environ:
+        hand_over(os.environ[SERVER], _WORDS)
+    os.execv(sys.executable, _WORDS)
