@@ -72,8 +72,8 @@ LIBRARIES: dict[str, set[str]] = {
         "parallel.tensor.styles",
     },
     "torch": {
-        "core.batch", "core.collectives", "core.draws", "core.state", "models", "parallel", "data",
-        "checkpoint", "cluster",
+        "core.batch", "core.collectives", "core.draws", "core.state", "core.torch_private", "models", "parallel",
+        "data", "checkpoint", "cluster",
         "objectives", "engine", "batch", "cli", "doctor", "plan.recompute.profile", "plan.count.traced",
         "plan.bench", "tiny",
     },

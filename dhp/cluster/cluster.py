@@ -39,6 +39,7 @@ from dhp.cluster.placement.reservation import (
     reserve,
     wait_for_gpus,
 )
+from dhp.cluster.ray_private import actor_id
 from dhp.cluster.ray_session import cluster_gpus, ray_session
 from dhp.cluster.servers import limited_teardown, require_servers
 from dhp.cluster.worker import GIVEN, GroupSettings, Worker
@@ -145,7 +146,7 @@ class ActorGroup:
         stage = self.settings.stage
         for rank, (actor, ref) in enumerate(zip(self._actors, refs, strict=True)):
             who, node = f"{stage} rank {rank}", self._nodes[rank]
-            self._watched.append(Watched(who, what, ref, actor._actor_id.hex(), node, self._lookout))
+            self._watched.append(Watched(who, what, ref, actor_id(actor), node, self._lookout))
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from dhp.cluster.hangs.vitals import Post, open_stacks, own_post
 from dhp.cluster.hangs.watch import Watched, fetch, wait_all
 from dhp.cluster.host import require_paths
 from dhp.cluster.placement.nodes import own_node
+from dhp.cluster.ray_private import actor_id
 from dhp.cluster.servers import named_errors, redirect_output
 from dhp.cluster.transport.shared_memory import RemoteValue
 from dhp.core.batch import Batch
@@ -184,7 +185,7 @@ class DatasetActor:
             make.options(**own).remote(who, log_dir, log, threads, trace)
             for own, who, log in zip(pinned, names, logs, strict=True)
         ]
-        self._names = {actor._actor_id: name for actor, name in zip(self._actors, names, strict=True)}
+        self._names = {actor_id(actor): name for actor, name in zip(self._actors, names, strict=True)}
         self._readers, self._lookout = self._actors[1:] or self._actors, lookout
         if lookout is not None:
             for actor, name in zip(self._actors, names, strict=True):
@@ -285,9 +286,9 @@ class DatasetActor:
         return _Step(refs, [self._watch(keeper, _reading(step), batch), self._watch(reader, _reading(step), refs[0])])
 
     def _watch(self, actor: Any, what: str, ref: Any) -> Watched:
-        name, lookout = self._names[actor._actor_id], self._lookout
+        name, lookout = self._names[actor_id(actor)], self._lookout
         node = "" if lookout is None else lookout.node_name(self._places[name])
-        return Watched(name, what, ref, actor._actor_id.hex(), node, lookout)
+        return Watched(name, what, ref, actor_id(actor), node, lookout)
 
 
 def _reading(step: int) -> str:

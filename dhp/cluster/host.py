@@ -22,10 +22,10 @@ from tempfile import mkstemp
 
 import psutil
 import ray
-import torch
 
 from dhp.cluster.transport.shared_memory import CUDA_IPC
 from dhp.core.errors import ConfigError
+from dhp.core.torch_private import set_allocator
 
 LOCAL_RANK = "LOCAL_RANK"
 KEEPS_ALL_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -59,7 +59,7 @@ def expand_segments(transport: str) -> bool:
     if transport == CUDA_IPC or ALLOCATOR in os.environ or OLD_ALLOCATOR in os.environ:
         return False
     os.environ[ALLOCATOR] = EXPANDABLE
-    torch._C._accelerator_setAllocatorSettings(EXPANDABLE)  # torch may have read the environment when it was imported
+    set_allocator(EXPANDABLE)
     return True
 
 

@@ -14,20 +14,28 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._common.utils import get_default_system_temp_dir
-from ray._private import ray_constants, services, utils
-from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
-from ray._private.node import Node
-from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError
 
 from dhp.cluster.address import CLIENT, LOCAL
 from dhp.cluster.forks.start_server import worker_environment
+from dhp.cluster.ray_private import (
+    AUTH_MODE,
+    CLUSTERS,
+    GET_NODE,
+    HELPERS,
+    SIGTERM_HANDLER,
+    bootstrap_address,
+    default_folder,
+    read_environment_anew,
+    replaced,
+    with_clusters,
+    without_copies,
+)
 from dhp.cluster.servers import descendants, end_descendants, has_ended, is_named, own_servers
 from dhp.core.errors import CheckpointError, ClusterError, ConfigError, DataError, DhpError, NoCluster
 from dhp.core.files import base_for_socket
@@ -71,11 +79,11 @@ def own_token() -> Iterator[None]:
     make in the home directory can be read by others wherever they may enter it, and the agent that runs commands for
     those who have the token listens without a dashboard too."""
     try:
-        with changed_environment({AUTH_MODE_ENV_VAR: "token", TOKEN: secrets.token_hex(32)}):
-            _read_anew()
+        with changed_environment({AUTH_MODE: "token", TOKEN: secrets.token_hex(32)}):
+            read_environment_anew()
             yield
     finally:
-        _read_anew()
+        read_environment_anew()
 
 
 @contextmanager
@@ -85,13 +93,8 @@ def on_loopback() -> Iterator[None]:
     `ray.init` replaces a loopback node address by the host's own; what it has for desktops, where clusters are
     off and firewalls ask, is the way to keep it.
     """
-    enabled = ray_constants.ENABLE_RAY_CLUSTER
-    with changed_environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        try:
-            yield
-        finally:
-            ray_constants.ENABLE_RAY_CLUSTER = enabled
+    with changed_environment({CLUSTERS: "0"}), with_clusters(False):
+        yield
 
 
 @contextmanager
@@ -109,12 +112,6 @@ def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _read_anew() -> None:
-    """Ray reads both variables once a process; here one process may start several Rays, or join one."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-
-
 def _without_proxy() -> dict[str, str]:
     """Both spellings of the addresses that no proxy is asked for, with loopback among them: Ray's processes would ask
     it for their own neighbours."""
@@ -125,7 +122,7 @@ def _without_proxy() -> dict[str, str]:
 
 def _base() -> str:
     """Where Ray itself would put its folder, or /tmp where the paths of sockets below it would be too long."""
-    return base_for_socket(get_default_system_temp_dir(), _SOCKET)
+    return base_for_socket(default_folder(), _SOCKET)
 
 
 def _remove(folder: Path) -> None:
@@ -145,19 +142,16 @@ _POLL_S = 0.1
 def within(timeout_s: float) -> Iterator[None]:
     """`ray.init` in here waits so long for its servers instead of 30 s, and sets no handler of SIGTERM: its own ends
     the process before a run can write its summary."""
-    before = os.environ.get(_SERVER_WAIT)
-    get_node, set_handler = services.get_node, utils.set_sigterm_handler
-    if before is None:
-        os.environ[_SERVER_WAIT] = str(max(1, round(timeout_s)))
-    services.get_node = _patient(get_node, timeout_s)
-    utils.set_sigterm_handler = lambda _handler: None
-    try:
-        yield
-    finally:
-        services.get_node, utils.set_sigterm_handler = get_node, set_handler
-        _take_back_sigterm()
-        if before is None:
-            os.environ.pop(_SERVER_WAIT, None)
+    wait = {} if _SERVER_WAIT in os.environ else {_SERVER_WAIT: str(max(1, round(timeout_s)))}
+    with (
+        changed_environment(wait),
+        replaced(GET_NODE, lambda ask: _patient(ask, timeout_s)),
+        replaced(SIGTERM_HANDLER, lambda _: lambda _handler: None),
+    ):
+        try:
+            yield
+        finally:
+            _take_back_sigterm()
 
 
 def _take_back_sigterm() -> None:
@@ -189,17 +183,11 @@ def _patient(get_node: Callable[[str, str], Any], timeout_s: float) -> Callable[
 def without_helpers() -> Iterator[None]:
     """`ray.init` in here starts no API server and no autoscaler's monitor: a Ray of our own has neither a dashboard nor
     nodes to add, and each takes seconds of a core to start."""
-    before = {name: getattr(Node, name) for name in _HELPERS}
-    for name in _HELPERS:
-        setattr(Node, name, lambda _node, **_options: None)
-    try:
+    with ExitStack() as stack:
+        for one in HELPERS:
+            stack.enter_context(replaced(one, lambda _: lambda _node, **_options: None))
         yield
-    finally:
-        for name, method in before.items():
-            setattr(Node, name, method)
 
-
-_HELPERS = ("start_api_server", "start_monitor")
 
 PATH = "RAY_AUTH_TOKEN_PATH"
 
@@ -249,7 +237,7 @@ def ray_session(
     not start. However it fails, no process of it stays.
     """
     os.environ.update(_ENVIRONMENT)
-    ray_constants.RAY_ENABLE_ZERO_COPY_TORCH_TENSORS = True  # this process read its environment when it imported Ray
+    without_copies()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA visible to actors without a GPU
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # every failure is reported by us, once
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "dhp"}
@@ -344,7 +332,7 @@ def _probe(address: str) -> None:
     found = address
     try:
         if not address.startswith(CLIENT):
-            found = services.canonicalize_bootstrap_address(address)
+            found = bootstrap_address(address)
         host, _, port = found.removeprefix(CLIENT).rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
     except OSError as error:  # Ray's ConnectionError is one too

@@ -13,7 +13,6 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from dhp.cluster.clock import BusyTime, ClockReading, read_clock
 from dhp.cluster.gpus import check_gpus, read_gpus
@@ -55,6 +54,7 @@ from dhp.core.batch import Bundle
 from dhp.core.collectives import RECORD
 from dhp.core.process import count_cores
 from dhp.core.reports import StageReport
+from dhp.core.torch_private import all_groups, limit_group
 from dhp.core.tracing import (
     BACKWARD,
     CHECKPOINT,
@@ -303,8 +303,8 @@ class Worker:
         """Give all process groups the limit of a collective in training, those too that the engine has made since,
         which have the backend's own. While the stage was loaded theirs was longer: ranks read their weights at speeds
         of their own, and wait for one another."""
-        groups = list(_world.pg_map)
+        groups = all_groups()
         if len(groups) != self._limited and self.settings.collective_s is not None:
             for group in groups:
-                _set_pg_timeout(timedelta(seconds=self.settings.collective_s), group)
+                limit_group(group, timedelta(seconds=self.settings.collective_s))
             self._limited = len(groups)

@@ -24,6 +24,7 @@ from dhp.core.collectives import RECORD, watch_layers
 from dhp.core.draws import DrawRun, TokenKeys, keys_of
 from dhp.core.graph import Edge, Node
 from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, SavedShare, StageReport, StageUsage, WrittenFile
+from dhp.core.torch_private import persistent_buffers
 from dhp.core.tracing import forget, take_sent, take_waited
 from dhp.engine.build import (
     cuts_first,
@@ -40,7 +41,6 @@ from dhp.engine.build import (
 from dhp.engine.device_transfer import to_device
 from dhp.engine.sample_losses import EvaluatingEngine
 from dhp.engine.stage_settings import StageSettings
-from dhp.models.export import persistent_buffers
 from dhp.models.lora import TokenDropout
 from dhp.models.registry import import_on_rank, load_family
 from dhp.models.types import LayerParts

@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from dhp.core.errors import ModelError
 from dhp.core.files import new_folder
+from dhp.core.transformers_private import has_class
 from dhp.models.config_file import save_model, write_tokenizer_config
 from dhp.models.contract.contract import without_weights
 from dhp.models.pretrained import load_image_processor, load_tokenizer, name_accelerator
@@ -151,13 +152,13 @@ def _quiet() -> Iterator[None]:
 def _tower_config(vision: str) -> PreTrainedConfig:
     """The configuration of the tower: of a model of images and texts such as CLIP, its half that sees."""
     config = _read(vision)
-    if type(config) in AutoModelForImageTextToText._model_mapping:
+    if has_class(AutoModelForImageTextToText, type(config)):
         raise ModelError(
             f"vision={vision}: {config.model_type} is a vision-language model by itself, and is trained as it is. To "
             "compose one, give a tower: a checkpoint of CLIP, SigLIP, DINOv2, ViT or the like"
         )
     tower = getattr(config, "vision_config", config)
-    if not isinstance(getattr(tower, "patch_size", None), int) or type(tower) not in AutoModel._model_mapping:
+    if not isinstance(getattr(tower, "patch_size", None), int) or not has_class(AutoModel, type(tower)):
         raise ModelError(
             f"vision={vision}: {config.model_type} is no tower that cuts pictures of one size into patches. Give a "
             "checkpoint of CLIP, SigLIP, DINOv2, ViT or the like"
@@ -167,12 +168,12 @@ def _tower_config(vision: str) -> PreTrainedConfig:
 
 def _text_config(text: str) -> PreTrainedConfig:
     config = _read(text)
-    if type(config) in AutoModelForImageTextToText._model_mapping or hasattr(config, "vision_config"):
+    if has_class(AutoModelForImageTextToText, type(config)) or hasattr(config, "vision_config"):
         raise ModelError(
             f"text={text}: {config.model_type} has a vision tower of its own, and is trained as it is. To compose a "
             "model, give a decoder of text alone: Llama, Qwen2, Qwen3, Mistral or the like"
         )
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if not has_class(AutoModelForCausalLM, type(config)):
         raise ModelError(
             f"text={text}: {config.model_type} is no decoder that transformers can load by AutoModelForCausalLM. Give "
             "one of Llama, Qwen2, Qwen3, Mistral or the like"

@@ -23,6 +23,7 @@ from dhp.config.parts import resolved
 from dhp.config.schema import PartConfig
 from dhp.core.batch import LogitRule
 from dhp.core.errors import ConfigError, ModelError
+from dhp.core.transformers_private import set_attention
 from dhp.models.flops import TextWork, text_work
 from dhp.models.tower import EMBEDDINGS
 from dhp.models.types import (
@@ -198,7 +199,7 @@ class Decoder(Part):
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make the decoder call the registered attention function `name`, and build no mask."""
-        model.get_submodule(self.path).config._attn_implementation_internal = name
+        set_attention(model.get_submodule(self.path).config, name)
 
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
         """The states that a chunk, which `model` holds, makes of its inputs, [rows, tokens, hidden].

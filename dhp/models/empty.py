@@ -23,6 +23,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import AdapterSettings, is_adapter, is_inside, plain_name
+from dhp.core.transformers_private import expand_plan
 from dhp.models.family import VISION, Family
 from dhp.models.load import ReadPlan, drop_modules, drop_parameters, load_part, model_class, without_dropped
 from dhp.models.lora import add_adapters, check_targets, find_targets
@@ -180,7 +181,7 @@ def check_tensor_plan(
     """Let `read_plan` look at the tensor-parallel plan of the model of `source` without the modules `dropped`, as it
     will when the part is loaded. Raises what it raises."""
     model = _without_weights(source, dropped)
-    read_plan(model, model._expand_parallel_plan(model.tp_plan | without_dropped(added_plan, dropped)))
+    read_plan(model, expand_plan(model, model.tp_plan | without_dropped(added_plan, dropped)))
 
 
 def _without_weights(source: str, dropped: Sequence[str]) -> Any:

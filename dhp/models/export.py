@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import ADAPTER, AdapterSettings, is_adapter, plain_name
+from dhp.core.torch_private import persistent_buffers
 from dhp.models.config_file import read_config, set_dtype, set_text, write_config
 from dhp.models.family import Family
 from dhp.models.load import model_class
@@ -110,16 +111,6 @@ def _content(tensor: Tensor) -> _Content:
 
 def _numbers(tensors: Counter[_Content]) -> int:
     return sum(prod(shape) * count for (shape, _), count in tensors.items())
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are saved with a model's weights, though nothing trains them."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
 
 
 def _copy_beside(files: Sequence[Path], out_dir: Path) -> None:

@@ -23,6 +23,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from dhp.core.errors import ModelError
 from dhp.core.parameters import is_inside
+from dhp.core.transformers_private import TIED_KEYS, class_of, set_tensor_plan, tensor_plan, ties_of
 from dhp.models.pretrained import read_model_config
 
 ReadPlan = Callable[[nn.Module, Mapping[str, str]], dict[str, str]]
@@ -54,7 +55,7 @@ def model_class(model_name: str) -> type[PreTrainedModel]:
     """The transformers class that `config.json` of `model_name` names."""
     config = read_model_config(model_name)
     try:
-        return AutoModelForImageTextToText._model_mapping[type(config)]
+        return class_of(AutoModelForImageTextToText, type(config))
     except KeyError:
         raise ModelError(
             f"{model_name}: model_type {config.model_type!r} is no vision-language model that transformers "
@@ -160,13 +161,13 @@ def _overrides(
         "prepare_distribute_model": classmethod(prepare),
         "get_parameter": parameter,
         "_resolve_parallel_plans": resolve,
-        "_tied_weights_keys": _ties_without(base, dropped),
+        TIED_KEYS: _ties_without(base, dropped),
         "_keys_to_ignore_on_load_unexpected": unexpected,
     }
 
 
 def _ties_without(base: type[PreTrainedModel], dropped: Sequence[str]) -> dict[str, str]:
-    ties = base._tied_weights_keys or {}
+    ties = ties_of(base)
     kept = {target: source for target, source in ties.items() if not is_inside(target, dropped)}
     return {target: source for target, source in kept.items() if not is_inside(source, dropped)}
 
@@ -187,7 +188,7 @@ def drop_modules(model: PreTrainedModel, dropped: Sequence[str]) -> None:
             setattr(owner, child, Absent(name))
     model.init_parallel_plans()
     # A child keeps the rules of its own children as they were when it was made.
-    model._tp_plan = without_dropped(model._tp_plan, dropped)
+    set_tensor_plan(model, without_dropped(tensor_plan(model), dropped))
 
 
 def drop_parameters(model: PreTrainedModel, dropped: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.kinds import registered
 from dhp.core.text import did_you_mean, nearest, one_line
+from dhp.core.transformers_private import registered_classes
 from dhp.models.pretrained import read_model_config
 
 if TYPE_CHECKING:
@@ -162,6 +163,6 @@ def _registers(module: ModuleType) -> bool:
     from transformers import AutoModelForImageTextToText
 
     own = {id(value) for value in vars(module).values()}
-    kinds = [*AutoModelForImageTextToText._model_mapping._extra_content.values(), *registered()]
+    kinds = [*registered_classes(AutoModelForImageTextToText), *registered()]
     package = module.__name__.partition(".")[0]
     return any(id(kind) in own or kind.__module__.partition(".")[0] == package for kind in kinds)

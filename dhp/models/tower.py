@@ -19,6 +19,7 @@ from dhp.config.rules import FLASH_ATTENTION_2
 from dhp.config.schema import PartConfig
 from dhp.core.batch import Grid, ProcessorOutput
 from dhp.core.errors import ConfigError
+from dhp.core.wrapping import wrap_forward
 from dhp.models.flops import VisionWork
 from dhp.models.types import Chunk, ImageLayout, Part
 
@@ -184,7 +185,7 @@ def project_as_product(convolution: nn.Conv2d | nn.Conv3d) -> None:
         projected = F.linear(rows, convolution.weight.flatten(1), convolution.bias)
         return projected.movedim(-1, 1).reshape(len(pixels), -1, *counts)
 
-    convolution.forward = forward
+    wrap_forward(convolution, forward, __name__)
 
 
 def project_as_products(model: nn.Module) -> None:

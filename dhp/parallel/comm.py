@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dhp.core.axes import MESH, OF_ROWS, OF_TOKENS, Degrees
+from dhp.core.torch_private import limit_group, longest_timeout
 from dhp.core.tracing import COLLECTIVE, EXCHANGE_TAG, span
 
 
@@ -59,13 +59,8 @@ def neighbours_mesh(mesh: DeviceMesh, size: int, name: str) -> DeviceMesh:
 
 def _wait_as_long(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Give a group the default group's timeout: meshes make theirs with the backend's own, 10 or 30 minutes."""
-    timeout = max(backend.options._timeout for backend in _backends(dist.group.WORLD))
-    _set_pg_timeout(timeout, group)
+    limit_group(group, longest_timeout(dist.group.WORLD))
     return group
-
-
-def _backends(group: dist.ProcessGroup) -> list[dist.Backend]:
-    return [group._get_backend(device) for device in group._device_types]
 
 
 def _must_stage(tensor: Tensor, group: dist.ProcessGroup) -> bool:

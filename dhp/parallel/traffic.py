@@ -38,6 +38,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional
 
 from dhp.core.collectives import RECORD
+from dhp.core.torch_private import FRONT_KEY, keys_behind
 from dhp.core.tracing import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -120,8 +121,7 @@ def count_collectives() -> None:
 
 Count = Callable[[Sequence[Any], ProcessGroup], float]
 
-_FIRST = torch._C.DispatchKey.BackendSelect
-_AFTER = torch._C._dispatch_keyset_full_after(_FIRST)
+_FIRST, _AFTER = FRONT_KEY, keys_behind(FRONT_KEY)
 _kernels: list[torch.library.Library] = []
 
 
@@ -129,7 +129,7 @@ def _counted(operator: Any, kind: str, group_at: int, count: Count) -> Callable[
     """The kernel in front: group_at is the index of the group among the operator's arguments."""
     tagged, name = operator is torch.ops.c10d.send.default, operator.overloadpacket.__name__
 
-    def kernel(keys: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> Any:
+    def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
         group = ProcessGroup.unbox(arguments[group_at])
         if group.size() > 1:
             exchanged = tagged and arguments[3] == EXCHANGE_TAG

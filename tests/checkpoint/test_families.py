@@ -13,8 +13,9 @@ from transformers import AutoModelForImageTextToText
 
 from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
+from dhp.core.torch_private import persistent_buffers
 from dhp.doctor.diagnose import staying_double
-from dhp.models.export import persistent_buffers, save_whole
+from dhp.models.export import save_whole
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Running, make_reader
 from tests.helpers.tiny_families import FAMILIES, save_family

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from dhp.core.torch_private import persistent_buffers
 from dhp.models import config_file
 from dhp.models.compose import compose
 from dhp.models.config_file import change_positions, flat_rope, read_config, write_config
-from dhp.models.export import persistent_buffers, save_whole
+from dhp.models.export import save_whole
 from dhp.tiny.tiny_model import make_family
 from tests.helpers.transformers_4 import install, logits
 from tests.models.test_compose import save_decoder, save_tower

@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 import ray
-from ray._private.worker import global_worker
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.client import ray as client
 
 from dhp.cluster.hangs.lookout import Lookout, Seen, Stall, find_stall, frames, named, suspects
 from dhp.cluster.hangs.vitals import STACKS_SUFFIX, describe
+from dhp.cluster.ray_private import key_exists
 from dhp.cluster.servers import CHECK_S, require_servers
 from dhp.core.errors import DIED, DRAINED, HUNG, LOST, RAISED, ClusterError, DhpError, Fault, PartFailed, RankRaised
 
@@ -72,7 +72,7 @@ def _ask(ended: threading.Event, answers: _Answers) -> None:
     while not ended.wait(max(0.0, _EVERY_S - spent_s)):
         begun = time.monotonic()
         try:
-            global_worker.gcs_client.internal_kv_exists(_KEY, None, timeout=_ANSWER_S)
+            key_exists(_KEY, _ANSWER_S)
             answers.missing = 0
         except Exception:  # whatever Ray raises of it, there was no answer; `require_answers` reports that
             answers.missing += 1

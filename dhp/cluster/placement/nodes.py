@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from ray._private.client_mode_hook import client_mode_wrap
-from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dhp.cluster.ray_private import available_resources_per_node, client_mode_wrap
 from dhp.cluster.ray_session import ray_session
 from dhp.core.errors import ConfigError
 from dhp.core.files import fingerprint

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from dhp.core.batch import LogitRule, ProcessorOutput
 from dhp.core.errors import ModelError
+from dhp.core.transformers_private import class_of
 from dhp.models.flops import TextWork, VisionWork
 from dhp.models.tower import EMBEDDINGS
 from dhp.models.types import LayerParts
@@ -61,7 +62,7 @@ def family_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """transformers' class for image, text to text. Raises ModelError where there is none, or one without the contract
     by which an encoder's output enters; it names the nearest family that has it."""
     try:
-        kind = AutoModelForImageTextToText._model_mapping[type(config)]
+        kind = class_of(AutoModelForImageTextToText, type(config))
     except KeyError:
         raise ModelError(
             f"model_type {config.model_type!r} is no vision-language model that transformers can load by "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dhp.core.batch import Grid, ProcessorOutput
 from dhp.core.graph import HIDDEN_STATES
+from dhp.core.transformers_private import set_attention
 from dhp.models.decoder import having, unchanged
 from dhp.models.flops import VisionWork
 from dhp.models.processor import Processor
@@ -228,10 +229,9 @@ class GridTower(Tower):
             block.attn.num_heads = self.heads // ranks
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
-        # The attribute behind the property: its setter looks names with "flash" up on the hub, and without
-        # "flash" in the name the tower would call us once per window instead of once per layer.
+        # Without "flash" in the name the tower would call us once per window instead of once per layer.
         tower = model.get_submodule(self.path)
-        tower.config._attn_implementation_internal = name
+        set_attention(tower.config, name)
         project_as_products(tower)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ModelError
+from dhp.core.wrapping import wrap_forward
 from dhp.parallel.attention.attention_kernels import attend_varlen, takes_varlen
 from dhp.parallel.attention.ring import Ring, ring_attention
 from dhp.parallel.attention.segment_plan import SegmentPlan, Ulysses
@@ -264,7 +265,7 @@ def run_by_segment(model: nn.Module, class_names: Collection[str]) -> int:
             "one sample into the next. Correct the names, or hold them against this version of transformers"
         )
     for name, module in found:
-        module.forward = _by_segment(name, module.forward)
+        wrap_forward(module, _by_segment(name, module.forward), __name__)
     return len(found)
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from dhp.core.errors import ModelError
+from dhp.core.transformers_private import set_experts
+from dhp.core.wrapping import wrap_forward
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,8 @@ def choose_product(model: nn.Module, dtype: torch.dtype) -> None:
     """Let experts multiply in groups, a layer's in one call, where their shapes in `dtype` allow it; or one by one."""
     for module in model.modules():
         if is_experts(module):
-            # The attribute behind the property: its setter asks the whole model, parts of which are not here.
-            config: Any = module.config
             grouped = all(takes_groups(parameter, dtype) for parameter in module.parameters())
-            config._experts_implementation_internal = "grouped_mm" if grouped else "eager"
+            set_experts(module.config, "grouped_mm" if grouped else "eager")
 
 
 def takes_groups(weights: Tensor, dtype: torch.dtype) -> bool:
@@ -182,9 +182,9 @@ def let_all_take_part(model: nn.Module) -> None:
     """Give every parameter of experts, and of the router before them, a gradient of zero where no token comes."""
     for module in model.modules():
         if is_experts(module) and is_known(module):
-            module.forward = _without_rows(module, module.forward)
+            wrap_forward(module, _without_rows(module, module.forward), __name__)
         elif isinstance(getattr(module, OF_PICTURES, None), nn.Module):
-            module.forward = _without_pictures(module, module.forward)
+            wrap_forward(module, _without_pictures(module, module.forward), __name__)
 
 
 def _without_rows(experts: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

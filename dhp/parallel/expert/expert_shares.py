@@ -25,6 +25,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from dhp.core.errors import ModelError
+from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import AllToAll, exchange_rows
 from dhp.parallel.expert.expert_modules import Groups, experts_of, run_experts
 from dhp.parallel.recompute.recomputed_layers import VISITS
@@ -140,9 +141,9 @@ class Share(TensorParallelLayer):
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Give this rank its share along the dimension of experts."""
-        whole = module._parameters[param]
+        whole = module.get_parameter(param)
         share = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-        module._parameters[param] = nn.Parameter(share, whole.requires_grad)
+        module.register_parameter(param, nn.Parameter(share, whole.requires_grad))
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """The forward stays: `share_out` or `cut_widths` sets it later."""
@@ -186,7 +187,7 @@ def _visit_group(experts: nn.Module, group: dist.ProcessGroup) -> None:
         held = next(experts.parameters()).shape[0]
         return visit(hidden_states, top_k_index, top_k_weights, held, group, compute)
 
-    experts.forward = forward
+    wrap_forward(experts, forward, __name__)
 
 
 def summed_over(model: nn.Module) -> dict[int, dist.ProcessGroup]:

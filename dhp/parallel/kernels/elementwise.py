@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dhp.config.rules import COMPILED, TORCH
+from dhp.core.wrapping import wrap_forward
 
 
 def compile_layers(layers: Sequence[nn.Module], eager_classes: Collection[str]) -> None:
@@ -23,8 +24,8 @@ def compile_layers(layers: Sequence[nn.Module], eager_classes: Collection[str]) 
     for layer in layers:
         for module in layer.modules():
             if type(module).__name__ in eager_classes:
-                module.forward = eager(module.forward)
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+                wrap_forward(module, eager(module.forward), __name__)
+        wrap_forward(layer, torch.compile(layer.forward, dynamic=True), __name__)
 
 
 def compile_apart(function: FunctionType) -> Callable[..., Any]:

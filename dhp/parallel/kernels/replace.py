@@ -24,6 +24,7 @@ from torch import nn
 from dhp.config.rules import AUTO, COMPILED, KERNELS, ON_GPUS, PLAIN, WRITTEN
 from dhp.core.errors import PartFailed
 from dhp.core.reports import KernelUse
+from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import largest_in_place
 from dhp.parallel.kernels import rotary
 from dhp.parallel.kernels.elementwise import (
@@ -168,7 +169,7 @@ def _replace(module: nn.Module, forward: Forward) -> None:
     if hasattr(own, INNER):
         setattr(own, INNER, forward)
     else:
-        module.forward = forward
+        wrap_forward(module, forward, __name__)
 
 
 def _candidates(kind: str, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[KernelChoice]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dhp.core.parameters import FACTORS, MOMENTS, ParameterGroup
+from dhp.core.torch_private import scale_each
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.optim.base import STEP, group_parameters
 from dhp.parallel.optim.value_ranges import Place, PlacedOptimizer
@@ -39,7 +40,7 @@ class Adafactor(PlacedOptimizer):
         taken = [(w, group) for group in self.param_groups for w in group["params"] if w.grad is not None]
         weights = [weight for weight, _ in taken]
         if self.coefficient != 1.0 and taken:
-            torch._foreach_mul_([weight.grad for weight in weights], self.coefficient)
+            scale_each([weight.grad for weight in weights], self.coefficient)
         for weight in weights:
             state = self.state[weight]
             if len(state) < 2:

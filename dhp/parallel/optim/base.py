@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from dhp.core.errors import CheckpointError
 from dhp.core.parameters import COMPENSATION, MASTER, MOMENTS, STATE_KINDS, SUM, ParameterGroup, StateForm
 from dhp.core.state import StateSink, StateSource
+from dhp.core.torch_private import scale_each
 from dhp.parallel.tensor.slices import as_dtensors
 
 STEP = "step"  # optimizer steps taken; parameters of a part step together
@@ -129,7 +130,7 @@ def clipped_step(
             del optimizer.grad_scale
         return
     if scaled:
-        torch._foreach_mul_(list(gradients), coefficient)
+        scale_each(gradients, coefficient)
     optimizer.step()
 
 

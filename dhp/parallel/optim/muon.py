@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz, muon
 
 from dhp.core.parameters import MOMENTS, MOMENTUM, ParameterGroup
+from dhp.core.torch_private import muon_rate, muon_step, orthogonalize, scale_each
 from dhp.parallel.comm import exchange_rows
 from dhp.parallel.optim.base import STEP, group_parameters, make_adamw_of
 from dhp.parallel.optim.value_ranges import Place, PlacedOptimizer
@@ -88,7 +88,7 @@ class Muon(PlacedOptimizer):
         is no closure."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self.coefficient != 1.0 and gradients:
-            torch._foreach_mul_(gradients, self.coefficient)
+            scale_each(gradients, self.coefficient)
         for group in self._matrix_groups():
             for weight in group["params"]:
                 if weight.grad is not None:
@@ -113,10 +113,10 @@ class Muon(PlacedOptimizer):
         weights = [w for w in group["params"] if w.grad is not None and w not in self.shared]
         keys = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
         momenta = [self.state[weight][MOMENTUM] for weight in weights]
-        muon(weights, [w.grad for w in weights], momenta, has_complex=False, **{key: group[key] for key in keys})
+        muon_step(weights, [w.grad for w in weights], momenta, has_complex=False, **{key: group[key] for key in keys})
 
     def _update_cut(self) -> None:
-        """The same of matrices that are cut; `torch.optim._muon` has it in these steps."""
+        """The same of matrices that are cut; torch has it in these steps."""
         if self._exchanges is None:
             self._exchanges = list(self._make_exchanges())
         groups = {weight: group for group in self._matrix_groups() for weight in group["params"]}
@@ -134,7 +134,7 @@ class Muon(PlacedOptimizer):
                 weight, group = weights[number], groups[weights[number]]
                 whole = torch.Size(self.shared[weight].place.whole)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], whole))
+                weight.add_(update, alpha=-muon_rate(group["lr"], group["adjust_lr_fn"], whole))
 
     def _make_exchanges(self) -> Iterator[tuple[list[Tensor], WholeMatrices]]:
         """The cut matrices of each group of ranks, in an order that is the same on all of them."""
@@ -146,7 +146,7 @@ class Muon(PlacedOptimizer):
 
 def _orthogonalizer(group: dict[str, Any]) -> Callable[[Tensor], Tensor]:
     """Orthogonalizes a whole matrix as a group of torch.optim.Muon says."""
-    return lambda whole: _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    return lambda whole: orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 def make_muon(

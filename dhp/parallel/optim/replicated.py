@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dhp.core.parameters import COMPENSATION, EXACT_STATES, FACTORS, FORMS, MASTER, STATE_KINDS, StateForm
 from dhp.core.state import StateSink, StateSource
+from dhp.core.torch_private import copy_each, norms_of
 from dhp.core.tracing import COLLECTIVE, span
 from dhp.parallel.comm import begin_sum, sum_in_place
 from dhp.parallel.expert.expert_shares import summed_over
@@ -402,7 +403,7 @@ class Replicated:
     def _round(self) -> None:
         """Give the module the master weights, rounded to what it computes in."""
         if self._cast and not self._formats.halved:
-            torch._foreach_copy_([parameter.detach() for parameter in self._parameters], self._masters)
+            copy_each([parameter.detach() for parameter in self._parameters], self._masters)
 
 
 def _as_dtensor_like(layout: Tensor, local: Tensor) -> Tensor:
@@ -415,7 +416,7 @@ def _as_dtensor_like(layout: Tensor, local: Tensor) -> Tensor:
 
 def _mesh_of(layout: Tensor) -> torch.distributed.device_mesh.DeviceMesh | None:
     """The mesh over which a parameter's elements differ between ranks, or None when all hold the same."""
-    # Not `is_shard`, which denies the interleaved slices of fused weights (`_StridedShard`).
+    # Not `is_shard`, which denies the interleaved slices of fused weights (`StridedShard`).
     if isinstance(layout, DTensor) and not all(placement.is_replicate() for placement in layout.placements):
         return layout.device_mesh
     return None
@@ -426,5 +427,5 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     wide = torch.promote_types(tensors[0].dtype, torch.float32)  # squares of 16-bit sums are not rounded to 16 bits
-    norms = torch.stack(torch._foreach_norm(list(tensors), dtype=wide)).double()
+    norms = torch.stack(norms_of(tensors, wide)).double()
     return (norms * norms).sum()

@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._pytree import tree_map_only
 
+from dhp.core.torch_private import StridedShard, local_shape_and_offset, split_tensor, tree_map_only
 from dhp.parallel.optim.base import ScalingOptimizer
 from dhp.parallel.tensor.slices import AdapterCut
 
@@ -86,7 +84,7 @@ def find_place(rows: range, slice_shape: torch.Size, cut: AdapterCut | None) -> 
         (placement,) = cut.placements
         along = torch.arange(whole[placement.dim])
         along = along.view([-1 if dim == placement.dim else 1 for dim in range(len(whole))])
-        pieces, _ = placement._split_tensor(along, cut.mesh.size(), with_padding=False, contiguous=True)
+        pieces = split_tensor(placement, along, cut.mesh.size())
         numbers[placement.dim] = pieces[cut.mesh.get_local_rank()].flatten()
     numbers[0] = numbers[0][rows.start : rows.stop]
     return Place(whole, tuple(map(_as_range, numbers)))
@@ -108,7 +106,7 @@ class HeldBlock(NamedTuple):
 
 def shard_rows(slice_shape: torch.Size, mesh: DeviceMesh) -> range:
     """The rows of a slice that this rank holds when `mesh` shards it as `fully_shard` does."""
-    shape, offset = compute_local_shape_and_global_offset(slice_shape, mesh, [Shard(0)])
+    shape, offset = local_shape_and_offset(slice_shape, mesh, [Shard(0)])
     return range(offset[0], offset[0] + shape[0])
 
 
@@ -129,8 +127,8 @@ def _runs(slice_shape: torch.Size, cut: AdapterCut | None) -> Sequence[tuple[tup
     if cut is None:
         return [(all_of, (0,) * len(slice_shape))]
     (placement,) = cut.placements
-    if not isinstance(placement, _StridedShard):
-        _, offset = compute_local_shape_and_global_offset(cut.shape, cut.mesh, cut.placements)
+    if not isinstance(placement, StridedShard):
+        _, offset = local_shape_and_offset(cut.shape, cut.mesh, cut.placements)
         return [(all_of, tuple(offset))]
     dim, parts = placement.dim, placement.split_factor
     each, of_whole, own = slice_shape[dim] // parts, cut.shape[dim] // parts, cut.mesh.get_local_rank()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dhp.core.parameters import MASTER, MOMENTS, PERSISTENT_ELEMENTS
 from dhp.core.state import StateSink, StateSource
+from dhp.core.torch_private import scale_each
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.deepspeed import import_deepspeed
 from dhp.parallel.optim.base import STEP, Rates, read_step, saved_master, set_rates, step_for, steps_taken
@@ -251,7 +252,7 @@ class ZeroSharded:
             # Between micro-batches the engine only wants its micro-step counted; nothing is updated.
             self._engine.step()
         elif self._partitions.divides != 1:
-            torch._foreach_mul_(self._partitions.gradients(), float(self._partitions.divides))
+            scale_each(self._partitions.gradients(), float(self._partitions.divides))
 
     def rest(self) -> None:
         """Weights are where they were."""
@@ -295,7 +296,7 @@ class ZeroSharded:
     def step(self, rates: Rates, coefficient: float) -> None:
         """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""
         if coefficient != 1.0:
-            torch._foreach_mul_(self._partitions.gradients(), coefficient)
+            scale_each(self._partitions.gradients(), coefficient)
         set_rates(self._engine.optimizer.param_groups, rates)
         self._engine.step()
         self._clear()

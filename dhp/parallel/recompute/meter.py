@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dhp.core.reports import LayerUsage, RecomputePolicies, StageUsage
+from dhp.core.torch_private import TorchDispatchMode, tree_leaves
 from dhp.parallel.recompute.recomputed_layers import leaving_out
 from dhp.parallel.recompute.saved_tensors import SavedTensors, plain_tensors
 

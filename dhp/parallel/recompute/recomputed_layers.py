@@ -10,13 +10,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from dhp.config.layout import CHOICES, OFFLOAD
 from dhp.core.draws import TokenKeys, current_keys, drawing
 from dhp.core.errors import ModelError
 from dhp.core.reports import RecomputePolicies
+from dhp.core.torch_private import tree_flatten, tree_unflatten
+from dhp.core.wrapping import wrap_forward
 from dhp.parallel.recompute.saved_calls import _Calls, keeping_nothing, part_of_tokens, save_output
 from dhp.parallel.recompute.saved_tensors import detached, note, noting, top_hooks
 
@@ -160,7 +161,7 @@ def _tile(mlp: nn.Module, chunks: int) -> None:
         with part_of_tokens():
             return torch.cat([whole(part, *others, **named) for part in parts], dim=-2)
 
-    mlp.forward = forward
+    wrap_forward(mlp, forward, __name__)
 
 
 ATTENTION, PROJECTIONS, MLP, VISITS = "attention", "projections", "mlp", "visits"
@@ -237,7 +238,7 @@ class _RecomputedLayer:
         self._index, self._watcher, self._host = index, watcher, host
         for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):
             for inner in _found(module, names):
-                inner.forward = save_output(what, inner.forward)
+                wrap_forward(inner, save_output(what, inner.forward), __name__)
         # `forward`, not the call: hooks of the layer (ZeRO's) stay outside and run once.
         self._forward = module.forward
 
@@ -245,7 +246,7 @@ class _RecomputedLayer:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._run(args, kwargs)
 
-        module.forward = forward
+        wrap_forward(module, forward, __name__)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._watcher is None or not torch.is_grad_enabled():

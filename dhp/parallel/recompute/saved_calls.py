@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dhp.core.torch_private import is_traceable_wrapper_subclass, tree_flatten, tree_unflatten
 from dhp.parallel.recompute.saved_tensors import detached, note, top_hooks
 
 _here = threading.local()  # on GPUs, backward runs layers again in threads of autograd's own

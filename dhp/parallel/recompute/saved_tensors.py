@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dhp.core.torch_private import is_traceable_wrapper_subclass, is_view_of_parameter, saved_tensor_hooks
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -96,9 +97,7 @@ def note(tensor: Tensor) -> None:
 
 def top_hooks() -> Hooks | None:
     """The saved-tensor hooks that are in force: pack and unpack."""
-    # Not public, but the only way to build on the hooks of torch's own checkpointing;
-    # tests/parallel/recompute/test_saved_tensors.py fails when it goes.
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return saved_tensor_hooks()
 
 
 @contextmanager
@@ -144,7 +143,7 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 def _belongs_to_parameter(tensor: Tensor) -> bool:
     # ZeRO's stage 3 gives parameters new storages all the time, so that those of a moment ago say nothing.
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    return isinstance(tensor, nn.Parameter) or is_view_of_parameter(tensor)
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

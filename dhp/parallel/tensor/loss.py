@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dhp.core.batch import LogitRule
+from dhp.core.torch_private import local_shape_and_offset, require_later
 from dhp.parallel.comm import largest_in_place, sum_in_place
 from dhp.parallel.tensor.slices import AdapterCut, cut_of
 
@@ -106,7 +106,7 @@ def _own_rows(cut: AdapterCut | None) -> tuple[int, dist.ProcessGroup | None]:
             f"the head is split as {cut.placements}, but a vocabulary split over one mesh axis, (Shard(dim=0),), "
             "is what the loss knows; change the model's tensor-parallel plan for the head"
         )
-    _, offset = compute_local_shape_and_global_offset(cut.shape, cut.mesh, cut.placements)
+    _, offset = local_shape_and_offset(cut.shape, cut.mesh, cut.placements)
     return offset[0], cut.mesh.get_group()
 
 
@@ -147,7 +147,7 @@ class _TokenLossSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         once = (gradient == 1) | gradient.isnan()
-        torch._assert_async(once, "the sum of token losses was multiplied; give what by as `factor`")
+        require_later(once, "the sum of token losses was multiplied; give what by as `factor`")
         grad_states, grad_weight = ctx.saved_tensors
         for made in (grad_states, grad_weight):  # one element that is not a number breaks the norm of all of them
             made.data[:1, :1].mul_(gradient)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dhp.core.errors import ModelError
+from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import gather_alike, sum_scattered
 from dhp.parallel.expert.expert_modules import is_experts
 from dhp.parallel.kernels.replace import INNER
@@ -188,7 +189,7 @@ class SequenceNorms:
         def forward(*args: Any, **named: Any) -> Any:
             return self._run_whole(inner, args, named, False) if self._spread else inner(*args, **named)
 
-        module.forward = forward
+        wrap_forward(module, forward, __name__)
 
     def add(self, states: Tensor, rows: Tensor, places: Tensor) -> Tensor:
         """The states with `rows` [n, hidden] added at `places` of the flattened tokens."""
@@ -254,7 +255,7 @@ class SequenceNorms:
             return output if cut else _change(output, lambda own: scatter(own, self._ranks, False))
 
         setattr(forward, INNER, inner)
-        block.forward = forward
+        wrap_forward(block, forward, __name__)
 
     def _run_whole(self, inner: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], summed: bool) -> Any:
         """What `inner` makes of the gathered states. summed: ranks have parts of their gradient."""
@@ -276,7 +277,7 @@ class SequenceNorms:
             self._shape = row_shape
             return inner(*args, **named)
 
-        layer.forward = forward
+        wrap_forward(layer, forward, __name__)
         layer.register_forward_pre_hook(
             lambda _, args, named: (args, named | {"row_shape": self._shape}), with_kwargs=True
         )
@@ -318,7 +319,7 @@ def _leave_without_ranks(module: Any) -> None:
         output = part if make is None else make(part)
         return output if module.bias is None else output + module.bias
 
-    module.forward = forward
+    wrap_forward(module, forward, __name__)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from dhp.core.errors import ModelError
 from dhp.core.parameters import ADAPTER
+from dhp.core.torch_private import StridedShard
+from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import exchange_rows, sum_in_place
 from dhp.parallel.expert.expert_modules import DOWN, GATE_UP, experts_of
 from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWS, Entry, entry_of, exit_of, sum_of_ranks
@@ -64,7 +66,7 @@ def use_local_slices(model: nn.Module) -> None:
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(_alone(parameter.detach().to_local()), parameter.requires_grad)
             mark(module, name, AdapterCut(parameter.device_mesh, parameter.placements, parameter.shape))
-            module._parameters[name] = made[id(parameter)]
+            module.register_parameter(name, made[id(parameter)])
 
 
 def _alone(local: Tensor) -> Tensor:
@@ -168,14 +170,14 @@ def _take_slice(module: nn.Linear, mesh: DeviceMesh, placement: Placement) -> No
 def _sum_output(module: nn.Linear, base: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Its output leaves the cut as that of the matrix it stands beside does."""
     make = exit_of(base) or partial(sum_of_ranks, group=group)
-    module.forward = lambda states: make(F.linear(states, module.weight))
+    wrap_forward(module, lambda states: make(F.linear(states, module.weight)), __name__)
 
 
 def _compute_rows(module: nn.Linear, rows: slice) -> None:
-    module.forward = lambda states: F.linear(states, module.weight[rows])
+    wrap_forward(module, lambda states: F.linear(states, module.weight[rows]), __name__)
 
 
-_PLACES: dict[str, Placement] = {GATE_UP: _StridedShard(1, split_factor=2), DOWN: Shard(2)}
+_PLACES: dict[str, Placement] = {GATE_UP: StridedShard(1, split_factor=2), DOWN: Shard(2)}
 
 
 def cut_widths(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -223,7 +225,7 @@ def _enter_and_sum(experts: nn.Module, group: dist.ProcessGroup) -> None:
         states, weights = _Enter.apply(hidden_states, top_k_weights, group)
         return sum_of_ranks(inner(states, top_k_index, weights), group)
 
-    experts.forward = forward
+    wrap_forward(experts, forward, __name__)
 
 
 class _Enter(torch.autograd.Function):

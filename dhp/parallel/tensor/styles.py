@@ -22,8 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import (
     ColwiseParallel,
@@ -32,6 +30,8 @@ from transformers.distributed.tensor_parallel import (
     TensorParallelLayer,
 )
 
+from dhp.core.torch_private import StridedShard, local_shape_and_offset
+from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import sum_in_place
 
 PARTIAL_OVER = "dhp_partial_over"  # on a module: the ranks over which its gradients are parts of a sum
@@ -135,7 +135,7 @@ class Colwise(ColwiseParallel):
     def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
         """Make `module` compute with its slices, which are plain tensors when it is called."""
         group, entry = mesh.get_group(), entry_of(module)
-        module.forward = lambda states: F.linear(entry.enter(states, group), module.weight, module.bias)
+        wrap_forward(module, lambda states: F.linear(entry.enter(states, group), module.weight, module.bias), __name__)
         return module
 
 
@@ -151,7 +151,7 @@ class Rowwise(RowwiseParallel):
             output = sum_of_ranks(part, group) if make is None else make(part)
             return output if module.bias is None else output + module.bias
 
-        module.forward = forward
+        wrap_forward(module, forward, __name__)
         return module
 
 
@@ -161,7 +161,7 @@ class VocabularyEmbedding(EmbeddingParallel):
     def install_forward(self, module: nn.Embedding, mesh: DeviceMesh) -> nn.Embedding:
         """Make `module` compute with its slice; what else it does to an embedding, as a factor, stays."""
         shape, original = module.weight.shape, module.forward
-        (rows, _), (first, _) = compute_local_shape_and_global_offset(shape, mesh, [Shard(0)])
+        (rows, _), (first, _) = local_shape_and_offset(shape, mesh, [Shard(0)])
         padding = None if module.padding_idx is None else module.padding_idx - first
         module.padding_idx = padding if padding is not None and 0 <= padding < rows else None
         group = mesh.get_group()
@@ -172,7 +172,7 @@ class VocabularyEmbedding(EmbeddingParallel):
             found = original(own.clamp(0, rows - 1))
             return _SumOfRanks.apply(found.masked_fill(others[..., None], 0.0), group)
 
-        module.forward = forward
+        wrap_forward(module, forward, __name__)
         return module
 
 
@@ -185,7 +185,7 @@ class HeadStyle(ColwiseParallel):
         def forward(_: Tensor) -> Tensor:
             raise RuntimeError("the head is cut by vocabulary; token_loss_sum takes its loss")
 
-        module.forward = forward
+        wrap_forward(module, forward, __name__)
         return module
 
 
@@ -225,7 +225,7 @@ class SharedHeads(TensorParallelLayer):
             bias = None if module.bias is None else module.bias[own]
             return F.linear(entry.enter(states, group), module.weight[own], bias)
 
-        module.forward = forward
+        wrap_forward(module, forward, __name__)
         setattr(module, PARTIAL_OVER, group)
         setattr(module, ROWS, own)
         return module
@@ -240,11 +240,11 @@ class FusedProjections(Colwise):
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Give this rank its slice of each of the fused matrices, or vectors."""
-        whole = module._parameters.get(param)
+        whole = getattr(module, param, None)
         if whole is not None:
-            each = _StridedShard(0, split_factor=self.count)
+            each = StridedShard(0, split_factor=self.count)
             slices = distribute_tensor(whole, mesh, [each], src_data_rank=None)
-            module._parameters[param] = nn.Parameter(slices, whole.requires_grad)
+            module.register_parameter(param, nn.Parameter(slices, whole.requires_grad))
 
 
 COLWISE, ROWWISE, EMBEDDING, HEAD, PART = "dhp_colwise", "dhp_rowwise", "dhp_embedding", "dhp_head", "dhp_part_of_heads"

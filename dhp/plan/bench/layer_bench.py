@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface
 
 from dhp.core.errors import DhpError, ModelError
+from dhp.core.torch_private import tree_leaves, tree_map
 from dhp.models.family import Family
 from dhp.models.tower import Tower
 from dhp.parallel.attention.attention_kernels import has_varlen

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dhp.core.parameters import ParameterGroup
+from dhp.core.torch_private import copy_each
 from dhp.parallel.optim.base import clipped_step, exact_dtype, make_adamw
 
 MOST_RUNS, LEAST_RUNS = 25, 3
@@ -156,7 +157,7 @@ def measure_update(dtype: str, watch: Stopwatch, limit_s: float) -> float:
     def update() -> None:
         clipped_step(optimizer, [one.grad for one in masters if one.grad is not None], _RATE, 0.5)
         if rounded:
-            torch._foreach_copy_(rounded, [one.detach() for one in masters])
+            copy_each(rounded, [one.detach() for one in masters])
 
     spans = watch.median(lambda: TimedPasses(watch.once(update), 0.0, 0.0), limit_s)
     return spans.forward / (_MATRICES * _SIDE * _SIDE)

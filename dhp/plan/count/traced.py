@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from dhp.core.draws import TokenKeys, drawing
 from dhp.core.errors import ConfigError, DhpError, ModelError
 from dhp.core.parameters import AdapterSettings
 from dhp.core.reports import RecomputePolicies, StageUsage
+from dhp.core.torch_private import tree_leaves
+from dhp.core.transformers_private import expand_plan
+from dhp.core.wrapping import wrap_forward
 from dhp.engine.build import freeze, shard_without_ranks
 from dhp.models.decoder import unchanged
 from dhp.models.empty import adapt, empty_slices
@@ -219,7 +221,7 @@ def _trace(
     runs = range(len(every)) if settings.layers is None else settings.layers
     for at, layer in enumerate(every):
         if at not in runs:
-            layer.forward = unchanged
+            wrap_forward(layer, unchanged, __name__)
     layers, kinds = [every[at] for at in runs], tuple(part.layers.kinds[at] for at in runs)
     if settings.mlp_chunks > 1:
         tile_mlps(layers, part.layers.mlp, settings.mlp_chunks)
@@ -251,7 +253,7 @@ def empty_part(source: str, family: Family, name: str, settings: TraceSettings) 
     styles = with_fused(part.tensor_plan, part.fused)
     model = empty_slices(source, family.outside(name), tensor, part.kept_whole(tensor), styles)
     if settings.sequence_sharded_norms and tensor > 1:
-        local_plan(model, model._expand_parallel_plan(model.tp_plan | dict(styles)))  # names what is cut, and how
+        local_plan(model, expand_plan(model, model.tp_plan | dict(styles)))  # names what is cut, and how
         shard_without_ranks(model, part, tensor)
     own = {of: asked for of, asked in settings.adapters.items() if of == name}
     adapt(model, family, own)

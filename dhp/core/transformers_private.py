@@ -1,0 +1,54 @@
+"""Names of transformers that are not public; tests/core/test_transformers_private.py has a canary for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TIED_KEYS = "_tied_weights_keys"  # of a model's class: which weights are one
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Make a configuration's model call this attention. The property's setter looks names with "flash" up on the hub,
+    and asks the whole model, parts of which may not be here."""
+    config._attn_implementation_internal = name
+
+
+def set_experts(config: Any, name: str) -> None:
+    """Make a configuration's model multiply experts so. The property's setter asks the whole model."""
+    config._experts_implementation_internal = name
+
+
+def class_of(auto: Any, config: type) -> Any:
+    """The class that an Auto class has for a class of configurations. Raises KeyError where it has none."""
+    return auto._model_mapping[config]
+
+
+def has_class(auto: Any, config: type) -> bool:
+    """Whether an Auto class knows a class of configurations."""
+    return config in auto._model_mapping
+
+
+def registered_classes(auto: Any) -> list[Any]:
+    """The classes that users registered with an Auto class."""
+    return list(auto._model_mapping._extra_content.values())
+
+
+def expand_plan(model: Any, plan: Mapping[str, str]) -> Any:
+    """A tensor-parallel plan with its patterns expanded to a model's modules."""
+    return model._expand_parallel_plan(plan)
+
+
+def tensor_plan(model: Any) -> dict[str, str]:
+    """The rules of a model's tensor-parallel plan, without those of its children."""
+    return model._tp_plan
+
+
+def set_tensor_plan(model: Any, plan: dict[str, str]) -> None:
+    """Replace these rules."""
+    model._tp_plan = plan
+
+
+def ties_of(model: Any) -> Mapping[str, str]:
+    """Weights of a model's class that are others, by name."""
+    return model._tied_weights_keys or {}

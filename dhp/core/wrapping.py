@@ -1,0 +1,23 @@
+"""Puts forwards in the place of modules' own, and records who did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+_WRAPPERS = "dhp_wrappers"  # on a module: who replaced its forward, in order
+
+
+def wrap_forward(module: Any, forward: Callable[..., Any], by: str) -> None:
+    """Let a module compute by `forward` from now on. by: the name of the file that does it."""
+    module.forward = forward
+    vars(module).setdefault(_WRAPPERS, []).append(by.removeprefix("dhp."))
+
+
+def wrappers_of(model: Any) -> dict[tuple[str, str], int]:
+    """How many modules of each class compute by a forward that was put there, by (class, who put it there)."""
+    found: Counter[tuple[str, str]] = Counter()
+    for module in model.modules():
+        found.update((type(module).__name__, by) for by in vars(module).get(_WRAPPERS, ()))
+    return dict(found)

@@ -1,0 +1,57 @@
+"""Canaries: transformers' private names are what dhp takes them for, and stand in one file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlavaConfig, Qwen2Config, Qwen2ForCausalLM
+
+from dhp.core import transformers_private
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_they_stand_in_one_file() -> None:
+    names = r"_model_mapping|_extra_content|_internal\b|_expand_parallel_plan|\b_tp_plan|_tied_weights_keys"
+    found = [str(f.relative_to(ROOT)) for f in (ROOT / "dhp").rglob("*.py") if re.search(names, f.read_text())]
+    assert found == ["dhp/core/transformers_private.py"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2ForCausalLM:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.device("meta"):
+        return Qwen2ForCausalLM(Qwen2Config(vocab_size=16, num_key_value_heads=2, tie_word_embeddings=True, **sizes))
+
+
+def test_what_is_behind_the_properties_is_what_they_read(model: Qwen2ForCausalLM) -> None:
+    transformers_private.set_attention(model.config, "made_up")
+    assert model.config._attn_implementation == "made_up"
+    transformers_private.set_attention(model.config, "sdpa")
+    transformers_private.set_experts(model.config, "eager")
+    assert model.config._experts_implementation == "eager"
+
+
+def test_auto_classes_know_their_configurations() -> None:
+    assert transformers_private.has_class(AutoModelForImageTextToText, LlavaConfig)
+    assert not transformers_private.has_class(AutoModelForImageTextToText, SimpleNamespace)
+    assert transformers_private.class_of(AutoModelForCausalLM, Qwen2Config) is Qwen2ForCausalLM
+    assert isinstance(transformers_private.registered_classes(AutoModelForImageTextToText), list)
+
+
+def test_a_plan_is_expanded_and_replaced(model: Qwen2ForCausalLM) -> None:
+    expanded = transformers_private.expand_plan(model, {"model.layers.*.mlp.up_proj": "colwise"})
+    assert {str(name) for name in expanded} >= {"model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"}
+    before = transformers_private.tensor_plan(model)
+    transformers_private.set_tensor_plan(model, {**before, "made": "rowwise"})
+    assert transformers_private.tensor_plan(model)["made"] == "rowwise"
+    transformers_private.set_tensor_plan(model, before)
+
+
+def test_weights_that_are_one(model: Qwen2ForCausalLM) -> None:
+    assert "lm_head.weight" in dict(transformers_private.ties_of(model))
+    assert getattr(type(model), transformers_private.TIED_KEYS) is not None
