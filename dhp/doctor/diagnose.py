@@ -111,7 +111,7 @@ class Diagnosis:
     parts, from the whole model's: with rows padded, and with samples packed into one row. None: it could not be run.
 
     vision, text, audio: layouts that each part has; audio is empty for a model without such a part. refused: why not,
-    by layout.
+    by layout. replaced: classes of modules whose forward another one replaces in packed rows, and the file that does.
     """
 
     family: str
@@ -122,6 +122,7 @@ class Diagnosis:
     text: tuple[str, ...]
     refused: dict[str, str]
     audio: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
     def as_json(self) -> str:
         """One object on one line; of a model without an audio part, without that key."""
@@ -138,6 +139,7 @@ class Diagnosis:
             ("vision", ", ".join(self.vision) or "none of the layouts"),
             *([("audio", ", ".join(self.audio))] if self.audio else []),
             ("text", ", ".join(self.text) or "none of the layouts"),
+            *([("replaced", "; ".join(self.replaced))] if self.replaced else []),
         ]
         lines = [f"{name:14}{value}" for name, value in rows]
         if self.refused:
@@ -197,8 +199,9 @@ def examine(source: str) -> Diagnosis:
     layouts = {part: find_layouts(part, family, source) for part in family.parts}
     refused = {layout: why for found in layouts.values() for layout, why in found.refused.items()}
     errors: dict[bool, float | None] = {False: None, True: None}
+    replaced: tuple[str, ...] = ()
     try:
-        errors = _try(config)
+        errors, replaced = _try(config)
     except Exception as error:  # a tiny model may fail in any way, and whether it does is the question
         refused["family"] = f"its tiny model could not be trained: {type(error).__name__}: {_without(source, error)}"
     split, packed = errors[False], errors[True]
@@ -211,11 +214,11 @@ def examine(source: str) -> Diagnosis:
         refused["audio"] = "the model's audio tower stays as it is: it is not trained here, and no sound is read"
     trainable = split is not None and split <= EXACT
     vision, text, audio = (layouts[part].possible if part in layouts else () for part in ("vision", "text", "audio"))
-    return Diagnosis(name, trainable, split, packed, vision, text, refused, audio)
+    return Diagnosis(name, trainable, split, packed, vision, text, refused, audio, replaced)
 
 
-def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
-    """Deviations of the parts' outcome from the whole model's, by whether rows are packed."""
+def _try(config: PreTrainedConfig) -> tuple[dict[bool, float | None], tuple[str, ...]]:
+    """Deviations of the parts' outcome from the whole model's, by whether rows are packed; and replaced forwards."""
     logging.disable_progress_bar()
     with (
         torch.random.fork_rng(devices=[]),
@@ -233,10 +236,9 @@ def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
         for parameter in whole.parameters():  # some of which the library keeps in float32
             parameter.data = parameter.data.double()
         wanted: TrialResult = run_whole(whole, family, samples)
-        return {
-            packing: run_parts(str(Path(folder)), family, samples, packing).deviation(wanted)
-            for packing in (False, True)
-        }
+        results = {packing: run_parts(str(Path(folder)), family, samples, packing) for packing in (False, True)}
+        replaced = sorted(f"{count} × {name} by {by}" for (name, by), count in results[True].wrapped.items())
+        return {packing: found.deviation(wanted) for packing, found in results.items()}, tuple(replaced)
 
 
 def _without(source: str, error: Exception) -> str:

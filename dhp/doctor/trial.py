@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from dhp.batch.shard import BatchSharder
 from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, ProcessorOutput
 from dhp.core.graph import Edge, Node, StageGraph, StageSpec
+from dhp.core.wrapping import wrappers_of
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.engine.engines import make_rank
@@ -106,10 +107,11 @@ _FLOOR = 1e-6  # of the norm of all gradients: what a gradient below it deviates
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The objective of a step, and gradients by the parameters' names."""
+    """The objective of a step, and gradients by the parameters' names. wrapped: see `wrappers_of`."""
 
     loss: float
     gradients: Mapping[str, Tensor]
+    wrapped: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def deviation(self, wanted: TrialResult) -> float:
         """The largest relative deviation of the loss and of any gradient; infinite where one is no number."""
@@ -154,7 +156,10 @@ def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: b
             rank.backward_step(0, 0, True, gradients)
         loss = text.take_loss()
     assert loss is not None
-    return TrialResult(loss, {name: g for rank in ranks.values() for name, g in _gradients(rank.model).items()})
+    wrapped = {key: count for rank in ranks.values() for key, count in wrappers_of(rank.model).items()}
+    return TrialResult(
+        loss, {name: g for rank in ranks.values() for name, g in _gradients(rank.model).items()}, wrapped
+    )
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
