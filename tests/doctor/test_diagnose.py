@@ -162,7 +162,8 @@ def test_the_command_prints_one_object_and_exits_by_it(
 ) -> None:
     assert main(["doctor", "model", save(tmp_path, "internvl"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert list(told) == ["family", "trainable", "split_error", "packed_error", "vision", "text", "refused"]
+    assert list(told) == ["family", "trainable", "split_error", "packed_error", "vision", "text", "refused", "replaced"]
+    assert any("RMSNorm by parallel.kernels.replace" in one for one in told["replaced"])
     assert told["family"] == "internvl" and told["trainable"] is True and told["split_error"] < EXACT
     assert "vision.tensor" in told["refused"]
 
