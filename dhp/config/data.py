@@ -3,17 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Optional
 
+from dhp.config.roles import BESIDE, FREE, HELD, key
+
 
 @dataclass
 class DatasetEntry:
     """The files of one dataset, and how they are read."""
 
-    annotation_path: str = ""
+    annotation_path: str = key("", resume=BESIDE)
     """A .json file (a list of samples), a .jsonl file (a sample a line), a .parquet file, a WebDataset .tar shard; or a
     folder of .parquet or .tar files, or one that Hugging Face's `Dataset.save_to_disk` wrote. A pattern as
     shards-{000..127}.tar gives several. All but the last may be behind an address: s3://, gs://, hf://, http://."""
 
-    data_path: str = ""
+    data_path: str = key("", resume=BESIDE)
     """Directory that the paths of images and videos start from, or the address of one; none may leave it. Empty: no
     such files."""
 
@@ -30,7 +32,7 @@ class DatasetEntry:
     """Keep the newline between a tag (<image>) and the text beside it, as LLaMA-Factory and ms-swift do. False: it
     belongs to the tag, as in Qwen's own script."""
 
-    weight: float = 1.0
+    weight: float = key(1.0, resume=BESIDE)
     """How often an epoch shows each sample, on average: 2 is twice, 0.5 each time another half."""
 
 
@@ -60,14 +62,14 @@ class LimitsConfig:
 class DataConfig:
     """Which samples are read, and how."""
 
-    datasets: list[str] = field(default_factory=list)
+    datasets: list[str] = key(factory=list, resume=HELD)
     """Names from data_registry, read as one dataset in this order. `name%50`: the same random half in each epoch."""
 
-    eval_datasets: list[str] = field(default_factory=list)
+    eval_datasets: list[str] = key(factory=list, resume=BESIDE)
     """Names from data_registry that the loss is measured on and nothing is trained on, every training.eval_steps and at
     the end. Each sample once, in the file's order; `name%50` is always the same half. Empty: none."""
 
-    data_registry: dict[str, DatasetEntry] = field(default_factory=dict)
+    data_registry: dict[str, DatasetEntry] = key(factory=dict, resume=BESIDE)
     """Known datasets, by a name of your choice."""
 
     system_prompt: Optional[str] = None
@@ -105,72 +107,72 @@ class DataConfig:
     """Lay the samples of a micro-batch one behind another in one row, without padding, each seeing itself only. False:
     a row a sample, padded to the longest."""
 
-    balance: str = "random"
+    balance: str = key("random", resume=HELD)
     """Which samples share a row and which rows a step, so that devices do not wait for one another: random |
     length_group (samples of like length in a row) | device_group (on the devices of a step), all three of
     training.micro_batch_size samples a row; isf (iterative sampling and filtering: packs of constant vision and text) |
     balanced (packs of constant text, steps of constant vision), of about so many samples in the mean. All but random
     need every sample's length, measured once from file headers and kept in cache_dir."""
 
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    limits: LimitsConfig = key(factory=LimitsConfig, resume=HELD)
 
-    locality_slack: float = 0.01
+    locality_slack: float = key(0.01, resume=BESIDE)
     """Images are encoded on the device, or else the node, of the text replica that needs them, as far as the busiest
     vision replica gets no more than this fraction of work beyond the most even way. 0: only where evenness costs
     nothing."""
 
-    balance_window: Optional[int] = None
+    balance_window: Optional[int] = key(None, resume=HELD)
     """Samples of a random order that are balanced together, each window measured while the one before it is trained on:
     for datasets too large to be measured before the first step; needs training.max_steps. Null: an epoch."""
 
-    group_window: int = 50
+    group_window: int = key(50, resume=HELD)
     """length_group and device_group: steps whose samples are sorted together, by their image tokens and among equal
     ones by all tokens, within a random order. The more, the more alike are rows, and the less random."""
 
-    isf_passes: int = 10
+    isf_passes: int = key(10, resume=HELD)
     """isf: most passes of sampling and filtering; the packs of the last one are kept, however full they are."""
 
-    long_tokens: Optional[int] = None
+    long_tokens: Optional[int] = key(None, resume=HELD)
     """Tokens from which on a sample counts as long: a step then has long samples or shorter ones, each kind balanced by
     itself, so that text actors that share rows work together on long ones and apart on short ones. Needs data.balance
     other than random. Null: rows mix them."""
 
-    fullest_first: Optional[bool] = None
+    fullest_first: Optional[bool] = key(None, resume=HELD)
     """Begin the first epoch with its fullest steps, that of the longest row and that with most image tokens, so that
     recompute=auto measures the most that a run will need; with balance_window, those of the first window. All else
     stays in order. Needs data.balance other than random. Null: true where a part that is trained has recompute=auto and
     data.balance is not random."""
 
-    cache_dir: Optional[str] = None
+    cache_dir: Optional[str] = key(None, resume=BESIDE)
     """Directory of measured lengths, and of copies of files from addresses, for all runs. Null: dhp in $XDG_CACHE_HOME
     or ~/.cache."""
 
-    cache_gib: Optional[float] = 50.0
+    cache_gib: Optional[float] = key(50.0, resume=BESIDE)
     """GiB of copies in cache_dir of annotations and media that are read from addresses (s3://, gs://, hf://, http://);
     beyond it, those go that were not used for longest. Null: no bound."""
 
-    fetch_tries: int = 5
+    fetch_tries: int = key(5, resume=BESIDE)
     """Tries of a request to such an address, with growing pauses between them, before its file counts as unreadable."""
 
-    fetch_s: float = 300.0
+    fetch_s: float = key(300.0, resume=BESIDE)
     """Seconds that all tries of such a request may take, one large file included."""
 
-    cache_features: Optional[str] = None
+    cache_features: Optional[str] = key(None, resume=BESIDE)
     """Directory in which what a frozen tower makes of each picture is kept, for all runs: a picture that is there is
     neither decoded nor encoded. Needs training.frozen=[vision,projector]. On several nodes: one that all of them share.
     Null: nothing is kept."""
 
-    cache_features_gib: Optional[float] = None
+    cache_features_gib: Optional[float] = key(None, resume=BESIDE)
     """GiB of files in cache_features beyond which a run adds none; nothing is ever removed. Null: no bound."""
 
-    num_workers: int = 0
+    num_workers: int = key(0, resume=BESIDE)
     """Processes that read, decode and preprocess, each a step at a time. 0: the dataset actor does it. The run says how
     many would keep up when training waits for data."""
 
-    prefetch: Optional[int] = None
+    prefetch: Optional[int] = key(None, resume=BESIDE)
     """Steps that are read ahead of the one submitted last. Null: one for each worker."""
 
-    shuffle: bool = True
+    shuffle: bool = key(True, resume=HELD)
     """New order of the samples in each epoch, by seed. False: the annotation file's order."""
 
     max_tokens: Optional[int] = None
@@ -186,17 +188,17 @@ class DataConfig:
     video_max_pixels: Optional[int] = None
     """Largest area of a video's frame, pixels; larger ones are reduced. Null: as max_pixels."""
 
-    pin_memory: bool = True
+    pin_memory: bool = key(True, resume=FREE)
     """On GPUs, vision and sound actors fetch the next step's patches into page-locked memory while a step runs, so that
     their copy to the GPU waits for nothing and overlaps with the GPU's work. It holds one step's patches."""
 
-    video_whole_frames: Optional[int] = 256
+    video_whole_frames: Optional[int] = key(256, resume=BESIDE)
     """Most frames of a video that one process decodes whole. Of a longer one each vision actor's share is decoded
     apart, from the key frames before it, by any of num_workers, so no process holds it all. Null: every
     video is decoded whole."""
 
-    allow_http: bool = False
+    allow_http: bool = key(False, resume=BESIDE)
     """Fetch images and videos whose path is an http or https address, each time they are needed. False: refused."""
 
-    on_bad_sample: str = "error"
+    on_bad_sample: str = key("error", resume=FREE)
     """What a missing or broken image or a malformed sample does: error (the run ends) | skip (named and counted)."""

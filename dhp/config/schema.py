@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from dhp.config.data import DataConfig
+from dhp.config.roles import FOLLOWS, SEARCHED, key
 from dhp.config.training import TrainingConfig
 
 
@@ -46,22 +47,22 @@ class PartConfig:
     model_name: str = ""
     """Hugging Face directory or hub id. Empty: the other part's."""
 
-    parallelism: str = "none"
+    parallelism: str = key("none", layout=FOLLOWS)
     """How the actors share the work. vision: none | data | sequence | tensor | pipeline | deepspeed; audio: the same
     without tensor; text: none | data | sequence | tensor | pipeline | deepspeed | autotp. deepspeed:
     replicas, as data, with a zero_stage from 1 on by DeepSpeed; autotp: as tensor, with DeepSpeed's layers."""
 
-    num_actors: int = 1
+    num_actors: int = key(1, layout=FOLLOWS)
     """Actors of this part (processes, one device each); num_actors = pipeline × data × ulysses × ring × tensor. audio
     has 0 unless it is set: the run has no audio part then, and reads no sound."""
 
-    pipeline: Optional[int] = None
+    pipeline: Optional[int] = key(None, layout=SEARCHED)
     """Stages that the layers are cut into, each with actors of its own that are split by the other degrees. Of text,
     the first has the embedding, the last norm, head and loss; of vision, the first embeds patches, the last merges
     them; of audio, the first has the convolutions, the last the projector. Null: what the others leave with
     parallelism=pipeline, else 1."""
 
-    cuts: Optional[list[int]] = None
+    cuts: Optional[list[int]] = key(None, layout=FOLLOWS)
     """Layers at which the stages after the first begin, in order: [10, 19] cuts 28 layers into 0-9, 10-18, 19-27. With
     virtual_stages, pipeline × virtual_stages - 1 of them, in the order in which a micro-batch comes by. Null: as
     text.partition says."""
@@ -74,18 +75,18 @@ class PartConfig:
     as one chain, else each by itself; an audio tower's have like numbers of layers. Null: exact; layers with
     virtual_stages; parameters with training.schedule=sequential, under which every cut takes as long."""
 
-    virtual_stages: int = 1
+    virtual_stages: int = key(1, layout=FOLLOWS)
     """Runs of layers that each stage holds, for training.schedule=interleaved: stage 0 of 2 has the first and the third
     quarter with 2 of them. text only."""
 
-    data: Optional[int] = None
+    data: Optional[int] = key(None, layout=SEARCHED)
     """Replicas that work on different samples. Null: what the other degrees leave with parallelism=data, else 1."""
 
-    ulysses: Optional[int] = None
+    ulysses: Optional[int] = key(None, layout=SEARCHED)
     """Actors that split a sequence by all-to-all on heads: of vision a large image's, of text a row's; of audio, that
     share out the clips. Null: what the others leave with sequence, else 1."""
 
-    ring: Optional[int] = None
+    ring: Optional[int] = key(None, layout=SEARCHED)
     """Actors that split a sequence by passing keys and values around a ring, outside Ulysses: for more actors than
     heads, or over several nodes. Not of audio. Null: 1."""
 
@@ -94,10 +95,10 @@ class PartConfig:
     stay on one of them, or with the ulysses actors of one ring place, as far as all get even work) | one (every sample
     over all). Losses and gradients are the same. text only: an encoder's items stay whole as far as that is even."""
 
-    tensor: Optional[int] = None
+    tensor: Optional[int] = key(None, layout=SEARCHED)
     """Actors that split each weight matrix. Null: what the others leave with parallelism=tensor or autotp, else 1."""
 
-    expert: int = 1
+    expert: int = key(1, layout=SEARCHED)
     """Of the replicas (data), so many neighbours share out a decoder's experts: each holds 1/expert of them, and tokens
     go to the replica that has theirs. Divides data and the experts. text only, with tensor=1 and zero_stage=0."""
 
@@ -127,7 +128,7 @@ class PartConfig:
     products before the activation function; linear: all but attention; all: the layer; offload: the layer, with what
     enters it in host memory meanwhile. Null: by activation_checkpointing."""
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = key(False, layout=FOLLOWS)
     """true: the same as recompute=full. Where recompute says something else, the run is refused."""
 
     mlp_chunks: int = 1
@@ -135,15 +136,15 @@ class PartConfig:
     the inside of one: for long rows. With recompute=light it is as mlp, for what an MLP has inside is not kept. With
     compile=false and expert=1."""
 
-    zero_stage: int = 0
+    zero_stage: int = key(0, layout=SEARCHED)
     """ZeRO stage, what is cut over the actors that hold the same slices: 0 nothing | 1 the optimizer's state | 2
     gradients too | 3 weights too, gathered module by module."""
 
-    zero_engine: str = "auto"
+    zero_engine: str = key("auto", layout=SEARCHED)
     """Who does the ZeRO stage: deepspeed (stages 1 to 3 with tensor=1; 3 only with training.schedule=sequential) | fsdp
     (torch's FSDP2: stages 2 and 3 with any tensor) | auto (fsdp where tensor > 1, else deepspeed)."""
 
-    sequence_sharded_norms: bool = False
+    sequence_sharded_norms: bool = key(False, layout=SEARCHED)
     """true: between the blocks of a layer each tensor actor holds the states of its own tokens, so that what norms and
     residuals keep is divided as well (Megatron-LM's sequence parallelism); an all-gather and a reduce-scatter take the
     place of each all-reduce. With tensor > 1, and parallelism other than autotp."""

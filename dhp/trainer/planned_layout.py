@@ -14,6 +14,7 @@ from dhp.config.devices import GIB
 from dhp.config.layout import DEGREES, FREED, GIVEN, LAYOUTS, PLANNED
 from dhp.config.parts import encoders, parts
 from dhp.config.ranges import require_choice
+from dhp.config.roles import FOLLOWS, keys_with
 from dhp.config.run_dir import check_run_dir, config_of, read_recorded
 from dhp.config.schema import Config, PartConfig
 from dhp.core.errors import ConfigError, DhpError, raise_all
@@ -55,7 +56,7 @@ def with_layout(
 
 _NAMING = ("parallelism", "num_actors")  # follow from degrees
 _CHECKPOINTING = "activation_checkpointing"
-_BESIDE = (*_NAMING, _CHECKPOINTING, "cuts", "virtual_stages")  # go with a part's layout
+_BESIDE = keys_with(PartConfig, layout=FOLLOWS)  # go with a part's layout
 
 
 def plan_layout(

@@ -13,6 +13,8 @@ from dhp.checkpoint.resume import CONTENTS, RECIPE, Start
 from dhp.config.parts import DECODER, model_name, parts, read_datasets
 from dhp.config.ranges import CONSTANT, STABLE, decay_steps
 from dhp.config.resolve import warmup_steps
+from dhp.config.roles import FREE, keys_with
+from dhp.config.roles import RECIPE as RECIPE_KEY
 from dhp.config.schema import Config
 from dhp.core.files import fingerprint, fingerprint_of
 from dhp.data.remote.places import Place, find_place, remote_of
@@ -23,52 +25,26 @@ from dhp.plan.stage_graph import world
 
 TOTAL, WARMUP, DECAY = "training.total_steps", "training.warmup_steps", "training.lr_decay_steps"
 
-# Of the sections training and data: what must stay (`dhp.trainer.settings.kept_settings`, and a sampler's order) …
-HELD = {
-    "training": {"batch_size", "micro_batch_size", "trainable", "frozen", "optimizer"},
-    "data": {
-        *("datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits", "isf_passes", "group_window"),
-        "fullest_first",
-    },
-}
-# … and what decides nothing that is trained. All else is the recipe.
-BESIDE = {
-    "training": {
-        # By `rates`, which know the number of steps.
-        *("num_epochs", "max_steps", "warmup_ratio", "warmup_steps", "lr_decay_ratio", "lr_decay_steps"),
-        *("resume_changes", "empty_rows"),
-        *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_epochs"),
-        *("save_minutes", "save_in_background", "save_timeout_s", "max_restarts", "restart_wait_s"),
-        *("elastic", "elastic_wait_s"),
-        *("save_final", "save_total_limit", "eval_steps", "max_nonfinite_steps"),
-        *("eval_answers", "eval_answer_tokens", "best_metric", "resume", "loggers", "logger_project", "schedule"),
-    },
-    "data": {
-        *("eval_datasets", "data_registry", "locality_slack", "cache_dir", "cache_features", "cache_features_gib"),
-        *("cache_gib", "fetch_tries", "fetch_s"),
-        *("num_workers", "prefetch", "video_whole_frames", "allow_http"),
-    },
-}
-# Of the recipe, what may change: it decides rounding, memory or what is done with samples that cannot be read.
-FREE = ("training.deterministic", "data.pin_memory", "data.on_bad_sample")
-_OF_AN_ENTRY = ("annotation_path", "data_path", "weight")  # held as files, free, and held with data.datasets
-
 
 def recipe(config: Config) -> dict[str, Any]:
     """What decides how samples are made and weights are updated, by key, as JSON gives it back."""
     found: dict[str, Any] = {}
-    for section in HELD:
-        values = asdict(getattr(config, section))
-        found |= {f"{section}.{key}": values[key] for key in values if key not in HELD[section] | BESIDE[section]}
+    for section in ("training", "data"):
+        values, keys = asdict(getattr(config, section)), _recipe_keys(getattr(config, section))
+        found |= {f"{section}.{key}": values[key] for key in keys}
     for name in read_datasets(config.data):
-        entry = asdict(config.data.data_registry[name])
-        found |= {f"data.data_registry.{name}.{key}": v for key, v in entry.items() if key not in _OF_AN_ENTRY}
+        entry = config.data.data_registry[name]
+        found |= {f"data.data_registry.{name}.{key}": asdict(entry)[key] for key in _recipe_keys(entry)}
     template = read_template(config.data.chat_template)
     if template is not None:  # whose file may have changed under its name
         found["data.chat_template"] = (
             f"{config.data.chat_template} (sha256:{sha256(template.encode()).hexdigest()[:16]})"
         )
     return found
+
+
+def _recipe_keys(section: Any) -> tuple[str, ...]:
+    return (*keys_with(section, resume=RECIPE_KEY), *keys_with(section, resume=FREE))
 
 
 def free_layout(config: Config) -> dict[str, Any]:
@@ -89,7 +65,8 @@ def rates(config: Config, steps: int) -> dict[str, Any]:
 
 def check_recipe(config: Config, start: Start) -> None:
     """Raise CheckpointError where the run would train in another way than the checkpoint's, and was not asked to."""
-    start.check_recipe(recipe(config), FREE, config.training.resume_changes)
+    free = [f"{name}.{key}" for name in ("training", "data") for key in keys_with(getattr(config, name), resume=FREE)]
+    start.check_recipe(recipe(config), free, config.training.resume_changes)
 
 
 def check_rates(config: Config, start: Start, steps: int) -> None:

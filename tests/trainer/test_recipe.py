@@ -11,9 +11,10 @@ import pytest
 from dhp.checkpoint.resume import LAYOUT, RECIPE, Start
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
+from dhp.config.roles import BESIDE, HELD, keys_with
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError
-from dhp.trainer.recipe import BESIDE, HELD, check_rates, check_recipe, free_layout, held_files, rates, recipe
+from dhp.trainer.recipe import check_rates, check_recipe, free_layout, held_files, rates, recipe
 from dhp.trainer.settings import kept_settings
 
 
@@ -29,16 +30,17 @@ def start_of(config: Config, steps: int = 60) -> Start:
 
 def test_every_key_of_both_sections_is_held_free_or_said() -> None:
     said = set(recipe(config_of()))
-    for section in HELD:
-        keys = {field.name for field in fields(getattr(Config(), section))}
-        assert HELD[section] | BESIDE[section] <= keys and not HELD[section] & BESIDE[section]
-        assert {key for key in keys if f"{section}.{key}" in said} == keys - HELD[section] - BESIDE[section]
+    for section in ("training", "data"):
+        own = getattr(Config(), section)
+        keys = {field.name for field in fields(own)}
+        held, beside = (set(keys_with(own, resume=role)) for role in (HELD, BESIDE))
+        assert held and beside and {key for key in keys if f"{section}.{key}" in said} == keys - held - beside
     # In the sampler's order, which it compares.
     keys = ("balance_window", "long_tokens", "limits", "isf_passes", "group_window", "fullest_first")
     by_sampler = {f"data.{key}" for key in keys}
-    assert {f"{section}.{key}" for section in HELD for key in HELD[section]} - by_sampler <= set(
-        kept_settings(config_of())
-    )
+    sections = ("training", "data")
+    held = {f"{name}.{key}" for name in sections for key in keys_with(getattr(Config(), name), resume=HELD)}
+    assert held - by_sampler <= set(kept_settings(config_of()))
 
 
 CHANGES = [

@@ -6,15 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dhp.config.layout import DEGREES, FREED, resolve_part
+from dhp.config.layout import FREED, resolve_part
 from dhp.config.parts import parts
+from dhp.config.roles import SEARCHED as SEARCHED_KEY
+from dhp.config.roles import keys_with
 from dhp.config.schema import Config, PartConfig
 from dhp.core.errors import ConfigError
 from dhp.core.text import did_you_mean, nearest
 from dhp.plan.batches import rows_by_tokens
 
 # Keys of a part's section that a search sets where they are not held; parallelism and num_actors follow from them.
-SEARCHED = (*DEGREES, "expert", "zero_stage", "zero_engine", "sequence_sharded_norms")
+SEARCHED = keys_with(PartConfig, layout=SEARCHED_KEY)
 
 
 def held_keys(config: Config, overrides: Sequence[str] = ()) -> dict[str, frozenset[str]]:
