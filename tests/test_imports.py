@@ -245,7 +245,7 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
     "module",
     [
         *("dhp.train_ray", "dhp.config.command_line", "dhp.observe.recorder", "dhp.supervise.launch"),
-        *("dhp.__main__", "dhp.cli.completion"),
+        *("dhp.__main__", "dhp.cli.completion", "dhp.trainer.preflight"),
     ],
 )
 def test_the_command_line_starts_without_torch_and_ray(module: str) -> None:

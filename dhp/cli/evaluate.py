@@ -135,7 +135,7 @@ def _reading(config: Config, annotations: Path, frames: int) -> Config:
 
 
 def _tell(given: argparse.Namespace, shares: list[list[float]]) -> None:
-    from dhp.observe.plots import draw_heat_map
+    from dhp.report.plots import share_table
 
     given.out.mkdir(parents=True, exist_ok=True)
     columns, rows = [str(frames) for frames in given.frames], [f"{depth:g}" for depth in given.depths]
@@ -146,7 +146,7 @@ def _tell(given: argparse.Namespace, shares: list[list[float]]) -> None:
     found |= {"needles": given.needles, "found": shares}
     (given.out / "needle.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     title = f"needles found, {given.needles} a cell"
-    draw_heat_map(shares, columns, rows, title, "frames", "depth", given.out / "needle.png")
+    share_table("needle", title, shares, columns, rows, "across: frames; down: depth").write_png(given.out)
     print(f"written to {given.out}: needle.json, needle.png")
 
 

@@ -26,12 +26,12 @@ from dhp.data.sampling.length_table import RowChunk
 from dhp.data.sampling.probe import count_unread
 from dhp.data.sampling.sampler import BalanceSettings
 from dhp.data.sampling.step_loads import Table
-from dhp.observe.plots import draw_histograms
 from dhp.plan.batches import unreached
 from dhp.plan.run_plan import plan_run
 from dhp.plan.search.sample_source import map_chunks, measure_all, measuring_settings, own_reader
 from dhp.plan.search.verdict import expect, verdict
 from dhp.plan.stage_graph import devices_as_planned, find_localities
+from dhp.report.plots import histograms
 
 CONTENTS = {
     "samples": "usable ones, as often as weights and shares (name%50) show them; behind it the share of all",
@@ -223,7 +223,7 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     loads = Loads(loads.vision[usable], loads.text[usable])
     if not len(loads):
         raise DataError(f"no sample of {', '.join(config.data.datasets)} can be used; {out / 'defects.txt'} says why")
-    draw_histograms(_panels(feed), "tokens a sample", "samples", out / "lengths.png")
+    histograms("lengths", _panels(feed), "tokens a sample", "samples").write_png(out)
     of_methods = {
         method: replace(settings.balancing, method=method).limits(loads, config.training.micro_batch_size)
         for method in ("balanced", "isf")

@@ -40,10 +40,10 @@ from dhp.core.errors import ConfigError
 from dhp.core.files import write_whole
 from dhp.core.process import StartUp, heed, say_line
 from dhp.core.text import json_safe, own_command
-from dhp.observe.scatter import Point, draw_points
 from dhp.plan.search.candidates import Candidate
 from dhp.plan.search.explain import loses_by
 from dhp.plan.search.free_keys import DEVICES, ROWS, SCHEDULE, find_held, with_settings
+from dhp.report.plots import Point, points_on_axes
 
 _OF_EACH_RUN = ("run_dir",)  # its default has the time in it
 
@@ -322,5 +322,6 @@ def draw_plan(outcome: Outcome, path: Path) -> None:
     ]
     limit = outcome.machine.limit_bytes / GIB
     title = f"{outcome.asked.named} on {outcome.machine}".replace("×", "x")  # the font has no such sign
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw_points(points, title, "GiB of the fullest device", "seconds of a step", (limit, "limit"), path)
+    axes = ("GiB of the fullest device", "seconds of a step")
+    drawn = points_on_axes(path.stem, title, points, *axes, (limit, "limit"))
+    drawn.write_png(path.parent).replace(path)  # whatever its ending is

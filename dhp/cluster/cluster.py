@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dhp.cluster.address import LOCAL
 from dhp.cluster.clock import ClockReading, offset_ns
 from dhp.cluster.data_actor import DatasetActor
-from dhp.cluster.gpus import RankDevice, check_devices_here, choose_backend, choose_device, choose_transport
+from dhp.cluster.gpus import check_devices_here, choose_backend, choose_device, choose_transport
 from dhp.cluster.hangs.lookout import Lookout
 from dhp.cluster.hangs.watch import Watched, asking, wait_all
 from dhp.cluster.host import beacon
@@ -45,7 +45,7 @@ from dhp.cluster.servers import limited_teardown, require_servers
 from dhp.cluster.worker import GIVEN, GroupSettings, Worker
 from dhp.core.dispatch import Call, PerRank, spread
 from dhp.core.errors import ConfigError
-from dhp.core.graph import StageGraph
+from dhp.core.graph import RankDevice, StageGraph
 from dhp.core.process import ending_on_error, say_nothing
 
 

@@ -216,11 +216,3 @@ def choose_backend(device: str, gpus_per_bundle: float) -> str:
         stacklevel=2,
     )
     return "gloo"
-
-
-@dataclass(frozen=True)
-class RankDevice:
-    """A rank's device: the number of its logical device, and that of its node."""
-
-    device: int
-    node: int

@@ -368,3 +368,6 @@ class LogitRule:
 
     factor: float = 1.0
     softcap: float | None = None
+
+
+CHUNK_ROWS = 2048  # of a head's logits that exist at a time

@@ -210,3 +210,11 @@ class StageGraph:
             stages = self.of_part(part)
             for chunk in range(len(stages[0].chunks)):
                 yield from (Node(stage.name, chunk) for stage in stages)
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """A rank's device: the number of its logical device, and that of its node."""
+
+    device: int
+    node: int

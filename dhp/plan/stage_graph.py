@@ -8,12 +8,11 @@ from functools import cache
 from typing import Any
 
 from dhp.batch.assign_images import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
-from dhp.cluster.gpus import RankDevice
 from dhp.config.layout import read_choices
 from dhp.config.model_rules import check_cuts
 from dhp.config.parts import DECODER, degrees, parts, resolved
 from dhp.config.schema import ClusterConfig, Config, PartConfig
-from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
+from dhp.core.graph import HIDDEN_STATES, Edge, Node, RankDevice, StageGraph, StageSpec, Tie
 from dhp.core.reports import RecomputePolicies
 from dhp.models.family import VISION, Family
 from dhp.models.types import chunks_of

@@ -103,8 +103,7 @@ class Drawing:
         for shape in self.shapes:
             _paint(image, draw, font, shape, scale)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}.png"
-        image.save(path, format="PNG")
+        image.save(path := folder / f"{self.name}.png", format="PNG")
         return path
 
 
@@ -255,7 +254,7 @@ def line_chart(name: str, title: str, lines: Sequence[Line], unit: str, zero: bo
     low, high = _range(min(values), max(values), zero)
     across = Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, WIDTH - RIGHT)
     up = Scale(low, high, HEIGHT - BOTTOM, TOP)
-    shapes = _axes(across, up, "step", unit)
+    shapes = draw_axes(across, up, "step", unit, whole=True)
     for colour, line in enumerate(lines):
         points = thinned(line.steps, line.values)
         band = [(step, least, most) for step, _, least, most in points if least < most]
@@ -265,7 +264,7 @@ def line_chart(name: str, title: str, lines: Sequence[Line], unit: str, zero: bo
         ]
         shapes.append(Polyline([(across(step), up(mean)) for step, mean, _, _ in points], colour, line.dashed))
         shapes += _dots(line, across, up, colour)
-    return Drawing(name, title, WIDTH, HEIGHT, [*shapes, *_legend([line.name for line in lines])])
+    return Drawing(name, title, WIDTH, HEIGHT, [*shapes, *name_series([line.name for line in lines])])
 
 
 def _dots(line: Line, across: Scale, up: Scale, colour: int) -> list[Shape]:
@@ -314,7 +313,7 @@ def stacked_bars(
                 Box(start, top, stop - start, BAR, kinds.index(kind) % INK, f"{row}, {kind}: {shown(value)} {unit}")
             )
             at += value
-    return Drawing(name, title, WIDTH, height, [*shapes, *_legend(kinds)])
+    return Drawing(name, title, WIDTH, height, [*shapes, *name_series(kinds)])
 
 
 def spread_bars(name: str, title: str, bars: Mapping[str, Bar], unit: str) -> Drawing:
@@ -412,12 +411,13 @@ def _range(low: float, high: float, zero: bool) -> tuple[float, float]:
     return low - (0.0 if zero and low == 0.0 else margin), high + margin
 
 
-def _axes(across: Scale, up: Scale, across_unit: str, up_unit: str) -> list[Shape]:
+def draw_axes(across: Scale, up: Scale, across_unit: str, up_unit: str, whole: bool = False) -> list[Shape]:
+    """Two axes with round numbers, and what they say. whole: across there are whole numbers alone."""
     shapes: list[Shape] = []
     for tick in ticks(up.low, up.high):
         shapes.append(Polyline(((across.first, up(tick)), (across.last, up(tick))), GRID, thin=True))
         shapes.append(Label(across.first - 6, up(tick) + 4, f"{tick:.4g}", "end"))
-    for tick in ticks(across.low, across.high, whole=True):
+    for tick in ticks(across.low, across.high, whole=whole):
         shapes.append(Label(across(tick), up.first + 16, f"{tick:.6g}", "middle"))
     shapes.append(
         Polyline(((across.first, up.last), (across.first, up.first), (across.last, up.first)), INK, thin=True)
@@ -427,10 +427,11 @@ def _axes(across: Scale, up: Scale, across_unit: str, up_unit: str) -> list[Shap
     return shapes
 
 
-def _legend(names: Sequence[str]) -> list[Shape]:
+def name_series(names: Sequence[str], top: float = 8) -> list[Shape]:
+    """Names of series beside their colours, side by side."""
     shapes: list[Shape] = []
     x = float(LEFT)
     for colour, name in enumerate(names):
-        shapes += [Box(x, 8, 12, 10, colour % INK), Label(x + 16, 17, name)]
+        shapes += [Box(x, top, 12, 10, colour % INK), Label(x + 16, top + 9, name)]
         x += 30 + 6.6 * len(name)
     return shapes

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dhp.checkpoint.feature_folder import FeatureFolder
 from dhp.checkpoint.folder import step_folders
 from dhp.checkpoint.resume import AUTO
 from dhp.cluster.address import SUBMITTED
@@ -28,7 +27,6 @@ from dhp.data.remote.places import missing_data
 from dhp.data.sample.chat import read_template
 from dhp.models.family import VISION
 from dhp.models.registry import import_plugins
-from dhp.tiny.tiny_model import make_tiny
 
 if TYPE_CHECKING:
     from dhp.models.family import Family
@@ -62,6 +60,8 @@ def prepare(
 
         require_loggers(config)
     if config.tiny_assets is not None:
+        from dhp.tiny.tiny_model import make_tiny  # imports torch, as all below that are imported where they are used
+
         make_tiny(config, config.tiny_assets, say)
     check_model_dir(model_name(config))
     read_template(config.data.chat_template)
@@ -276,6 +276,8 @@ def check_features(config: Config, graph: StageGraph) -> None:
 def check_folder(config: Config) -> None:
     """Raises ConfigError where the folder cannot be written."""
     if config.data.cache_features is not None:
+        from dhp.checkpoint.feature_folder import FeatureFolder
+
         FeatureFolder(Path(config.data.cache_features)).check()
 
 
@@ -285,7 +287,7 @@ def feature_settings(config: Config) -> FeatureSettings | None:
     where = config.data.cache_features
     if where is None:
         return None
-    from dhp.models.empty import digest_tower  # imports modeling code, which takes a second
+    from dhp.models.empty import digest_tower
 
     return FeatureSettings(where, digest_tower(model_name(config), parts(config)[VISION].dtype, parts(config)))
 

@@ -74,8 +74,8 @@ def check_registry(setting: Setting) -> dict[str, Any]:
     Deviates on a GPU where attention is not in one call, or norms, rotary positions and gates lack the fastest kernel
     that can be there.
     """
+    from dhp.core.batch import CHUNK_ROWS
     from dhp.parallel.attention.attention_kernels import choose_kernel, has_varlen
-    from dhp.parallel.tensor.loss import CHUNK_ROWS
     from experiments.gpu_check.pair import start
     from experiments.gpu_check.shape import make_shape
 

@@ -19,8 +19,8 @@ from dhp.cli.inspect_data import COLUMNS, CONTENTS, COSTS, DATASETS, LENGTHS
 from dhp.config.schema import Config
 from dhp.core.errors import PartFailed
 from dhp.core.text import own_command
-from dhp.observe.plots import HEIGHT, WIDTH
 from dhp.plan.search.sample_source import map_chunks
+from dhp.report.charts import HEIGHT, WIDTH
 from dhp.version import VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     rows = [json.loads(line) for line in (out / "balance.jsonl").read_text().splitlines()]
     assert [row["dropped"] for row in rows] == [0] * 5
     with Image.open(out / "lengths.png") as picture:
-        assert picture.size == (WIDTH, 2 * HEIGHT)  # a panel a dataset
+        assert picture.size == (2 * WIDTH, 2 * 2 * HEIGHT)  # a panel a dataset
     for columns in (DATASETS, CONTENTS, COSTS, LENGTHS, COLUMNS):
         assert all(f"  {name:16}{text}\n" in told for name, text in columns.items())
     costs = next(line for line in told.splitlines() if re.match("broken +[0-9]+, ", line))

@@ -17,7 +17,7 @@ from dhp.cli.plan import NOTHING_FITS
 from dhp.cli.plan_table import _freeing
 from dhp.config.command_line import compose_config
 from dhp.core.text import own_command
-from dhp.observe.scatter import HEIGHT, WIDTH
+from dhp.report.charts import HEIGHT, WIDTH
 from dhp.trainer.dry_run import dry_run
 from dhp.trainer.preflight import prepare
 from tests.helpers.pages import blocks
@@ -71,7 +71,7 @@ def test_what_is_written_trains(capsys: pytest.CaptureFixture[str], tiny_assets:
     shown = planned(capsys, tiny_assets, "free=all", "training.batch_size=12", *flags)
     assert f"{' '.join(own_command('train'))} {files['yaml']}" in line(shown, "train")
     with Image.open(files["png"]) as picture:
-        assert picture.size == (WIDTH, HEIGHT)
+        assert picture.size == (2 * WIDTH, 4 * HEIGHT)
     found = json.loads(files["json"].read_text())
     best = found["layouts"][0]
     assert best["fits"] and best["rank"] == 1 and best["margin_gib"] > 0

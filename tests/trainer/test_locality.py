@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dhp.cluster.gpus import RankDevice
 from dhp.core.axes import Degrees
+from dhp.core.graph import RankDevice
 from dhp.plan.stage_graph import devices_as_planned, find_localities
 from tests.helpers.graphs import make_graph
 

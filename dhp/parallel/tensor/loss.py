@@ -10,13 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from dhp.core.batch import LogitRule
+from dhp.core.batch import CHUNK_ROWS, LogitRule
 from dhp.core.torch_private import local_shape_and_offset, require_later
 from dhp.parallel.comm import largest_in_place, sum_in_place
 from dhp.parallel.tensor.slices import AdapterCut, cut_of
-
-CHUNK_ROWS = 2048
-
 
 PLAIN = LogitRule()
 

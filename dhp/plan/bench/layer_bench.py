@@ -24,7 +24,8 @@ from dhp.parallel.attention.segments import packed_attention, segment_attention
 from dhp.parallel.expert.expert_modules import choose_product
 from dhp.parallel.kernels.replace import replace_kernels
 from dhp.plan.bench.stopwatch import Stopwatch, TimedPasses
-from dhp.plan.count.traced import TracedRows, TraceSettings, empty_part, empty_run
+from dhp.plan.count.row_bytes import TracedRows
+from dhp.plan.count.traced import TraceSettings, empty_part, empty_run
 
 _FEWEST = 4  # tokens
 _ATTENTION = "flash_dhp_measured"  # a tower calls what has "flash" in its name once a layer

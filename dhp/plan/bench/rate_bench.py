@@ -37,8 +37,7 @@ from dhp.plan.bench.rate_fit import (
 )
 from dhp.plan.count.costs import read_entries, read_entry, write_entry
 from dhp.plan.count.rates import Operation, Operations
-from dhp.plan.count.row_bytes import NONE, PartBytes, RowBytes
-from dhp.plan.count.traced import TracedRows
+from dhp.plan.count.row_bytes import NONE, PartBytes, RowBytes, TracedRows
 from dhp.plan.count.unit_operations import TowerLoad, tower_pieces
 from dhp.plan.count.unit_work import ATTENTION_BACKWARD, Passes, TextLoad, decoder_passes, tower_passes
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from dhp.models.shape import DecoderSizes, HeldParameter, Parameter
 from dhp.plan.count.loads import window_length
 from dhp.plan.count.row_bytes import (
     PartBytes,
+    TracedRows,
     layers_to_trace,
     no_bytes,
     of_all_layers,
@@ -35,7 +36,6 @@ from dhp.plan.count.row_bytes import (
     trace_bytes,
     written_bytes,
 )
-from dhp.plan.count.traced import Traced, TracedRows, TraceSettings, trace_moments
 from dhp.plan.count.unit_operations import (
     TowerLoad,
     UnitParameters,
@@ -66,6 +66,8 @@ def trace_layers(
 def _of_some(
     source: str, family: Family, part: str, stands: Mapping[int, int], how: How, first_apart: bool
 ) -> PartBytes:
+    from dhp.plan.count.traced import TraceSettings, trace_moments  # imports torch, and modeling code
+
     layers = sorted(set(stands.values()))
 
     def trace(rows: TracedRows, choices: RecomputePolicies) -> Traced:
@@ -114,6 +116,9 @@ def count_held(
 def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:
     return rules.trains(name) and not is_inside(name, family.idle)
 
+
+if TYPE_CHECKING:
+    from dhp.plan.count.traced import Traced
 
 T = TypeVar("T")
 AT_ONCE = 16  # layers of a part that are traced without being asked for; many take a minute

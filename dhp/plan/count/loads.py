@@ -11,7 +11,7 @@ import numpy as np
 
 from dhp.core.axes import Degrees
 from dhp.models.family import Family
-from dhp.plan.count.traced import TracedRows
+from dhp.plan.count.row_bytes import TracedRows
 from dhp.plan.count.unit_operations import TowerLoad
 from dhp.plan.count.unit_work import TextLoad
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from dhp.config.layout import OFFLOAD
 from dhp.core.reports import RecomputePolicies
 from dhp.plan.count.costs import LayerCost, StageCosts
-from dhp.plan.count.traced import TracedRows
 
 if TYPE_CHECKING:
     from dhp.plan.count.traced import Pass, Traced
@@ -296,3 +295,15 @@ def read_bytes(values: Mapping[str, Any]) -> PartBytes:
 
 def _read_inside(values: Mapping[str, Any]) -> Inside:
     return Inside(**{name: tuple(RowBytes(**one) for one in own) for name, own in values.items()})
+
+
+@dataclass(frozen=True)
+class TracedRows:
+    """A micro-batch as one rank sees it. tokens: of the row; features: rows of the tower among them; targets: tokens
+    with a loss; patches: of the tower's one picture; windows: attention windows of equal size that it has."""
+
+    tokens: int
+    features: int = 0
+    targets: int = 1
+    patches: int = 0
+    windows: int = 1

@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass, replace
 from dhp.config.parts import resolved
 from dhp.config.rules import DEEPSPEED, FSDP
 from dhp.config.schema import PartConfig
+from dhp.core.batch import CHUNK_ROWS
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageSpec
 from dhp.core.parameters import (
@@ -30,7 +31,6 @@ from dhp.core.parameters import (
 from dhp.models.quantized import BYTES_A_VALUE
 from dhp.models.shape import PartShape
 from dhp.models.types import HeadShape
-from dhp.parallel.tensor.loss import CHUNK_ROWS
 
 VALUE_BYTES = {name: FORMAT_BYTES[name] for name in (BFLOAT16, FLOAT32, FLOAT64)}
 BUCKET_ELEMENTS = 1 << 26  # of DeepSpeed's buckets, as `dhp.parallel.optim.zero` asks for them

@@ -36,19 +36,7 @@ from dhp.parallel.recompute.saved_calls import save_output
 from dhp.parallel.tensor.slices import sum_without_ranks
 from dhp.parallel.tensor.styles import with_fused
 from dhp.parallel.tensor.tensor_plan import local_plan
-
-
-@dataclass(frozen=True)
-class TracedRows:
-    """A micro-batch as one rank sees it. tokens: of the row; features: rows of the tower among them; targets: tokens
-    with a loss; patches: of the tower's one picture; windows: attention windows of equal size that it has."""
-
-    tokens: int
-    features: int = 0
-    targets: int = 1
-    patches: int = 0
-    windows: int = 1
-
+from dhp.plan.count.row_bytes import TracedRows
 
 Pass = Literal["forward", "backward", "growing"]
 FORWARD: Pass = "forward"

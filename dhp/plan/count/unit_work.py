@@ -17,9 +17,8 @@ from dhp.models.flops import OPERATIONS
 from dhp.models.shape import DecoderSizes
 from dhp.plan.count.rank_traffic import DividedAttention, DividedMatrices
 from dhp.plan.count.rates import Operations, Transfer
-from dhp.plan.count.row_bytes import NONE, PartBytes
+from dhp.plan.count.row_bytes import NONE, PartBytes, TracedRows
 from dhp.plan.count.state_bytes import VALUE_BYTES
-from dhp.plan.count.traced import TracedRows
 from dhp.plan.count.unit_operations import (
     WINDOW,
     TowerLoad,

@@ -8,18 +8,17 @@ from dataclasses import astuple, replace
 from dhp.config.layout import OFFLOAD
 from dhp.config.parts import DECODER, parts
 from dhp.config.resolve import micro_batches
+from dhp.core.batch import CHUNK_ROWS
 from dhp.core.graph import HIDDEN_STATES, StageSpec
 from dhp.core.reports import RecomputePolicies
 from dhp.models.shape import PartShape, sum_shape
 from dhp.models.types import chunks_of
-from dhp.parallel.tensor.loss import CHUNK_ROWS
 from dhp.plan.count.costs import LayerCost, StageCosts
 from dhp.plan.count.counted_model import Cut, stage_parameters
 from dhp.plan.count.loads import text_rows, tower_rows
-from dhp.plan.count.row_bytes import CHOICES, NONE
+from dhp.plan.count.row_bytes import CHOICES, NONE, TracedRows
 from dhp.plan.count.seconds import unit_seconds
 from dhp.plan.count.state_bytes import VALUE_BYTES, stage_units, sum_bytes
-from dhp.plan.count.traced import TracedRows
 from dhp.plan.count.unit_operations import hidden_width, tower_width
 from dhp.plan.forecast.moments import Moment, Passing, StageMemory, device_peak, stage_memory
 from dhp.plan.run_plan import Question, RunPlan

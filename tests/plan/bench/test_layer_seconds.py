@@ -15,7 +15,7 @@ from dhp.models.registry import load_family
 from dhp.plan.bench import layer_bench
 from dhp.plan.bench.layer_bench import Bench, measure_layers
 from dhp.plan.bench.stopwatch import Stopwatch, measure_update, stopwatch
-from dhp.plan.count.traced import TracedRows
+from dhp.plan.count.row_bytes import TracedRows
 from tests.helpers.tiny import save_llava_with_experts
 from tests.helpers.tiny_families import save_family
 

@@ -12,8 +12,16 @@ import pytest
 from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.plan.count.row_bytes import CHOICES, PartBytes, RowBytes, layers_to_trace, of_all_layers, trace_bytes
-from dhp.plan.count.traced import Traced, TracedRows, TraceSettings, trace_moments
+from dhp.plan.count.row_bytes import (
+    CHOICES,
+    PartBytes,
+    RowBytes,
+    TracedRows,
+    layers_to_trace,
+    of_all_layers,
+    trace_bytes,
+)
+from dhp.plan.count.traced import Traced, TraceSettings, trace_moments
 from tests.helpers.rows import slow_but
 
 TEXT = (TracedRows(256, 64, 32), TracedRows(777, 192, 301))

@@ -16,7 +16,8 @@ from dhp.core.reports import StageUsage
 from dhp.engine.encoder_engine import EncoderEngine
 from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
-from dhp.plan.count.traced import TracedRows, TraceSettings, trace_part
+from dhp.plan.count.row_bytes import TracedRows
+from dhp.plan.count.traced import TraceSettings, trace_part
 from dhp.plan.recompute.profile import usage_of
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Fault, Running, make_reader, rules_of

@@ -12,8 +12,8 @@ from dhp.core.parameters import TrainingRules
 from dhp.models.empty import decoder_sizes, list_parameters
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.plan.count.row_bytes import PartBytes, trace_bytes
-from dhp.plan.count.traced import TracedRows, TraceSettings, trace_moments
+from dhp.plan.count.row_bytes import PartBytes, TracedRows, trace_bytes
+from dhp.plan.count.traced import TraceSettings, trace_moments
 from dhp.plan.count.unit_operations import TowerLoad, tower_pieces
 from dhp.plan.count.unit_work import ATTENTION_BACKWARD, Passes, TextLoad, decoder_passes, recomputed, tower_passes
 from tests.helpers.rows import slow

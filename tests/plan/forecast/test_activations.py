@@ -11,7 +11,7 @@ from dhp.engine.encoder_engine import EncoderEngine
 from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from dhp.plan.count.counted_model import Counted, Cut
-from dhp.plan.count.traced import TracedRows
+from dhp.plan.count.row_bytes import TracedRows
 from dhp.plan.recompute.profile import usage_of
 from dhp.plan.run_plan import plan_run
 from dhp.plan.search.verdict import expect
