@@ -16,12 +16,13 @@ from dhp.plan.count.row_bytes import (
     CHOICES,
     PartBytes,
     RowBytes,
+    Traced,
     TracedRows,
     layers_to_trace,
     of_all_layers,
     trace_bytes,
 )
-from dhp.plan.count.traced import Traced, TraceSettings, trace_moments
+from dhp.plan.count.traced import TraceSettings, trace_moments
 from tests.helpers.rows import slow_but
 
 TEXT = (TracedRows(256, 64, 32), TracedRows(777, 192, 301))
