@@ -280,8 +280,8 @@ def overlap_warning(config: Config, graph: StageGraph, device: str) -> str | Non
     if not sharing or sum(stage.degrees.world > 1 for stage in graph.stages) < 2:
         return None
     return (
-        f"warning: training.schedule={schedule} with cluster.collocate=true lets collectives of several stages run at "
-        "once on the same GPUs, where they take each other's time. Compare with training.schedule=sequential, or with "
+        f"warning: training.schedule={schedule} with cluster.collocate=true runs collectives of several stages "
+        "concurrently on the same GPUs; they slow each other down. Compare with training.schedule=sequential, or with "
         "cluster.collocate=false"
     )
 
