@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from dhp.batch.collate import Collator, sounds_by_argument
 from dhp.batch.encoder_shards import VISION, Split
 from dhp.batch.shard import BatchSharder
+from dhp.config.data import DataConfig
+from dhp.config.schema import Config, PartConfig
 from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, ProcessorOutput
 from dhp.core.graph import Edge, Node, StageGraph, StageSpec
@@ -177,21 +179,9 @@ def _graph(family: Family) -> StageGraph:
 
 
 def _settings(stage: StageSpec, graph: StageGraph, folder: str, packing: bool) -> StageSettings:
-    return StageSettings(
-        spec=stage,
-        graph=graph,
-        model_name=folder,
-        dtype="float64",
-        device="cpu",
-        recompute=("none",) * len(stage.layers),
-        measure=False,
-        zero_stage=0,
-        zero_engine="deepspeed",
-        autotp=False,
-        packing=packing,
-        update=_UPDATE,
-        seed=0,
-    )
+    section: dict[str, Any] = {stage.part: PartConfig(model_name=folder, dtype="float64")}
+    config = Config(data=DataConfig(packing=packing), **section)
+    return StageSettings(config, stage, graph, "cpu", _UPDATE, ("none",) * len(stage.layers))
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def put_adapters(model: nn.Module, part: Part, settings: StageSettings, mesh: De
     asked = settings.adapters
     if asked is None:
         return
-    add_adapters(model, find_targets(model, part, asked), asked, settings.seed)
+    add_adapters(model, find_targets(model, part, asked), asked, settings.config.seed)
     if settings.spec.degrees.tensor > 1:
         cut_adapters(adapted_modules(model), mesh["tensor"])
 
@@ -76,7 +76,7 @@ def quantize_frozen(
 def cuts_first(settings: StageSettings) -> bool:
     """Whether the stage's weights are cut on the host, before they are moved: FSDP2 takes a layer at a time to the
     device. Whole, 32 billion weights in float32 have no place on any."""
-    return settings.spec.trains and settings.zero_stage > 0 and settings.zero_engine != DEEPSPEED
+    return settings.spec.trains and settings.part.zero_stage > 0 and settings.part.zero_engine != DEEPSPEED
 
 
 def dtype_to_load(settings: StageSettings, dtype: torch.dtype) -> torch.dtype:
@@ -84,7 +84,7 @@ def dtype_to_load(settings: StageSettings, dtype: torch.dtype) -> torch.dtype:
     Master weights are `exact_dtype(dtype)`, widened on the device or behind the cut; what is not widened on the host is
     not copied there either, so ranks of a host share the pages of the model's files. Adapters' first values are no
     file's and need the wide format."""
-    as_stored = settings.adapters is None and stored_dtype(settings.model_name) is dtype
+    as_stored = settings.adapters is None and stored_dtype(settings.part.model_name) is dtype
     if as_stored and settings.resume_from is not None:  # whose weights take their place, and may not be rounded
         as_stored = NAMES[dtype] in stored_formats(Path(settings.resume_from))
     return dtype if as_stored else exact_dtype(dtype)
@@ -94,19 +94,19 @@ def make_optimizer(
     model: nn.Module, layers: Sequence[nn.Module], settings: StageSettings, mesh: DeviceMesh, family: Family
 ) -> StageOptimizer:
     """The optimizer of the stage, with as much of its states on this rank as zero_stage leaves there."""
-    dtype, form = getattr(torch, settings.dtype), FORMS[settings.state_bytes]
+    dtype, form = getattr(torch, settings.part.dtype), FORMS[settings.part.state_bytes]
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     make = optimizer_maker(settings, hidden_matrices(shapes, family))
     if not settings.spec.trains:
         passes = any(settings.graph.goes_back(node) for node in settings.spec.nodes)
         return Frozen(model, dtype, passes)
-    if not settings.zero_stage:
+    if not settings.part.zero_stage:
         group = replicas_mesh(mesh).get_group()
         return Replicated(model, make, group, dtype, exclusive=settings.exclusive_sums, form=form)
-    if settings.zero_engine == DEEPSPEED:
-        return ZeroSharded(model, make, settings.zero_stage, dtype, saves_frozen=settings.adapters is None)
+    if settings.part.zero_engine == DEEPSPEED:
+        return ZeroSharded(model, make, settings.part.zero_stage, dtype, saves_frozen=settings.adapters is None)
     tensor_rank = mesh.get_local_rank("tensor")
-    return FullySharded(model, layers, make, replicas_mesh(mesh), tensor_rank, settings.zero_stage, dtype, form)
+    return FullySharded(model, layers, make, replicas_mesh(mesh), tensor_rank, settings.part.zero_stage, dtype, form)
 
 
 def tie_weight(optimizer: StageOptimizer, model: PreTrainedModel, settings: StageSettings) -> None:
@@ -127,9 +127,9 @@ def optimizer_maker(settings: StageSettings, matrices: Collection[str] = ()) -> 
     if update.optimizer == MUON:
         muon = partial(make_muon, matrices=matrices, momentum=update.momentum, adjust=update.adjust_lr)
         return partial(muon, group=group, betas=update.betas, eps=update.eps)
-    if settings.state_bytes == EXACT_STATES and not settings.host_moments:
+    if settings.part.state_bytes == EXACT_STATES and not settings.part.host_moments:
         return partial(make_adamw, group=group, betas=update.betas, eps=update.eps)
-    form, seed, host = FORMS[settings.state_bytes], settings.seed, settings.host_moments
+    form, seed, host = FORMS[settings.part.state_bytes], settings.config.seed, settings.part.host_moments
     chunked = partial(make_chunked_adamw, form=form, seed=seed, host=host)
     return partial(chunked, group=group, betas=update.betas, eps=update.eps)
 
@@ -167,8 +167,8 @@ def place_kernels(
     the stage together. Raises PartFailed where a kernel that was asked for does not serve.
     """
     device = torch.device(settings.device)
-    backend = segment_kernel(settings.attention_backend, device, dtype) if ours else "the library's"
-    wanted = left_to_compiler(settings.kernels) if settings.compiled else settings.kernels
+    backend = segment_kernel(settings.part.attention_backend, device, dtype) if ours else "the library's"
+    wanted = left_to_compiler(settings.kernels) if settings.part.compile else settings.kernels
     elementwise = replace_kernels(model, device, dtype, dist.group.WORLD, wanted)
     return (
         KernelUse("attention", backend, len(settings.spec.layers)),

@@ -163,16 +163,16 @@ class EncoderEngine(StageEngine):
         plan = with_fused(tower.tensor_plan, tower.fused)
         (self._chunk,) = chunks_of(self.spec.chunks, tower.whole)
         dropped = (*self.family.outside(self.spec.part), *tower.absent((self._chunk,)))
-        model = load_part(self.settings.model_name, dropped, self.loaded_dtype, mesh, plan, local_plan)
+        model = load_part(self.settings.part.model_name, dropped, self.loaded_dtype, mesh, plan, local_plan)
         use_local_slices(model)
         tower.freeze_unused(model)
         freeze(model, lambda name: not is_inside(name, self.family.idle))
         tower.split_heads(model, self.spec.degrees.tensor)
-        if self.settings.sequence_sharded_norms:
+        if self.settings.part.sequence_sharded_norms:
             shard_tower(model, tower, self._chunk, TensorRanks.of(mesh))
         AttentionInterface.register(ATTENTION, self.attention(segment_attention))
         tower.use_attention(model, ATTENTION)
-        if self.settings.zero_stage == 3:  # which gathers a module's weights for each of its calls
+        if self.settings.part.zero_stage == 3:  # which gathers a module's weights for each of its calls
             tower.call_modules_once(model)
         self._position = MeshPosition.of(self.mesh)
         self._flights: dict[int, _EncoderFlight] = {}
@@ -192,7 +192,7 @@ class EncoderEngine(StageEngine):
     def forward_step(self, micro_batch: int, chunk: int, work: VisionInput, *received: Bundle) -> tuple[Bundle, ...]:
         """Run the chunk's layers: for each edge its states, or for each text replica that gets any its rows of the
         edge's tensors. received: the states of the stage before."""
-        backend = self.settings.attention_backend
+        backend = self.settings.part.attention_backend
         varlen = backend == FLASH_ATTENTION_2 or has_varlen(self.device, self.dtype)
         windows = plan_segments(work.window_lengths, CPU, varlen=varlen, backend=backend)
         plans = [windows, self._plan_frames(work, varlen)]
@@ -259,7 +259,7 @@ class EncoderEngine(StageEngine):
         ]
         if changed:
             raise CheckpointError(
-                f"{self.settings.resume_from} has another {changed[0]} than {self.settings.model_name}, and "
+                f"{self.settings.resume_from} has another {changed[0]} than {self.settings.part.model_name}, and "
                 "data.cache_features keeps what the model's own weights make. Resume without data.cache_features"
             )
 
@@ -283,5 +283,5 @@ class EncoderEngine(StageEngine):
     def _plan_frames(self, work: VisionInput, varlen: bool) -> SegmentPlan:
         shards = plan_of_shards(work.segment_lengths, work.shards, self.spec.degrees.ring)
         few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
-        backend = self.settings.attention_backend
+        backend = self.settings.part.attention_backend
         return plan_shard(shards, self._position, CPU, gather=few, varlen=varlen, backend=backend)

@@ -185,8 +185,8 @@ class StageEngine(EvaluatingEngine):
         self.settings, self.spec = settings, settings.spec
         self._set_up_torch()
         self.mesh: DeviceMesh = build_mesh(settings.device, settings.spec.degrees)
-        import_on_rank(settings.plugins)
-        self.family = load_family(settings.model_name).having(settings.graph.parts())
+        import_on_rank(settings.config.plugins)
+        self.family = load_family(settings.part.model_name).having(settings.graph.parts())
         self.model: PreTrainedModel = self.load_slice()
         # Before anything rounds them: nothing trains them, and a checkpoint has them as the model came.
         self._buffers = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(self.model).items()}
@@ -200,9 +200,9 @@ class StageEngine(EvaluatingEngine):
         self._resume_weights()
         self._saver = self._make_saver()
         self._kernels = self.place_kernels()
-        if settings.mlp_chunks > 1:
-            tile_mlps(self._present_layers(), self.layer_parts().mlp, settings.mlp_chunks)
-        if settings.compiled:
+        if settings.part.mlp_chunks > 1:
+            tile_mlps(self._present_layers(), self.layer_parts().mlp, settings.part.mlp_chunks)
+        if settings.part.compile:
             compile_layers(self._present_layers(), {*self.eager_classes(), TokenDropout.__name__})
         self._watch_layers()
         layers = self._present_layers()
@@ -234,7 +234,7 @@ class StageEngine(EvaluatingEngine):
     def attention(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What is registered with transformers to compute this stage's attention by `function`."""
         kept = save_output(ATTENTION, function)
-        return eager(kept) if self.settings.compiled else kept
+        return eager(kept) if self.settings.part.compile else kept
 
     @abstractmethod
     def is_active(self, info: StepInfo) -> bool:
@@ -332,7 +332,7 @@ class StageEngine(EvaluatingEngine):
 
     def token_keys(self, runs: Sequence[DrawRun], unit: int = 1, tile: int = 0) -> TokenKeys | None:
         """Keys of a micro-batch's tokens, on the device, where adapters draw. unit, tile: see `TokenKeys`."""
-        ranks = self.spec.degrees.tensor if self.settings.sequence_sharded_norms else 1
+        ranks = self.spec.degrees.tensor if self.settings.part.sequence_sharded_norms else 1
         return TokenKeys(to_device(keys_of(runs), self.device), unit, tile, ranks) if runs else None
 
     @property
@@ -349,16 +349,16 @@ class StageEngine(EvaluatingEngine):
         return self.settings.graph.outputs(Node(self.spec.name, chunk))
 
     def _set_up_torch(self) -> None:
-        torch.manual_seed(self.settings.seed)
-        if self.settings.deterministic:
+        torch.manual_seed(self.settings.config.seed)
+        if self.settings.config.training.deterministic:
             compute_alike()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan, tens of milliseconds, for each new length
-        self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        self.dtype: torch.dtype = getattr(torch, self.settings.part.dtype)
         self.loaded_dtype = dtype_to_load(self.settings, self.dtype)
         self.device = torch.device(self.settings.device)
         self.rank = dist.get_rank()
-        if self.settings.attention_backend == FLASH_ATTENTION_2:
+        if self.settings.part.attention_backend == FLASH_ATTENTION_2:
             require(f"{self.spec.part}.attention_backend", self.device)
         require_compiler(self.spec.part, self.settings.kernels)
         count_collectives()
@@ -400,7 +400,7 @@ class StageEngine(EvaluatingEngine):
 
     def _make_saver(self) -> ShareSaver:
         number = self.settings.graph.rank_in_part(self.spec.name, self.rank)
-        cut = bool(self.settings.zero_stage) and self.spec.trains  # each rank has a share of its own
+        cut = bool(self.settings.part.zero_stage) and self.spec.trains  # each rank has a share of its own
         writes = cut or self.rank < self.spec.degrees.holders
         kept = None if self.settings.adapters is None else frozenset(self._saved())
         stages = self.settings.graph.of_part(self.spec.part)

@@ -59,26 +59,26 @@ class TextEngine(StageEngine):
 
     def load_slice(self) -> PreTrainedModel:
         self._chunks = chunks_of(self.spec.chunks, self.family.decoder.whole)
-        model = self._split_by_deepspeed() if self.settings.autotp else self._split()
+        model = self._split_by_deepspeed() if self.settings.part.parallelism == "autotp" else self._split()
         AttentionInterface.register(SEGMENTS, self.attention(packed_attention))
         self.family.decoder.use_attention(model, SEGMENTS)
         self.family.decoder.freeze_unused(model)
         classes = {type(module).__name__ for module in model.modules()}  # a stage may hold no layer of a kind
         run_by_segment(model, classes.intersection(self.family.decoder.mixers))
         choose_product(model, self.dtype)
-        ranks = TensorRanks.of(self.mesh["tensor"]) if self.settings.sequence_sharded_norms else None
+        ranks = TensorRanks.of(self.mesh["tensor"]) if self.settings.part.sequence_sharded_norms else None
         self._norms = ranks and shard_decoder(model, self.family.decoder, self._chunks, ranks)
         decoder = self.family.decoder
         balance = decoder.experts and decoder.experts.balance
         self._routers = Routers(model.get_submodule(decoder.path)) if balance else None
-        cut_by_torch = self.settings.zero_stage and self.settings.zero_engine != DEEPSPEED
-        together = self.settings.zero_stage == 3 or cut_by_torch or self.spec.degrees.sequence > 1
+        cut_by_torch = self.settings.part.zero_stage and self.settings.part.zero_engine != DEEPSPEED
+        together = self.settings.part.zero_stage == 3 or cut_by_torch or self.spec.degrees.sequence > 1
         if together and any(edge.gradients for edge in self.edges_in(0)):
             # Layers communicate in backward as well, to gather weights, to reduce gradients as torch's FSDP2 does
             # behind each layer, or to exchange a sequence's states: each rank has to go back as far as one with
             # pictures does, though nothing of what it embeds is trained.
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
-        self._objective = find_objective(self.settings.objective)
+        self._objective = find_objective(self.settings.config.training.objective)
         self._position = MeshPosition.of(self.mesh)
         self.by_sample = SampleLossKeeper(self._objective, self._position.number) if self.sends else None
         self._flights: dict[tuple[int, int], _TextFlight] = {}
@@ -142,7 +142,7 @@ class TextEngine(StageEngine):
     def generate(self, micro_batch: int, chunk: int, work: PromptInput, *received: Bundle) -> Answer:
         """Answer a prompt. received: what the vision shards send of its pictures."""
         if self._answering is None:
-            backend = self.settings.attention_backend
+            backend = self.settings.part.attention_backend
             self._answering = self.generator(self.model, self.family.decoder, self.mesh, SEGMENTS, backend)
         inputs, _, extra = self._inputs(chunk, work.row, None, self._leaves(chunk, received)[0], False)
         answering = self._answering
@@ -214,7 +214,7 @@ class TextEngine(StageEngine):
 
     def _load(self, plan: dict[str, str], mesh: DeviceMesh | None, read_plan: ReadPlan) -> PreTrainedModel:
         dropped = (*self.family.outside(self.spec.part), *self.family.decoder.absent(self._chunks))
-        model = load_part(self.settings.model_name, dropped, self.loaded_dtype, mesh, plan or None, read_plan)
+        model = load_part(self.settings.part.model_name, dropped, self.loaded_dtype, mesh, plan or None, read_plan)
         let_all_take_part(model)
         return model
 
@@ -271,7 +271,7 @@ class TextEngine(StageEngine):
 
     def _plan(self, work: TextInput) -> SegmentPlan:
         """The plan of which tokens see each other."""
-        backend, blocks = self.settings.attention_backend, work.blocks
+        backend, blocks = self.settings.part.attention_backend, work.blocks
         rule = self.family.decoder.block_rule or "bounded"
         varlen = backend == FLASH_ATTENTION_2 or (work.lengths is not None and has_varlen(self.device, self.dtype))
         if work.shards:

@@ -10,7 +10,6 @@ from dhp.checkpoint.resume import OPTIMIZER
 from dhp.config.parts import DECODER, encoders, model_name, parts, read_datasets, resolved, split_share
 from dhp.config.ranges import decay_steps
 from dhp.config.resolve import warmup_steps
-from dhp.config.rules import read_kernels
 from dhp.config.schema import Config, PartConfig
 from dhp.config.training import TrainingConfig
 from dhp.core.batch import KeepSettings
@@ -75,38 +74,21 @@ def stage_settings(
     checkpoint: the one that the run continues; states: with its optimizer's. rules: what is trained, and how. features:
     where those of its part are kept.
     """
-    part: PartConfig = getattr(config, stage.part)
     goes_back = any(graph.goes_back(node) for node in stage.nodes)
+    section: PartConfig = getattr(config, stage.part)
     return StageSettings(
+        config=config,
         spec=stage,
         graph=graph,
-        model_name=part.model_name,
-        dtype=part.dtype,
         device=device,
-        recompute=stage_choices(resolved(part.recompute) if goes_back else "none", graph, stage),
-        measure=measures(config) and goes_back,
-        zero_stage=part.zero_stage,
-        zero_engine=part.zero_engine,
-        sequence_sharded_norms=part.sequence_sharded_norms,
-        state_bytes=part.state_bytes,
-        host_moments=part.host_moments,
-        autotp=part.parallelism == "autotp",
-        packing=config.data.packing,
         update=_optimizer_settings(config, steps),
-        seed=config.seed,
-        exclusive_sums=graph.sharing() > 1 and device == "cuda",
-        attention_backend=part.attention_backend,
-        kernels=read_kernels(stage.part, part.kernels),
-        compiled=part.compile,
-        mlp_chunks=part.mlp_chunks,
+        recompute=stage_choices(resolved(section.recompute) if goes_back else "none", graph, stage),
+        measure=measures(config) and goes_back,
         rules=rules,
         adapters=adapters_of(config).get(stage.part),
         resume_from=None if checkpoint is None else str(checkpoint / stage.part),
-        features=features,
         resume_states=states,
-        deterministic=config.training.deterministic,
-        objective=config.training.objective,
-        plugins=tuple(config.plugins),
+        features=features,
     )
 
 

@@ -17,6 +17,7 @@ from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.empty import stored_dtype
 from dhp.trainer.settings import stage_settings
 from tests.helpers.graphs import make_graph
+from tests.helpers.layouts import with_part
 
 UPDATE = OptimizerSettings(
     learning_rate=0.02,
@@ -119,7 +120,7 @@ def test_weights_are_read_as_they_are_stored(
         {"a": torch.zeros(2, dtype=stored), "counts": torch.zeros(2, dtype=torch.int64)}, tmp_path / "a.safetensors"
     )
     adapters = AdapterSettings(2, 2.0) if adapted else None
-    given = replace(settings(), model_name=str(tmp_path), adapters=adapters)
+    given = replace(with_part(settings(), model_name=str(tmp_path)), adapters=adapters)
     assert dtype_to_load(given, computed) is loaded
 
 
@@ -127,17 +128,19 @@ def test_of_several_formats_none_is_the_stored_one(tmp_path: Path) -> None:
     for name, dtype in (("a", torch.bfloat16), ("b", torch.float32)):
         save_file({name: torch.zeros(2, dtype=dtype)}, tmp_path / f"{name}.safetensors")
     assert stored_dtype(str(tmp_path)) is None
-    assert dtype_to_load(replace(settings(), model_name=str(tmp_path)), torch.bfloat16) is torch.float32
+    assert dtype_to_load(with_part(settings(), model_name=str(tmp_path)), torch.bfloat16) is torch.float32
 
 
 def test_of_a_hub_id_nothing_is_stored_here() -> None:
     assert stored_dtype("Qwen/Qwen2.5-VL-3B-Instruct") is None
-    assert dtype_to_load(replace(settings(), model_name="Qwen/Qwen2.5-VL-3B-Instruct"), torch.bfloat16) is torch.float32
+    assert (
+        dtype_to_load(with_part(settings(), model_name="Qwen/Qwen2.5-VL-3B-Instruct"), torch.bfloat16) is torch.float32
+    )
 
 
 def test_only_fsdp2_cuts_first() -> None:
     cut = {
-        (stage, engine): cuts_first(replace(settings(), zero_stage=stage, zero_engine=engine))
+        (stage, engine): cuts_first(with_part(settings(), zero_stage=stage, zero_engine=engine))
         for stage, engine in ((0, "fsdp"), (2, "fsdp"), (3, "fsdp"), (3, "deepspeed"))
     }
     assert cut == {(0, "fsdp"): False, (2, "fsdp"): True, (3, "fsdp"): True, (3, "deepspeed"): False}

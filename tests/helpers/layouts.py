@@ -20,6 +20,7 @@ from dhp.batch.encoder_shards import Split
 from dhp.batch.row_shards import Draws
 from dhp.batch.shard import BatchSharder
 from dhp.config.layout import read_choices
+from dhp.config.schema import Config, PartConfig
 from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
@@ -170,7 +171,7 @@ class Inspected:
         if isinstance(update, FullySharded):
             update._take_sums()
             return {shard.name: _gathered(shard, shard.weight.grad) for shard in update._trained}
-        if self.settings.zero_stage:
+        if self.settings.part.zero_stage:
             from deepspeed.utils import safe_get_full_grad
 
             trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
@@ -184,7 +185,7 @@ class Inspected:
         if isinstance(update, FullySharded):
             return {shard.name: _gathered(shard, shard.weight.detach()) for shard in update._shards}
         named = dict(self.model.named_parameters())
-        if self.settings.zero_stage and not isinstance(update, Frozen):
+        if self.settings.part.zero_stage and not isinstance(update, Frozen):
             from deepspeed.utils import safe_get_full_fp32_param
 
             trained = {n: safe_get_full_fp32_param(p) for n, p in named.items() if p.requires_grad}
@@ -295,27 +296,32 @@ def settings(stage: StageSpec, graph: StageGraph, model: str, case: Case) -> Sta
     zero_stage = {"vision": case.zero_stage, "audio": case.audio_zero_stage, "text": case.text_zero_stage}
     layers = sum(len(one.layers) for one in graph.of_part(stage.part))
     choices = read_choices("full" if case.checkpointing else case.recompute, layers)
-    return StageSettings(
-        spec=stage,
-        graph=graph,
+    section = PartConfig(
         model_name=model,
         dtype=case.dtype,
-        device=case.device,
-        recompute=tuple(choices[layer] for layer in stage.layers),
-        measure=False,
         mlp_chunks=case.mlp_chunks,
         zero_stage=zero_stage[stage.part],
         zero_engine="fsdp" if case.fsdp else "deepspeed",
         state_bytes=case.state_bytes,
         sequence_sharded_norms=case.sharded_norms and stage.degrees.tensor > 1,
-        autotp=case.autotp and stage.part == "text",
-        packing=case.packing,
+        parallelism="autotp" if case.autotp and stage.part == "text" else "none",
+    )
+    return StageSettings(
+        config=Config(training=TrainingConfig(objective=case.objective), **{stage.part: section}),
+        spec=stage,
+        graph=graph,
+        device=case.device,
         update=update_of(case),
-        seed=0,
+        recompute=tuple(choices[layer] for layer in stage.layers),
         rules=rules_of(model, case),
         adapters=dict(case.lora).get(stage.part),
-        objective=case.objective,
     )
+
+
+def with_part(settings: StageSettings, **changes: Any) -> StageSettings:
+    """With other values of its part's section."""
+    section = replace(settings.part, **changes)
+    return replace(settings, config=replace(settings.config, **{settings.spec.part: section}))
 
 
 def make_reader(
@@ -388,13 +394,15 @@ class Running:
     """All stages of a case on local ranks, from the moment that it is entered until it is left."""
 
     def __init__(self, model: str, case: Case, fault: Fault | None = None, **changes: Any):
-        """changes: of every stage's settings; a function is given the stage."""
+        """changes: of every stage's settings, or its part's section; a function is given the stage."""
         self.case, self.graph, self._fault = case, graph_of(model, case), fault or Fault()
         self.schedule = make_schedule(case.schedule, self.graph, case.micro_batches)
         self._settings = {spec.name: settings(spec, self.graph, model, case) for spec in self.graph.stages}
         for spec in self.graph.stages:
             own = {key: value(spec) if callable(value) else value for key, value in changes.items()}
-            self._settings[spec.name] = replace(self._settings[spec.name], **own)
+            of_stage = {key: value for key, value in own.items() if key in StageSettings.__dataclass_fields__}
+            of_part = {key: value for key, value in own.items() if key not in of_stage}
+            self._settings[spec.name] = replace(with_part(self._settings[spec.name], **of_part), **of_stage)
 
     def __enter__(self) -> Running:
         with ExitStack() as stack:

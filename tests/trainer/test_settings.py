@@ -78,44 +78,26 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
     graph = make_graph(tower, Degrees(data=3, tensor=2), layers=2, tower_layers=2)
     rules = TrainingRules(frozen=(Selector("vision", ("model.visual",), ("model.visual.merger",)),))
     found = {s.name: stage_settings(config, graph, s, "cuda", 40, Path("step_7"), rules) for s in graph.stages}
-    shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11}
-    shared |= {"rules": rules, "features": None, "resume_states": True, "deterministic": True, "objective": "sft"}
-    shared |= {"plugins": ("mine",)}
-    shared |= {"compiled": False}  # as it must be with what else is asked for
-    shared |= {"exclusive_sums": True}  # stages that share GPUs
-    shared |= {"graph": graph, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts
+    shared = {"config": config, "graph": graph, "device": "cuda", "measure": True, "rules": rules}
+    shared |= {"features": None, "resume_states": True}
     own = {
         "vision": {
-            "mlp_chunks": 4,
-            "dtype": "float64",
             "recompute": ("light", "light"),
-            "attention_backend": "sdpa",
-            "kernels": {"norm": "auto", "rotary": "plain", "gate": "auto"},
-            "autotp": False,
             "resume_from": "step_7/vision",
             "adapters": AdapterSettings(4, 8.0, rslora=True),
-            "sequence_sharded_norms": False,
-            "state_bytes": 18,
-            "host_moments": False,
         },
-        "text": {
-            "mlp_chunks": 2,
-            "sequence_sharded_norms": False,
-            "state_bytes": 12,
-            "host_moments": True,
-            "dtype": "bfloat16",
-            "recompute": ("mlp", "none"),
-            "attention_backend": "auto",
-            "kernels": {"norm": "written", "rotary": "auto", "gate": "plain"},
-            "autotp": True,
-            "resume_from": "step_7/text",
-            "adapters": None,
-        },
+        "text": {"recompute": ("mlp", "none"), "resume_from": "step_7/text", "adapters": None},
+    }
+    kernels = {
+        "vision": {"norm": "auto", "rotary": "plain", "gate": "auto"},
+        "text": {"norm": "written", "rotary": "auto", "gate": "plain"},
     }
     for name, settings in found.items():
         told = {field.name: getattr(settings, field.name) for field in fields(settings)}
         del told["update"]
         assert told == shared | own[name] | {"spec": graph.stage(name)}
+        assert settings.part is getattr(config, name) and settings.kernels == kernels[name]
+        assert settings.exclusive_sums  # stages that share GPUs
 
 
 def test_who_answers_reads_no_states_and_trains_nothing(tiny_assets: Path) -> None:
@@ -151,7 +133,7 @@ def test_each_part_has_its_own_stage_of_zero(stages: tuple[int, int]) -> None:
         *("text.parallelism=data", f"text.zero_stage={stages[1]}"),
     ])  # fmt: skip
     config, graph = resolve(config), make_graph()
-    assert tuple(stage_settings(config, graph, s, "cpu", 1).zero_stage for s in graph.stages) == stages
+    assert tuple(stage_settings(config, graph, s, "cpu", 1).part.zero_stage for s in graph.stages) == stages
 
 
 def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
@@ -241,4 +223,4 @@ def test_a_resumed_run_trains_what_its_checkpoint_trained() -> None:
 def test_each_part_is_compiled_where_it_says() -> None:
     asked = ["vision.compile=true", "vision.zero_stage=0"]
     config, graph = resolve(compose_config("tiny", overrides=asked)), make_graph()
-    assert [stage_settings(config, graph, s, "cpu", 1).compiled for s in graph.stages] == [True, False]
+    assert [stage_settings(config, graph, s, "cpu", 1).part.compile for s in graph.stages] == [True, False]
