@@ -143,7 +143,7 @@ def test_experts_on_other_ranks_make_the_host_wait_once_a_layer_and_forward(case
     assert set(found) == {"text forward 0", "text forward 1"}
     for places in found.values():
         ((place, times),) = places.items()
-        assert place.startswith("to host at parallel/expert/shares.py:") and times == LAYERS_OF_EXPERTS
+        assert place.startswith("to host at parallel/expert/expert_shares.py:") and times == LAYERS_OF_EXPERTS
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
