@@ -9,7 +9,8 @@ import pytest
 from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings
 from dhp.models import lora as adapters
-from tests.engine.test_declared_families import Made, made, run
+from tests.engine.test_declared_families import Made, run
+from tests.engine.test_declared_families import made_of_declared_families as made
 from tests.engine.test_parity import assert_exact
 from tests.helpers.layouts import FIRST_OUT, Case
 from tests.helpers.rows import slow_but

@@ -1,12 +1,17 @@
-"""Charts: ticks, thinning of many steps, pieces of bars, colours of a heat map."""
+"""Charts, drawings and pictures of a page."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from dhp.report import tables
 from dhp.report.charts import (
     HEIGHT,
     INK,
@@ -14,6 +19,7 @@ from dhp.report.charts import (
     Bar,
     Box,
     Dot,
+    Drawing,
     Label,
     Line,
     Pixels,
@@ -25,6 +31,7 @@ from dhp.report.charts import (
     thinned,
     ticks,
 )
+from dhp.report.tables import SIDE, Gallery
 
 
 @pytest.mark.parametrize(
@@ -109,3 +116,78 @@ def test_a_heat_map_of_many_steps_is_thinned() -> None:
     drawing = heat_map("pace", "Pace", ["a"], list(range(5000)), np.ones((1, 5000)), "u")
     (pixels,) = [one.values for one in drawing.shapes if isinstance(one, Pixels)]
     assert pixels.shape == (1, 240, 3)
+
+
+SHAPES = [
+    Box(10, 10, 30, 20, 2, "a <b>"),
+    Polyline(((0, 0), (50, 50)), 0, dashed=True),
+    Dot(5, 5, 1, "five", "#step-5"),
+    Label(20, 40, "text & more", "middle"),
+    Label(8, 60, "upright", upright=True),
+    Pixels(60, 10, 20, 20, np.full((2, 2, 3), 200, dtype=np.uint8)),
+]
+
+
+def test_svg_is_well_formed_and_escapes_text() -> None:
+    root = ElementTree.fromstring(Drawing("d", "A <title>", 100, 80, SHAPES).svg())
+    assert root.attrib["viewBox"] == "0 0 100 80"
+    assert [one.tag for one in root] == ["title", "rect", "polyline", "a", "text", "text", "image"]
+    assert root[1][0].text == "a <b>" and root[4].text == "text & more" and root[3].attrib["href"] == "#step-5"
+    assert root[6].attrib["href"].startswith("data:image/png;base64,")
+
+
+def test_a_control_character_is_shown_not_written() -> None:
+    assert "\\x1b" in Drawing("d", "D", 10, 10, [Label(0, 0, "a\x1b[31m")]).svg()
+
+
+def test_png_has_the_same_shapes_twice_as_large(tmp_path: Path) -> None:
+    path = Drawing("d", "D", 100, 80, SHAPES).write_png(tmp_path / "charts")
+    image = Image.open(path)
+    assert path == tmp_path / "charts" / "d.png" and image.size == (200, 160)
+    assert image.getpixel((50, 40)) == (0, 158, 115)  # the box, in its colour
+    assert image.getpixel((140, 40)) == (200, 200, 200) and image.getpixel((190, 150)) == (255, 255, 255)
+
+
+def config(tmp_path: Path, **more: str) -> dict[str, str]:
+    Image.new("RGB", (400, 200), "red").save(tmp_path / "a.png")
+    turns = [{"from": "human", "value": "<image>\nWhat <b> is it?"}, {"from": "gpt", "value": "Red."}]
+    rows = [{"image": "a.png", "conversations": turns}, {"image": "gone.png", "conversations": turns}]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    prefix = "data.data_registry.shapes."
+    return {
+        f"{prefix}annotation_path": str(tmp_path / "a.json"),
+        f"{prefix}data_path": str(tmp_path),
+        f"{prefix}format": "auto",
+        **more,
+    }
+
+
+def test_a_sample_is_its_picture_its_question_and_its_answer(tmp_path: Path) -> None:
+    shown = Gallery(config(tmp_path)).sample("shapes", 0)
+    assert f'width="{SIDE}" height="{SIDE // 2}"' in shown and "data:image/jpeg;base64," in shown
+    assert "What &lt;b&gt; is it?" in shown and "<b>Red.</b>" in shown
+
+
+def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    gallery = Gallery(config(tmp_path))
+    assert "a picture that cannot be read" in gallery.sample("shapes", 1)
+    assert (gallery.sample("shapes", 2), gallery.sample("other", 0)) == ("", "")
+
+
+def test_no_address_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "read_annotations", lambda *given: pytest.fail("it was opened"))
+    found = config(tmp_path) | {"data.data_registry.shapes.annotation_path": "s3://bucket/a.json"}
+    assert Gallery(found).sample("shapes", 0) == ""
+
+
+def test_pictures_end_where_the_page_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_BYTES", 1)
+    gallery = Gallery(config(tmp_path))
+    assert "<img" in gallery.images("shapes", 0) and gallery.images("shapes", 0) == ""
+
+
+def test_large_annotations_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = config(tmp_path)
+    monkeypatch.setattr(tables, "MOST_ANNOTATIONS", 10)
+    monkeypatch.setattr(tables, "read_annotations", lambda *given: pytest.fail("it was opened"))
+    assert Gallery(found).sample("shapes", 0) == ""

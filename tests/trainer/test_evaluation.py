@@ -1,4 +1,4 @@
-"""When a run is evaluated, and which checkpoints it keeps for it."""
+"""When a run is evaluated, and what it reports."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 import math
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,14 +19,32 @@ from dhp.checkpoint.folder import ABOUT, checkpoints
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
+from dhp.core.axes import Degrees
+from dhp.core.batch import StepInfo
 from dhp.core.errors import ConfigError, DataError
+from dhp.core.reports import EvaluatedShare, SampleLosses, StageReport
 from dhp.data.sampling.sampler import BatchLayout, RandomSampler
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_metrics
+from dhp.observe.planned import Planned
+from dhp.observe.ranks import RankShare
 from dhp.plan.batches import feed_settings
-from dhp.trainer.evaluation import due, misses, of_evaluation
+from dhp.trainer import step_reports
+from dhp.trainer.evaluation import EvalData, Evaluation, _Done, _metrics, due, misses, of_evaluation
 from dhp.trainer.preflight import prepare
 from dhp.trainer.saving import KeptCheckpoints, saves_after
 from dhp.trainer.session import DataPlan, Session
+from dhp.trainer.step_reports import (
+    NO_MFU,
+    SKIPPED_SHOWN,
+    Timing,
+    left_out,
+    mean_losses,
+    notes,
+    rank_shares,
+    step_metrics,
+    write_page,
+)
+from tests.helpers.made_runs import make_run
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
 
 
@@ -298,3 +318,226 @@ def test_an_empty_dataset_is_refused_before_anything_starts(tmp_path: Path, tiny
     asked = [f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", entry, "data.eval_datasets=[none]"]
     with pytest.raises(DataError, match="none.json holds no sample"):
         prepare(compose_config("tiny", overrides=asked))
+
+
+def batch(targets: int, loss: float, right: int = 3) -> _Done:
+    """A batch of two samples and a bad one, whose loss and right tokens two shards have together."""
+    info = StepInfo(
+        step=0, epoch=0, done=0.0, samples=2, images=0, tokens=50, target_tokens=targets, vision_tokens=0,
+        total_weight=targets, padded_tokens=0, dist_ratio={}, flops={}, skipped=("bad",), data_s=0.0, measure_s=0.0,
+    )  # fmt: skip
+    return _Done(info, (EvaluatedShare(loss / 2, 1, targets), EvaluatedShare(loss / 2, right - 1, 0)))
+
+
+def test_of_batches_each_token_counts_alike() -> None:
+    assert _metrics(7, "a", [batch(10, 4.0), batch(30, 2.0)], 1.5) == EvalMetrics(
+        step=7, dataset="a", loss=2.5, accuracy=6 / 40, target_tokens=40, tokens=100, samples=4, skipped_samples=2,
+        seconds=1.5,
+    )  # fmt: skip
+    assert _metrics(7, "a", [], 0.0).loss is None
+
+
+def test_of_batches_each_weight_counts_alike() -> None:
+    """Of an objective whose N is no number of tokens."""
+    info = SimpleNamespace(target_tokens=9, tokens=9, samples=1, skipped=())
+    weights = {1.5: 4.0, 0.5: 8.0}
+    infos = [SimpleNamespace(**vars(info), total_weight=weight) for weight in weights]
+    done = [_Done(of, (EvaluatedShare(loss, 1, 9),)) for of, loss in zip(infos, weights.values(), strict=True)]
+    assert _metrics(7, "a", done, 0.0).loss == 5.0
+
+
+class Evaluated(Evaluation):
+    """Datasets whose batches are there already."""
+
+    def __init__(self, **datasets: list[_Done]):
+        self._done = datasets
+        cluster, data = SimpleNamespace(step_timeout_s=1.0), SimpleNamespace(eval_datasets=list(datasets))
+        super().__init__(SimpleNamespace(config=SimpleNamespace(cluster=cluster, data=data), graph=None))
+
+    def _open(self, name: str) -> EvalData:
+        nobody: Any = None
+        return EvalData(name, nobody, len(self._done[name]), None)
+
+    def _batches(self, data: EvalData) -> list[_Done]:
+        return self._done[data.name]
+
+
+def test_of_several_datasets_the_last_line_is_of_all_their_batches_together() -> None:
+    lines = Evaluated(a=[batch(10, 4.0), batch(30, 2.0)], b=[batch(60, 5.0, right=8)]).run(7)
+    found = [(line.dataset, line.loss, line.accuracy, line.target_tokens, line.samples) for line in lines]
+    assert found == [("a", 2.5, 6 / 40, 40, 4), ("b", 5.0, 8 / 60, 60, 2), ("", 4.0, 14 / 100, 100, 6)]
+    assert lines[2].seconds == lines[0].seconds + lines[1].seconds
+
+
+def test_one_dataset_has_one_line() -> None:
+    assert [line.dataset for line in Evaluated(a=[batch(10, 4.0)]).run(7)] == ["a"]
+
+
+def test_a_run_that_ends_has_its_page(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    assert write_page(run_dir) == str(run_dir / "report.html")
+    assert (run_dir / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_run_of_very_many_steps_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_reports, "MOST_STEPS", 5)
+    run_dir = make_run(tmp_path / "run", steps=6)
+    assert write_page(run_dir) is None and not (run_dir / "report.html").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(step_reports, "MOST_BYTES", 100)
+    assert write_page(run_dir) is None
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ZeroDivisionError("of a\nmistake")])
+def test_a_page_that_cannot_be_made_says_why(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(step_reports, "write_report", fail)
+    said = write_page(make_run(tmp_path / "run"))
+    assert said is not None and said.startswith(f"none ({type(error).__name__}: ") and "\n" not in said
+
+
+def test_a_run_without_a_step_says_that_there_is_nothing_to_report(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "metrics.jsonl").write_text("")
+    assert "no step yet" in str(write_page(run_dir))
+
+
+COUNTS: dict[str, Any] = {
+    **{
+        "samples": 2,
+        "images": 1,
+        "tokens": 90,
+        "target_tokens": 30,
+        "total_weight": 30,
+        "vision_tokens": 64,
+        "padded_tokens": 100,
+    },
+    **{"dist_ratio": {"text": 0.0}, "flops": {"text": 50}, "skipped": (), "data_s": 0.1, "measure_s": 0.0},
+}
+INFO = StepInfo(step=3, epoch=0, done=0.5, **COUNTS)
+STAGES: Any = {
+    name: SimpleNamespace(
+        leaders=lambda of: list(of), spec=SimpleNamespace(part=name, degrees=Degrees(data=2 // tensor, tensor=tensor))
+    )
+    for name, tensor in (("vision", 1), ("text", 2))
+}
+
+
+def report(rank: int, busy_s: float | None, loss: float | None = None, comm_s: float | None = None) -> StageReport:
+    return StageReport(rank, loss, 2.5, {"vision": 1e-3}, None, {"handoff": 8}, busy_s=busy_s, comm_s=comm_s)
+
+
+def told(vision: list[StageReport], text: list[StageReport]) -> StepMetrics:
+    return step_metrics(INFO, {"vision": vision, "text": text}, Timing(2.0, 0.5, 100.0), STAGES, 4, 1)
+
+
+def test_a_stage_is_as_busy_as_its_ranks_in_the_mean() -> None:
+    metrics = told([report(0, 0.25), report(1, 0.75)], [report(0, 1.25, loss=1.0), report(1, 1.25, loss=0.5)])
+    assert metrics.busy_s == {"vision": 0.5, "text": 1.25}
+    assert (metrics.kind, metrics.step, metrics.epoch, metrics.loss, metrics.grad_norm) == ("train", 4, 0.5, 1.5, 2.5)
+    assert (metrics.step_s, metrics.data_s, metrics.tokens_per_s, metrics.mfu) == (2.0, 0.5, 45.0, 0.25)
+    assert metrics.comm_bytes == {"vision": {"handoff": 16}, "text": {"handoff": 16}}
+    assert (metrics.pad_ratio, metrics.skipped_samples, metrics.skipped_steps) == (pytest.approx(0.1), 4, 1)
+    assert metrics.sample_digest is None and metrics.stage_norms is None
+    norms = {"vision": 0.7, "text": 2.4}
+    by_stage = [[replace(report(0, None), stage_norm=norm)] for norm in norms.values()]
+    assert told(*by_stage).stage_norms == norms
+
+
+def test_the_seconds_of_ranks_are_held_against_their_work() -> None:
+    """Of what they compute themselves, by the planned time of a mean rank, or else by what the mean rank took."""
+    info = replace(INFO, work={"vision": (3.0, 1.0), "text": (8.0,)})
+    reports = {
+        "vision": [report(0, 1.0, comm_s=0.4), report(1, 1.0, comm_s=0.6)],
+        "text": [report(0, 1.0, 1.0, 0.5), report(1, 1.0, 1.0, 0.25)],
+    }
+    shares = rank_shares(info, reports, STAGES)
+    assert shares == {
+        "vision": [RankShare("vision rank 0", 0.6, 3.0), RankShare("vision rank 1", 0.4, 1.0)],
+        "text": [RankShare("text rank 0", 0.5, 8.0), RankShare("text rank 1", 0.75, 8.0)],
+    }
+    planned = Planned(busy_s={"text": 0.6}, comm_s={"text": 0.1})
+    paces = step_metrics(info, reports, Timing(2.0, 0.5, None, planned), STAGES, 0, 0).rank_pace
+    assert paces is not None and paces["text"] == {"min": 1.0, "median": 1.25, "max": 1.5, "rank": "text rank 1"}
+    assert paces["vision"] == pytest.approx({"min": 0.8, "median": 1.2, "max": 1.6, "rank": "vision rank 1"})
+    on_gpu = {"vision": reports["vision"], "text": [report(0, 1.0, 1.0), report(1, 1.0, 1.0)]}
+    assert set(rank_shares(info, on_gpu, STAGES)) == {"vision"} and not rank_shares(INFO, reports, STAGES)
+
+
+def test_bad_samples_are_listed_up_to_a_number() -> None:
+    lines = list(left_out(replace(INFO, skipped=tuple(f"sample {n}" for n in range(SKIPPED_SHOWN + 2)))))
+    assert lines[:2] == ["skipped: sample 0", "skipped: sample 1"] and len(lines) == SKIPPED_SHOWN + 1
+    assert lines[-1] == "skipped: 2 more; `python -m dhp inspect data` lists them"
+    assert list(left_out(INFO)) == []
+
+
+def test_busy_is_not_told_where_a_stage_was_not_measured() -> None:
+    assert told([report(0, None)], [report(0, 1.0)]).busy_s is None
+
+
+@pytest.mark.parametrize(
+    ("peak", "mfu", "said"), [(100.0, 0.25, []), (25.0, 1.0, []), (20.0, None, [NO_MFU]), (None, None, [])]
+)
+def test_why_a_step_has_no_mfu_is_said(peak: float | None, mfu: float | None, said: list[str]) -> None:
+    reports = {"vision": [report(0, 0.25)], "text": [replace(report(0, 1.25, loss=1.0), notes=("of a rank",))]}
+    timing = Timing(2.0, 0.5, peak)
+    metrics = step_metrics(INFO, reports, timing, STAGES, 4, 1)
+    assert metrics.mfu == mfu
+    assert list(notes(reports, metrics, timing)) == ["of a rank", *said]
+
+
+# Two replicas of two sequence ranks with two tensor ranks each, behind a stage without a head.
+STAGES_OF_SAMPLE_LOSSES: Any = {
+    "vision": SimpleNamespace(leaders=list, spec=SimpleNamespace(degrees=Degrees(ulysses=2))),
+    "text": SimpleNamespace(
+        leaders=lambda of: list(of[::2]), spec=SimpleNamespace(degrees=Degrees(data=2, ring=2, tensor=2))
+    ),
+}
+ORDER = (((("b", 7), ("a", 3)), (("a", 1),)), ((("a", 9),), ()))  # [micro-batch][replica]
+STEP_OF_SAMPLE_LOSSES = replace(INFO, order=ORDER, rows={"a": (1, 3, 5, 9), "b": (7,)})
+
+
+def report_of_sample_losses(samples: SampleLosses | None) -> StageReport:
+    return StageReport(0, None, 1.0, {}, None, {}, samples=samples)
+
+
+def of_ranks(*leaders: SampleLosses | None) -> dict[str, list[StageReport]]:
+    return {
+        "vision": [report_of_sample_losses(None)] * 2,
+        "text": [report_of_sample_losses(one) for each in leaders for one in (each, None)],
+    }
+
+
+FOUR = (
+    SampleLosses({0: (1.0, 2.0), 1: (0.0,)}, {0: (1, 2), 1: (0,)}),
+    SampleLosses({0: (3.0, 0.0), 1: (0.0,)}, {0: (3, 0), 1: (0,)}),
+    SampleLosses({0: (5.0,), 1: ()}, {0: (1,), 1: ()}),
+    SampleLosses({0: (7.0,), 1: ()}, {0: (2,), 1: ()}),
+)
+
+
+def test_parts_of_a_sample_are_put_together_and_stand_beside_their_rows() -> None:
+    """Row 9 has no target, row 5 was left out."""
+    assert mean_losses(STEP_OF_SAMPLE_LOSSES, of_ranks(*FOUR), STAGES_OF_SAMPLE_LOSSES) == {
+        "a": [4.0, 1.0, None, None],
+        "b": [1.0],
+    }
+
+
+def test_of_a_row_that_comes_twice_each_has_the_mean() -> None:
+    twice = replace(
+        STEP_OF_SAMPLE_LOSSES, order=(((("b", 7), ("a", 1)), (("a", 1),)), ORDER[1]), rows={"a": (1, 1, 9), "b": (7,)}
+    )
+    assert mean_losses(twice, of_ranks(*FOUR), STAGES_OF_SAMPLE_LOSSES) == {"a": [2.8, 2.8, None], "b": [1.0]}
+
+
+def test_nothing_is_said_where_no_rank_reports_any() -> None:
+    assert mean_losses(STEP_OF_SAMPLE_LOSSES, of_ranks(*[None] * 4), STAGES_OF_SAMPLE_LOSSES) == {}
+
+
+def test_ranks_that_have_other_samples_than_were_dealt_are_seen() -> None:
+    short = replace(FOUR[0], sums={0: (1.0,), 1: (0.0,)})
+    with pytest.raises(ValueError, match="zip"):
+        mean_losses(STEP_OF_SAMPLE_LOSSES, of_ranks(short, *FOUR[1:]), STAGES_OF_SAMPLE_LOSSES)

@@ -1,10 +1,34 @@
-"""What crosses from an encoder to a decoder, there and back."""
+"""The contract of families, tried on made models."""
 
 from __future__ import annotations
 
-import torch
+import inspect
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
 
-from dhp.models.contract.contract import Handover
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from transformers import AutoModelForImageTextToText, Glm4vMoeConfig, LlavaConfig, Qwen3VLConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from dhp.core.batch import ProcessorOutput
+from dhp.core.errors import ModelError
+from dhp.data.read.records import Record, Turn
+from dhp.data.sample.preprocess import Preprocessor
+from dhp.models.contract.contract import CONTRACT, WITHOUT_CONTRACT, Handover, find_structure, without_weights
+from dhp.models.contract.find import _matrices, experts_of, find_contract, find_text_parts, find_vision_parts
+from dhp.models.contract.random_pictures import arrays_of, frame_patches, joined, pack, unpack
+from dhp.models.contract.random_rows import find_prefixes, token_types
+from dhp.models.contract.twin import MOST_EXPERTS, MOST_LAYERS, VOCABULARY, shrink
+from dhp.models.pretrained import load_image_processor, load_tokenizer
+from dhp.models.registry import load_family
+from tests.helpers.tiny_families import FAMILIES, SIDE, make_config
+from tests.helpers.tiny_processors import MAKERS, save_processor
 
 
 def test_lists_and_levels_are_rows_by_name() -> None:
@@ -39,3 +63,260 @@ def test_rows_that_all_pictures_share_get_the_sum_of_their_gradients() -> None:
         assert torch.equal(found, shared)
         (found * weight).sum().backward(retain_graph=True)
     assert torch.allclose(shared.grad, weights.sum(0))
+
+
+def test_unused_layers_are_those_of_the_whole_tower() -> None:
+    """CLIP's last layer, whose states LLaVA passes over, though the twin's tower has four layers."""
+    config = LlavaConfig()
+    contract = find_contract(config)
+    layers = config.vision_config.num_hidden_layers
+    assert contract.structure.vision_depth == layers > 20
+    last = f"model.vision_tower.encoder.layers.{layers - 1}."
+    assert sum(name.startswith(last) for name in contract.unused) == 16
+    others = {name for name in contract.unused if not name.startswith(last)}
+    assert others == {"model.vision_tower.post_layernorm.weight", "model.vision_tower.post_layernorm.bias"}
+    assert contract.dummy.tokens == (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+
+
+def test_what_is_handed_over_and_how() -> None:
+    assert find_contract(make_config("qwen3_omni")).handover.more == (("deepstack_features", 2),)
+    assert find_contract(make_config("ovis2")).handover.shared == (("visual_indicator_features", 5, 2),)
+    assert find_contract(make_config("internvl")).handover.listed is False
+    assert "model.image_newline" in find_contract(make_config("llava_next")).structure.vision
+
+
+def test_styles_that_plans_leave_out() -> None:
+    norms = {f"model.language_model.layers.*.self_attn.{p}_norm" for p in "qk"}
+    assert set(find_contract(make_config("qwen3_omni")).tensor_plan or ()) == norms
+    assert find_contract(make_config("internvl")).tensor_plan == {}
+    assert find_contract(make_config("minicpmv4_6")).tensor_plan == {}
+
+
+@pytest.mark.families
+def test_families_without_the_contract_are_known_by_name() -> None:
+    """Canary: whether another version of transformers gives one of them the contract, or takes it from one."""
+    found = set()
+    for kind, model in AutoModelForImageTextToText._model_mapping.items():
+        if CONTRACT not in inspect.signature(model.forward).parameters:
+            found.add(kind.model_type)
+    assert found == WITHOUT_CONTRACT & set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+SIZES = ((90, 40), (50, 64), (28, 28))
+
+
+def make_preprocessor(folder: Path) -> Preprocessor:
+    processor = load_family(str(folder)).processor
+    return Preprocessor(
+        load_tokenizer(str(folder)),
+        load_image_processor(str(folder)),
+        processor.image_token_id,
+        processor.image_tokens,
+        processor.patches,
+        written=(processor.placeholder, processor.written),
+        about=processor.about(),
+        image_arguments=processor.image_arguments,
+        frame_patches=processor.frame_patches,
+    )
+
+
+def make_pictures(folder: Path) -> list[Path]:
+    random = np.random.default_rng(0)
+    paths = [folder / f"{number}.png" for number in range(len(SIZES))]
+    for path, (width, height) in zip(paths, SIZES, strict=True):
+        Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(path)
+    return paths
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_tokens_and_pixels_are_those_of_the_familys_processor(name: str, tmp_path: Path) -> None:
+    library = save_processor(name, tmp_path)
+    paths = make_pictures(tmp_path)
+    shown = tuple(path for path in paths)
+    turns = (Turn("user", (shown[0], "What is in", *shown[1:], " the picture?")), Turn("assistant", ("A red square.",)))
+    sample = make_preprocessor(tmp_path)(Record("set", 1, "line 1", turns))
+    placeholder = MAKERS[name][2]
+    text = (
+        f"<|im_start|>user\n{placeholder}What is in{placeholder}{placeholder} the picture?<|im_end|>\n"
+        "<|im_start|>assistant\nA red square.<|im_end|>\n"
+    )
+    pictures = [Image.open(path).convert("RGB") for path in paths]
+    wanted = library(images=pictures, text=text, return_tensors="pt", add_special_tokens=False)
+    assert sample.input_ids.tolist() == wanted["input_ids"][0].tolist()
+    kinds = (sample.input_ids == load_family(str(tmp_path)).processor.image_token_id).astype(int)
+    assert np.array_equal(sample.mm_token_type_ids, kinds)
+    forms = [form for form in sample.grids if isinstance(form, ProcessorOutput)]
+    assert sum(form.tokens for form in forms) == kinds.sum()
+    pairs = zip(forms, sample.pixels, strict=True)
+    found = joined([unpack(form, torch.from_numpy(pixels), torch.float32) for form, pixels in pairs])
+    for argument, tensor in found.items():
+        assert torch.equal(tensor, wanted[argument].to(tensor.dtype)), argument
+    assert sample.target_tokens > 0
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_lengths_come_from_headers(name: str, tmp_path: Path) -> None:
+    save_processor(name, tmp_path)
+    shown = tuple(path for path in make_pictures(tmp_path))
+    record = Record("set", 1, "line 1", (Turn("user", (*shown, "What?")), Turn("assistant", ("Red.",))))
+    preprocess = make_preprocessor(tmp_path)
+    sample, length = preprocess(record), preprocess.measure(record)
+    assert (length.text, length.vision) == (len(sample.input_ids), int(sample.mm_token_type_ids.sum()))
+    assert (length.targets, length.pictures) == (sample.target_tokens, len(SIZES))
+    assert length.encoded_bytes == sum(path.stat().st_size for path in shown)
+    layouts = [load_family(str(tmp_path)).tower.image_layout(form) for form in sample.grids]
+    tiles = sum(prod(form.pixels[0][1][:-3]) for form in sample.grids)
+    assert length.patches == tiles * (SIDE // 7) ** 2 == sum(layout.patches for layout in layouts)
+    assert length.squares == tiles * (SIDE // 7) ** 4
+    if tiles == len(SIZES):  # a layout takes a picture whole, whatever its tiles
+        assert length.squares == sum(patches**2 for layout in layouts for patches in layout.frame_lengths)
+
+
+def test_a_processor_that_lacks_what_it_needs_is_told(tmp_path: Path) -> None:
+    save_processor("llava_next", tmp_path)
+    (tmp_path / "processor_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="image processor"):
+        make_preprocessor(tmp_path)(Record("set", 1, "line 1", (Turn("user", ("Hi",)), Turn("assistant", ("Ho",)))))
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="the library's processor can be made here")
+def test_a_processor_that_needs_another_package_is_named(tmp_path: Path) -> None:
+    save_processor("llava_next", tmp_path)
+    make_config("mistral3").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"PixtralProcessor cannot be made from this directory: ImportError: .*Torchv"):
+        load_family(str(tmp_path)).processor.load()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_layer_has_some_of_each(name: str) -> None:
+    config = make_config(name)
+    model = without_weights(config)
+    structure = find_structure(model)
+    for parts in (
+        find_text_parts(model, structure, config.get_text_config()),
+        find_vision_parts(model, structure),
+    ):
+        layers = list(model.get_submodule(parts.path).children())
+        assert len(parts.kinds) == len(layers)
+        for layer in layers:
+            inside = dict(layer.named_modules()).keys()
+            assert inside & set(parts.projections) and inside & set(parts.mlp)
+            assert not any("down_proj" in name or "fc2" in name for name in parts.mlp)
+
+
+def test_layers_of_one_kind_do_the_same_work() -> None:
+    config = make_config("qwen3_5_moe")
+    model = without_weights(config)
+    parts = find_text_parts(model, find_structure(model), config.get_text_config())
+    assert parts.kinds == ("linear_attention with experts",) * 3 + ("full_attention with experts",)
+    assert {"linear_attn.in_proj_qkv", "self_attn.q_proj"} <= set(parts.projections)
+    assert "mlp.experts" in parts.mlp
+    assert experts_of(parts, model) == tuple(f"model.language_model.layers.{n}.mlp.experts" for n in range(4))
+
+
+def test_layers_that_have_no_such_modules_keep_nothing() -> None:
+    with torch.device("meta"):
+        some = nn.ModuleDict({"self_attn": nn.ModuleDict({"q": nn.Linear(2, 2)})})
+    assert _matrices([some, nn.ModuleDict({"conv": nn.Identity()})]) == ((), ())
+
+
+def test_arguments_come_back_as_they_were() -> None:
+    random = np.random.default_rng(0)
+    picture = {
+        "pixel_values": random.standard_normal((1, 3, 5, 7)).astype(np.float32),
+        "image_sizes": np.array([[5, 7]]),
+        "pixel_attention_mask": random.integers(0, 2, (1, 5, 7)).astype(bool),
+        "high_resolution": random.standard_normal((2, 11)).astype(np.float32),
+        "left_out": None,
+    }
+    rows, form = pack(picture, tokens=4, values=8, written="<image>")
+    assert rows.shape == (-(-(3 * 5 * 7 + 22) // 8), 8) and rows.dtype == np.float32
+    assert (form.rows, form.tokens, form.written) == (len(rows), 4, "<image>")
+    assert hash(form) == hash(pack(picture, tokens=4, values=8, written="<image>")[1])
+    back = unpack(form, torch.from_numpy(rows), torch.float64)
+    assert back.keys() == picture.keys() - {"left_out"}
+    for name, tensor in back.items():
+        assert np.array_equal(tensor.numpy(), picture[name]), name
+    assert back["pixel_values"].dtype == torch.float64 and back["image_sizes"].dtype == torch.int64
+    assert set(arrays_of(form)) == {"image_sizes", "pixel_attention_mask"}
+
+
+def test_a_mask_that_hides_nothing_takes_no_room() -> None:
+    pixels = np.zeros((1, 2, 3, 64, 64), np.float32)
+    _, form = pack({"pixel_values": pixels, "pixel_attention_mask": np.ones((1, 2, 64, 64), np.int64)}, 4, 8)
+    assert sum(len(raw) for *_, raw in form.arrays) == 8
+    assert np.array_equal(arrays_of(form)["pixel_attention_mask"], np.ones((1, 2, 64, 64), np.int64))
+
+
+@pytest.mark.parametrize(
+    ("picture", "patches"),
+    [
+        ({"pixel_values": (1, 5, 3, 28, 28)}, (16,) * 5),
+        ({"pixel_values": (1, 3, 14, 49)}, (14,)),
+        ({"pixel_values": (1, 3, 30, 28)}, (16,)),  # as convolutions do, without what is less than a patch
+        ({"pixel_values": (1, 3, 28, 28), "pixel_values_local": (2, 3, 14, 14)}, (16, 4, 4)),
+        ({"pixel_values": (24, 147), "image_grid_thw": [[1, 4, 6]]}, (24,)),
+        ({"pixel_values": (24, 3, 7, 7), "image_grid_hw": [[4, 6]]}, (24,)),
+        ({"pixel_values": (24, 147), "image_grid_thw": [[2, 2, 4], [1, 2, 4]]}, (8, 8, 8)),
+        ({"pixel_values": (1, 16, 147), "spatial_shapes": [[4, 2]]}, (16,)),  # filled up to as many rows
+        ({"pixel_values": (1, 6, 28, 28)}, (32,)),
+    ],
+)
+def test_patches_of_each_tile(picture: dict[str, tuple[int, ...] | list[list[int]]], patches: tuple[int, ...]) -> None:
+    """Patches of 3 × 7 × 7 values."""
+    arrays = {n: np.zeros(v, np.float32) if isinstance(v, tuple) else np.array(v) for n, v in picture.items()}
+    _, form = pack(arrays, tokens=4, values=147)
+    assert frame_patches(form, 3, 7) == patches
+
+
+def test_a_prefix_ends_before_the_first_token_that_is_learned() -> None:
+    """The token that predicts the first of an answer is the last before it. A sample without answers is all prefix."""
+    targets = torch.tensor([-100, -100, 7, 8, -100, 9, -100, -100, -100, 5, -100])
+    found = find_prefixes(targets, [6, 2, 3])
+    assert found.tolist() == [True, True, True, False, False, False, True, True, True, True, False]
+
+
+def test_the_plain_models_prefix_is_the_same() -> None:
+    """Also where a label is the sample's first token, which nothing predicts."""
+    config, targets = SimpleNamespace(model_type="paligemma"), torch.tensor([-100, -100, 7, -100, 9, -100])
+    for first in (-100, 5):
+        types = token_types(config, torch.zeros(1, 6), torch.cat([torch.tensor([first]), targets[:-1]])[None])
+        assert types.tolist() == [[0, 0, 0, 1, 1, 1]]
+        assert (types[0] == 0).tolist() == find_prefixes(targets, [6]).tolist()
+
+
+def test_what_is_small_stays_as_it_is() -> None:
+    for name in FAMILIES:
+        given = make_config(name)
+        found = shrink(given).to_dict()
+        for section in ("text_config", "vision_config"):
+            before = given.to_dict()[section]
+            assert {key: found[section][key] for key in before} == before, name
+
+
+def test_a_large_decoder_keeps_a_layer_of_each_kind() -> None:
+    config = Glm4vMoeConfig()
+    text, small = config.text_config, shrink(config).text_config
+    assert text.num_hidden_layers > 40 and small.num_hidden_layers == MOST_LAYERS
+    assert small.first_k_dense_replace == 1 < small.num_hidden_layers
+    assert small.n_routed_experts == MOST_EXPERTS and small.vocab_size == VOCABULARY
+    assert small.hidden_size == small.num_attention_heads * (text.hidden_size // text.num_attention_heads)
+
+
+def test_special_tokens_move_into_the_small_vocabulary_each_to_its_own() -> None:
+    config = Qwen3VLConfig()
+    small = shrink(config)
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    moved = [getattr(small, name) for name in names]
+    assert len(set(moved)) == 4 and max(moved) < VOCABULARY
+    assert small.vision_config.out_hidden_size == small.text_config.hidden_size
+    assert small.vision_config.depth == config.vision_config.depth
+
+
+def test_a_tower_is_cut_where_that_is_asked_for() -> None:
+    config = Qwen3VLConfig()
+    small = shrink(config, towers=True)
+    assert small.vision_config.depth == MOST_LAYERS < config.vision_config.depth
+    chosen = small.vision_config.deepstack_visual_indexes
+    assert len(chosen) == len(config.vision_config.deepstack_visual_indexes) and max(chosen) < MOST_LAYERS
+    assert shrink(LlavaConfig(vision_feature_layer=[-2, 20]), towers=True).vision_feature_layer == [-2, 3]

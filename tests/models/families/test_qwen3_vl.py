@@ -54,7 +54,7 @@ def test_layout_covers_the_image_once(family: Family, grid: tuple[int, int, int]
 
 
 def test_the_table_is_resampled_as_the_adapter_does(qwen3_vl_model: str) -> None:
-    """Canary: the tower's own settings for it. `linear` is tested in tests/models/test_interpolation.py."""
+    """Canary: the tower's own settings for it. `linear` is tested in tests/models/test_tower.py."""
     tower = AutoModelForImageTextToText.from_pretrained(qwen3_vl_model).model.visual
     assert (tower.interpolation_mode, tower.interpolation_align_corners) == ("bilinear", True)
     assert tower.num_grid_per_side == 5

@@ -1,8 +1,8 @@
-"""The layouts of a part: what a run's checks allow, no less and no more, and what a user set."""
+"""Layouts that are tried, held, refused and explained."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -10,21 +10,30 @@ from math import prod
 from pathlib import Path
 from random import Random
 from time import perf_counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from dhp.config.command_line import compose_config
 from dhp.config.layout import DEGREES, PARALLELISMS, resolve_part
 from dhp.config.parts import parts
+from dhp.config.resolve import resolve
 from dhp.config.schema import Config, PartConfig
-from dhp.core.errors import DhpError
+from dhp.core.errors import ConfigError, DhpError
 from dhp.models.family import Family
 from dhp.models.pretrained import config_source
 from dhp.models.registry import load_family
 from dhp.plan.count.counted_model import Counted
-from dhp.plan.search.free_keys import held_keys
+from dhp.plan.count.loads import even_loads
+from dhp.plan.forecast.forecast import Forecast
+from dhp.plan.run_plan import plan_run
+from dhp.plan.search.explain import loses_by, refusals
+from dhp.plan.search.free_keys import ALL, ROWS, SCHEDULE, find_held, freed, held_keys, one_actor_each, with_settings
+from dhp.plan.search.inverse import _first, _last
+from dhp.plan.search.layout_search import Found
 from dhp.plan.search.layouts import PartLayout, PlanChecks, Refused, part_layouts
+from dhp.plan.search.needs import crossing, useful_operations
 from dhp.plan.search.space import WholeRun
 from dhp.plan.trainable import training_rules
 from dhp.trainer.preflight import prepare
@@ -266,3 +275,102 @@ def test_keys_of_a_shipped_file_are_held_too() -> None:
         "vision": {"zero_stage"},
         "text": {"zero_stage", "zero_engine"},
     }
+
+
+def step(**kinds: float) -> Forecast:
+    """A forecast of these seconds."""
+    return cast(Forecast, SimpleNamespace(step_s=sum(kinds.values()), kinds=lambda: kinds))
+
+
+def test_the_kinds_that_make_most_of_the_gap_are_named() -> None:
+    best = step(products=1.0, sent=0.1, recompute=0.0)
+    assert loses_by(step(products=1.0, sent=0.6, recompute=0.1), best) == "600 ms: exchanges in layers"
+    assert loses_by(step(products=0.9, sent=0.48, recompute=0.4), best) == "680 ms: recomputing, exchanges in layers"
+    assert loses_by(step(products=1.005, sent=0.1, recompute=0.0), best) == "as fast, less simple"
+
+
+def test_each_message_is_shown_once_and_equations_first() -> None:
+    reasons = ["zero_stage from 1 on", "plain", "heads(28) % tensor(8) = 4", "plain"]
+    refused: Any = tuple(Refused({}, reason) for reason in reasons)
+    found = refusals(Found((), None, refused, 0, 0), 3)
+    assert [one.reason for one in found] == ["heads(28) % tensor(8) = 4", "plain", "zero_stage from 1 on"]
+
+
+def test_what_the_file_sets_is_kept_and_may_be_freed() -> None:
+    config = compose_config("qwen2_5_vl_72b_32gpus")
+    held = find_held(config)
+    assert {"vision.data", "text.zero_stage", "vision.recompute", ROWS} <= set(held.keys)
+    assert "text.zero_stage" not in find_held(config, free=["text.zero_stage"]).keys
+    assert find_held(config, free=[ALL]).keys == (ROWS,)  # rows of data.limits.text tokens
+    assert find_held(config, free=[ALL, ROWS]).keys == ()
+    assert held.layouts(config)["text"] == held.of("text") - {"recompute"}
+
+
+def test_the_command_line_is_kept() -> None:
+    overrides = ["text.zero_stage=0", "training.micro_batch_size=4", "training.schedule=1f1b"]
+    keys = find_held(compose_config("tiny", overrides=overrides), overrides).keys
+    assert keys == ("vision.zero_stage", "text.zero_stage", ROWS, SCHEDULE)
+
+
+def test_a_degree_that_follows_from_the_actors_is_fixed_with_its_value() -> None:
+    config = compose_config("tiny")
+    given = freed(config, find_held(config, fix=["text.tensor"]))
+    assert (given.text.tensor, given.text.parallelism, given.text.num_actors) == (2, "none", 1)
+    assert (given.vision.ulysses, given.vision.zero_stage, given.vision.recompute) == (None, 1, "auto")
+
+
+def test_the_data_do_not_depend_on_layouts() -> None:
+    alone = one_actor_each(compose_config("tiny", overrides=["cluster.chain=true", "vision.recompute=full"]))
+    assert (alone.vision.num_actors, alone.vision.zero_stage, alone.cluster.chain) == (1, 0, False)
+
+
+def test_settings_bring_along_what_would_contradict_them() -> None:
+    config = compose_config("tiny", overrides=["text.activation_checkpointing=true", "text.cuts=[1]"])
+    found = with_settings(config, find_held(config, free=[ALL]), {"text.pipeline": 1, "text.recompute": "none"})
+    assert found["text.activation_checkpointing"] is False and found["text.cuts"] is None
+
+
+@pytest.mark.parametrize("what", ["fix", "free"])
+def test_an_unknown_key_is_refused(what: str) -> None:
+    names = {what: ["text.tensors"]}
+    with pytest.raises(ConfigError, match=f"{what}=text.tensors is no key .* did you mean text.tensor"):
+        find_held(compose_config("tiny"), **names)
+
+
+def at_least(least: int) -> Callable[[int], bool]:
+    return lambda value: value >= least
+
+
+@pytest.mark.parametrize("least", [1, 2, 3, 8])
+def test_the_first_that_fits_is_found(least: int) -> None:
+    values = [1, 2, 4, 8]
+    assert _first(values, at_least(least)) == next(value for value in values if value >= least)
+
+
+@pytest.mark.parametrize("most", [1, 5, 63, 1000])
+def test_the_last_that_fits_is_found_to_a_64th(most: int) -> None:
+    def fits(value: int) -> bool:
+        return value <= most
+
+    assert most * (1 - 1 / 32) - 1 <= _last(1, 1 << 20, fits) <= most
+
+
+LAYOUT = ("text.parallelism=data", "text.data=2", "text.tensor=2", "text.num_actors=4", "vision.num_actors=4")
+
+
+@pytest.mark.parametrize(
+    ("node", "across"), [(8, {}), (2, {"vision": ["ulysses"], "text": ["data"]}), (1, {"text": ["data", "tensor"]})]
+)
+def test_axes_over_several_nodes(tiny_assets: Path, node: int, across: dict[str, list[str]]) -> None:
+    plan = plan_run(resolve(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", *LAYOUT])))
+    found = crossing(plan, node)
+    assert {name: found.get(name, []) for name in across} == across
+    assert bool(found) == bool(across)
+
+
+def test_operations_are_those_of_the_model(tiny_assets: Path) -> None:
+    plan = plan_run(resolve(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", *LAYOUT])))
+    loads = even_loads(2, tokens=100, features=0, targets=10, replicas=2, merge_unit=4)
+    found = useful_operations(plan, loads, window=64.0)
+    assert found["text"] == pytest.approx(plan.family.decoder.work.flops([100] * 4, 40))
+    assert found["vision"] == 0
