@@ -20,7 +20,7 @@ from dhp.models.registry import load_family
 from dhp.plan.count.costs import arrange, predicted_bytes
 from dhp.plan.recompute.planner import Planner
 from dhp.plan.recompute.profile import usage_of
-from tests.engine.test_parity import assert_exact
+from tests.helpers.alike import assert_exact
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Fault, Running, Trained, compare, graph_of, make_reader, settings, train
 from tests.helpers.ranks import LocalGroup
@@ -156,7 +156,7 @@ ZERO = [
 
 @pytest.mark.parametrize("case", ZERO, ids=str)
 def test_zero(case: Case, made_model: str) -> None:
-    from tests.engine.test_parity import assert_exact_in_single_precision
+    from tests.helpers.alike import assert_exact_in_single_precision
 
     assert_exact_in_single_precision(compare(made_model, case, awkward_steps()))
 

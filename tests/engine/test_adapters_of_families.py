@@ -11,7 +11,7 @@ from dhp.core.parameters import AdapterSettings
 from dhp.models import lora as adapters
 from tests.engine.test_declared_families import Made, run
 from tests.engine.test_declared_families import made_of_declared_families as made
-from tests.engine.test_parity import assert_exact
+from tests.helpers.alike import assert_exact
 from tests.helpers.layouts import FIRST_OUT, Case
 from tests.helpers.rows import slow_but
 from tests.helpers.tiny_families import FAMILIES

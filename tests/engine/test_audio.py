@@ -15,7 +15,7 @@ from dhp.doctor.diagnose import staying_double
 from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from tests.engine.test_declared_families import ExactText, ExactVision
-from tests.engine.test_parity import assert_exact
+from tests.helpers.alike import assert_exact
 from tests.helpers.families import Maker
 from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedAudio, compare
 from tests.helpers.rows import slow, slow_but

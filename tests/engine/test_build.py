@@ -19,7 +19,7 @@ from dhp.config.schema import PartConfig
 from dhp.core.draws import TokenKeys, drawing, keys_of
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import ALL, AdapterSettings, GroupRule, ParameterGroup, Selector, TrainingRules
-from dhp.engine import stage
+from dhp.engine import stage as engine_stage
 from dhp.engine.build import (
     cuts_first,
     dtype_to_load,
@@ -356,7 +356,7 @@ def test_a_step_by_flash_attn_gives_the_same_gradients(tmp_path: Path, monkeypat
     calls: list[str] = []
     fake = flash_attn_interface(calls)
     monkeypatch.setattr(attention_kernels, "_package", lambda: fake)
-    monkeypatch.setattr(stage, "require", lambda key, device: None)
+    monkeypatch.setattr(engine_stage, "require", lambda key, device: None)
     for packing in (True, False):
         calls.clear()
         assert_same(gradients(model, attention_backend="flash_attention_2", packing=packing), wanted)

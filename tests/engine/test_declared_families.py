@@ -21,8 +21,8 @@ from dhp.doctor.diagnose import staying_double
 from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from dhp.models.registry import load_family
-from tests.engine.test_parity import assert_exact
 from tests.helpers import ranks
+from tests.helpers.alike import assert_exact
 from tests.helpers.batches import mixed_step, step_without_image
 from tests.helpers.families import Maker
 from tests.helpers.layouts import (

@@ -25,8 +25,7 @@ from tests.engine.test_declared_families import made_of_declared_families as mad
 from tests.engine.test_families import ExactText
 from tests.engine.test_families import steps as images_and_videos
 from tests.engine.test_families import steps_of_families as images_of_one_size
-from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
-from tests.helpers.alike import assert_alike
+from tests.helpers.alike import assert_alike, assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step, step_with_one_window
 from tests.helpers.layouts import FIRST_OUT, Case, Fault, InspectedText, compare, compare_rounding, train
 from tests.helpers.norms import exact_norms

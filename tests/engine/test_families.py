@@ -22,9 +22,8 @@ from dhp.data.sample.sample import Sample
 from dhp.engine.stage_settings import StageSettings
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS
 from dhp.parallel.tensor.styles import PARTIAL_OVER
-from tests.engine import test_deepstack
-from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers import ranks
+from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step, step_with_one_window
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare, compare_rounding, make_reader
 from tests.helpers.norms import exact_norms, use_exact_norms
@@ -383,7 +382,7 @@ DEEPSTACK = [
 
 @pytest.mark.parametrize("case", DEEPSTACK, ids=str)
 def test_features_enter_between_layers(case: Case, qwen3_vl_model: str) -> None:
-    assert_exact(compare(qwen3_vl_model, case, test_deepstack.steps()))
+    assert_exact(compare(qwen3_vl_model, case, steps()))
 
 
 class OwnTokensAlone(InspectedText):

@@ -8,7 +8,7 @@ from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings, GroupRule, Selector
 from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
-from tests.engine.test_parity import assert_exact
+from tests.helpers.alike import assert_exact
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedText, compare
 from tests.helpers.rows import on_demand, slow

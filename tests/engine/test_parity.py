@@ -14,9 +14,11 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle, StepInfo
 from dhp.data.sample.sample import Sample
 from dhp.models import lora as adapters
-from tests.engine import test_deepstack, test_families
 from tests.engine.pair_rows import MORE, QUICK, ROWS
 from tests.engine.pairs import FEATURES, Row, apart, features_of, pairs_of, shown_by, wanted_pairs
+from tests.engine.test_families import steps as images_and_videos
+from tests.engine.test_families import steps_of_families as images_of_one_size
+from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import (
     FIRST_OUT,
@@ -34,14 +36,6 @@ from tests.helpers.rows import on_demand, slow
 from tests.helpers.tiny import save_llava, save_llava_with_experts, save_model, save_qwen3_vl
 
 ONE = Degrees()
-
-
-def assert_exact(errors: Errors) -> None:
-    """The limits of double precision."""
-    assert errors.loss < 1e-9, errors
-    assert errors.norm < 1e-9, errors
-    assert errors.gradient < 1e-9, errors
-    assert errors.update < 1e-6, errors
 
 
 EXACT = [
@@ -115,14 +109,6 @@ def test_equals_plain_model_in_double_precision(case: Case, made_model: str) -> 
     assert_exact(errors)
 
 
-def assert_exact_in_single_precision(errors: Errors) -> None:
-    assert errors.loss < 1e-5, errors
-    assert errors.norm < 1e-5, errors
-    assert errors.gradient < 1e-4, errors
-    # Adam divides by the gradient's size, so that rounding in small ones shows: 2e-4 here, on one rank as on several.
-    assert errors.update < 1e-3, errors
-
-
 @pytest.mark.parametrize("case", SINGLE, ids=str)
 def test_equals_plain_model_in_single_precision(case: Case, made_model: str) -> None:
     assert_exact_in_single_precision(compare(made_model, case, awkward_steps()))
@@ -176,9 +162,9 @@ FOUR = {"num_hidden_layers": 4}  # so that there is something to cut into stages
 MODELS: dict[str, tuple[Callable[[Path], Path], Callable[[], list[list[Sample]]]]] = {
     "windows": (lambda folder: save_model(folder, text=FOUR), awkward_steps),
     "tied": (lambda folder: save_model(folder, tied=True, text=FOUR | {"num_key_value_heads": 2}), awkward_steps),
-    "whole images": (lambda folder: save_llava(folder, **FOUR), test_families.steps),
-    "deepstack": (save_qwen3_vl, test_deepstack.steps),
-    "experts": (lambda folder: save_llava_with_experts(folder, **FOUR), test_families.steps),
+    "whole images": (lambda folder: save_llava(folder, **FOUR), images_of_one_size),
+    "deepstack": (save_qwen3_vl, images_and_videos),
+    "experts": (lambda folder: save_llava_with_experts(folder, **FOUR), images_of_one_size),
 }
 _MADE: dict[str, tuple[str, Sequence[Sequence[Sample]]]] = {}
 
@@ -376,13 +362,11 @@ def test_what_is_frozen_stays_and_all_else_is_as_in_the_plain_model(case: Case, 
 
 @pytest.mark.grid
 def test_llava_in_stages_and_its_projector_alone(llava_model: str) -> None:
-    from tests.engine.test_families import steps_of_families as steps
-
     for case in (
         Case(Degrees(ulysses=2), ONE, 2, stages=2, schedule="1f1b", packing=True),
         Case(ONE, Degrees(tensor=2), 2, frozen=("vision",)),
     ):
-        assert_exact(compare(llava_model, case, steps()))
+        assert_exact(compare(llava_model, case, images_of_one_size()))
 
 
 class TiedGradientNotAdded(InspectedText):
@@ -422,16 +406,16 @@ def test_a_planted_mistake_is_seen(fault: type, seen: Any, tied_model: str) -> N
     assert seen(errors), errors
 
 
-VISION_OF_PIPELINE = {"none": ONE, "data": Degrees(data=2), "sequence": Degrees(ulysses=2)}
+TOWERS = {"none": ONE, "data": Degrees(data=2), "sequence": Degrees(ulysses=2)}
 SCHEDULES = (("sequential", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
 GRID_OF_PIPELINE = [
     pytest.param(
-        Case(VISION_OF_PIPELINE[vision], Degrees(data=data, tensor=tensor), micro, stages=stages, chunks=chunks, schedule=schedule,
+        Case(TOWERS[vision], Degrees(data=data, tensor=tensor), micro, stages=stages, chunks=chunks, schedule=schedule,
              packing=(data + tensor + stages) % 2 == 0),
         tied, id=f"{stages}-tensor{tensor}-data{data}-{vision}-{micro}-{schedule}-{'tied' if tied else 'own head'}",
     )
     for stages, tensor, data, vision, micro, (schedule, chunks), tied in product(
-        (2, 4), (1, 2), (1, 2), VISION_OF_PIPELINE, (1, 4), SCHEDULES, (False, True)
+        (2, 4), (1, 2), (1, 2), TOWERS, (1, 4), SCHEDULES, (False, True)
     )
     if schedule != "interleaved" or (stages == 2 and micro == 4)
 ]  # fmt: skip

@@ -16,8 +16,8 @@ from dhp.core.axes import Degrees
 from dhp.core.parameters import ALL, GroupRule, Selector, TrainingRules
 from dhp.engine.stage_settings import StageSettings
 from dhp.models.empty import stored_dtype
-from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers import layouts
+from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import (
     Case,

@@ -15,7 +15,7 @@ import torch
 from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, Bundle, StepData, TextInput
 from dhp.data.sample.sample import Sample
-from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
+from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.layouts import (
     Case,
     Errors,

@@ -12,8 +12,8 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle
 from dhp.core.parameters import AdapterSettings
 from dhp.models import lora as adapters
-from tests.engine import test_deepstack
-from tests.engine.test_parity import assert_exact
+from tests.engine.test_families import steps as images_and_videos
+from tests.helpers.alike import assert_exact
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedVision, compare
 from tests.helpers.rows import on_demand, slow
@@ -54,7 +54,7 @@ def test_stages_equal_the_plain_model(case: Case, four_layers_model: str) -> Non
 
 @pytest.mark.parametrize("case", DEEPSTACK, ids=str)
 def test_features_leave_from_the_stage_that_makes_them(case: Case, qwen3_vl_model: str) -> None:
-    assert_exact(compare(qwen3_vl_model, case, test_deepstack.steps()))
+    assert_exact(compare(qwen3_vl_model, case, images_and_videos()))
 
 
 @pytest.mark.parametrize("case", PARTLY, ids=str)
@@ -93,7 +93,7 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "seen"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
 def test_a_planted_mistake_is_seen(fault: type, seen: Any, qwen3_vl_model: str) -> None:
     case = Case(ONE, ONE, 1, tower_stages=2)
-    errors: Errors = compare(qwen3_vl_model, case, test_deepstack.steps()[:1], Fault(vision=fault))
+    errors: Errors = compare(qwen3_vl_model, case, images_and_videos()[:1], Fault(vision=fault))
     assert seen(errors), errors
 
 
@@ -116,5 +116,5 @@ GRID = [
 def test_every_chain_equals_the_plain_model(
     case: Case, model: str, qwen3_vl_model: str, four_layers_model: str
 ) -> None:
-    steps = test_deepstack.steps() if model == "deepstack" else awkward_steps()
+    steps = images_and_videos() if model == "deepstack" else awkward_steps()
     assert_exact(compare(qwen3_vl_model if model == "deepstack" else four_layers_model, case, steps))

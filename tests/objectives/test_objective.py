@@ -30,7 +30,7 @@ from dhp.objectives.objective import (
 )
 from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
 from dhp.step.step import answer_batch
-from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
+from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.answers import deal, make_prompt
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import UPDATE, Case, Fault, InspectedText, Running, compare, make_reader

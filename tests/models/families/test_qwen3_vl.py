@@ -23,7 +23,7 @@ from dhp.parallel.attention.segments import segment_attention
 from dhp.parallel.tensor.slices import use_local_slices
 from dhp.parallel.tensor.styles import with_fused
 from dhp.parallel.tensor.tensor_plan import local_plan
-from tests.engine.test_parity import assert_exact
+from tests.helpers.alike import assert_exact
 from tests.helpers.cut_model import CutModel, cut_layers, largest_difference
 from tests.helpers.layouts import UPDATE, Case, Fault, InspectedText, compare
 from tests.helpers.norms import exact_norms, use_exact_norms
