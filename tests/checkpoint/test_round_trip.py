@@ -50,7 +50,7 @@ CASES += [
     Case(Degrees(ulysses=2), Degrees(tensor=2), 2, "bfloat16", zero_stage=1, lora=LORA, trainable=("projector",)),
     Case(Degrees(data=2), Degrees(data=2), 2, "float32", 3, text_zero_stage=3, fsdp=True, lora=LORA),
 ]
-QUICK = [CASES[at] for at in (0, 1, 5, 11, 12)]  # those of three ranks, of sequences, of FSDP2 and of adapters are slow
+QUICK = [CASES[at] for at in (0, 1, 12)]  # those of three ranks, sequences, FSDP2, AutoTP and adapters are slow
 UNDISTURBED = [CASES[1], CASES[3], CASES[6]]  # of each engine one in which saving is held against never having saved
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

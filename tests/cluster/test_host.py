@@ -158,6 +158,7 @@ def test_no_log_goes_to_what_a_link_leads_to(tmp_path: Path, linked: str) -> Non
 PROBE = """
 import ctypes, resource, sys
 from dhp.cluster.host import keep_freed_memory
+from tests.helpers.rows import slow
 
 kept = keep_freed_memory() if sys.argv[1] == "keep" else False
 library = ctypes.CDLL(None)
@@ -196,7 +197,7 @@ def test_by_itself_the_library_gives_it_back():
     assert probe("leave")[1] > MANY
 
 
-@pytest.mark.parametrize("name, value", [("MALLOC_ARENA_MAX", "4"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=4")])
+@pytest.mark.parametrize("name, value", [slow("MALLOC_ARENA_MAX", "4"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=4")])
 def test_an_environment_that_chooses_is_left_alone(name: str, value: str):
     kept, faults = probe("keep", **{name: value})
     assert kept == "False" and faults > MANY

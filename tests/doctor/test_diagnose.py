@@ -289,6 +289,7 @@ def end_at_once(rank: int, ranks: int, backend: str, folder: str) -> None:
     os._exit(3)
 
 
+@pytest.mark.slow
 def test_a_rank_that_could_say_nothing_is_no_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_info, "_rank", end_at_once)
     assert {one.error for one in host_info._collectives(2, "gloo")} == {"a rank ended with status 3"}

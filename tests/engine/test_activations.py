@@ -62,7 +62,7 @@ def encode(made_model: str) -> Callable[[Degrees, str], list[int]]:
 
 @pytest.mark.parametrize(
     ("recompute", "degrees"),
-    [("none", Degrees(ulysses=4)), ("none", Degrees(ring=2, ulysses=2)), ("full", Degrees(ulysses=4))],
+    [slow("none", Degrees(ulysses=4)), ("none", Degrees(ring=2, ulysses=2)), slow("full", Degrees(ulysses=4))],
     ids=str,
 )
 def test_each_of_four_ranks_keeps_a_quarter(encode: Callable, recompute: str, degrees: Degrees) -> None:
@@ -137,7 +137,7 @@ def plain(made_model: str) -> Trained:
     return train(made_model, KEPT, awkward_steps())
 
 
-@pytest.mark.parametrize("recompute", [slow("light"), "mlp", "linear", "full", slow("light:0,all:1")])
+@pytest.mark.parametrize("recompute", [slow("light"), "mlp", *map(slow, ("linear", "full", "light:0,all:1"))])
 def test_the_same_to_the_bit_as_without(recompute: str, plain: Trained, made_model: str) -> None:
     again = train(made_model, replace(KEPT, recompute=recompute), awkward_steps())
     assert plain.losses == again.losses

@@ -46,7 +46,7 @@ CASES = [
     on_demand(Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=1, text_zero_stage=2, dtype="float32")),
     on_demand(Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=3, text_zero_stage=3, dtype="float32")),
     on_demand(Case(ONE, Degrees(ring=2, tensor=2), 2, lora=BOTH, packing=True)),
-    Case(ONE, Degrees(data=2), 2, lora=DORA, packing=True),
+    slow(Case(ONE, Degrees(data=2), 2, lora=DORA, packing=True)),
 ]
 STAGED = [
     on_demand(

@@ -305,7 +305,7 @@ class BalancedOracle(Oracle):
 CASES = [
     Case(ONE, ONE, micro_batches=1, packing=True),
     Case(Degrees(ulysses=2), Degrees(data=2, expert=2), micro_batches=2, checkpointing=True),
-    Case(ONE, Degrees(tensor=2), micro_batches=1),
+    slow(Case(ONE, Degrees(tensor=2), micro_batches=1)),
     slow(Case(ONE, Degrees(data=2), micro_batches=2, text_zero_stage=3, fsdp=True)),
     slow(Case(ONE, Degrees(data=2), micro_batches=2, dtype="float32", text_zero_stage=3, packing=True)),
 ]

@@ -30,7 +30,7 @@ from tests.helpers.layouts import (
     settings,
 )
 from tests.helpers.ranks import LocalGroup
-from tests.helpers.rows import on_demand, slow
+from tests.helpers.rows import on_demand, slow, slow_but
 
 ONE = Degrees()
 CUT = Case(Degrees(data=2), Degrees(data=2, tensor=2), 4, "bfloat16", 3, text_zero_stage=3, packing=True, fsdp=True)
@@ -203,13 +203,13 @@ NAMED_AS_PART = [
 ]
 
 
-@pytest.mark.parametrize("case", NAMED_AS_PART, ids=str)
+@pytest.mark.parametrize("case", slow_but(NAMED_AS_PART, NAMED_AS_PART[0], NAMED_AS_PART[2]), ids=str)
 def test_a_group_named_as_its_part_has_its_own_rate(case: Case, four_layers_model: str) -> None:
     exact = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
     exact(compare(four_layers_model, case, awkward_steps()))
 
 
-@pytest.mark.parametrize("case", STAGED, ids=str)
+@pytest.mark.parametrize("case", slow_but(STAGED, STAGED[0], STAGED[1]), ids=str)
 def test_stages_of_which_some_train_nothing_and_a_weight_of_two(case: Case, tied_model: str) -> None:
     assert_exact(compare(tied_model, case, awkward_steps()))
 

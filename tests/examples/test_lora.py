@@ -41,6 +41,7 @@ def check(found: Followed, steps: int, best: int) -> None:
     assert compared.endswith(f"{HELD_OUT} of {HELD_OUT} answers of plain transformers are those of dhp\n")
 
 
+@pytest.mark.slow
 def test_its_commands_work(tmp_path: Path) -> None:
     check(followed(tmp_path, SHORT), steps=4, best=4)
 

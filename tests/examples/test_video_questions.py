@@ -14,6 +14,7 @@ from tests.helpers.runs import ROOT
 PAGE = (ROOT / "examples" / "video_questions" / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_its_commands_work(tmp_path: Path) -> None:
     found = follow(PAGE, copy_examples(tmp_path) / "video_questions", tmp_path)
     clips = [json.loads(line) for line in (found.folder / "clips.jsonl").read_text().splitlines()]

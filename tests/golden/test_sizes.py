@@ -15,6 +15,7 @@ from dhp.data.sample.picture_inputs import Pictures
 from dhp.models.pretrained import load_image_processor
 from dhp.models.registry import load_family
 from dhp.tiny.tiny_model import make_family
+from tests.helpers.rows import slow_but
 
 TABLES = {file.stem: json.loads(file.read_text()) for file in sorted((Path(__file__).parent / "sizes").iterdir())}
 REFUSED = "refused"
@@ -53,7 +54,10 @@ def count(folder: Path, name: str, table: dict[str, Any], sizes: list[tuple[int,
 FLAT = {(1000, 10): ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5_vl_moe")}
 
 
-@pytest.mark.parametrize("name", sorted(TABLES.keys() - {"mistral3"}))
+QUICK = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "gemma4")
+
+
+@pytest.mark.parametrize("name", slow_but(sorted(TABLES.keys() - {"mistral3"}), *QUICK))
 def test_they_are_the_publishers(name: str, tmp_path: Path) -> None:
     table = TABLES[name]
     sizes = [tuple(row["size"]) for row in table["pictures"]]

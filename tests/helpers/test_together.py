@@ -13,6 +13,7 @@ def test_groups_are_folders_files_and_single_tests() -> None:
     assert group_of("tests/cluster/test_groups.py::test_a") == group_of("tests/cluster/hangs/test_watch.py::test_b")
     assert group_of("tests/trainer/test_audio.py::test_a") == "tests/trainer/test_audio.py"
     assert group_of("tests/trainer/test_checkpoint_export.py::test_a") == group_of("tests/test_train_ray.py::test_b")
+    assert group_of("tests/cli/test_plan.py::test_a") == "tests/cli/test_plan.py"
     alone = "tests/engine/test_parity.py::test_a[a::b]"
     assert group_of(alone) == alone
 

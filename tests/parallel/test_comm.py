@@ -175,7 +175,7 @@ def _total(of_ranks: Sequence[Sent]) -> Sent:
 
 
 @pytest.mark.parametrize("gather", [False, True], ids=["around", "at once"])
-@pytest.mark.parametrize(("ring", "ulysses"), slow_but(MESHES, (2, 2), (1, 2), (2, 1), (3, 1)))
+@pytest.mark.parametrize(("ring", "ulysses"), slow_but(MESHES, (2, 2), (3, 1)))
 def test_even_shards_send_what_the_formula_says(on_ranks: RunOnRanks, ring: int, ulysses: int, gather: bool) -> None:
     heads = 12 if 3 in (ring, ulysses) else 8
     cases = [

@@ -26,6 +26,7 @@ def trained(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return run_dir, train(*tiny(tiny_assets, run_dir, *ONE_ACTOR_EACH, *ADAPTERS, *often))
 
 
+@pytest.mark.slow
 def test_its_table_and_its_checkpoint_have_the_adapters(trained: tuple[Path, Outcome]) -> None:
     run_dir, ended = trained
     assert ended.status == 0, ended.stderr
@@ -36,6 +37,7 @@ def test_its_table_and_its_checkpoint_have_the_adapters(trained: tuple[Path, Out
         assert held.keys() and all(map(is_adapter, held.keys()))
 
 
+@pytest.mark.slow
 def test_it_is_exported_merged_and_as_an_adapter(trained: tuple[Path, Outcome], tiny_assets: Path) -> None:
     run_dir, _ = trained
     assert main(["export", str(run_dir), str(run_dir / "merged")]) == 0
@@ -60,6 +62,7 @@ def test_its_checkpoints_are_evaluated_with_their_adapters(trained: tuple[Path, 
     assert json.loads(again.stdout)["loss"] == first != last
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_the_same_adapters_alone(trained: tuple[Path, Outcome], tiny_assets: Path) -> None:
     run_dir, _ = trained
     asked = tiny(tiny_assets, run_dir, *ONE_ACTOR_EACH, *ADAPTERS, "training.resume=auto", "text.lora.rank=8")
@@ -71,6 +74,7 @@ def test_it_goes_on_with_the_same_adapters_alone(trained: tuple[Path, Outcome], 
     assert "lora was" in refused.stderr
 
 
+@pytest.mark.slow
 def test_whole_weights_are_no_adapter(trained: tuple[Path, Outcome], capsys: pytest.CaptureFixture[str]) -> None:
     run_dir, _ = trained
     about = run_dir / "checkpoints" / "step_1" / "checkpoint.json"

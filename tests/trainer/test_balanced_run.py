@@ -73,6 +73,7 @@ def test_a_run_stopped_in_mid_epoch_goes_on_with_the_samples_it_has_not_seen(
     assert "measuring the samples' lengths: 0%" in outcome.stdout and "measuring" not in resumed.stdout
 
 
+@pytest.mark.slow
 def test_other_data_are_refused(
     outcome: Outcome, run_dir: Path, settings: list[str], tiny_assets: Path, tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ def kill_a_rank(run_dir: Path, process: subprocess.Popen[str]) -> None:
 
 def test_a_killed_rank_ends_the_run_by_name(tiny_assets: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    arguments = tiny(tiny_assets, run_dir, "training.max_steps=1000")
+    arguments = tiny(tiny_assets, run_dir, "training.max_steps=1000", *ONE_ACTOR_EACH)
     outcome = train(*arguments, meanwhile=lambda process: kill_a_rank(run_dir, process), own_ray=True)
     assert outcome.status == 1
     assert "PartFailed" in outcome.stderr and " rank " in outcome.stderr and "died" in outcome.stderr
@@ -87,7 +87,7 @@ def test_a_killed_rank_ends_the_run_by_name(tiny_assets: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("number", "layout", "again"),
-    [(signal.SIGINT, (), "training.resume=auto"), slow(signal.SIGTERM, ONE_ACTOR_EACH, "overwrite=true")],
+    [(signal.SIGINT, ONE_ACTOR_EACH, "training.resume=auto"), slow(signal.SIGTERM, (), "overwrite=true")],
 )
 def test_an_interrupted_run_says_so_and_nothing_that_a_second_one_did_in_its_directory(
     tiny_assets: Path, tmp_path: Path, number: signal.Signals, layout: tuple[str, ...], again: str
@@ -156,12 +156,13 @@ def the_control_store(process: subprocess.Popen[str]) -> int:
     return next(pid for pid, command in processes_of(process).items() if "gcs_server" in command.split(" ")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "kind", "said"),
     [
         (a_rank, "died", " died during "),
-        slow(the_driver, "killed", "the driver was ended by SIGKILL while "),
-        slow(the_control_store, "cluster", "Ray's gcs_server (its control store, process "),
+        (the_driver, "killed", "the driver was ended by SIGKILL while "),
+        (the_control_store, "cluster", "Ray's gcs_server (its control store, process "),
     ],
 )
 def test_it_goes_on_from_its_newest_checkpoint(
@@ -191,12 +192,8 @@ def test_it_goes_on_from_its_newest_checkpoint(
     first, second = (json.loads(file.read_text()) for file in sorted((run_dir / "faults").iterdir()))
     assert (first["kind"], second["kind"]) == (kind, "completed") and said in first["message"]
     assert f"restart 1 of 2, after 0.1 s, from {run_dir}/checkpoints/step_" in outcome.stdout
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
-        "step_20",
-        "step_40",
-        "step_60",
-        "step_80",
-    ]
+    kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert kept == ["step_20", "step_40", "step_60", "step_80"]
 
 
 @pytest.mark.slow

@@ -165,6 +165,7 @@ def refused(assets: Path, run_dir: Path, *overrides: str) -> str:
     [
         (["seed=7"], ["seed was 0 and is 7", "data's order", "Set what it had"]),
         (["training.batch_size=8"], ["training.batch_size was 4 and is 8"]),
+        (["data.balance=isf"], ["balance was random and is isf"]),
         (["data.shuffle=false"], ["data.shuffle was True and is False"]),
         (["training.learning_rate=1"], ["training.learning_rate was 0.0015", "training.resume_changes=["]),
         (["training.frozen=[projector]"], ["training.frozen was [] and is ['projector']", "what its run trained"]),

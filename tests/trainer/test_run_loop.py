@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dhp
-from tests.helpers.runs import FIRST, ROOT, tiny, train
+from tests.helpers.runs import FIRST, ONE_ACTOR_EACH, ROOT, tiny, train
 
 EXAMPLE = ROOT / "examples" / "own_loop.py"
 
@@ -31,7 +31,7 @@ def test_the_example_trains_as_the_command_does(tiny_assets: Path, tmp_path: Pat
 
 
 def test_a_configuration_trains_in_one_call(tiny_assets: Path, tmp_path: Path) -> None:
-    own = train(*tiny(tiny_assets, tmp_path / "run", *FIRST)[1:], module="examples.one_call")
+    own = train(*tiny(tiny_assets, tmp_path / "run", *FIRST, *ONE_ACTOR_EACH)[1:], module="examples.one_call")
     assert (own.status, own.left) == (0, ()), own.stderr
     assert own.stdout.splitlines()[-1] == f"completed after 3 steps: loss {losses(tmp_path / 'run')[-1]:.4f}"
 

@@ -249,7 +249,7 @@ def errors(ring: int, ulysses: int, cases: list[Attention]) -> dict[Attention, f
     return found
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), slow_but(MESHES, (1, 1), (2, 1), (1, 2), (2, 2)))
+@pytest.mark.parametrize(("ring", "ulysses"), slow_but(MESHES, (1, 1), (1, 2), (2, 2)))
 def test_equals_dense_attention_in_double_precision(ring: int, ulysses: int) -> None:
     found = errors(ring, ulysses, layouts(ring, ulysses))
     worst = max(found, key=lambda case: found[case])
@@ -286,7 +286,7 @@ LAYERS = [
 LONG = (3, 290, 4)  # more queries than a masked call takes
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2), slow(3, 1)])
+@pytest.mark.parametrize(("ring", "ulysses"), [slow(2, 1), slow(1, 2), (2, 2), slow(3, 1)])
 def test_windows_chunks_and_soft_caps_equal_dense_attention(ring: int, ulysses: int) -> None:
     cases = [
         Attention((3, 30, 4, 1, 7), ring, ulysses, 4, 2, layout=layout, layer=layer)

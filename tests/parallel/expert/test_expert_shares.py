@@ -32,6 +32,7 @@ from dhp.parallel.recompute.recomputed_layers import RecomputedLayers
 from dhp.parallel.tensor.slices import as_dtensors, cut_widths, use_local_slices
 from dhp.parallel.tensor.tensor_plan import local_plan
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rows import slow
 from tests.helpers.tiny import save_qwen3_vl_moe
 
 EXPERTS, HIDDEN, VISITS = 6, 5, 2
@@ -181,7 +182,7 @@ def _load(directory: str, cut: bool) -> Loaded:
 
 
 @pytest.mark.parametrize("layout", ["own", "hub"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [slow(2), 3])
 @pytest.mark.parametrize("cut", [False, True], ids=["shared", "cut"])
 def test_slices_put_together_are_the_model(cut: bool, ranks: int, layout: str, published: dict[str, str]) -> None:
     plain = dict(AutoModelForImageTextToText.from_pretrained(published["hub"]).named_parameters())

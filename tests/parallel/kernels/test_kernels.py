@@ -120,7 +120,7 @@ def test_rows_of_other_lengths_compile_nothing_anew(monkeypatch: pytest.MonkeyPa
     elementwise._compiled.cache_clear()
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", slow_but(NORMS, "offset from one"))
 def test_the_compiler_never_gives_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind eight graphs torch runs a function uncompiled, with no more than a warning. Proofs of all candidates, and
     states with and without an axis of heads, of one token, with and without gradients, weights frozen: fewer."""
@@ -203,7 +203,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
 
 
 WAYS = [*product(FUNCTIONS, COMPILING)]
-QUICK = [(name, how) for name, how in WAYS if how == "written" or name in ("halves", "neighbours")]
+QUICK = [(name, how) for name, how in WAYS if how == "written" or name == "neighbours"]
 
 
 @pytest.mark.parametrize(("name", "how"), slow_but(WAYS, *QUICK))
@@ -300,7 +300,7 @@ def test_shapes_of_another_kind_and_what_is_no_tensor_go_to_the_library() -> Non
     assert seen == [(1, 3, 16), (2, 3, 16), (1, 3, 16)]
 
 
-def test_rows_of_other_lengths_compile_nothing_anew_of_rotary(counter: CompileCounter) -> None:
+def test_rotary_positions_of_other_lengths_compile_nothing_anew(counter: CompileCounter) -> None:
     function = modeling_qwen2_5_vl.apply_rotary_pos_emb_vision
     ours = in_one_pass(function, CPU, torch.float32, True)
     outputs_and_gradients(ours, *states_of(function, 6, torch.float32))
@@ -310,13 +310,11 @@ def test_rows_of_other_lengths_compile_nothing_anew_of_rotary(counter: CompileCo
     assert counter.frame_count == made
 
 
-@pytest.mark.parametrize(("function", "places"), FUNCTIONS.values(), ids=FUNCTIONS)
-def test_the_compiler_never_gives_up_of_rotary(
-    function: Callable[..., Any], places: tuple[str, ...], counter: CompileCounter
-) -> None:
+@pytest.mark.parametrize("name", slow_but(FUNCTIONS, "neighbours to halves"))
+def test_the_compiler_never_gives_up_on_rotary_positions(name: str, counter: CompileCounter) -> None:
     """torch makes eight graphs of a function and runs it uncompiled from then on, with no more than a warning: what
     proving makes, and calls with either format of angles, one key's head and gradients or none, stay within."""
-    dtype = torch.bfloat16
+    (function, _), dtype = FUNCTIONS[name], torch.bfloat16
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         ours = in_one_pass(function, CPU, dtype, True)
         assert ours is not None
