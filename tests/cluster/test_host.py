@@ -22,6 +22,7 @@ from dhp.cluster.servers import silence_understood_warnings
 from dhp.core.errors import ClusterError
 from dhp.core.reports import Spent
 from dhp.core.tracing import add_waited, take_waited
+from tests.helpers.rows import slow
 
 
 def test_processes_of_one_host_share_the_clock() -> None:
@@ -158,7 +159,6 @@ def test_no_log_goes_to_what_a_link_leads_to(tmp_path: Path, linked: str) -> Non
 PROBE = """
 import ctypes, resource, sys
 from dhp.cluster.host import keep_freed_memory
-from tests.helpers.rows import slow
 
 kept = keep_freed_memory() if sys.argv[1] == "keep" else False
 library = ctypes.CDLL(None)

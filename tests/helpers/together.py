@@ -15,10 +15,10 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[2]
 _ONE_RAY = ("tests/cluster/", "tests/nodes/")
-_OF_A_FILE = ('scope="module"', "on_ranks", "first_run")  # words of files whose tests share something costly
+_OF_A_FILE = ('scope="module"', "on_ranks", "long_run")  # words of files whose tests share something costly
 # What a process counts of a model it keeps.
 _KEEPS_COUNTS = ("tests/cli/test_plan.py", "tests/plan/search/test_layouts.py", "tests/trainer/test_dry_run.py")
-_SHARED = "first_run"
+_SHARED = ("long_run", "first_run")
 _FIRST = (
     "tests/trainer/",
     "tests/nodes/",
@@ -54,8 +54,8 @@ def group_of(nodeid: str, root: Path = ROOT) -> str:
 @cache
 def _group_of_file(path: Path, file: str) -> str | None:
     text = path.read_text()
-    if _SHARED in text:
-        return _SHARED
+    if any(name in text for name in _SHARED):
+        return _SHARED[0]
     return file if file in _KEEPS_COUNTS or any(word in text for word in _OF_A_FILE) else None
 
 

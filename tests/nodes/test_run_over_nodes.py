@@ -29,7 +29,7 @@ from dhp.core.errors import HUNG, LOST, ClusterError, Fault, PartFailed
 from examples.two_nodes.two_nodes import KILLED_AFTER, STEPS, command, losses
 from tests.cluster.hangs.test_lookout import Trainer
 from tests.helpers import forks
-from tests.helpers.runs import FIRST, ROOT, Outcome, tiny, train, wait_for_steps
+from tests.helpers.runs import LONG, ROOT, Outcome, tiny, train, wait_for_steps
 from tests.nodes.conftest import ADDRESSES
 
 FIELDS = ("loss", "grad_norm", "tokens", "lr")
@@ -42,11 +42,11 @@ def lines(run_dir: Path) -> list[list[object]]:
 
 @pytest.mark.slow
 def test_two_nodes_train_what_one_does(
-    first_run: tuple[Path, Outcome], two_nodes: str, tiny_assets: Path, tmp_path: Path
+    long_run: tuple[Path, Outcome], two_nodes: str, tiny_assets: Path, tmp_path: Path
 ) -> None:
-    one, two = first_run[0], tmp_path / "two"
+    one, two = long_run[0], tmp_path / "two"
     apart = ["cluster.collocate=false", f"cluster.address={two_nodes}", "data.num_workers=2"]
-    outcome = train(*tiny(tiny_assets, two, *FIRST, *apart))
+    outcome = train(*tiny(tiny_assets, two, *LONG, *apart))
     assert outcome.status == 0, outcome.stderr
     first, second = ADDRESSES
     assert f"on nodes {first} (vision 0-1), {second} (text 0-1)" in outcome.stdout
@@ -56,14 +56,14 @@ def test_two_nodes_train_what_one_does(
         assert (two / "logs" / f"vision-{rank}.log").read_text().startswith(f"vision rank {rank} on {first}; ")
         assert (two / "logs" / f"text-{rank}.log").read_text().startswith(f"text rank {rank} on {second}; ")
     assert [path.name for path in (two / "checkpoints").iterdir()] == ["step_3"]
-    assert first_run[1].status == 0, first_run[1].stderr
+    assert long_run[1].status == 0, long_run[1].stderr
     assert lines(two) == lines(one)
     summary = json.loads((two / "summary.json").read_text())
     assert summary["status"] == "completed"
 
 
 STEPS_OF_ELASTIC_RUN = 60
-SETTINGS = (f"training.max_steps={STEPS_OF_ELASTIC_RUN}", "training.save_steps=10", *FIRST[1:])
+SETTINGS = (f"training.max_steps={STEPS_OF_ELASTIC_RUN}", "training.save_steps=10", *LONG[1:])
 # Each step has two rows, so of three replicas one has none. All on three nodes of one CPU each.
 THREE = (
     *("vision.num_actors=1", "vision.parallelism=none", "vision.zero_stage=0", "training.empty_rows=true"),

@@ -78,7 +78,7 @@ for word in sys.argv[attempt.number].split("+"):
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from dhp.supervise import driver
+from dhp.supervise import supervisor as driver
 from dhp.supervise.policy import Rules
 from dhp.supervise.supervisor import Supervisor
 

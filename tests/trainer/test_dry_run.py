@@ -111,7 +111,7 @@ def test_each_ready_made_configuration_passes_without_a_download(name: str, devi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "device"), [("7b_tensor", 63.0), slow("32b_8gpus_tensor", 72.9)])
+@pytest.mark.parametrize(("name", "device"), [("7b_tensor", 63.0), ("32b_8gpus_tensor", 72.9)])
 def test_the_layouts_beside_them_fit_and_choose_what_is_recomputed(name: str, device: float, tmp_path: Path) -> None:
     config = prepared(f"qwen2_5_vl_{name}", f"run_dir={tmp_path / 'run'}")
     assert (config.vision.recompute, config.text.recompute, config.cluster.collocate) == ("auto", "auto", True)

@@ -45,7 +45,7 @@ from dhp.trainer.step_reports import (
     write_page,
 )
 from tests.helpers.made_runs import make_run
-from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
+from tests.helpers.runs import LONG, ONE_ACTOR_EACH, Outcome, tiny, train
 
 
 def answer(step: int, dataset: str) -> AnswerMetrics:
@@ -199,51 +199,66 @@ def test_without_a_metric_old_ones_go_as_soon_as_a_newer_one_is_whole(tmp_path: 
     assert [path.name for path in checkpoints(tmp_path)] == ["step_3", "step_2"]
 
 
-@pytest.mark.slow
-def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> None:
-    asked = ["data.eval_datasets=['shapes%10']", "training.eval_steps=1", "training.best_metric=eval_loss"]
-    run = ["training.max_steps=2", "training.save_steps=1", "training.save_total_limit=1"]
-    ended = train(*tiny(tiny_assets, tmp_path / "run", *ONE_ACTOR_EACH, *asked, *run))
+def lines_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_tells_of_its_evaluations(long_run: tuple[Path, Outcome]) -> None:
+    run_dir, ended = long_run
     assert ended.status == 0, ended.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if line["kind"] == "eval"]
-    assert [(line["step"], line["dataset"]) for line in found] == [(1, "shapes"), (2, "shapes")]
-    assert len({line["target_tokens"] for line in found}) == 1 and found[0]["loss"] != found[1]["loss"]
-    assert len(read_metrics(tmp_path / "run")) == 2
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["eval_loss"] == {"shapes": found[1]["loss"]}
-    assert summary["eval_accuracy"] == {"shapes": found[1]["accuracy"]}
-    best = min(found, key=lambda line: line["loss"])["step"]
-    best_one = tmp_path / "run" / "checkpoints" / "best"
-    assert best_one.resolve().name == f"step_{best}"
+    found = [line for line in lines_of(run_dir) if line["kind"] == "eval"]
+    assert [(line["step"], line["dataset"]) for line in found] == [(step, "shapes") for step in (1, 2, 3, 4)]
+    assert len({line["target_tokens"] for line in found}) == 1 and len({line["loss"] for line in found}) == 4
+    assert len(read_metrics(run_dir)) == 4
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["eval_loss"] == {"shapes": found[-1]["loss"]}
+    assert summary["eval_accuracy"] == {"shapes": found[-1]["accuracy"]}
+    best = min(found, key=lambda line: line["loss"])
+    assert (run_dir / "checkpoints" / "best").resolve().name == f"step_{best['step']}"
     rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if line.startswith(("held out ", "best ")))
-    assert rows["held out"].split() == f"shapes {found[1]['loss']:.4f} (accuracy {found[1]['accuracy']:.1%})".split()
-    assert rows["best"].split() == f"step_{best}: eval_loss {found[best - 1]['loss']:.4f}".split()
+    assert rows["held out"].split() == f"shapes {found[-1]['loss']:.4f} (accuracy {found[-1]['accuracy']:.1%})".split()
+    assert rows["best"].split() == f"step_{best['step']}: eval_loss {best['loss']:.4f}".split()
+
+
+def test_a_run_tells_of_its_answers(long_run: tuple[Path, Outcome]) -> None:
+    run_dir, ended = long_run
+    told = [line for line in lines_of(run_dir) if line["kind"] == "answer"]
+    assert [(line["step"], line["dataset"], line["number"]) for line in told] == [
+        (step, "shapes", 1) for step in (1, 2, 3, 4)
+    ]
+    assert all(line["prompt"] and line["reference"] and 1 <= line["tokens"] <= 4 for line in told)
+    assert f"answer 1 of shapes after step 2: {json.dumps(told[1]['prompt'])}" in ended.stderr
+    assert b"answer/shapes/1" in b"".join(file.read_bytes() for file in (run_dir / "tb").iterdir())
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_is_evaluated_as_it_was(long_run: tuple[Path, Outcome]) -> None:
+    run_dir, _ = long_run
+    best_one = run_dir / "checkpoints" / "best"
     again = train("evaluate", "loss", str(best_one), "--json", module="dhp")
-    assert again.status == 0, again.stderr
-    told = json.loads(again.stdout)
-    assert (told["step"], told["loss"]) == (best, found[best - 1]["loss"]) and again.left == ()
-    assert_an_evaluation_that_a_fault_ended_is_made(tiny_assets, tmp_path, [*asked, *run], lines)
+    assert again.status == 0 and again.left == (), again.stderr
+    told, number = json.loads(again.stdout), int(best_one.resolve().name.removeprefix("step_"))
+    (wanted,) = (line for line in lines_of(run_dir) if line["kind"] == "eval" and line["step"] == number)
+    assert (told["step"], told["loss"]) == (number, wanted["loss"])
 
 
-def assert_an_evaluation_that_a_fault_ended_is_made(
-    assets: Path, tmp_path: Path, asked: list[str], lines: list[dict]
+@pytest.mark.slow
+def test_an_evaluation_that_a_fault_ended_is_made(
+    long_run: tuple[Path, Outcome], long_assets: Path, tmp_path: Path
 ) -> None:
     """The run as it is when killed in the evaluation after its last step, resumed."""
-    killed = tmp_path / "killed"
-    shutil.copytree(tmp_path / "run", killed, symlinks=True)
-    (killed / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]) + '{"kind": "ev')
+    killed, lines = tmp_path / "killed", lines_of(long_run[0])
+    shutil.copytree(long_run[0], killed, symlinks=True)
+    (killed / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-2]) + '{"kind": "ev')
     for file in ("summary.json", "checkpoints/best", "checkpoints/best.json"):
         (killed / file).unlink()
-    ended = train(*tiny(assets, killed, *ONE_ACTOR_EACH, *asked, "training.resume=auto"))
+    ended = train(*tiny(long_assets, killed, *LONG, "training.resume=auto"))
     assert ended.status == 0, ended.stderr
-    assert "the evaluation after step 2 was not finished: it is made now" in ended.stdout + ended.stderr
-    again = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
-    assert again[:-1] == lines[:-1]
-    assert {**again[-1], "seconds": 0} == {**lines[-1], "seconds": 0}
+    assert "the evaluation after step 4 was not finished: it is made now" in ended.stdout + ended.stderr
+    assert [line | {"seconds": 0} for line in lines_of(killed)] == [line | {"seconds": 0} for line in lines]
     summary = json.loads((killed / "summary.json").read_text())
-    assert (summary["status"], summary["eval_loss"]) == ("completed", {"shapes": lines[-1]["loss"]})
-    assert (killed / "checkpoints" / "best").resolve().name == "step_2"
+    assert (summary["status"], summary["eval_loss"]) == ("completed", {"shapes": lines[-2]["loss"]})
+    assert (killed / "checkpoints" / "best").resolve().name == "step_4"
 
 
 STEP = StepMetrics(step=4)
