@@ -80,7 +80,7 @@ DROPOUT = tuple((part, replace(asked, dropout=0.1)) for part, asked in ADAPTERS)
 DROPPING = {name: replace(case, lora=DROPOUT) for name, case in LORA.items()} | {
     "ring, replicas": Case(
         Degrees(ring=2), Degrees(data=2, ring=2), 2, "float32", lora=DROPOUT, trainable=("projector",)
-    ),
+    )
 }
 FROZEN = {
     PLAIN: Case(Degrees(), Degrees(), 2, "float32", frozen=("vision", "projector")),
@@ -90,13 +90,7 @@ FROZEN = {
 }
 
 # Of the decoder the first of two stages is frozen; with states that are cut in the second.
-FIRST = (
-    "vision",
-    "projector",
-    "embed_tokens",
-    "language_model.layers.0",
-    "language_model.layers.1",
-)
+FIRST = ("vision", "projector", "embed_tokens", "language_model.layers.0", "language_model.layers.1")
 FIRST_FROZEN = {
     PLAIN: Case(Degrees(), Degrees(), 2, "float32", frozen=FIRST),
     "pipeline": Case(Degrees(), Degrees(), 2, "float32", frozen=FIRST, schedule="1f1b", stages=2),

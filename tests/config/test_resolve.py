@@ -100,10 +100,7 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["text.parallelism=autotp with text.ulysses=1 and text.ring=2", "Set text.parallelism=tensor or sequence"],
         ),
         ({"vision__parallelism": "tensr"}, ["vision.parallelism=tensr", "did you mean tensor?"]),
-        (
-            {"text__parallelism": "sequnce"},
-            ["text.parallelism=sequnce", "did you mean sequence?"],
-        ),
+        ({"text__parallelism": "sequnce"}, ["text.parallelism=sequnce", "did you mean sequence?"]),
         ({"vision__parallelism": "sequnce"}, ["did you mean sequence?"]),
         ({"text__num_actors": 0}, ["text.num_actors=0", "text.num_actors >= 1"]),
         ({"text__tensor": -2}, ["text.tensor=-2", "text.tensor >= 1"]),
@@ -352,11 +349,7 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["text.attention_backend=flash_attention_2 with text.dtype=float32", "Set text.dtype=bfloat16"],
         ),
         (
-            {
-                "vision__attention_backend": "flash_attention_2",
-                "vision__dtype": "bfloat16",
-                "cluster__device": "cpu",
-            },
+            {"vision__attention_backend": "flash_attention_2", "vision__dtype": "bfloat16", "cluster__device": "cpu"},
             ["vision.attention_backend=flash_attention_2 with cluster.device=cpu", "or cluster.device=cuda"],
         ),
         (

@@ -128,8 +128,7 @@ KEYS = ["name", "vision", "vision.num_actors", "vision.dtype", "text", "text.num
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("shpes", "shapes"), ("SHAPES", "shapes"), ("digit", "digits"), ("zebra", None)],
+    ("typed", "meant"), [("shpes", "shapes"), ("SHAPES", "shapes"), ("digit", "digits"), ("zebra", None)]
 )
 def test_nearest(typed, meant):
     assert nearest(typed, ["digits", "shapes"]) == meant

@@ -257,11 +257,7 @@ def test_adapters_have_a_loss_to_compare_and_no_norm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        (["vision.dtype=bfloat16"], "different dtypes"),
-        (["training.objective=x"], "compared by sft"),
-    ],
+    ("given", "match"), [(["vision.dtype=bfloat16"], "different dtypes"), (["training.objective=x"], "compared by sft")]
 )
 def test_what_cannot_be_compared_is_refused(given: list[str], match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_step, "run", lambda *given: pytest.fail("it ran"))

@@ -16,17 +16,8 @@ from dhp.models import lora as adapters
 from dhp.parallel.tensor import slices as cutting
 from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import (
-    FIRST_OUT,
-    Case,
-    Fault,
-    InspectedText,
-    InspectedVision,
-    compare,
-    compare_rounding,
-    train,
-)
-from tests.helpers.rows import on_demand, slow
+from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare, compare_rounding, train
+from tests.helpers.rows import slow
 
 ONE = Degrees()
 TEXT = (("text", AdapterSettings(4, 8.0)),)
@@ -37,43 +28,11 @@ LAST = (("text", AdapterSettings(2, 4.0, targets=("layers.[23]",))),)
 FASTER = (GroupRule("out", (Selector("lora_B"),), 5e-3, 0.0),)
 CASES = [
     Case(ONE, ONE, 2, lora=TEXT, frozen=("vision", "projector"), groups=FASTER),
-    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 2, lora=BOTH, packing=True)),
-    on_demand(Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, lora=TEXT, frozen=("vision",), groups=FASTER)),
     slow(Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=BOTH, packing=True)),  # more ranks than key and value heads
     Case(ONE, Degrees(tensor=2), 2, lora=SOME, trainable=("projector", "layers.1"), checkpointing=True),
-    on_demand(Case(Degrees(ring=2), Degrees(data=2), 2, lora=BOTH, zero_stage=2, text_zero_stage=3, fsdp=True)),
-    on_demand(Case(ONE, Degrees(data=2, tensor=2), 2, lora=TEXT, text_zero_stage=3, fsdp=True, recompute="mlp")),
-    on_demand(Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=1, text_zero_stage=2, dtype="float32")),
-    on_demand(Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=3, text_zero_stage=3, dtype="float32")),
-    on_demand(Case(ONE, Degrees(ring=2, tensor=2), 2, lora=BOTH, packing=True)),
     slow(Case(ONE, Degrees(data=2), 2, lora=DORA, packing=True)),
 ]
-STAGED = [
-    on_demand(
-        Case(
-            ONE,
-            Degrees(tensor=2),
-            4,
-            stages=2,
-            schedule="1f1b",
-            lora=TEXT,
-            frozen=("vision", "projector"),
-            packing=True,
-        )
-    ),
-    on_demand(
-        Case(
-            ONE, Degrees(data=2), 2, stages=2, chunks=2, schedule="interleaved", lora=TEXT, trainable=("embed_tokens",)
-        )
-    ),
-    Case(ONE, ONE, 2, stages=2, lora=LAST, frozen=("vision",)),
-]
-
-
-@pytest.fixture(autouse=True)
-def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B begins with something in the plain model, as it does on the ranks: A has a gradient in the first step, too."""
-    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
+STAGED = [Case(ONE, ONE, 2, stages=2, lora=LAST, frozen=("vision",))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

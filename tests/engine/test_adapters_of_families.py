@@ -8,11 +8,10 @@ import pytest
 
 from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings
-from dhp.models import lora as adapters
 from tests.engine.test_declared_families import Made, run
 from tests.engine.test_declared_families import made_of_declared_families as made
 from tests.helpers.alike import assert_exact
-from tests.helpers.layouts import FIRST_OUT, Case
+from tests.helpers.layouts import Case
 from tests.helpers.rows import slow_but
 from tests.helpers.tiny_families import FAMILIES
 
@@ -21,12 +20,6 @@ BOTH = (("vision", AdapterSettings(2, 4.0)), ("text", AdapterSettings(4, 8.0)))
 CASE = Case(Degrees(), Degrees(tensor=2), 2, packing=True, lora=BOTH)
 ALWAYS = ["qwen3_5_moe", "kimi_k25", "gemma3"]  # gated delta nets and a shared expert; latent attention; tied, windows
 OTHERS = [pytest.param(name, marks=pytest.mark.families) for name in FAMILIES if name not in ALWAYS]
-
-
-@pytest.fixture(autouse=True)
-def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `tests.engine.test_adapters`."""
-    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
 
 
 @pytest.mark.parametrize("name", [*slow_but(ALWAYS, "gemma3"), *OTHERS])

@@ -77,10 +77,7 @@ def test_groups_named_as_their_parts_have_rates_of_their_own(made: Made) -> None
     assert_exact(run(made, Case(ONE, ONE, 2, packing=True, audio=ONE, groups=TOWERS)))
 
 
-LESS = [
-    slow({"frozen": ("audio", "audio_tower.proj?")}),
-    {"trainable": ("audio_tower.proj*",)},
-]
+LESS = [slow({"frozen": ("audio", "audio_tower.proj?")}), {"trainable": ("audio_tower.proj*",)}]
 
 
 @pytest.mark.parametrize("trained", LESS, ids=["all but sound", "sound's projector alone"])

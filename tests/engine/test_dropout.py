@@ -27,7 +27,7 @@ from tests.engine.test_families import steps as images_and_videos
 from tests.engine.test_families import steps_of_families as images_of_one_size
 from tests.helpers.alike import assert_alike, assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step, step_with_one_window
-from tests.helpers.layouts import FIRST_OUT, Case, Fault, InspectedText, compare, compare_rounding, train
+from tests.helpers.layouts import Case, Fault, InspectedText, compare, compare_rounding, train
 from tests.helpers.norms import exact_norms
 from tests.helpers.rows import on_demand, slow, slow_but
 from tests.helpers.tiny_families import FAMILIES
@@ -67,10 +67,7 @@ CASES = [
     ),
 ]
 OTHERS = {
-    "llava_model": [
-        Case(Degrees(ulysses=2), Degrees(tensor=2), 2, lora=ALL[1:] + (("vision", BOTH[0][1]),)),
-        on_demand(Case(Degrees(tensor=2), Degrees(data=2), 2, lora=BOTH, recompute="mlp", mlp_chunks=2)),
-    ],
+    "llava_model": [Case(Degrees(ulysses=2), Degrees(tensor=2), 2, lora=ALL[1:] + (("vision", BOTH[0][1]),))],
     "qwen3_vl_model": [
         on_demand(
             Case(Degrees(tensor=2), Degrees(tensor=2), 2, lora=ALL, stages=2, tower_stages=2, sharded_norms=True)
@@ -78,12 +75,6 @@ OTHERS = {
         on_demand(Case(Degrees(ulysses=2), Degrees(ring=2), 1, lora=ALL, packing=True)),
     ],
 }
-
-
-@pytest.fixture(autouse=True)
-def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `tests.engine.test_adapters`."""
-    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, CASES[0], CASES[1]), ids=str)

@@ -23,7 +23,7 @@ from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare, compare_rounding, train
 from tests.helpers.norms import ROUTERS, exact_norms, use_exact_norms
 from tests.helpers.oracle import Oracle
-from tests.helpers.rows import on_demand, slow
+from tests.helpers.rows import slow
 from tests.helpers.tiny import EXPERTS, IMAGE_TOKEN, make_sample, save_llava_with_experts
 
 ONE = Degrees()
@@ -44,16 +44,9 @@ class ExactText(InspectedText):
 
 
 EXACT = [
-    on_demand(Case(Degrees(ulysses=2), Degrees(data=2), packing=True)),
-    on_demand(Case(ONE, Degrees(data=2), micro_batches=2, text_zero_stage=3, fsdp=True)),
-    on_demand(Case(ONE, Degrees(tensor=2), micro_batches=2)),
-    on_demand(Case(ONE, Degrees(data=2, tensor=4), micro_batches=2, packing=True, recompute="light")),
-    on_demand(Case(ONE, Degrees(data=2, expert=2), micro_batches=2)),
     Case(ONE, Degrees(data=4, expert=2), micro_batches=1, packing=True, checkpointing=True),
     # Replicas without any sample.
     slow(Case(Degrees(data=2), Degrees(data=4, expert=4), micro_batches=2, packing=True)),
-    on_demand(Case(ONE, Degrees(data=2, expert=2), micro_batches=2, schedule="1f1b", stages=2, recompute="light")),
-    on_demand(Case(ONE, Degrees(ring=2, tensor=2), micro_batches=2, mlp_chunks=5)),
     Case(ONE, Degrees(data=2, expert=2), micro_batches=2, frozen=("text",)),  # a replica without image goes back too
 ]
 # The gradients of the tower's key biases are rounding alone, and Adafactor divides them by their size.
@@ -67,9 +60,7 @@ OPTIMIZERS = [
     Case(ONE, Degrees(data=2, tensor=2), text_zero_stage=3, fsdp=True, optimizer="muon"),
 ]
 SINGLE = [
-    on_demand(Case(ONE, Degrees(data=2), dtype="float32", text_zero_stage=2)),
-    on_demand(Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=3, packing=True)),
-    Case(ONE, Degrees(data=2, expert=2), dtype="float32", packing=True),  # products in groups
+    Case(ONE, Degrees(data=2, expert=2), dtype="float32", packing=True)  # products in groups
 ]
 
 
@@ -90,7 +81,7 @@ def test_equals_the_plain_model_in_single_precision(case: Case, experts_model: s
     assert_exact_in_single_precision(compare(experts_model, case, steps(), Fault(text=ExactText)))
 
 
-@pytest.mark.parametrize("text", [Degrees(data=2, expert=2), on_demand(Degrees(tensor=2))], ids=str)
+@pytest.mark.parametrize("text", [Degrees(data=2, expert=2)], ids=str)
 @pytest.mark.slow
 def test_16_bits_round_as_one_process_does(text: Degrees, experts_model: str) -> None:
     case = Case(ONE, text, dtype="bfloat16", packing=True)
@@ -123,10 +114,7 @@ def qwen_steps() -> list[list[Sample]]:
     ]
 
 
-QWEN = [
-    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), micro_batches=2, stages=2)),
-    slow(Case(Degrees(data=2), Degrees(data=2, expert=2), packing=True)),
-]
+QWEN = [slow(Case(Degrees(data=2), Degrees(data=2, expert=2), packing=True))]
 
 
 @pytest.mark.parametrize("case", QWEN, ids=str)

@@ -27,21 +27,13 @@ from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step, step_with_one_window
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare, compare_rounding, make_reader
 from tests.helpers.norms import exact_norms, use_exact_norms
-from tests.helpers.rows import on_demand, slow, slow_but
+from tests.helpers.rows import slow, slow_but
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
 CASES = [
     Case(ONE, ONE, 2, stages=2, schedule="1f1b"),
-    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 2, packing=True)),
-    on_demand(Case(Degrees(ring=2, ulysses=2), ONE, 1, packing=True, checkpointing=True)),
     slow(Case(ONE, ONE, 2, packing=True, stages=4, schedule="1f1b")),  # a feature a stage
-    on_demand(Case(Degrees(data=2), Degrees(data=2), 2, packing=True, stages=4, schedule="1f1b")),
-    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 4, packing=True, stages=2, chunks=2, schedule="interleaved")),
-    on_demand(Case(Degrees(tensor=2), Degrees(data=2, tensor=2), 2, stages=2, schedule="gpipe", checkpointing=True)),
-    on_demand(Case(ONE, Degrees(data=2), 2, packing=True, stages=2, schedule="1f1b", text_zero_stage=3, fsdp=True)),
-    on_demand(Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 2, stages=2, schedule="1f1b")),
-    on_demand(Case(Degrees(data=2), ONE, 2, frozen=("vision",), stages=2, schedule="1f1b")),
     Case(Degrees(data=2), ONE, 2, frozen=("vision", "projector"), packing=True),
 ]
 
@@ -123,17 +115,7 @@ def test_a_planted_mistake_is_seen(fault: Fault, loss: bool, qwen3_vl_model: str
 
 IMAGE = (1, 4, 4)
 
-LLAVA = [
-    Case(ONE, ONE),
-    on_demand(
-        Case(Degrees(ulysses=2), Degrees(tensor=2), micro_batches=1)
-    ),  # images shared by the ranks of a "sequence"
-    on_demand(Case(Degrees(ulysses=4), Degrees(data=2), micro_batches=1, packing=True)),
-    on_demand(Case(Degrees(ring=2, ulysses=2), Degrees(tensor=4), 3, packing=True, checkpointing=True)),
-    on_demand(Case(Degrees(data=2, tensor=2), Degrees(data=2, tensor=2))),
-    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="float32", zero_stage=1)),
-    on_demand(Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=3, packing=True)),
-]
+LLAVA = [Case(ONE, ONE)]
 
 
 def make(images: int, tokens: int, targets: int, seed: int) -> Sample:
@@ -157,7 +139,6 @@ def test_llava_equals_the_plain_model(case: Case, llava_model: str) -> None:
 
 HEAD_NORMS = [
     Case(ONE, Degrees(tensor=2), micro_batches=2),  # with one micro-batch, summing sums again would not show
-    on_demand(Case(ONE, Degrees(data=2, tensor=4), micro_batches=2, packing=True, checkpointing=True)),
     slow(
         Case(ONE, Degrees(tensor=8), micro_batches=3)
     ),  # ranks share key heads, and so parts of the gradient of their norm
@@ -210,10 +191,7 @@ def test_keys_that_travel_around_the_ring_equal_the_plain_model(vision: Degrees,
 
 
 CASES_OF_VIDEO_PARITY = [
-    on_demand(Case(ONE, ONE)),
     Case(Degrees(ulysses=2), Degrees(tensor=2)),
-    on_demand(Case(Degrees(ring=2), Degrees(data=2), micro_batches=1, packing=True)),
-    on_demand(Case(Degrees(data=2, tensor=2), ONE, micro_batches=1, packing=True)),
     Case(Degrees(ulysses=2), Degrees(ring=2), micro_batches=2),
 ]
 
@@ -239,7 +217,7 @@ def test_videos_equal_the_plain_model(made_model: str, case: Case) -> None:
     assert_exact(compare(made_model, case, STEPS))
 
 
-@pytest.mark.parametrize("vision", [Degrees(ulysses=2, ring=2), on_demand(Degrees(ulysses=4))], ids=str)
+@pytest.mark.parametrize("vision", [Degrees(ulysses=2, ring=2)], ids=str)
 def test_frames_of_one_video_that_are_divided_equal_the_plain_model(made_model: str, vision: Degrees) -> None:
     """Four ranks share a video of two frames: each frame is divided, and is a segment of its own."""
     samples = [make_sample([(2, 12, 12)], 5, 3, 45, IMAGE_TOKEN, seconds=(1.0,))]
@@ -349,21 +327,6 @@ CASES_OF_SHARDED_NORMS = [
         recompute="mlp:0,all:1-3",
     ),
     Case(ONE_OF_SHARDED_NORMS, TWO, 2, sharded_norms=True, mlp_chunks=3),
-    on_demand(
-        Case(
-            ONE_OF_SHARDED_NORMS,
-            TWO,
-            4,
-            sharded_norms=True,
-            stages=2,
-            chunks=2,
-            schedule="interleaved",
-            recompute="light",
-        )
-    ),
-    on_demand(Case(ONE_OF_SHARDED_NORMS, Degrees(tensor=4), 2, sharded_norms=True, recompute="linear")),
-    on_demand(Case(Degrees(data=2), Degrees(ulysses=2, tensor=2), 2, sharded_norms=True, packing=True)),
-    on_demand(Case(TWO, TWO, 2, sharded_norms=True, tower_stages=2, stages=2, schedule="gpipe")),
 ]
 
 
@@ -372,10 +335,7 @@ def test_equals_the_plain_model_of_sharded_norms(case: Case, four_layers_model: 
     assert_exact(compare(four_layers_model, case, awkward_steps()))
 
 
-DEEPSTACK = [
-    Case(TWO, TWO, 2, sharded_norms=True),
-    on_demand(replace(CASES_OF_SHARDED_NORMS[1], vision=TWO, tower_stages=2)),
-]
+DEEPSTACK = [Case(TWO, TWO, 2, sharded_norms=True)]
 
 
 @pytest.mark.parametrize("case", DEEPSTACK, ids=str)

@@ -36,22 +36,9 @@ ONE = Degrees()
 CUT = Case(Degrees(data=2), Degrees(data=2, tensor=2), 4, "bfloat16", 3, text_zero_stage=3, packing=True, fsdp=True)
 CASES = [
     Case(ONE, ONE, dtype="bfloat16"),
-    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="bfloat16", checkpointing=True)),
-    on_demand(Case(Degrees(data=2), Degrees(data=2, tensor=2), 3, dtype="bfloat16", packing=True)),
-    on_demand(Case(Degrees(data=2, ulysses=2), Degrees(tensor=4), 4, dtype="bfloat16", schedule="vision_ahead")),
-    on_demand(
-        Case(Degrees(data=2), Degrees(data=2), 3, dtype="bfloat16", zero_stage=1, text_zero_stage=1, packing=True)
-    ),
-    on_demand(Case(Degrees(ulysses=2), Degrees(data=2), 4, "bfloat16", 2, schedule="vision_ahead", text_zero_stage=2)),
-    on_demand(Case(Degrees(data=2), Degrees(data=2), 3, "bfloat16", 3, checkpointing=True, text_zero_stage=3)),
-    on_demand(Case(ONE, Degrees(data=2, tensor=2), 2, dtype="bfloat16", packing=True, autotp=True)),
-    on_demand(CUT),
     Case(ONE, Degrees(tensor=2), dtype="bfloat16", state_bytes=12),
     *(on_demand(replace(CUT, state_bytes=nbytes)) for nbytes in (16, 12, 10)),
     *(on_demand(Case(ONE, Degrees(data=2), dtype="bfloat16", state_bytes=nbytes)) for nbytes in (16, 10)),
-    on_demand(
-        Case(ONE, Degrees(data=3, tensor=2), 2, "bfloat16", 0, True, "vision_ahead", text_zero_stage=2, fsdp=True)
-    ),
 ]
 
 
@@ -139,50 +126,15 @@ GROUPS = (
     GroupRule("light", (Selector("*norm*"), Selector("*bias")), None, 0.0),
 )
 FROZEN = ("blocks.[01]", "layers.[02]", "*norm.weight", "*up_proj*")
-CASES_OF_TRAINING_RULES = [
-    Case(Degrees(data=2), Degrees(tensor=2), 2, packing=True, groups=GROUPS),
-    on_demand(
-        Case(Degrees(ulysses=2), Degrees(data=2), 2, zero_stage=1, text_zero_stage=2, groups=GROUPS, dtype="float32")
-    ),
-    on_demand(
-        Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=3, text_zero_stage=3, groups=GROUPS, dtype="float32")
-    ),
-    on_demand(
-        Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, zero_stage=2, text_zero_stage=3, fsdp=True, groups=GROUPS)
-    ),
-    on_demand(Case(ONE, Degrees(tensor=2), 2, frozen=FROZEN, groups=GROUPS, checkpointing=True)),
-    on_demand(
-        Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=1, text_zero_stage=1, frozen=FROZEN, dtype="float32")
-    ),
-    on_demand(
-        Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=3, text_zero_stage=3, frozen=FROZEN, dtype="float32")
-    ),
-    on_demand(
-        Case(
-            Degrees(data=2),
-            Degrees(data=2),
-            2,
-            zero_stage=3,
-            text_zero_stage=2,
-            fsdp=True,
-            frozen=FROZEN,
-            groups=GROUPS,
-        )
-    ),
-]
+CASES_OF_TRAINING_RULES = [Case(Degrees(data=2), Degrees(tensor=2), 2, packing=True, groups=GROUPS)]
 # A replica without a picture goes back as far as one with some, for the weights that both gather on the way.
 GATHERED = Case(ONE, Degrees(data=2), 2, text_zero_stage=3, fsdp=True, frozen=("embed_tokens", "layers.[01]"))
 # So does one that shares a sequence with others, for what they exchange on the way.
-EXCHANGED = [
-    Case(ONE, Degrees(ring=2), 2, frozen=("text",)),
-    on_demand(Case(ONE, Degrees(ulysses=4), 2, trainable=("projector", "layers.3"), packing=True)),
-    on_demand(Case(ONE, Degrees(ring=2), 2, frozen=("vision", "projector", "layers.0"), checkpointing=True)),
-]
+EXCHANGED = [Case(ONE, Degrees(ring=2), 2, frozen=("text",))]
 # Of the first stage nothing is trained; of the last, and of both, the weight that is embedding and head.
 STAGED = [
     Case(ONE, ONE, 2, stages=2, schedule="1f1b", frozen=("vision", "projector", "embed_tokens", "layers.[01]")),
     Case(ONE, Degrees(tensor=2), 2, stages=2, schedule="1f1b", trainable=("projector", "embed_tokens"), packing=True),
-    on_demand(Case(ONE, Degrees(data=2), 2, stages=2, trainable=("layers.1", "blocks"), text_zero_stage=3, fsdp=True)),
     Case(ONE, Degrees(data=2), 2, stages=2, chunks=2, schedule="interleaved", frozen=("embed_tokens",), groups=GROUPS),
 ]
 

@@ -25,27 +25,19 @@ from dhp.trainer.step_reports import mean_losses
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_target
 from tests.helpers.layouts import UPDATE, Case, Fault, InspectedText, Running, _slotted, make_sharder
 from tests.helpers.oracle import Oracle
-from tests.helpers.rows import on_demand, slow_but
+from tests.helpers.rows import slow_but
 
 ONE = Degrees()
 DOUBLE = [
     Case(ONE, ONE),
     Case(ONE, ONE, packing=True),
-    on_demand(Case(ONE, ONE, 1, checkpointing=True)),
     Case(Degrees(data=2), Degrees(tensor=2), 3),
-    on_demand(Case(ONE, Degrees(tensor=2), packing=True, sharded_norms=True)),
     Case(ONE, Degrees(ring=2), 1),
-    on_demand(Case(ONE, Degrees(ulysses=2))),
     Case(ONE, Degrees(data=2, ulysses=2), 2, sequence_groups="auto"),
     Case(ONE, Degrees(data=2)),
     Case(ONE, ONE, 4, stages=2, chunks=2, schedule="interleaved"),
-    on_demand(Case(ONE, Degrees(data=2, tensor=2), 4, stages=2, schedule="1f1b", packing=True)),
-    on_demand(Case(ONE, Degrees(data=2, tensor=2), text_zero_stage=3, fsdp=True)),
 ]
-SINGLE = [
-    Case(ONE, Degrees(data=2), 2, "float32", text_zero_stage=2, packing=True),
-    on_demand(Case(ONE, Degrees(data=3), 1, "float32", text_zero_stage=3)),
-]
+SINGLE = [Case(ONE, Degrees(data=2), 2, "float32", text_zero_stage=2, packing=True)]
 
 
 def samples() -> list[Sample]:

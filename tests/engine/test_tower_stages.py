@@ -10,41 +10,21 @@ import torch
 
 from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle
-from dhp.core.parameters import AdapterSettings
-from dhp.models import lora as adapters
 from tests.engine.test_families import steps as images_and_videos
 from tests.helpers.alike import assert_exact
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedVision, compare
-from tests.helpers.rows import on_demand, slow
+from tests.helpers.layouts import Case, Errors, Fault, InspectedVision, compare
+from tests.helpers.rows import slow
 
 ONE = Degrees()
 CASES = [
     Case(ONE, ONE, 2, tower_stages=2),
     slow(Case(Degrees(tensor=2), Degrees(tensor=2), 4, tower_stages=2, stages=2, schedule="1f1b", packing=True)),
-    on_demand(
-        Case(Degrees(ulysses=2), Degrees(tensor=2), 4, tower_stages=2, stages=2, chunks=2, schedule="interleaved")
-    ),
-    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 4, tower_stages=4, stages=2, schedule="gpipe")),
-    on_demand(Case(Degrees(ring=2), ONE, 3, tower_stages=4, schedule="vision_ahead", recompute="mlp:0,all:2-3")),
 ]
-DEEPSTACK = [
-    Case(Degrees(data=2), Degrees(tensor=2), 2, tower_stages=2, stages=2, schedule="1f1b", packing=True),
-    on_demand(Case(ONE, ONE, 2, tower_stages=2)),
-    on_demand(Case(Degrees(ulysses=2), ONE, 2, tower_stages=4, stages=2, schedule="gpipe")),
-]
+DEEPSTACK = [Case(Degrees(data=2), Degrees(tensor=2), 2, tower_stages=2, stages=2, schedule="1f1b", packing=True)]
 PARTLY = [  # what is before the first trained weight gets no gradient
-    Case(ONE, ONE, 2, tower_stages=2, schedule="vision_ahead", frozen=("blocks.[01]", "patch_embed")),
-    on_demand(Case(ONE, ONE, 2, tower_stages=2, frozen=("blocks.[23]", "projector"))),
-    on_demand(Case(Degrees(data=2), ONE, 2, tower_stages=2, stages=2, schedule="1f1b", frozen=("text",))),
-    on_demand(Case(ONE, ONE, 2, tower_stages=2, lora=(("vision", AdapterSettings(3, 6.0)),))),
+    Case(ONE, ONE, 2, tower_stages=2, schedule="vision_ahead", frozen=("blocks.[01]", "patch_embed"))
 ]
-
-
-@pytest.fixture(autouse=True)
-def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter's B begins with something in the plain model, as it does on the ranks."""
-    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -33,8 +33,7 @@ def test_its_commands_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "seconds, ends",
-    [(3.0, [3.0]), (10.0, [10.0]), (10.5, [10.5]), (11.0, [10.0, 11.0]), (30.0, [10.0, 20.0, 30.0])],
+    "seconds, ends", [(3.0, [3.0]), (10.0, [10.0]), (10.5, [10.5]), (11.0, [10.0, 11.0]), (30.0, [10.0, 20.0, 30.0])]
 )
 def test_clips_are_of_ten_seconds_and_none_is_very_short(seconds: float, ends: list[float]) -> None:
     assert cut(seconds) == list(zip([0.0, *ends[:-1]], ends, strict=True))

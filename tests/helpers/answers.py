@@ -77,12 +77,7 @@ def deal(model: str, case: Case, sample: Sample, sampling: Sampling) -> StepData
 
 
 def answer(
-    model: str,
-    case: Case,
-    samples: Sequence[Sample],
-    sampling: Sampling,
-    fault: Fault | None = None,
-    **changes: Any,
+    model: str, case: Case, samples: Sequence[Sample], sampling: Sampling, fault: Fault | None = None, **changes: Any
 ) -> list[Told]:
     """Each prompt answered by the case's ranks."""
     fault = fault or Fault(text=RecordingText)

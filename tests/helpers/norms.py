@@ -20,14 +20,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextRMSNorm, Qwen3VLMoeTextTopKRouter
 
-KINDS = (
-    Qwen2RMSNorm,
-    Qwen2_5_VLRMSNorm,
-    Qwen3MoeRMSNorm,
-    Qwen3RMSNorm,
-    Qwen3VLMoeTextRMSNorm,
-    Qwen3VLTextRMSNorm,
-)
+KINDS = (Qwen2RMSNorm, Qwen2_5_VLRMSNorm, Qwen3MoeRMSNorm, Qwen3RMSNorm, Qwen3VLMoeTextRMSNorm, Qwen3VLTextRMSNorm)
 ROUTERS = (Qwen3MoeTopKRouter, Qwen3VLMoeTextTopKRouter)
 
 

@@ -197,9 +197,7 @@ def test_a_family_without_the_contract_is_refused_with_the_nearest_that_has_it(
 
 @pytest.mark.parametrize(
     "changes, told",
-    [
-        ({"text_config": {"attention_dropout": 0.1}}, "attention_dropout=0.1 of Qwen2_5_VLTextConfig is not supported"),
-    ],
+    [({"text_config": {"attention_dropout": 0.1}}, "attention_dropout=0.1 of Qwen2_5_VLTextConfig is not supported")],
 )
 def test_attention_that_sees_less_is_refused(tmp_path: Path, changes: dict, told: str) -> None:
     config = Qwen2_5_VLConfig(**changes)

@@ -220,11 +220,7 @@ def test_an_exact_answer_may_differ_in_white_space_around_it() -> None:
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_starts(
-    arguments: list[str],
-    told: str,
-    long_run: tuple[Path, Outcome],
-    made_model: str,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], told: str, long_run: tuple[Path, Outcome], made_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, _ = long_run
     given = [one.format(model=made_model, run=run_dir) for one in arguments]

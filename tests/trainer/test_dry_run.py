@@ -192,10 +192,7 @@ def test_layers_that_go_forward_again_are_marked(tiny_assets: Path, made_model: 
     ("cut", "told"),
     [
         (["text.num_actors=3"], r"pipeline\(3\) × virtual_stages\(1\) = 3 > layers\(2\)"),
-        (
-            ["text.num_actors=2", "text.cuts=[2]"],
-            r"text.cuts=\[2\] cannot cut the 2 layers of text: 0 < 2 < layers",
-        ),
+        (["text.num_actors=2", "text.cuts=[2]"], r"text.cuts=\[2\] cannot cut the 2 layers of text: 0 < 2 < layers"),
         (
             ["text.num_actors=2", "text.virtual_stages=2", "training.schedule=interleaved"],
             r"pipeline\(2\) × virtual_stages\(2\) = 4 > layers\(2\)",

@@ -108,11 +108,7 @@ def test_each_sample_once_in_the_files_order() -> None:
     settings = feed_settings(of_evaluation(config, "shapes%50"))
     data = settings.data
     assert data.data_registry["shapes"].weight == 1 and config.data.data_registry["shapes"].weight == 3
-    assert (data.datasets, data.shuffle, settings.balancing.method) == (
-        ["shapes%50"],
-        False,
-        "random",
-    )
+    assert (data.datasets, data.shuffle, settings.balancing.method) == (["shapes%50"], False, "random")
     assert data.max_pixels == 3136 and config.data.shuffle
 
 

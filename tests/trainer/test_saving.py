@@ -295,11 +295,7 @@ def test_the_shape_of_a_curve_stays(change: str) -> None:
 def test_where_a_rate_is_constant_its_fall_may_begin_at_another_step() -> None:
     stable = ["training.lr_scheduler_type=warmup_stable_decay", "training.warmup_steps=3"]
     ten = config_of(*stable, "training.lr_decay_steps=10")
-    assert rates(ten, 60) == {
-        "training.total_steps": 60,
-        "training.warmup_steps": 3,
-        "training.lr_decay_steps": 10,
-    }
+    assert rates(ten, 60) == {"training.total_steps": 60, "training.warmup_steps": 3, "training.lr_decay_steps": 10}
     start = start_of(ten, 60)  # behind step 4
     for now, steps in ((ten, 90), (ten, 14), (config_of(*stable, "training.lr_decay_steps=20"), 60)):
         check_rates(now, start, steps)

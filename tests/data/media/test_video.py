@@ -363,13 +363,7 @@ def levels(images):
 @pytest.mark.parametrize("both_ends", [False, True])
 @pytest.mark.parametrize(
     ("count", "shown"),
-    [
-        (1, [[0, 0]]),
-        (2, [[0, 1]]),
-        (3, [[0, 1], [2, 2]]),
-        (5, [[0, 1], [2, 3], [4, 4]]),
-        (6, [[0, 1], [2, 3], [4, 5]]),
-    ],
+    [(1, [[0, 0]]), (2, [[0, 1]]), (3, [[0, 1], [2, 2]]), (5, [[0, 1], [2, 3], [4, 4]]), (6, [[0, 1], [2, 3], [4, 5]])],
 )
 def test_all_frames_are_shown_and_the_last_fills_the_group(tmp_path, count, shown, both_ends):
     taking = replace(TAKING, both_ends=both_ends)

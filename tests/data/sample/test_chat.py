@@ -189,12 +189,7 @@ def test_a_template_whose_loops_do_not_end_is_a_defect(tokenizer, monkeypatch, b
 
 
 @pytest.mark.parametrize(
-    "template",
-    [
-        "{% include 'a' %}",
-        "{{ messages[0].content + 1 }}",
-        "{{ [1][messages | length + 9] + 1 }}",
-    ],
+    "template", ["{% include 'a' %}", "{{ messages[0].content + 1 }}", "{{ [1][messages | length + 9] + 1 }}"]
 )
 def test_a_template_that_fails_as_a_program_does_is_a_defect(tokenizer, template):
     with pytest.raises(DataError, match=r"the chat template of .* refuses it: ."):

@@ -59,10 +59,7 @@ def dataset(write_json, images) -> Dataset:
     asked = [("<image>0", "a.png"), ("<image>1", "gone.png"), ("2", "b.jpg"), ("<image>3", "b.jpg")]
     first = write_json([sample(text, image=name) for text, name in asked])
     second = write_json([sample("some " + "more " * n) for n in range(5)] + [{"conversations": []}], "text.jsonl")
-    registry = {
-        "pictures": DatasetEntry(str(first), str(images)),
-        "words": DatasetEntry(str(second), weight=1.5),
-    }
+    registry = {"pictures": DatasetEntry(str(first), str(images)), "words": DatasetEntry(str(second), weight=1.5)}
     return open_dataset(["pictures%50", "words", "pictures"], registry, seed=3)
 
 

@@ -192,10 +192,7 @@ def test_each_layer_has_some_of_each(name: str) -> None:
     config = make_config(name)
     model = without_weights(config)
     structure = find_structure(model)
-    for parts in (
-        find_text_parts(model, structure, config.get_text_config()),
-        find_vision_parts(model, structure),
-    ):
+    for parts in (find_text_parts(model, structure, config.get_text_config()), find_vision_parts(model, structure)):
         layers = list(model.get_submodule(parts.path).children())
         assert len(parts.kinds) == len(layers)
         for layer in layers:

@@ -28,12 +28,7 @@ TOWER = (
     unit("v1", part="vision", cut="never"),
     unit("merger", part="vision", layers=0),
 )
-DECODER = (
-    unit("embedding", layers=0, cut="never"),
-    unit("t0"),
-    unit("t1", cut="never"),
-    unit("head", layers=0),
-)
+DECODER = (unit("embedding", layers=0, cut="never"), unit("t0"), unit("t1", cut="never"), unit("head", layers=0))
 
 
 def test_a_cut_is_nowhere_inside_of_a_unit_and_its_companion() -> None:
