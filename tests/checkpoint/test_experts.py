@@ -16,7 +16,7 @@ from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
 from dhp.models.export import save_whole
 from tests.engine.test_experts import ONE, ExactText
-from tests.engine.test_families import steps_of_families as steps
+from tests.engine.test_families import equal_pictures as steps
 from tests.helpers.layouts import Case, Fault, Running, make_reader
 from tests.helpers.norms import exact_norms
 

@@ -212,7 +212,7 @@ def test_what_no_run_wrote_is_damage(parent: Path, content: str) -> None:
 SETTINGS = {"seed": 1, "data.datasets": ["a"]}
 
 
-def write_of_resume(parent: Path, step: int) -> Path:
+def write_step(parent: Path, step: int) -> Path:
     about = {"step": step, "parts": [], "skipped_samples": 10 * step, "settings": SETTINGS, "data": {"step": step}}
     return finish_checkpoint(open_checkpoint(parent, step), about, {})
 
@@ -220,7 +220,7 @@ def write_of_resume(parent: Path, step: int) -> Path:
 def test_never_begins_where_no_other_run_has_its_checkpoints(tmp_path: Path) -> None:
     open_checkpoint(tmp_path, 3)
     assert find_start("never", tmp_path) == Start() == Start(None, 0, 0, {})
-    write_of_resume(tmp_path, 3)
+    write_step(tmp_path, 3)
     with pytest.raises(CheckpointError, match="holds step_3 of another run, .* training.resume=auto to continue"):
         find_start("never", tmp_path)
     assert find_start("never", tmp_path, replaced=True) == Start()
@@ -229,7 +229,7 @@ def test_never_begins_where_no_other_run_has_its_checkpoints(tmp_path: Path) -> 
 def test_auto_takes_the_newest_complete_one_or_begins(tmp_path: Path) -> None:
     assert find_start("auto", tmp_path / "not there") == find_start("auto", tmp_path) == Start()
     for step in (9, 10):
-        write_of_resume(tmp_path, step)
+        write_step(tmp_path, step)
     open_checkpoint(tmp_path, 11)
     assert find_start("auto", tmp_path) == Start(tmp_path / "step_10", 10, 100, SETTINGS, {"step": 10})
 
@@ -237,10 +237,10 @@ def test_auto_takes_the_newest_complete_one_or_begins(tmp_path: Path) -> None:
 def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
     own, run = tmp_path / "own", tmp_path / "run"
     for step in (2, 4):
-        write_of_resume(run / "checkpoints", step)
+        write_step(run / "checkpoints", step)
     assert find_start(str(run), own).step == 4
     assert find_start(str(run / "checkpoints" / "step_2"), own).step == 2
-    write_of_resume(own, 3)
+    write_step(own, 3)
     with pytest.raises(CheckpointError, match=r"begins after step 2, but .* holds step_3 already"):
         find_start(str(run / "checkpoints" / "step_2"), own)
     assert find_start(str(run), own).step == 4

@@ -253,14 +253,14 @@ def test_what_cannot_be_written_is_an_answer_not_an_end(tmp_path: Path) -> None:
         writer.take(wait=True)
 
 
-CASES_OF_BACKGROUND = [
+BEHIND_STEPS = [
     Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="bfloat16", zero_stage=1),
     Case(Degrees(data=2), Degrees(data=2), 2, "float32", 3, text_zero_stage=3),
     Case(Degrees(data=2, tensor=2), Degrees(data=2, tensor=2), 2, "bfloat16", 2, text_zero_stage=3, fsdp=True),
 ]
 
 
-@pytest.mark.parametrize("case", slow_but(CASES_OF_BACKGROUND, CASES_OF_BACKGROUND[0]), ids=str)
+@pytest.mark.parametrize("case", slow_but(BEHIND_STEPS, BEHIND_STEPS[0]), ids=str)
 def test_ranks_that_train_on_write_what_they_had(case: Case, made_model: str, tmp_path: Path) -> None:
     feed = make_reader(made_model, case, STEPS)
     with Running(made_model, case) as running:
@@ -282,7 +282,7 @@ def test_ranks_that_train_on_write_what_they_had(case: Case, made_model: str, tm
 CASE = Case(Degrees(ulysses=2), Degrees(tensor=2), 2, dtype="float32", zero_stage=1, packing=True)
 
 
-def train_of_families(
+def train_family(
     model: str, steps: list, numbers: Iterable[int], save: Path, resume: Path | None = None
 ) -> list[float]:
     """Losses of these steps, begun from `resume`; everything saved to `save`."""
@@ -297,9 +297,9 @@ def check_family(name: str, folder: Path) -> None:
     model = str(save_family(name, folder / "model"))
     with staying_double():
         steps = Maker(model).steps()
-    train_of_families(model, steps, range(2), folder / "first")
-    last = train_of_families(model, steps, range(2, 3), folder / "then", resume=folder / "first")
-    assert last == train_of_families(model, steps, range(3), folder / "whole")[2:]
+    train_family(model, steps, range(2), folder / "first")
+    last = train_family(model, steps, range(2, 3), folder / "then", resume=folder / "first")
+    assert last == train_family(model, steps, range(3), folder / "whole")[2:]
     for part, kind in product(("vision", "text"), (".", "optimizer")):
         found, wanted = (read_shards(folder / run / part / kind) for run in ("then", "whole"))
         assert found.keys() == wanted.keys()

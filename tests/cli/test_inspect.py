@@ -77,7 +77,7 @@ def test_damage_is_named_and_the_newest_sound_one_described(tmp_path: Path, caps
     assert "is no directory" in capsys.readouterr().err
 
 
-def lengths_of_inspect_contents(*samples: tuple[int, int, int]) -> np.ndarray:
+def content_lengths(*samples: tuple[int, int, int]) -> np.ndarray:
     """Of samples of so many tokens, pictures and tokens of sound."""
     columns = np.zeros(len(samples), LENGTH_COLUMNS)
     for at, (text, pictures, sound) in enumerate(samples):
@@ -86,9 +86,9 @@ def lengths_of_inspect_contents(*samples: tuple[int, int, int]) -> np.ndarray:
 
 
 def test_shares_are_of_usable_samples_and_their_tokens() -> None:
-    photos = lengths_of_inspect_contents((10, 1, 0), (20, 1, 0), (0, 0, 0), (30, 2, 0), (15, 7, 5))
-    chat = lengths_of_inspect_contents((925, 0, 0))
-    table = content_table({"photos": photos, "chat": chat, "broken": lengths_of_inspect_contents((0, 0, 0))})
+    photos = content_lengths((10, 1, 0), (20, 1, 0), (0, 0, 0), (30, 2, 0), (15, 7, 5))
+    chat = content_lengths((925, 0, 0))
+    table = content_table({"photos": photos, "chat": chat, "broken": content_lengths((0, 0, 0))})
     shown = {line.split()[0]: line.split()[1:] for line in table[2:5]}
     assert shown["photos"] == ["4", "80.0%", "75", "7.5%", "0.0%", "50.0%", "25.0%", "25.0%", "25.0%"]
     assert shown["chat"] == ["1", "20.0%", "925", "92.5%", "100.0%", "0.0%", "0.0%", "0.0%", "0.0%"]
@@ -97,13 +97,11 @@ def test_shares_are_of_usable_samples_and_their_tokens() -> None:
 
 
 def test_one_dataset_needs_no_sum() -> None:
-    assert not any(line.startswith("all") for line in content_table({"chat": lengths_of_inspect_contents((5, 0, 0))}))
+    assert not any(line.startswith("all") for line in content_table({"chat": content_lengths((5, 0, 0))}))
 
 
 def test_a_dataset_may_be_named_all() -> None:
-    table = content_table(
-        {"all": lengths_of_inspect_contents((5, 1, 0)), "chat": lengths_of_inspect_contents((15, 0, 0))}
-    )
+    table = content_table({"all": content_lengths((5, 1, 0)), "chat": content_lengths((15, 0, 0))})
     assert [line.split()[:5] for line in table[2:5]] == [
         ["all", "1", "50.0%", "5", "25.0%"],
         ["chat", "1", "50.0%", "15", "75.0%"],

@@ -17,7 +17,7 @@ from dhp.config.resolve import check_model_dir, collective_timeout_s, micro_batc
 from dhp.config.schema import ClusterConfig, Config, LoraConfig, PartConfig
 from dhp.config.training import GroupConfig, TrainingConfig
 from dhp.core.errors import ConfigError
-from dhp.parallel.optim.learning_rates import KINDS as KINDS_OF_LEARNING_RATES
+from dhp.parallel.optim.learning_rates import KINDS as RATE_KINDS
 from dhp.parallel.optim.learning_rates import RateCurve, learning_rate_at
 from dhp.plan.batches import feed_settings
 
@@ -603,7 +603,7 @@ COSINE = {"lr_scheduler_type": "cosine"}
 
 
 def test_each_schedule_and_each_decay_that_may_be_asked_for_is_there():
-    assert LR_SCHEDULES == KINDS_OF_LEARNING_RATES
+    assert LR_SCHEDULES == RATE_KINDS
     for decay in DECAYS:
         assert learning_rate_at(3, 1.0, 0, RateCurve("warmup_stable_decay", 4, decay_steps=2, decay_type=decay)) < 1
 

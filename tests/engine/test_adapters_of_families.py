@@ -9,7 +9,7 @@ import pytest
 from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings
 from tests.engine.test_declared_families import Made, run
-from tests.engine.test_declared_families import made_of_declared_families as made
+from tests.engine.test_declared_families import all_families as made
 from tests.helpers.alike import assert_exact
 from tests.helpers.layouts import Case
 from tests.helpers.rows import slow_but

@@ -202,7 +202,7 @@ def test_a_picture_that_the_model_says_is_a_token_like_any_other(attending_model
     assert len(told.tokens) == 3
 
 
-FAMILIES_OF_ANSWER_TOKENS = [
+OTHER_FAMILIES = [
     ("qwen3_vl_model", Degrees(ring=2)),
     ("qwen3_vl_model", Degrees(ulysses=2, tensor=2)),
     ("few_keys_model", Degrees(ulysses=4)),  # two key/value heads for four ranks
@@ -212,7 +212,7 @@ FAMILIES_OF_ANSWER_TOKENS = [
 
 @pytest.mark.parametrize(
     ("fixture", "text"),
-    slow_but(FAMILIES_OF_ANSWER_TOKENS, FAMILIES_OF_ANSWER_TOKENS[0], FAMILIES_OF_ANSWER_TOKENS[2]),
+    slow_but(OTHER_FAMILIES, OTHER_FAMILIES[0], OTHER_FAMILIES[2]),
     ids=str,
 )
 def test_other_families(fixture: str, text: Degrees, request: pytest.FixtureRequest) -> None:
@@ -223,7 +223,7 @@ def test_other_families(fixture: str, text: Degrees, request: pytest.FixtureRequ
         assert float((told.logits - wanted).abs().max() / wanted.abs().max()) < 1e-12
 
 
-NEW_OF_GENERATION_OF_FAMILIES = Sampling(6)
+NEW_TOKENS = Sampling(6)
 # Layers with state, a prompt whose tokens all see each other.
 REFUSED = {"qwen3_5", "qwen3_5_moe", "minicpmv4_6", "paligemma2"}
 
@@ -256,7 +256,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[s
     return Models()
 
 
-LAYOUTS_OF_GENERATION_OF_FAMILIES = {
+FAMILY_LAYOUTS = {
     "one": Degrees(),
     "ulysses": Degrees(ulysses=2),
     "ring": Degrees(ring=2),
@@ -267,7 +267,7 @@ SOME = [slow("gemma3", "ulysses"), slow("gemma4", "tensor"), ("llava_clip", "rin
 
 def check(name: str, layout: str, made: dict[str, tuple[str, list[Sample]]]) -> None:
     folder, prompts = made[name]
-    decoder, degrees = load_family(folder).decoder, LAYOUTS_OF_GENERATION_OF_FAMILIES[layout]
+    decoder, degrees = load_family(folder).decoder, FAMILY_LAYOUTS[layout]
     if name in REFUSED:
         with pytest.raises(ModelError, match="it can be trained, but not answer prompts"):
             decoder.check_answers()
@@ -280,9 +280,7 @@ def check(name: str, layout: str, made: dict[str, tuple[str, list[Sample]]]) -> 
     except ConfigError:
         return
     with staying_double():
-        found = answer(
-            folder, Case(Degrees(), degrees, 1), prompts, NEW_OF_GENERATION_OF_FAMILIES, Fault(ExactVision, ExactText)
-        )
+        found = answer(folder, Case(Degrees(), degrees, 1), prompts, NEW_TOKENS, Fault(ExactVision, ExactText))
         for sample, told in zip(prompts, found, strict=True):
             # Where the model says a placeholder, the plain one looks for a picture more.
             said = next((n for n, token in enumerate(told.tokens) if token >= IMAGE), len(told.tokens) - 1)
@@ -291,7 +289,7 @@ def check(name: str, layout: str, made: dict[str, tuple[str, list[Sample]]]) -> 
 
 
 @pytest.mark.families
-@pytest.mark.parametrize("layout", LAYOUTS_OF_GENERATION_OF_FAMILIES)
+@pytest.mark.parametrize("layout", FAMILY_LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str, layout: str, made: dict[str, tuple[str, list[Sample]]]) -> None:
     check(name, layout, made)

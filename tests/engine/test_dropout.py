@@ -18,13 +18,13 @@ from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from dhp.parallel.recompute import recomputed_layers as recomputing
 from tests.engine.test_adapters import CompiledText, CompiledVision
-from tests.engine.test_audio import EXACTLY as EXACTLY_OF_TEST_AUDIO
-from tests.engine.test_audio import Made as MadeOfTestAudio
+from tests.engine.test_audio import EXACTLY as SOUND_EXACTLY
+from tests.engine.test_audio import Made as MadeSound
 from tests.engine.test_declared_families import EXACTLY, Made, run, staying_double
-from tests.engine.test_declared_families import made_of_declared_families as made
+from tests.engine.test_declared_families import all_families as made
 from tests.engine.test_families import ExactText
+from tests.engine.test_families import equal_pictures as images_of_one_size
 from tests.engine.test_families import steps as images_and_videos
-from tests.engine.test_families import steps_of_families as images_of_one_size
 from tests.helpers.alike import assert_alike, assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step, step_with_one_window
 from tests.helpers.layouts import Case, Fault, InspectedText, compare, compare_rounding, train
@@ -185,21 +185,15 @@ def test_steps_that_draw_alike_show(four_layers_model: str) -> None:
 
 
 __all__ = ["made"]  # a fixture
-TEXT_OF_DROPOUT_OF_FAMILIES = (("text", AdapterSettings(4, 8.0, dropout=0.2)),)
+FAMILY_TEXT = (("text", AdapterSettings(4, 8.0, dropout=0.2)),)
 VISION = (("vision", AdapterSettings(2, 4.0, dropout=0.2)),)
 ALWAYS = ["qwen3_5_moe", "kimi_k25"]  # gated delta nets and a shared expert; latent attention
-OTHERS_OF_DROPOUT_OF_FAMILIES = [
-    pytest.param(name, marks=pytest.mark.families) for name in FAMILIES if name not in ALWAYS
-]
+OTHER_NAMES = [pytest.param(name, marks=pytest.mark.families) for name in FAMILIES if name not in ALWAYS]
 
 
-@pytest.mark.parametrize("name", [*slow_but(ALWAYS, "kimi_k25"), *OTHERS_OF_DROPOUT_OF_FAMILIES])
+@pytest.mark.parametrize("name", [*slow_but(ALWAYS, "kimi_k25"), *OTHER_NAMES])
 def test_decoders_equal_the_plain_model(name: str, made: dict[str, Made]) -> None:
-    assert_exact(
-        run(
-            made[name], Case(ONE, Degrees(tensor=2), 2, packing=True, lora=TEXT_OF_DROPOUT_OF_FAMILIES, recompute="mlp")
-        )
-    )
+    assert_exact(run(made[name], Case(ONE, Degrees(tensor=2), 2, packing=True, lora=FAMILY_TEXT, recompute="mlp")))
 
 
 LAYOUTS = {"sequence": Degrees(ulysses=2), "data": Degrees(data=2)}
@@ -217,10 +211,10 @@ def test_towers_are_alike(name: str, layout: str, made: dict[str, Made]) -> None
     assert_alike(plain, other)
 
 
-TEXT_OF_DROPOUT_OF_SOUND = ("text", AdapterSettings(4, 8.0, dropout=0.2))
+SOUND_TEXT = ("text", AdapterSettings(4, 8.0, dropout=0.2))
 SOUND = (
     ("audio", AdapterSettings(2, 4.0, targets=("audio_tower",), dropout=0.2)),
-    TEXT_OF_DROPOUT_OF_SOUND,
+    SOUND_TEXT,
 )  # convolutions' rows, too
 HEARING = [
     Case(ONE, Degrees(tensor=2), 2, audio=Degrees(ulysses=2), lora=SOUND, frozen=("vision",), checkpointing=True),
@@ -229,16 +223,14 @@ HEARING = [
 
 
 @pytest.mark.parametrize("case", slow_but(HEARING, HEARING[1]), ids=str)
-def test_towers_of_sound_are_alike(case: Case, made_of_test_audio: MadeOfTestAudio) -> None:
+def test_towers_of_sound_are_alike(case: Case, sound_model: MadeSound) -> None:
     with staying_double():
         alone = Case(ONE, ONE, 1, packing=True, audio=ONE, lora=SOUND, frozen=("vision",))
-        plain, other = (
-            train(made_of_test_audio[0], one, made_of_test_audio[1], EXACTLY_OF_TEST_AUDIO) for one in (alone, case)
-        )
+        plain, other = (train(sound_model[0], one, sound_model[1], SOUND_EXACTLY) for one in (alone, case))
     assert_alike(plain, other)
 
 
-def test_drawing_by_the_place_in_a_rank_shows(made_of_test_audio: MadeOfTestAudio) -> None:
+def test_drawing_by_the_place_in_a_rank_shows(sound_model: MadeSound) -> None:
     """Clips of which each rank takes the first for the same one."""
 
     def alike(data: StepData) -> StepData:
@@ -246,11 +238,11 @@ def test_drawing_by_the_place_in_a_rank_shows(made_of_test_audio: MadeOfTestAudi
         return replace(data, work={**data.work, "audio": tuple(map(of_ranks, data.work["audio"]))})
 
     case = Case(ONE, ONE, 1, packing=True, audio=ONE, lora=SOUND, frozen=("vision",))
-    fault = replace(EXACTLY_OF_TEST_AUDIO, edit=alike)
+    fault = replace(SOUND_EXACTLY, edit=alike)
     with staying_double():
         plain, other = (
-            train(made_of_test_audio[0], case, made_of_test_audio[1], EXACTLY_OF_TEST_AUDIO),
-            train(made_of_test_audio[0], case, made_of_test_audio[1], fault),
+            train(sound_model[0], case, sound_model[1], SOUND_EXACTLY),
+            train(sound_model[0], case, sound_model[1], fault),
         )
     with pytest.raises(AssertionError):
         assert_alike(plain, other)

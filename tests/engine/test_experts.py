@@ -18,7 +18,7 @@ from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.parallel.expert import expert_shares
 from dhp.parallel.expert.expert_modules import balance_losses
-from tests.engine.test_families import steps_of_families as steps
+from tests.engine.test_families import equal_pictures as steps
 from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare, compare_rounding, train
 from tests.helpers.norms import ROUTERS, exact_norms, use_exact_norms

@@ -122,7 +122,7 @@ def make(images: int, tokens: int, targets: int, seed: int) -> Sample:
     return make_sample([IMAGE] * images, tokens, targets, seed, IMAGE_TOKEN, unit=1, values=3 * 14 * 14)
 
 
-def steps_of_families() -> list[list[Sample]]:
+def equal_pictures() -> list[list[Sample]]:
     """Images in uneven numbers, several in a sample, none at all, fewer than ranks."""
     return [
         [make(1, 5, 3, 1), make(3, 9, 8, 2), make(0, 6, 1, 3), make(1, 4, 2, 4)],
@@ -134,7 +134,7 @@ def steps_of_families() -> list[list[Sample]]:
 @pytest.mark.parametrize("case", LLAVA, ids=str)
 def test_llava_equals_the_plain_model(case: Case, llava_model: str) -> None:
     check = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
-    check(compare(llava_model, case, steps_of_families()))
+    check(compare(llava_model, case, equal_pictures()))
 
 
 HEAD_NORMS = [
@@ -161,13 +161,13 @@ def test_norms_of_heads_get_the_gradient_of_all_heads(
     case: Case, head_norms_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Qwen3RMSNorm, "forward", _norm)
-    assert_exact(compare(head_norms_model, case, steps_of_families(), Fault(text=ExactNorms)))
+    assert_exact(compare(head_norms_model, case, equal_pictures(), Fault(text=ExactNorms)))
 
 
 @pytest.mark.slow
 def test_norms_of_heads_in_bfloat16(head_norms_model: str) -> None:
     case = Case(ONE, Degrees(tensor=2), 3, dtype="bfloat16", packing=True)
-    ratios = compare_rounding(head_norms_model, case, steps_of_families())
+    ratios = compare_rounding(head_norms_model, case, equal_pictures())
     assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
 
 
@@ -190,7 +190,7 @@ def test_keys_that_travel_around_the_ring_equal_the_plain_model(vision: Degrees,
     assert_exact(compare(made_model, Case(vision, Degrees(), micro_batches=1), [step]))
 
 
-CASES_OF_VIDEO_PARITY = [
+VIDEO_CASES = [
     Case(Degrees(ulysses=2), Degrees(tensor=2)),
     Case(Degrees(ulysses=2), Degrees(ring=2), micro_batches=2),
 ]
@@ -212,7 +212,7 @@ def _samples() -> list[Sample]:
 STEPS = [_samples(), _samples()]
 
 
-@pytest.mark.parametrize("case", CASES_OF_VIDEO_PARITY, ids=str)
+@pytest.mark.parametrize("case", VIDEO_CASES, ids=str)
 def test_videos_equal_the_plain_model(made_model: str, case: Case) -> None:
     assert_exact(compare(made_model, case, STEPS))
 
@@ -299,14 +299,14 @@ class Text(ByParcel):
     trainer = InspectedText
 
 
-CASES_OF_BY_PARCEL = [
+PARCEL_CASES = [
     slow(Case(Degrees(), Degrees(data=2), micro_batches=4, schedule="vision_ahead")),
     Case(Degrees(data=2), Degrees(data=2), micro_batches=2, packing=True),
     Case(Degrees(data=2), Degrees(), micro_batches=4, packing=True, stages=2, schedule="1f1b"),
 ]
 
 
-@pytest.mark.parametrize("case", CASES_OF_BY_PARCEL, ids=str)
+@pytest.mark.parametrize("case", PARCEL_CASES, ids=str)
 def test_parts_that_hand_over_in_shared_memory_equal_the_plain_model(case: Case, made_model: str) -> None:
     """Two steps of many tensors each: rows out of order, or memory that is written again too early, would show."""
     steps = [[*mixed_step(), *mixed_step()[::-1]], [*step_with_one_window(), *mixed_step()]]
@@ -314,7 +314,7 @@ def test_parts_that_hand_over_in_shared_memory_equal_the_plain_model(case: Case,
 
 
 ONE_OF_SHARDED_NORMS, TWO = Degrees(), Degrees(tensor=2)
-CASES_OF_SHARDED_NORMS = [
+NORMS = [
     Case(ONE_OF_SHARDED_NORMS, TWO, 2, sharded_norms=True),
     Case(
         ONE_OF_SHARDED_NORMS,
@@ -330,8 +330,8 @@ CASES_OF_SHARDED_NORMS = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_but(CASES_OF_SHARDED_NORMS, CASES_OF_SHARDED_NORMS[2]), ids=str)
-def test_equals_the_plain_model_of_sharded_norms(case: Case, four_layers_model: str) -> None:
+@pytest.mark.parametrize("case", slow_but(NORMS, NORMS[2]), ids=str)
+def test_norms_over_tokens_equal_the_plain_model(case: Case, four_layers_model: str) -> None:
     assert_exact(compare(four_layers_model, case, awkward_steps()))
 
 
@@ -355,7 +355,5 @@ class OwnTokensAlone(InspectedText):
 
 
 def test_norms_that_are_not_summed_are_caught(four_layers_model: str) -> None:
-    errors = compare(
-        four_layers_model, CASES_OF_SHARDED_NORMS[0], awkward_steps(), Fault(InspectedVision, OwnTokensAlone)
-    )
+    errors = compare(four_layers_model, NORMS[0], awkward_steps(), Fault(InspectedVision, OwnTokensAlone))
     assert errors.gradient > 0.1 and "norm" in errors.gradient_name

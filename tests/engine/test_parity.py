@@ -16,8 +16,8 @@ from dhp.data.sample.sample import Sample
 from dhp.models import lora as adapters
 from tests.engine.pair_rows import MORE, QUICK, ROWS
 from tests.engine.pairs import FEATURES, Row, apart, features_of, pairs_of, shown_by, wanted_pairs
+from tests.engine.test_families import equal_pictures as images_of_one_size
 from tests.engine.test_families import steps as images_and_videos
-from tests.engine.test_families import steps_of_families as images_of_one_size
 from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import (
@@ -248,7 +248,7 @@ TIED = [Case(ONE, ONE, 2, stages=2, schedule="1f1b")]
 TIED_SINGLE = [  # whose states DeepSpeed cuts, at other places in the first stage than in the last
     Case(ONE, Degrees(data=2), 2, "float32", stages=2, schedule="1f1b", text_zero_stage=1),
 ]  # fmt: skip
-SINGLE_OF_PIPELINE = [
+STAGED_SINGLE = [
     on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 4, "float32", 1, stages=2, schedule="1f1b", packing=True)),
     on_demand(Case(ONE, Degrees(data=2), 2, "float32", stages=2, schedule="1f1b", text_zero_stage=1)),
     on_demand(Case(ONE, Degrees(data=2), 4, "float32", stages=2, chunks=2, schedule="interleaved", text_zero_stage=2)),
@@ -274,7 +274,7 @@ def test_a_weight_of_two_stages_is_one_weight_however_its_states_are_cut(case: C
     assert_exact_in_single_precision(compare(tied_model, case, awkward_steps()))
 
 
-@pytest.mark.parametrize("case", SINGLE_OF_PIPELINE, ids=str)
+@pytest.mark.parametrize("case", STAGED_SINGLE, ids=str)
 def test_stages_in_single_precision(case: Case, four_layers_model: str) -> None:
     assert_exact_in_single_precision(compare(four_layers_model, case, awkward_steps()))
 
@@ -332,7 +332,7 @@ def test_a_planted_mistake_is_seen(fault: type, seen: Any, tied_model: str) -> N
 
 TOWERS = {"none": ONE, "data": Degrees(data=2), "sequence": Degrees(ulysses=2)}
 SCHEDULES = (("sequential", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
-GRID_OF_PIPELINE = [
+STAGED_GRID = [
     pytest.param(
         Case(TOWERS[vision], Degrees(data=data, tensor=tensor), micro, stages=stages, chunks=chunks, schedule=schedule,
              packing=(data + tensor + stages) % 2 == 0),
@@ -346,7 +346,7 @@ GRID_OF_PIPELINE = [
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(("case", "tied"), GRID_OF_PIPELINE)
+@pytest.mark.parametrize(("case", "tied"), STAGED_GRID)
 def test_every_pipeline_equals_the_plain_model(case: Case, tied: bool, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue("tied_model" if tied else "four_layers_model")
     assert_exact(compare(model, case, awkward_steps()))

@@ -126,7 +126,7 @@ GROUPS = (
     GroupRule("light", (Selector("*norm*"), Selector("*bias")), None, 0.0),
 )
 FROZEN = ("blocks.[01]", "layers.[02]", "*norm.weight", "*up_proj*")
-CASES_OF_TRAINING_RULES = [Case(Degrees(data=2), Degrees(tensor=2), 2, packing=True, groups=GROUPS)]
+RULE_CASES = [Case(Degrees(data=2), Degrees(tensor=2), 2, packing=True, groups=GROUPS)]
 # A replica without a picture goes back as far as one with some, for the weights that both gather on the way.
 GATHERED = Case(ONE, Degrees(data=2), 2, text_zero_stage=3, fsdp=True, frozen=("embed_tokens", "layers.[01]"))
 # So does one that shares a sequence with others, for what they exchange on the way.
@@ -139,7 +139,7 @@ STAGED = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES_OF_TRAINING_RULES, GATHERED, *EXCHANGED], ids=str)
+@pytest.mark.parametrize("case", [*RULE_CASES, GATHERED, *EXCHANGED], ids=str)
 def test_equals_the_plain_model_trained_so(case: Case, four_layers_model: str) -> None:
     exact = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
     exact(compare(four_layers_model, case, awkward_steps()))

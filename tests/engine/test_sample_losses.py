@@ -137,7 +137,7 @@ def test_an_objective_without_losses_by_sample_reports_none() -> None:
     assert keeper.room(0, row([[5]], None, (1,))) is None and keeper.take() is None
 
 
-ONE_OF_NONFINITE, TWO = Degrees(), Degrees(data=2)
+ONE_RANK, TWO = Degrees(), Degrees(data=2)
 
 
 class OneReplicasLossIsInfinite(InspectedText):
@@ -230,7 +230,7 @@ CASES = [
     Case(TWO, TWO, dtype="bfloat16", zero_stage=2, text_zero_stage=2),
     Case(TWO, TWO, dtype="float32", zero_stage=2, text_zero_stage=2, fsdp=True),
     Case(TWO, Degrees(data=2, tensor=2), dtype="bfloat16", zero_stage=3, text_zero_stage=3, fsdp=True),
-    Case(ONE_OF_NONFINITE, ONE_OF_NONFINITE, dtype="float32", schedule="1f1b", stages=2),
+    Case(ONE_RANK, ONE_RANK, dtype="float32", schedule="1f1b", stages=2),
     Case(Degrees(ulysses=2), TWO, dtype="bfloat16", packing=True),
 ]
 

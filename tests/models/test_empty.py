@@ -175,7 +175,7 @@ PARTS = ("vision", "text")
 
 
 @pytest.fixture(scope="module")
-def model_of_digest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def digest_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("digest"))
 
 
@@ -210,18 +210,18 @@ def digest_of(folder: Path, dtype: str = "bfloat16") -> str:
     ids=["a copy", "a weight of the tower", "of the projector", "of the decoder", "the tower's configuration"],
 )
 def test_it_changes_with_the_tower_alone(
-    change: Callable[[Path], None], same: bool, model_of_digest: Path, tmp_path: Path
+    change: Callable[[Path], None], same: bool, digest_model: Path, tmp_path: Path
 ) -> None:
-    copy = Path(shutil.copytree(model_of_digest, tmp_path / "copy"))
+    copy = Path(shutil.copytree(digest_model, tmp_path / "copy"))
     change(copy)
-    assert (digest_of(copy) == digest_of(model_of_digest)) is same
+    assert (digest_of(copy) == digest_of(digest_model)) is same
 
 
-def test_it_changes_with_the_number_format(model_of_digest: Path) -> None:
-    assert len({digest_of(model_of_digest, dtype) for dtype in ("bfloat16", "float32", "float64")}) == 3
+def test_it_changes_with_the_number_format(digest_model: Path) -> None:
+    assert len({digest_of(digest_model, dtype) for dtype in ("bfloat16", "float32", "float64")}) == 3
 
 
-def test_a_tower_that_draws_lots_is_refused(model_of_digest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tower_that_draws_lots_is_refused(digest_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = empty.load_part
 
     def dropping(*arguments: object) -> torch.nn.Module:
@@ -231,11 +231,11 @@ def test_a_tower_that_draws_lots_is_refused(model_of_digest: Path, monkeypatch: 
 
     monkeypatch.setattr(empty, "load_part", dropping)
     with pytest.raises(ConfigError, match=r"model\.visual\.dropout of the tower, which drops .* chance of 0\.1"):
-        digest_of(model_of_digest)
+        digest_of(digest_model)
 
 
 EXACT = 1e-9
-CUTS_OF_SLICE = {  # layers of each chunk, and the group that holds it
+SLICE_CUTS = {  # layers of each chunk, and the group that holds it
     "whole": ((4,), (0,)),
     "two stages": ((1, 3), (0, 1)),
     "three stages": ((2, 1, 1), (0, 1, 2)),
@@ -274,7 +274,7 @@ MADE = {
     "llava of qwen3": lambda folder: Known(save_llava(folder, Qwen3Config, head_dim=8, **LAYERS), llava_samples()),
 }
 CASES = [
-    *(("qwen2_5_vl", cut) for cut in CUTS_OF_SLICE),
+    *(("qwen2_5_vl", cut) for cut in SLICE_CUTS),
     ("qwen2_5_vl, tied", "two stages"),
     ("qwen2_5_vl, tied", "first and last in one group"),
     ("llava", "three stages"),
@@ -290,7 +290,7 @@ def known_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 @pytest.mark.parametrize(("model", "cut"), CASES)
 def test_chunks_equal_the_plain_model(known_models: Callable[[str], Known], model: str, cut: str) -> None:
-    known, (counts, owners) = known_models(model), CUTS_OF_SLICE[cut]
+    known, (counts, owners) = known_models(model), SLICE_CUTS[cut]
     assert known.difference(CutModel(known.name, cut_layers(counts), owners)) < EXACT
 
 

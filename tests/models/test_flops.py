@@ -173,7 +173,7 @@ def test_a_large_model_in_figures() -> None:
 
 
 LORA = AdapterSettings(4, 8.0)
-NONE_OF_TRAINED_FLOPS: Mapping[str, AdapterSettings] = MappingProxyType({})
+NO_ADAPTERS: Mapping[str, AdapterSettings] = MappingProxyType({})
 WHOLE = TrainedShare(entering=MatmulShare(inputs=0.0))  # pixels and words have no gradient
 NO_VISION = ["vision", "projector"]
 TRAINED: dict[str, dict[str, Any]] = {
@@ -202,7 +202,7 @@ class CountedTrainedFlops:
 
 
 def count(
-    name: str, samples: Sequence[Sample], adapted: Mapping[str, AdapterSettings] = NONE_OF_TRAINED_FLOPS, **asked: Any
+    name: str, samples: Sequence[Sample], adapted: Mapping[str, AdapterSettings] = NO_ADAPTERS, **asked: Any
 ) -> CountedTrainedFlops:
     family = load_family(name)
     rules = training_rules(TrainingConfig(**asked), family, adapted)

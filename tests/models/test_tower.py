@@ -166,7 +166,7 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path, file: str) -> None:
         find_frame_size(str(tmp_path), AutoConfig.for_model("qwen3_vl"))
 
 
-GRIDS_OF_INTERPOLATION = torch.tensor([(1, 2, 2), (1, 6, 10), (1, 12, 14), (2, 6, 4), (1, 2, 30), (3, 8, 6)])
+SQUARE_GRIDS = torch.tensor([(1, 2, 2), (1, 6, 10), (1, 12, 14), (2, 6, 4), (1, 2, 30), (3, 8, 6)])
 KERNELS = [
     pytest.param(linear, {"mode": "bilinear", "align_corners": True}, id="linear"),
     pytest.param(cubic, {"mode": "bicubic", "align_corners": False}, id="cubic"),
@@ -174,14 +174,14 @@ KERNELS = [
 
 
 def positions() -> torch.Tensor:
-    sizes = [grid[1:].expand(int(grid.prod()), 2) for grid in GRIDS_OF_INTERPOLATION]
-    return torch.cat([get_vision_position_ids(GRIDS_OF_INTERPOLATION, 2), torch.cat(sizes)], dim=1)
+    sizes = [grid[1:].expand(int(grid.prod()), 2) for grid in SQUARE_GRIDS]
+    return torch.cat([get_vision_position_ids(SQUARE_GRIDS, 2), torch.cat(sizes)], dim=1)
 
 
 @pytest.mark.parametrize("side", [5, 48])
 @pytest.mark.parametrize(("kernel", "mode"), KERNELS)
 def test_it_equals_the_librarys_to_the_bit(kernel: Kernel, mode: dict[str, Any], side: int) -> None:
-    theirs = get_vision_interpolation_indices_and_weights(GRIDS_OF_INTERPOLATION, side, spatial_merge_size=2, **mode)
+    theirs = get_vision_interpolation_indices_and_weights(SQUARE_GRIDS, side, spatial_merge_size=2, **mode)
     assert all(torch.equal(mine, other) for mine, other in zip(interpolate(positions(), side, kernel), theirs))
 
 

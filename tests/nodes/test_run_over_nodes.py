@@ -62,8 +62,8 @@ def test_two_nodes_train_what_one_does(
     assert summary["status"] == "completed"
 
 
-STEPS_OF_ELASTIC_RUN = 60
-SETTINGS = (f"training.max_steps={STEPS_OF_ELASTIC_RUN}", "training.save_steps=10", *LONG[1:])
+ELASTIC_STEPS = 60
+SETTINGS = (f"training.max_steps={ELASTIC_STEPS}", "training.save_steps=10", *LONG[1:])
 # Each step has two rows, so of three replicas one has none. All on three nodes of one CPU each.
 THREE = (
     *("vision.num_actors=1", "vision.parallelism=none", "vision.zero_stage=0", "training.empty_rows=true"),
@@ -101,7 +101,7 @@ def cluster() -> Iterator[Any]:
         yield made
 
 
-def lines_of_elastic_run(run_dir: Path) -> list[dict[str, Any]]:
+def elastic_lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -132,8 +132,8 @@ def test_the_head_goes_and_the_command_is_run_again(tiny_assets: Path, tmp_path:
         found = train(*arguments, f"cluster.address={second.address}", "training.resume=auto")
     assert found.status == 0, found.stderr
     keys = ("loss", "grad_norm", "sample_digest")
-    assert [[line[key] for key in keys] for line in lines_of_elastic_run(run_dir)] == [
-        [line[key] for key in keys] for line in lines_of_elastic_run(plain)
+    assert [[line[key] for key in keys] for line in elastic_lines(run_dir)] == [
+        [line[key] for key in keys] for line in elastic_lines(plain)
     ]
 
 
@@ -163,7 +163,7 @@ def test_a_node_goes_and_another_comes(cluster: Any, tiny_assets: Path, tmp_path
     assert "restart, not counted, for it goes on in another layout" in found.stdout
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["world"]["text"]["data"] == 3
-    ours, theirs = lines_of_elastic_run(run_dir), lines_of_elastic_run(plain)
+    ours, theirs = elastic_lines(run_dir), elastic_lines(plain)
     assert [line["sample_digest"] for line in ours] == [line["sample_digest"] for line in theirs]
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
 

@@ -314,13 +314,13 @@ FIELDS = (
     "status error steps resumed_from restarts skipped_steps first_loss last_loss eval_loss eval_accuracy median_step_s "
     "tokens_per_s idle_share world planned measured planned_ratio differs stragglers versions"
 ).split()
-STEPS_OF_SUMMARY = [
+SUMMARY_STEPS = [
     StepMetrics(step=n, loss=4.0 / n, step_s=seconds, tokens=100) for n, seconds in ((1, 3.0), (2, 0.5), (3, 0.5))
 ]
 
 
 def test_the_file_has_every_field_in_order(tmp_path):
-    summary = Summary.of(STEPS_OF_SUMMARY, status="completed", world={"text": {"num_actors": 2, "tensor": 2}})
+    summary = Summary.of(SUMMARY_STEPS, status="completed", world={"text": {"num_actors": 2, "tensor": 2}})
     written = json.loads(write_summary(tmp_path, summary).read_text())
     assert list(written) == FIELDS
     assert written["world"] == {"text": {"num_actors": 2, "tensor": 2}}
@@ -328,7 +328,7 @@ def test_the_file_has_every_field_in_order(tmp_path):
 
 
 def test_figures_of_the_steps():
-    summary = Summary.of(STEPS_OF_SUMMARY, status="completed")
+    summary = Summary.of(SUMMARY_STEPS, status="completed")
     assert (summary.steps, summary.first_loss, summary.last_loss) == (3, 4.0, 4.0 / 3)
     assert (summary.median_step_s, summary.tokens_per_s) == (0.5, 75.0)
 
@@ -346,7 +346,7 @@ def test_idle_is_what_the_steps_have_beside_computing():
         StepMetrics(step=3, step_s=9.0),
     ]
     assert Summary.of(steps, status="completed").idle_share == {"vision": 0.75, "text": 0.375}
-    assert Summary.of(STEPS_OF_SUMMARY, status="completed").idle_share is None
+    assert Summary.of(SUMMARY_STEPS, status="completed").idle_share is None
 
 
 def test_totals_hold_some_bytes_a_step():

@@ -106,7 +106,7 @@ def test_memory_of_one_machine_is_told_as_such() -> None:
 WRITE = "run `python -m scripts.reference`"
 
 
-def page_of_reference(name: str) -> str:
+def reference_page(name: str) -> str:
     return (reference.DOCS / name).read_text(encoding="utf-8")
 
 
@@ -116,8 +116,8 @@ def test_the_documents_hold_the_tables() -> None:
         ("coming-from.md", reference.KEYS_HEADING, reference.foreign_tables()),
         ("metrics.md", reference.FIELDS_HEADING, reference.field_tables()),
     ):
-        assert page_of_reference(name)[page_of_reference(name).index(heading) :] == tables, WRITE
-    assert reference.alias_table() in page_of_reference("coming-from.md"), WRITE
+        assert reference_page(name)[reference_page(name).index(heading) :] == tables, WRITE
+    assert reference.alias_table() in reference_page("coming-from.md"), WRITE
 
 
 def test_every_key_has_a_meaning() -> None:

@@ -96,7 +96,7 @@ def test_adapters_drop_nothing_out(four_layers_model: str) -> None:
 
 
 NEW = Sampling(5)
-CASES_OF_GENERATE = [
+ANSWERED = [
     Case(Degrees(ulysses=2), Degrees(tensor=2), 2, packing=True, recompute="light"),
     Case(Degrees(data=2), Degrees(data=2, ring=2), 2, checkpointing=True, mlp_chunks=3),
     Case(Degrees(data=2), Degrees(data=2), 2, "float32", zero_stage=1, text_zero_stage=2),
@@ -106,7 +106,7 @@ CASES_OF_GENERATE = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_but(CASES_OF_GENERATE, CASES_OF_GENERATE[0], CASES_OF_GENERATE[3]), ids=str)
+@pytest.mark.parametrize("case", slow_but(ANSWERED, ANSWERED[0], ANSWERED[3]), ids=str)
 def test_answers_between_steps(case: Case, four_layers_model: str) -> None:
     model, steps = four_layers_model, awkward_steps()[:2]
     samples = [make_prompt([(1, 8, 6)], 9, 1), make_text(20, 2), make_prompt([(1, 4, 4), (1, 4, 8)], 3, 3)]

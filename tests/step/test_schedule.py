@@ -219,7 +219,7 @@ def test_actions_print_as_they_are() -> None:
     assert [str(Forward(Node("text.1", 1), 3)), str(Backward(Node("vision"), 0))] == ["F text.1/1 3", "B vision 0"]
 
 
-PAIR_OF_TIMED, TWO_OF_TIMED = make_graph(), make_graph(stages=2)
+TIMED_PAIR, TIMED_TWO = make_graph(), make_graph(stages=2)
 
 
 def one(action: Action) -> float:
@@ -266,22 +266,22 @@ def test_unit_seconds_give_the_clock_table_of_every_schedule() -> None:
 
 def test_other_seconds_give_another_table() -> None:
     """The negative control of the one above."""
-    programs = make_programs("1f1b", TWO_OF_TIMED, 4)
-    slow = play(programs, TWO_OF_TIMED, lambda action: 2.0 if action.node.stage == "text.1" else 1.0, apart=True)
-    assert slow.step_s > len(clock(programs, TWO_OF_TIMED))
+    programs = make_programs("1f1b", TIMED_TWO, 4)
+    slow = play(programs, TIMED_TWO, lambda action: 2.0 if action.node.stage == "text.1" else 1.0, apart=True)
+    assert slow.step_s > len(clock(programs, TIMED_TWO))
 
 
 def test_stages_of_one_device_take_turns() -> None:
-    programs = make_programs("vision_ahead", PAIR_OF_TIMED, 3)
-    assert play(programs, apart(PAIR_OF_TIMED), one).step_s == 8
-    shared = play(programs, PAIR_OF_TIMED, one)
+    programs = make_programs("vision_ahead", TIMED_PAIR, 3)
+    assert play(programs, apart(TIMED_PAIR), one).step_s == 8
+    shared = play(programs, TIMED_PAIR, one)
     assert shared.step_s == 12 and shared.busy_s == {0: 12.0} and shared.bubble == 0.0
 
 
 def test_a_stage_over_several_devices_waits_for_the_last_of_them() -> None:
     """Text is on both devices, vision on the first alone."""
-    vision, text = PAIR_OF_TIMED.stages
-    graph = replace(PAIR_OF_TIMED, stages=(replace(vision, devices=range(1)), replace(text, devices=range(2))))
+    vision, text = TIMED_PAIR.stages
+    graph = replace(TIMED_PAIR, stages=(replace(vision, devices=range(1)), replace(text, devices=range(2))))
     own = play(make_programs("vision_ahead", graph, 3), graph, one)
     assert own.step_s == 12 and own.busy_s == {0: 12.0, 1: 6.0} and own.bubble == 0.25
 
@@ -293,7 +293,7 @@ def hops(edge: Edge, back: bool) -> float:
 def test_hand_overs_keep_the_receiver_waiting() -> None:
     """Vision forward 1, backward 2; text 3 and 4; half a second there, a quarter back; by hand."""
     seconds = {"vision": (1.0, 2.0), "text": (3.0, 4.0)}
-    graph = apart(PAIR_OF_TIMED)
+    graph = apart(TIMED_PAIR)
     own = play(
         make_programs("vision_ahead", graph, 2),
         graph,
@@ -335,10 +335,10 @@ def test_a_frozen_tower_never_waits_for_the_decoder() -> None:
 
 
 def test_programs_that_wait_for_one_another_are_named_of_timed() -> None:
-    programs = make_programs("1f1b", TWO_OF_TIMED, 2)
+    programs = make_programs("1f1b", TIMED_TWO, 2)
     programs["vision"] = [*programs["vision"]][::-1]
     with pytest.raises(ValueError, match=r"vision before B vision 1, text.0 before F text.0 0"):
-        play(programs, TWO_OF_TIMED, one)
+        play(programs, TIMED_TWO, one)
 
 
 def drawn(timeline: Timeline, graph: StageGraph, column_s: float, again: tuple[str, ...] = ()) -> str:
@@ -346,7 +346,7 @@ def drawn(timeline: Timeline, graph: StageGraph, column_s: float, again: tuple[s
 
 
 def test_longer_actions_fill_their_columns() -> None:
-    graph = apart(PAIR_OF_TIMED)
+    graph = apart(TIMED_PAIR)
     own = play(make_programs("vision_ahead", graph, 2), graph, lambda a: 2.0 if a.node.stage == "text" else 1.0)
     table = """
     vision 0 1 .  . .  0' . . .  1'

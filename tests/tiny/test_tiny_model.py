@@ -195,7 +195,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "shapes", samples=16)
 
 
-def read_of_family(model: Path, data: Path) -> dict[str, torch.Tensor]:
+def read_dataset(model: Path, data: Path) -> dict[str, torch.Tensor]:
     """The first step of a run of it, as the plain model's arguments."""
     shapes = {"annotation_path": data / "annotations.json", "data_path": data}
     own = [f"data.data_registry.shapes.{key}={value}" for key, value in shapes.items()]
@@ -214,7 +214,7 @@ def test_the_plain_model_takes_what_dhp_reads_for_it(name: str, data: Path, tmp_
         make_family(name, tmp_path / "made"), output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    named = read_of_family(tmp_path / "made", data)
+    named = read_dataset(tmp_path / "made", data)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
     with warnings.catch_warnings():  # libraries' own
         warnings.simplefilter("ignore")
@@ -270,23 +270,21 @@ def test_the_command_writes_a_model(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.fixture(scope="module")
-def folder_of_made_pictures(tmp_path_factory) -> Path:
+def pictures_folder(tmp_path_factory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("made") / "shapes", samples=64, seed=3)
 
 
 @pytest.fixture(scope="module")
-def records(folder_of_made_pictures):
-    entry = DatasetEntry(
-        annotation_path=str(folder_of_made_pictures / "annotations.json"), data_path=str(folder_of_made_pictures)
-    )
+def records(pictures_folder):
+    entry = DatasetEntry(annotation_path=str(pictures_folder / "annotations.json"), data_path=str(pictures_folder))
     dataset = open_dataset(["shapes"], {"shapes": entry})
     return [dataset.record(index) for index in range(len(dataset))]
 
 
-def files(folder_of_made_pictures: Path) -> dict[str, bytes]:
+def files(pictures_folder: Path) -> dict[str, bytes]:
     return {
-        str(path.relative_to(folder_of_made_pictures)): path.read_bytes()
-        for path in sorted(folder_of_made_pictures.rglob("*"))
+        str(path.relative_to(pictures_folder)): path.read_bytes()
+        for path in sorted(pictures_folder.rglob("*"))
         if path.is_file()
     }
 
@@ -328,26 +326,26 @@ def test_the_colour_of_the_answer_is_in_the_picture(records):
         assert any(close)
 
 
-def test_the_same_arguments_give_the_same_files(folder_of_made_pictures, tmp_path):
-    assert files(make_dataset(tmp_path / "a" / "again", samples=64, seed=3)) == files(folder_of_made_pictures)
+def test_the_same_arguments_give_the_same_files(pictures_folder, tmp_path):
+    assert files(make_dataset(tmp_path / "a" / "again", samples=64, seed=3)) == files(pictures_folder)
     other = files(make_dataset(tmp_path / "other", samples=64, seed=4))
-    assert other["annotations.json"] != files(folder_of_made_pictures)["annotations.json"]
+    assert other["annotations.json"] != files(pictures_folder)["annotations.json"]
 
 
-def test_a_made_folder_is_left_alone(folder_of_made_pictures):
-    before = {path: path.stat().st_mtime_ns for path in folder_of_made_pictures.rglob("*")}
-    assert make_dataset(folder_of_made_pictures, samples=64, seed=3) == folder_of_made_pictures
-    assert {path: path.stat().st_mtime_ns for path in folder_of_made_pictures.rglob("*")} == before
+def test_a_made_folder_is_left_alone(pictures_folder):
+    before = {path: path.stat().st_mtime_ns for path in pictures_folder.rglob("*")}
+    assert make_dataset(pictures_folder, samples=64, seed=3) == pictures_folder
+    assert {path: path.stat().st_mtime_ns for path in pictures_folder.rglob("*")} == before
 
 
-def test_another_recipe_in_the_folder_is_an_error(folder_of_made_pictures, tmp_path):
+def test_another_recipe_in_the_folder_is_an_error(pictures_folder, tmp_path):
     with pytest.raises(DataError, match=r"was not made with .*'samples': 65.*Remove it"):
-        make_dataset(folder_of_made_pictures, samples=65, seed=3)
+        make_dataset(pictures_folder, samples=65, seed=3)
     with pytest.raises(DataError, match=r"it says None"):
         make_dataset(tmp_path, samples=8)
 
 
-def test_an_interrupted_run_leaves_nothing_of_made_pictures(tmp_path, monkeypatch):
+def test_an_interrupted_run_leaves_no_picture(tmp_path, monkeypatch):
     def stop(random):
         raise KeyboardInterrupt
 
@@ -371,10 +369,10 @@ def test_two_makers_at_once_end_with_one_dataset(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["shapes"]
 
 
-def test_texts_are_all_questions_and_answers(folder_of_made_pictures):
-    annotations = json.loads((folder_of_made_pictures / "annotations.json").read_text())
-    assert len(texts(folder_of_made_pictures)) == sum(len(sample["conversations"]) for sample in annotations)
-    assert "Which digit is this?" in [text.removeprefix("<image>\n") for text in texts(folder_of_made_pictures)]
+def test_texts_are_all_questions_and_answers(pictures_folder):
+    annotations = json.loads((pictures_folder / "annotations.json").read_text())
+    assert len(texts(pictures_folder)) == sum(len(sample["conversations"]) for sample in annotations)
+    assert "Which digit is this?" in [text.removeprefix("<image>\n") for text in texts(pictures_folder)]
 
 
 def frames_of(path: Path) -> list[np.ndarray]:

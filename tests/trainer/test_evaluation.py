@@ -500,24 +500,24 @@ def test_why_a_step_has_no_mfu_is_said(peak: float | None, mfu: float | None, sa
 
 
 # Two replicas of two sequence ranks with two tensor ranks each, behind a stage without a head.
-STAGES_OF_SAMPLE_LOSSES: Any = {
+LOSS_STAGES: Any = {
     "vision": SimpleNamespace(leaders=list, spec=SimpleNamespace(degrees=Degrees(ulysses=2))),
     "text": SimpleNamespace(
         leaders=lambda of: list(of[::2]), spec=SimpleNamespace(degrees=Degrees(data=2, ring=2, tensor=2))
     ),
 }
 ORDER = (((("b", 7), ("a", 3)), (("a", 1),)), ((("a", 9),), ()))  # [micro-batch][replica]
-STEP_OF_SAMPLE_LOSSES = replace(INFO, order=ORDER, rows={"a": (1, 3, 5, 9), "b": (7,)})
+LOSS_STEP = replace(INFO, order=ORDER, rows={"a": (1, 3, 5, 9), "b": (7,)})
 
 
-def report_of_sample_losses(samples: SampleLosses | None) -> StageReport:
+def loss_report(samples: SampleLosses | None) -> StageReport:
     return StageReport(0, None, 1.0, {}, None, {}, samples=samples)
 
 
 def of_ranks(*leaders: SampleLosses | None) -> dict[str, list[StageReport]]:
     return {
-        "vision": [report_of_sample_losses(None)] * 2,
-        "text": [report_of_sample_losses(one) for each in leaders for one in (each, None)],
+        "vision": [loss_report(None)] * 2,
+        "text": [loss_report(one) for each in leaders for one in (each, None)],
     }
 
 
@@ -531,24 +531,22 @@ FOUR = (
 
 def test_parts_of_a_sample_are_put_together_and_stand_beside_their_rows() -> None:
     """Row 9 has no target, row 5 was left out."""
-    assert mean_losses(STEP_OF_SAMPLE_LOSSES, of_ranks(*FOUR), STAGES_OF_SAMPLE_LOSSES) == {
+    assert mean_losses(LOSS_STEP, of_ranks(*FOUR), LOSS_STAGES) == {
         "a": [4.0, 1.0, None, None],
         "b": [1.0],
     }
 
 
 def test_of_a_row_that_comes_twice_each_has_the_mean() -> None:
-    twice = replace(
-        STEP_OF_SAMPLE_LOSSES, order=(((("b", 7), ("a", 1)), (("a", 1),)), ORDER[1]), rows={"a": (1, 1, 9), "b": (7,)}
-    )
-    assert mean_losses(twice, of_ranks(*FOUR), STAGES_OF_SAMPLE_LOSSES) == {"a": [2.8, 2.8, None], "b": [1.0]}
+    twice = replace(LOSS_STEP, order=(((("b", 7), ("a", 1)), (("a", 1),)), ORDER[1]), rows={"a": (1, 1, 9), "b": (7,)})
+    assert mean_losses(twice, of_ranks(*FOUR), LOSS_STAGES) == {"a": [2.8, 2.8, None], "b": [1.0]}
 
 
 def test_nothing_is_said_where_no_rank_reports_any() -> None:
-    assert mean_losses(STEP_OF_SAMPLE_LOSSES, of_ranks(*[None] * 4), STAGES_OF_SAMPLE_LOSSES) == {}
+    assert mean_losses(LOSS_STEP, of_ranks(*[None] * 4), LOSS_STAGES) == {}
 
 
 def test_ranks_that_have_other_samples_than_were_dealt_are_seen() -> None:
     short = replace(FOUR[0], sums={0: (1.0,), 1: (0.0,)})
     with pytest.raises(ValueError, match="zip"):
-        mean_losses(STEP_OF_SAMPLE_LOSSES, of_ranks(short, *FOUR[1:]), STAGES_OF_SAMPLE_LOSSES)
+        mean_losses(LOSS_STEP, of_ranks(short, *FOUR[1:]), LOSS_STAGES)

@@ -40,7 +40,7 @@ from dhp.plan.batches import feed_settings, passes_of
 from dhp.plan.count.counted_model import Counted, count_model
 from dhp.plan.run_plan import plan_run
 from dhp.plan.stage_graph import devices_as_planned, find_localities, world
-from dhp.plan.stage_graph import make_graph as make_graph_of_stage_graph
+from dhp.plan.stage_graph import make_graph as stage_graph_of
 from dhp.plan.trainable import training_rules
 from dhp.step.schedule import draw, make_schedule
 from dhp.step.stages import make_stages
@@ -515,7 +515,7 @@ def resolve_radar(asked: PartConfig) -> PartConfig:
 def heard(four_layers_model: str) -> tuple[WithRadar, StageGraph]:
     config, family = with_radar(four_layers_model)
     counted = Counted(family, four_layers_model, training_rules(config.training, family), {}, "sft")
-    return config, make_graph_of_stage_graph(config, counted)
+    return config, stage_graph_of(config, counted)
 
 
 def test_its_stage_and_edges_are_in_the_chain(heard: tuple[WithRadar, StageGraph]) -> None:

@@ -448,15 +448,15 @@ def test_damaged_bytes_give_a_picture_or_a_data_error(tmp_path, write_video, end
 
 TALK = [{"from": "human", "value": "<image>\n<video>What?"}, {"from": "gpt", "value": "A circle."}]
 PARTS = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "a.png"}}]
-ANSWER_OF_DAMAGE = {"role": "assistant", "content": "A circle."}
+SHORT_ANSWER = {"role": "assistant", "content": "A circle."}
 SAMPLES = {
     "llava": {"conversations": TALK, "image": "a.png", "video": ["v.mp4"]},
     "sharegpt": {
-        "messages": [{"role": "user", "content": "<image>?"}, ANSWER_OF_DAMAGE],
+        "messages": [{"role": "user", "content": "<image>?"}, SHORT_ANSWER],
         "images": ["a.png"],
         "system": "",
     },
-    "openai": {"messages": [{"role": "user", "content": PARTS}, ANSWER_OF_DAMAGE]},
+    "openai": {"messages": [{"role": "user", "content": PARTS}, SHORT_ANSWER]},
     "alpaca": {"instruction": "<image>?", "input": "x", "output": "y", "history": [["a", "b"]], "images": ["a.png"]},
     "swift": {"query": "?", "response": "y", "history": [["a", "b"]], "images": ["a.png"], "system": "", "objects": {}},
     "unknown": {"text": "What?"},

@@ -292,12 +292,12 @@ def with_template(tokenizer: Any, template: str) -> Any:
     return changed
 
 
-def talk_of_template_check(*texts: str, system: str | None = None) -> tuple[Turn, ...]:
+def turns_of(*texts: str, system: str | None = None) -> tuple[Turn, ...]:
     turns = tuple(Turn(role, (text,)) for role, text in zip(("user", "assistant") * len(texts), texts))
     return turns if system is None else (Turn("system", (system,)), *turns)
 
 
-def answers_of_template_check(rendered: Rendered) -> list[str]:
+def answers_of(rendered: Rendered) -> list[str]:
     return [rendered.text[start:stop].strip() for start, stop in rendered.spans]
 
 
@@ -320,15 +320,15 @@ def of_words(*words: str, ends: tuple[str, ...] = ("<end>",)) -> Any:
 def test_the_first_word_of_an_answer_is_learned_with_the_space_before_it() -> None:
     tokenizer = of_words("USER:", " What?", " ASSISTANT:", " red", " square", " ", " Yes.")
     tokenizer.chat_template = LLAVA
-    assert learned(tokenizer, talk_of_template_check("What?", "red square"))[:2] == [" red", " square"]
-    assert learned(tokenizer, talk_of_template_check("What?", "Yes."))[0] == " Yes."
+    assert learned(tokenizer, turns_of("What?", "red square"))[:2] == [" red", " square"]
+    assert learned(tokenizer, turns_of("What?", "Yes."))[0] == " Yes."
 
 
 def test_an_end_of_turn_that_is_not_eos_is_learned_behind_its_block() -> None:
     tokenizer = of_words("USER:", " What?", " ASSISTANT:", " red")
     tokenizer.chat_template = LLAVA.replace(" {% endgeneration %}", "{% endgeneration %}<end>")
     assert find_answer_end(tokenizer) == tokenizer.convert_tokens_to_ids("<end>") != tokenizer.eos_token_id
-    assert learned(tokenizer, talk_of_template_check("What?", "red", "What?", "red")) == [
+    assert learned(tokenizer, turns_of("What?", "red", "What?", "red")) == [
         " red",
         "<end>",
         " red",
@@ -346,9 +346,7 @@ def test_the_token_that_ends_an_answer(tokenizer: Any, template: str, end: str |
 
 def test_a_template_of_strings_is_handed_strings(tokenizer: Any) -> None:
     strings = with_template(tokenizer, ENDS.replace(PARTS, STRINGS) + ASKS)
-    assert answers_of_template_check(render(strings, to_messages(talk_of_template_check("hi", "there")))) == [
-        "there<|im_end|>"
-    ]
+    assert answers_of(render(strings, to_messages(turns_of("hi", "there")))) == ["there<|im_end|>"]
     pictured = to_messages((Turn("user", ("Look: ", b"picture")), Turn("assistant", ("Red.",))))
     with pytest.raises(DataError, match="turn 1 shows 1 images, and the chat template takes text alone"):
         render(strings, pictured)
@@ -359,13 +357,13 @@ def test_a_system_text_that_the_template_leaves_out_is_told(tokenizer: Any, bloc
     without = ENDS.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}") + ASKS
     if block:
         without = without.replace(PARTS, "{% generation %}" + PARTS + "{% endgeneration %}")
-    messages = to_messages(talk_of_template_check("hi", "salut", system="Answer in French."))
+    messages = to_messages(turns_of("hi", "salut", system="Answer in French."))
     with pytest.raises(DataError, match=r"leaves out or rewrites text of turn 1 \(system\): 'Answer in French.'"):
         render(with_template(tokenizer, without), messages)
 
 
 def test_a_system_text_in_the_users_turn_is_written() -> None:
-    messages = to_messages(talk_of_template_check("hi", "salut", system="Answer in  French."))
+    messages = to_messages(turns_of("hi", "salut", system="Answer in  French."))
     check_written("<user>Answer in French.\n\nhi<end><bot>salut<end>", ((35, 45),), messages)
 
 
@@ -383,7 +381,7 @@ def test_a_system_text_in_the_users_turn_is_written() -> None:
 def test_texts_are_found_in_order_and_answers_in_their_spans(
     text: str, spans: tuple[tuple[int, int], ...], lost: str | None
 ) -> None:
-    messages = to_messages(talk_of_template_check("a", "b", "c", "d"))
+    messages = to_messages(turns_of("a", "b", "c", "d"))
     if lost is None:
         check_written(text, spans, messages)
         return
@@ -395,12 +393,12 @@ def test_words_of_an_answer_that_become_a_thought_are_told() -> None:
     said = "Write </think> behind the block, then go on."
     torn = "q<think>\nWrite \n</think>\n\n behind the block, then go on."
     with pytest.raises(DataError, match="rewrites text of turn 2"):
-        check_written(torn, ((1, len(torn)),), to_messages(talk_of_template_check("q", said)))
-    check_written(f"q{said}", ((1, len(said) + 1),), to_messages(talk_of_template_check("q", said)))
+        check_written(torn, ((1, len(torn)),), to_messages(turns_of("q", said)))
+    check_written(f"q{said}", ((1, len(said) + 1),), to_messages(turns_of("q", said)))
 
 
 def test_a_thought_that_an_earlier_answer_loses_is_told() -> None:
-    messages = to_messages(talk_of_template_check("a", "<think>x</think>b", "c", "<think>y</think>d"))
+    messages = to_messages(turns_of("a", "<think>x</think>b", "c", "<think>y</think>d"))
     both = "a<think>\nx\n</think>\n\nb;c<think>\ny\n</think>\n\nd"
     middle = both.index(";")
     check_written(both, ((1, middle), (middle + 2, len(both))), messages)
@@ -412,7 +410,7 @@ def test_a_thought_that_an_earlier_answer_loses_is_told() -> None:
 def test_an_answer_without_a_character_learns_its_end_alone() -> None:
     tokenizer = of_words("USER:", " What?", " ASSISTANT:", " red")
     tokenizer.chat_template = LLAVA.replace(" {% endgeneration %}", "{% endgeneration %}<end>")
-    assert learned(tokenizer, talk_of_template_check("What?", "", "What?", "red")) == ["<end>", " red", "<end>"]
+    assert learned(tokenizer, turns_of("What?", "", "What?", "red")) == ["<end>", " red", "<end>"]
 
 
 PICTURE, A = {"type": "image"}, {"type": "text", "text": "a"}

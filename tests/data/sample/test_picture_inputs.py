@@ -259,7 +259,7 @@ def kept(shelf: Shelf, tower: str = "tower", about: tuple = ("qwen",)) -> Cached
     return CachedPictures(tower, shelf.load, NAMES, about)
 
 
-def record_of_cached_features(*parts: Any) -> Record:
+def kept_record(*parts: Any) -> Record:
     return Record("set", 1, "here", (Turn("user", ("Is it blue?", *parts)), Turn("assistant", ("You are red",))))
 
 
@@ -267,7 +267,7 @@ def test_a_kept_picture_is_not_decoded(
     shelf: Shelf, images: Path, tmp_path: Path, write_video: Callable[..., Path], preprocessor: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    shown = record_of_cached_features(images / "a.png", images / "b.jpg", Video(write_video(tmp_path / "v.mp4")))
+    shown = kept_record(images / "a.png", images / "b.jpg", Video(write_video(tmp_path / "v.mp4")))
     plain, make = preprocessor()(shown), preprocessor(kept=kept(shelf))
     cold = make(shown)
     assert plain.features == () and [one.tensors for one in cold.features] == [None] * 3
@@ -287,20 +287,20 @@ def test_a_kept_picture_is_not_decoded(
 
 def test_the_same_bytes_are_the_same_picture_wherever_they_are(shelf: Shelf, images: Path, preprocessor: Make) -> None:
     make, path = preprocessor(kept=kept(shelf)), images / "a.png"
-    (copied,) = make(record_of_cached_features(Blob("in the annotation", path.read_bytes()))).features
-    (own,) = make(record_of_cached_features(path)).features
+    (copied,) = make(kept_record(Blob("in the annotation", path.read_bytes()))).features
+    (own,) = make(kept_record(path)).features
     assert own.key == copied.key
 
 
 def test_other_pixels_have_another_key(shelf: Shelf, images: Path, preprocessor: Make) -> None:
     make, path = preprocessor(kept=kept(shelf)), images / "a.png"
-    shelf.keep(make(record_of_cached_features(path)))
-    assert len(make(record_of_cached_features(path)).pixels[0]) == 0
+    shelf.keep(make(kept_record(path)))
+    assert len(make(kept_record(path)).pixels[0]) == 0
     with Image.open(path) as image:
         changed = image.copy()
     changed.putpixel((3, 5), (200, 30, 41))
     changed.save(path)
-    assert len(make(record_of_cached_features(path)).pixels[0]) > 0
+    assert len(make(kept_record(path)).pixels[0]) > 0
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_other_pixels_have_another_key(shelf: Shelf, images: Path, preprocessor:
 def test_whatever_decides_features_changes_the_key(
     changes: dict, about: dict, shelf: Shelf, images: Path, preprocessor: Make
 ) -> None:
-    shown = record_of_cached_features(images / "a.png")
+    shown = kept_record(images / "a.png")
     shelf.keep(preprocessor(kept=kept(shelf))(shown))
     assert len(preprocessor(kept=kept(shelf))(shown).pixels[0]) == 0
     assert len(preprocessor(kept=kept(shelf, **about), **changes)(shown).pixels[0]) > 0
@@ -327,7 +327,7 @@ def test_other_frames_of_a_video_have_another_key(
     shelf: Shelf, tmp_path: Path, write_video: Callable[..., Path], preprocessor: Make
 ) -> None:
     shown, make = (
-        record_of_cached_features(Video(write_video(tmp_path / "v.mp4", frames=16))),
+        kept_record(Video(write_video(tmp_path / "v.mp4", frames=16))),
         preprocessor(kept=kept(shelf)),
     )
     shelf.keep(make(shown))
@@ -349,7 +349,7 @@ def test_other_frames_of_a_video_have_another_key(
 def test_what_does_not_fit_the_picture_is_made_anew(
     wrong: Callable, shelf: Shelf, images: Path, preprocessor: Make
 ) -> None:
-    make, shown = preprocessor(kept=kept(shelf)), record_of_cached_features(images / "a.png")
+    make, shown = preprocessor(kept=kept(shelf)), kept_record(images / "a.png")
     cold = make(shown)
     shelf.keep(cold)
     shelf[cold.features[0].key] = wrong(shelf[cold.features[0].key])
@@ -394,9 +394,9 @@ def test_settings_and_frames_of_a_picture_have_keys_of_their_own(
         Video(replace(same, rate=1.0)), Video(Frames((a, a, a, a), 2.0)),
     ]  # fmt: skip
     preprocess = preprocessor(kept=kept(shelf))
-    made = [preprocess(record_of_cached_features(part)) for part in parts]
+    made = [preprocess(kept_record(part)) for part in parts]
     assert len({sample.features[0].key for sample in made}) == len(parts)
     for part, sample in zip(parts, made):
         shelf.keep(sample)
-        again = preprocess(record_of_cached_features(part))
+        again = preprocess(kept_record(part))
         assert again.grids == sample.grids and again.seconds == sample.seconds and not again.pixels[0].size

@@ -286,79 +286,79 @@ def test_answers_that_end_in_the_templates_end_are_counted(look):
 ASKED = {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "Yes."}]}
 
 
-def digest(dataset_of_step_ids: Dataset, batch: StepBatch) -> str:
-    return digest_rows(rows_of(dataset_of_step_ids, batch))
+def digest(numbered_set: Dataset, batch: StepBatch) -> str:
+    return digest_rows(rows_of(numbered_set, batch))
 
 
 @pytest.fixture
-def registry_of_step_ids(write_json) -> dict[str, DatasetEntry]:
+def numbered_registry(write_json) -> dict[str, DatasetEntry]:
     made = {"a": write_json([ASKED] * 5), "b": write_json([ASKED] * 7, "b.jsonl")}
     return {name: DatasetEntry(annotation_path=str(path)) for name, path in made.items()}
 
 
 @pytest.fixture
-def dataset_of_step_ids(registry_of_step_ids: dict[str, DatasetEntry]) -> Dataset:
-    return open_dataset(["a", "b"], registry_of_step_ids)
+def numbered_set(numbered_registry: dict[str, DatasetEntry]) -> Dataset:
+    return open_dataset(["a", "b"], numbered_registry)
 
 
 def batch(*indices: int, epoch: int = 0) -> StepBatch:
     return StepBatch(0, epoch, 0.0, ((indices,),))
 
 
-def test_it_is_the_checksum_of_names_and_rows(dataset_of_step_ids: Dataset) -> None:
+def test_it_is_the_checksum_of_names_and_rows(numbered_set: Dataset) -> None:
     rows = lambda *own: np.array(own, "<i8").tobytes()
     expected = crc32(b"a\0" + rows(1, 4) + b"b\0" + rows(0, 6))
-    assert digest(dataset_of_step_ids, batch(11, 4, 5, 1)) == f"{expected:08x}"
+    assert digest(numbered_set, batch(11, 4, 5, 1)) == f"{expected:08x}"
 
 
-def test_every_layout_has_the_same(dataset_of_step_ids: Dataset) -> None:
+def test_every_layout_has_the_same(numbered_set: Dataset) -> None:
     layouts = [BatchLayout(1, 4, 1), BatchLayout(4, 1, 1), BatchLayout(2, 1, 2), BatchLayout(1, 1, 4)]
-    samplers = [RandomSampler(len(dataset_of_step_ids), layout, 3, True) for layout in layouts]
-    found = [[digest(dataset_of_step_ids, sampler.batch(step)) for step in range(6)] for sampler in samplers]
+    samplers = [RandomSampler(len(numbered_set), layout, 3, True) for layout in layouts]
+    found = [[digest(numbered_set, sampler.batch(step)) for step in range(6)] for sampler in samplers]
     assert found[1:] == found[:1] * 3
     assert len(set(found[0])) == 6  # three of each epoch, which has an order of its own
 
 
 @pytest.mark.parametrize("other", [(1, 4, 5), (1, 4, 5, 10), (1, 4, 5, 11, 11), (0, 4, 5, 11)])
-def test_other_samples_have_another(other: tuple[int, ...], dataset_of_step_ids: Dataset) -> None:
-    assert digest(dataset_of_step_ids, batch(*other)) != digest(dataset_of_step_ids, batch(1, 4, 5, 11))
+def test_other_samples_have_another(other: tuple[int, ...], numbered_set: Dataset) -> None:
+    assert digest(numbered_set, batch(*other)) != digest(numbered_set, batch(1, 4, 5, 11))
 
 
-def test_the_datasets_name_is_part_of_it(registry_of_step_ids: dict[str, DatasetEntry]) -> None:
-    alone = [open_dataset([name], registry_of_step_ids) for name in ("a", "b")]
+def test_the_datasets_name_is_part_of_it(numbered_registry: dict[str, DatasetEntry]) -> None:
+    alone = [open_dataset([name], numbered_registry) for name in ("a", "b")]
     assert digest(alone[0], batch(0, 1)) != digest(alone[1], batch(0, 1))
-    assert digest(open_dataset(["b", "a"], registry_of_step_ids), batch(0, 8)) == digest(
-        open_dataset(["a", "b"], registry_of_step_ids), batch(5, 1)
+    assert digest(open_dataset(["b", "a"], numbered_registry), batch(0, 8)) == digest(
+        open_dataset(["a", "b"], numbered_registry), batch(5, 1)
     )
 
 
-def test_names_open_the_sample(dataset_of_step_ids: Dataset) -> None:
-    first, second = names(dataset_of_step_ids, batch(6, 0))
+def test_names_open_the_sample(numbered_set: Dataset) -> None:
+    first, second = names(numbered_set, batch(6, 0))
     assert first.startswith("index=6, dataset 'b', line 2 of ") and first.endswith("b.jsonl")
     assert second.startswith("index=0, dataset 'a', element 1 of ")
-    assert dataset_of_step_ids.record(6).where == first.removeprefix("index=6, ")
+    assert numbered_set.record(6).where == first.removeprefix("index=6, ")
 
 
-def test_a_sample_of_a_later_epoch_has_the_index_of_the_first(registry_of_step_ids: dict[str, DatasetEntry]) -> None:
+def test_a_sample_of_a_later_epoch_has_the_index_of_the_first(numbered_registry: dict[str, DatasetEntry]) -> None:
     """An epoch shows half of them: the second one those that the first one did not."""
-    half = {**registry_of_step_ids, "a": replace(registry_of_step_ids["a"], weight=0.4)}
-    dataset_of_step_ids = open_dataset(["b", "a"], half, shuffle=False)
-    assert len(dataset_of_step_ids) == 7 + 2
-    (known,) = names(dataset_of_step_ids, batch(7))
+    half = {**numbered_registry, "a": replace(numbered_registry["a"], weight=0.4)}
+    numbered_set = open_dataset(["b", "a"], half, shuffle=False)
+    assert len(numbered_set) == 7 + 2
+    (known,) = names(numbered_set, batch(7))
     assert known.startswith("index=7, dataset 'a', element 1 of ")
-    (unseen,) = names(dataset_of_step_ids, batch(7, epoch=1))
+    (unseen,) = names(numbered_set, batch(7, epoch=1))
     assert unseen.startswith("dataset 'a', element 3 of ")
 
 
-def test_a_step_without_samples_has_a_digest_too(dataset_of_step_ids: Dataset) -> None:
-    assert (digest(dataset_of_step_ids, batch()), names(dataset_of_step_ids, batch())) == ("00000000", ())
+def test_a_step_without_samples_has_a_digest_too(numbered_set: Dataset) -> None:
+    assert (digest(numbered_set, batch()), names(numbered_set, batch())) == ("00000000", ())
 
 
-def test_a_path_is_no_part_of_it(registry_of_step_ids: dict[str, DatasetEntry], tmp_path: Path) -> None:
+def test_a_path_is_no_part_of_it(numbered_registry: dict[str, DatasetEntry], tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere.jsonl"
-    moved.write_bytes(Path(registry_of_step_ids["b"].annotation_path).read_bytes())
+    moved.write_bytes(Path(numbered_registry["b"].annotation_path).read_bytes())
     there = open_dataset(["b"], {"b": DatasetEntry(annotation_path=str(moved))})
-    assert digest(there, batch(2, 3)) == digest(open_dataset(["b"], registry_of_step_ids), batch(3, 2))
+    assert digest(there, batch(2, 3)) == digest(open_dataset(["b"], numbered_registry), batch(3, 2))
 
 
 TEXT, VISION = [8, 1, 2, 1, 5, 5, 3], [6, 0, 1, 0, 2, 0, 0]
@@ -374,14 +374,14 @@ def table(text: list[int] = TEXT, vision: list[int] = VISION) -> Table:
     return Table(columns)
 
 
-def in_file_order_of_step_loads(lengths: Table, layout: BatchLayout, **more) -> StepLoads:
+def ordered_loads(lengths: Table, layout: BatchLayout, **more) -> StepLoads:
     return step_loads(lengths, BalanceSettings(RANDOM), layout, 0, shuffle=False, **more)
 
 
 def test_rows_are_added_up_by_replica_and_step() -> None:
     """One sample a row:  step 0    micro-batch 0  8 | 1    step 1    5 | 5
     replica 0 | replica 1           micro-batch 1  2 | 1              3 | a token of padding"""
-    loads = in_file_order_of_step_loads(table(), BatchLayout(replicas=2, micro_batches=2, micro_batch_size=1))
+    loads = ordered_loads(table(), BatchLayout(replicas=2, micro_batches=2, micro_batch_size=1))
     assert loads.tokens.tolist() == [[[8, 1], [2, 1]], [[5, 5], [3, 1]]]
     assert loads.pairs.tolist() == [[[64, 1], [4, 1]], [[25, 25], [9, 1]]]
     assert loads.vision.tolist() == [[[6, 0], [1, 0]], [[2, 0], [0, 0]]]
@@ -394,7 +394,7 @@ def test_rows_are_added_up_by_replica_and_step() -> None:
 
 
 def test_what_a_step_holds_is_counted_without_padding() -> None:
-    totals = in_file_order_of_step_loads(table(), BatchLayout(2, 2, 1)).totals
+    totals = ordered_loads(table(), BatchLayout(2, 2, 1)).totals
     assert set(totals) == set(LENGTH_COLUMNS.names)
     assert totals["text"].tolist() == [12, 13] and totals["vision"].tolist() == [7, 2]
     assert totals["patches"].tolist() == [28, 8] and totals["squares"].tolist() == [24**2 + 4**2, 8**2]
@@ -404,20 +404,20 @@ def test_what_a_step_holds_is_counted_without_padding() -> None:
 def test_padding_makes_all_samples_of_a_row_as_long_as_its_longest() -> None:
     """Two samples a row: 8 1 | 2 1, then 5 5 | 3."""
     layout = BatchLayout(2, 1, 2)
-    packed, padded = (in_file_order_of_step_loads(table(), layout, packing=packing) for packing in (True, False))
+    packed, padded = (ordered_loads(table(), layout, packing=packing) for packing in (True, False))
     assert packed.tokens.tolist() == [[[9, 3]], [[10, 3]]] and packed.pairs.tolist() == [[[65, 5]], [[50, 9]]]
     assert padded.tokens.tolist() == [[[16, 4]], [[10, 3]]] and padded.pairs.tolist() == [[[128, 8]], [[50, 9]]]
     assert padded.totals["text"].tolist() == packed.totals["text"].tolist() == [12, 13]
-    empty = in_file_order_of_step_loads(table([4], [0]), layout, packing=False)
+    empty = ordered_loads(table([4], [0]), layout, packing=False)
     assert empty.tokens.tolist() == [[[4, 1]]] and empty.pairs.tolist() == [[[16, 1]]]
 
 
 def test_the_worst_row_is_named_with_its_samples() -> None:
-    loads = in_file_order_of_step_loads(table(), BatchLayout(2, 1, 2))
+    loads = ordered_loads(table(), BatchLayout(2, 1, 2))
     assert loads.worst_row() == Row(1, (4, 5), tokens=10, pairs=50, vision=2, patches=8)
     assert loads.worst_row(of_vision=0.5) == Row(0, (0, 1), tokens=9, pairs=65, vision=6, patches=24)  # 12 against 11
     assert loads.row(1, 0, 1) == Row(1, (6,), tokens=3, pairs=9, vision=0, patches=0)
-    padded = in_file_order_of_step_loads(table(), BatchLayout(2, 1, 2), packing=False)
+    padded = ordered_loads(table(), BatchLayout(2, 1, 2), packing=False)
     assert padded.worst_row() == Row(0, (0, 1), tokens=16, pairs=128, vision=6, patches=24)
 
 
@@ -436,10 +436,10 @@ def test_no_order_has_a_longer_row_than_the_longest_samples_together() -> None:
 
 def test_means_alone_are_wrong_of_an_uneven_table() -> None:
     """Replicas 9 | 1 of a mean of 5: a step waits for 9. Of an even table they are right."""
-    uneven = in_file_order_of_step_loads(table([9, 1, 1, 9], [0] * 4), BatchLayout(2, 1, 1))
+    uneven = ordered_loads(table([9, 1, 1, 9], [0] * 4), BatchLayout(2, 1, 1))
     assert uneven.mean_tokens.tolist() == [5, 5] and uneven.slowest_tokens.tolist() == [9, 9]
     assert uneven.unseen_by_means == pytest.approx(4 / 9)
-    even = in_file_order_of_step_loads(table([5] * 4, [0] * 4), BatchLayout(2, 1, 1))
+    even = ordered_loads(table([5] * 4, [0] * 4), BatchLayout(2, 1, 1))
     assert even.mean_tokens.tolist() == uneven.mean_tokens.tolist()
     assert even.slowest_tokens.tolist() == [5, 5] and even.unseen_by_means == 0
 
@@ -507,13 +507,13 @@ def test_a_defective_sample_is_an_error_unless_it_is_to_be_skipped() -> None:
     for method in (RANDOM, "isf"):
         with pytest.raises(DataError, match="sample 1 is defective"):
             step_loads(bad, BalanceSettings(method), BatchLayout(1, 1, 2), 0)
-    assert in_file_order_of_step_loads(bad, BatchLayout(1, 1, 2), on_bad_sample="skip").tokens.ravel().tolist() == [
+    assert ordered_loads(bad, BatchLayout(1, 1, 2), on_bad_sample="skip").tokens.ravel().tolist() == [
         8,
         2,
     ]
     assert row_bound(bad.rows, 3, packing=False).tokens == 16
     with pytest.raises(DataError, match="not one sample"):
-        in_file_order_of_step_loads(table([0, 0], [0, 0]), BatchLayout(1, 1, 2), on_bad_sample="skip")
+        ordered_loads(table([0, 0], [0, 0]), BatchLayout(1, 1, 2), on_bad_sample="skip")
     with pytest.raises(ValueError, match="1 samples are not measured, the first of them 1"):
         table([8, -1], [0, 0])
 

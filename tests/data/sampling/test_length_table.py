@@ -258,7 +258,7 @@ def llava(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Preprocessor:
 
 
 @pytest.fixture(params=[qwen, llava], ids=["qwen", "llava"])
-def make_of_length_cache(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -> Make:
+def make_cached(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -> Make:
     """make(**changes) -> a preprocessor of either family."""
     return lambda **changes: request.param(tokenizer, **changes)
 
@@ -332,13 +332,13 @@ def turned(orientation: int = 6) -> Image.Exif:
     return exif
 
 
-def test_the_generated_dataset(tmp_path, make_of_length_cache, undecodable):
+def test_the_generated_dataset(tmp_path, make_cached, undecodable):
     folder = make_dataset(tmp_path / "data", samples=64)
     annotations = read_annotations("shapes", folder / ANNOTATIONS, folder)
-    expected = of_samples(annotations, make_of_length_cache())
+    expected = of_samples(annotations, make_cached())
     assert expected.columns["vision"].min() == 0 < expected.columns["vision"].max() and not expected.defects
     undecodable()
-    check_same(measure_lengths(annotations, make_of_length_cache(), range(64)), expected)
+    check_same(measure_lengths(annotations, make_cached(), range(64)), expected)
 
 
 SIZES = [
@@ -349,7 +349,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(
-    "make_of_length_cache, bounds",
+    "make_cached, bounds",
     [
         (llava, {}),
         (qwen, {}),
@@ -358,15 +358,15 @@ SIZES = [
         (qwen, {"min_pixels": 28 * 28, "max_pixels": 999 * 999}),
     ],
 )
-def test_many_sizes(tmp_path, tokenizer, undecodable, make_of_length_cache, bounds, write_json):
+def test_many_sizes(tmp_path, tokenizer, undecodable, make_cached, bounds, write_json):
     names = [saved(tmp_path, f"{width}x{height}.png", (width, height)) for width, height in SIZES]
     annotations = read_annotations("set", write_json([shown(name) for name in names]), tmp_path)
-    expected = of_samples(annotations, make_of_length_cache(tokenizer, **bounds))
+    expected = of_samples(annotations, make_cached(tokenizer, **bounds))
     undecodable()
-    check_same(measure_lengths(annotations, make_of_length_cache(tokenizer, **bounds), range(len(SIZES))), expected)
+    check_same(measure_lengths(annotations, make_cached(tokenizer, **bounds), range(len(SIZES))), expected)
 
 
-def test_every_kind_of_sample(tmp_path, make_of_length_cache, undecodable, write_json, images):
+def test_every_kind_of_sample(tmp_path, make_cached, undecodable, write_json, images):
     names = [
         saved(images, "turned.jpg", (200, 90), exif=turned()),
         saved(images, "turned.png", (200, 90), exif=turned(8)),
@@ -386,10 +386,10 @@ def test_every_kind_of_sample(tmp_path, make_of_length_cache, undecodable, write
         ),
     ]
     annotations = read_annotations("set", write_json(samples), images)
-    expected = of_samples(annotations, make_of_length_cache())
+    expected = of_samples(annotations, make_cached())
     assert not expected.defects
     undecodable()
-    check_same(measure_lengths(annotations, make_of_length_cache(), range(len(samples))), expected)
+    check_same(measure_lengths(annotations, make_cached(), range(len(samples))), expected)
 
 
 @pytest.mark.parametrize("video_pixels", [None, 60 * 60])
@@ -551,7 +551,7 @@ def test_the_key_changes_with_the_preprocessor(annotations, tokenizer, tmp_path,
 
 def test_the_key_changes_with_the_model(annotations, tokenizer, tmp_path):
     path, keys = tmp_path / "a.jsonl", set()
-    keys |= {key_of(annotations, make_of_length_cache(tokenizer), path) for make_of_length_cache in (qwen, llava)}
+    keys |= {key_of(annotations, make_cached(tokenizer), path) for make_cached in (qwen, llava)}
     other = copy.deepcopy(tokenizer)
     other.chat_template += "."
     keys.add(key_of(annotations, qwen(other), path))

@@ -119,7 +119,7 @@ def test_steps_are_handed_out_in_order_and_a_state_goes_on_behind_them():
 
 
 METHODS = ("length_group", "device_group", "isf", "balanced")
-LAYOUT_OF_BALANCED_SAMPLER = BatchLayout(replicas=2, micro_batches=3, micro_batch_size=4)
+BALANCED_LAYOUT = BatchLayout(replicas=2, micro_batches=3, micro_batch_size=4)
 
 
 @dataclass
@@ -150,7 +150,7 @@ def made(samples: int = 1003, bad: tuple[int, ...] = (), seed: int = 0) -> Made:
 
 
 def sampler(
-    dataset: Made, method: str, layout: BatchLayout = LAYOUT_OF_BALANCED_SAMPLER, skip: bool = False, **more
+    dataset: Made, method: str, layout: BatchLayout = BALANCED_LAYOUT, skip: bool = False, **more
 ) -> BalancedSampler:
     return BalancedSampler(dataset, BalanceSettings(method, **more), layout, 7, "skip" if skip else "error")
 
@@ -225,9 +225,9 @@ def test_a_state_of_other_data_is_refused() -> None:
         (sampler(made(), "balanced"), "balance was isf and is balanced"),
         (sampler(made(1002), "isf"), "samples was 1003 and is 1002"),
         (sampler(made(seed=1), "isf"), "checksum of the lengths was"),
-        (sampler(made(), "isf", replace(LAYOUT_OF_BALANCED_SAMPLER, micro_batches=2)), "rows was 6 and is 4"),
+        (sampler(made(), "isf", replace(BALANCED_LAYOUT, micro_batches=2)), "rows was 6 and is 4"),
         (sampler(made(), "isf", text=5000), "limits was"),
-        (RandomSampler(1003, LAYOUT_OF_BALANCED_SAMPLER, 7, True), "balance was isf and is random"),
+        (RandomSampler(1003, BALANCED_LAYOUT, 7, True), "balance was isf and is random"),
     ):
         with pytest.raises(DataError, match=told):
             other.load_state_dict(state)
@@ -384,7 +384,7 @@ def test_what_is_planned_is_balanced() -> None:
             found.append(1 - np.mean(loads) / np.max(loads))
         return float(np.mean(found))
 
-    random = idle(RandomSampler(20_000, LAYOUT_OF_BALANCED_SAMPLER, 7, True))
+    random = idle(RandomSampler(20_000, BALANCED_LAYOUT, 7, True))
     assert random > 0.2
     assert idle(sampler(dataset, "isf")) < 0.08
     assert idle(sampler(dataset, "balanced")) < 0.01

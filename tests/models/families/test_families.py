@@ -177,7 +177,7 @@ def test_a_processed_picture_has_the_towers_size(llava_model: str) -> None:
     assert grid == (1, 4, 4) and rows.shape == (16, 588)
 
 
-GRIDS_OF_QWEN_VL = [(1, 2, 2), (1, 6, 10), (1, 4, 4), (1, 10, 14), (2, 6, 4)]  # the last one is a video's: two frames
+QWEN_GRIDS = [(1, 2, 2), (1, 6, 10), (1, 4, 4), (1, 10, 14), (2, 6, 4)]  # the last one is a video's: two frames
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def family(made_model: str) -> Family:
     return load_family(made_model)
 
 
-@pytest.mark.parametrize("grid", GRIDS_OF_QWEN_VL, ids=str)
+@pytest.mark.parametrize("grid", QWEN_GRIDS, ids=str)
 def test_layout_covers_the_image_once(family: Family, grid: tuple[int, int, int]) -> None:
     layout = family.tower.image_layout(grid)
     t, h, w = grid
@@ -195,9 +195,7 @@ def test_layout_covers_the_image_once(family: Family, grid: tuple[int, int, int]
     assert max(layout.window_lengths) <= 16  # window_size 56 = 4 × 4 patches of 14
 
 
-@pytest.mark.parametrize(
-    "grids", [GRIDS_OF_QWEN_VL[:1], GRIDS_OF_QWEN_VL[1:2], GRIDS_OF_QWEN_VL], ids=["one window", "one image", "all"]
-)
+@pytest.mark.parametrize("grids", [QWEN_GRIDS[:1], QWEN_GRIDS[1:2], QWEN_GRIDS], ids=["one window", "one image", "all"])
 def test_encode_equals_the_models_own_features_of_qwen_vl(family: Family, made_model: str, grids: list) -> None:
     model = AutoModelForImageTextToText.from_pretrained(made_model, dtype=torch.float64)
     pixels = [torch.randn(t * h * w, family.tower.patch_dim, dtype=torch.float64) for t, h, w in grids]

@@ -218,7 +218,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tens
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-def states_of_segments(tokens: int) -> list[Tensor]:
+def segment_states(tokens: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     return [torch.randn(1, HEADS, tokens, DIM, dtype=torch.float64, generator=generator) for _ in range(4)]
 
@@ -230,7 +230,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Ten
 
 @pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [1, 7, 1, 3, 7], [16, 8, 16, 8, 4]])
 def test_segments_equal_dense_attention(lengths: list[int]) -> None:
-    *qkv, weight = states_of_segments(sum(lengths))
+    *qkv, weight = segment_states(sum(lengths))
     ours, theirs = ([s.clone().requires_grad_() for s in qkv] for _ in range(2))
     output, expected = attend(*ours, lengths), dense(*theirs, lengths)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
@@ -249,7 +249,7 @@ def test_causal_segments_with_shared_keys_equal_dense_attention(
 ) -> None:
     monkeypatch.setattr(segments, "must_repeat", lambda query: repeated)
     tokens = sum(lengths)
-    query, key, value, weight = (s[0].transpose(0, 1) for s in states_of_segments(tokens))  # [tokens, heads, dim]
+    query, key, value, weight = (s[0].transpose(0, 1) for s in segment_states(tokens))  # [tokens, heads, dim]
     key, value = key[:, :kv_heads], value[:, :kv_heads]
     ours, theirs = ([s.clone().requires_grad_() for s in (query, key, value)] for _ in range(2))
     output = attend_segments(*ours, plan_segments(lengths, CPU, causal=True), DIM**-0.5)
@@ -325,17 +325,17 @@ def test_plans_that_have_moved_are_the_same_plans() -> None:
     assert next(moved, None) is None
 
 
-TOKENS, HEADS_OF_PARTIAL, KV, WIDTH = 11, 6, 2, 8
+TOKENS, PARTIAL_HEADS, KV, WIDTH = 11, 6, 2, 8
 
 
-def states_of_partial(value_width: int = WIDTH) -> tuple[Tensor, Tensor, Tensor]:
+def partial_states(value_width: int = WIDTH) -> tuple[Tensor, Tensor, Tensor]:
     draws = torch.Generator().manual_seed(1)
     make = lambda tokens, heads, width: torch.randn(tokens, heads, width, generator=draws, dtype=torch.float64) * 2
-    return make(1, HEADS_OF_PARTIAL, WIDTH), make(TOKENS, KV, WIDTH), make(TOKENS, KV, value_width)
+    return make(1, PARTIAL_HEADS, WIDTH), make(TOKENS, KV, WIDTH), make(TOKENS, KV, value_width)
 
 
 def written_out(query: Tensor, key: Tensor, value: Tensor, softcap: float | None = None) -> Tensor:
-    key, value = (one.repeat_interleave(HEADS_OF_PARTIAL // KV, 1) for one in (key, value))
+    key, value = (one.repeat_interleave(PARTIAL_HEADS // KV, 1) for one in (key, value))
     scores = torch.einsum("hd,khd->hk", query[0], key) * 0.3
     scores = scores if softcap is None else (scores / softcap).tanh() * softcap
     return torch.einsum("hk,khd->hd", scores.softmax(-1), value)
@@ -345,7 +345,7 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, softcap: float | None
 @pytest.mark.parametrize("value_width", [WIDTH, 5])
 @pytest.mark.parametrize("parts", [[11], [4, 7], [0, 11], [5, 0, 6], [1] * 11])
 def test_parts_merged_are_the_whole(parts: list[int], value_width: int, softcap: float | None) -> None:
-    query, key, value = states_of_partial(value_width)
+    query, key, value = partial_states(value_width)
     pairs = zip(key.split(parts), value.split(parts), strict=True)
     found = [attend_own(query, k, v, 0.3, LayerRule(softcap=softcap)) for k, v in pairs]
     merged = merge_of_row_decode(*(torch.stack(list(one)) for one in zip(*found, strict=True)))
@@ -353,9 +353,9 @@ def test_parts_merged_are_the_whole(parts: list[int], value_width: int, softcap:
 
 
 def test_without_keys_nothing_is_seen() -> None:
-    query, key, value = states_of_partial(5)
+    query, key, value = partial_states(5)
     output, lse = attend_own(query, key[:0], value[:0], 0.3, PLAIN)
-    assert output.shape == (HEADS_OF_PARTIAL, 5) and not output.any() and bool((lse == float("-inf")).all())
+    assert output.shape == (PARTIAL_HEADS, 5) and not output.any() and bool((lse == float("-inf")).all())
 
 
 class Layer(torch.nn.Module):
@@ -377,7 +377,7 @@ class Layer(torch.nn.Module):
 )
 def test_windows_and_chunks_are_the_last_tokens_of_the_row(kind: str, window: int | None, seen: range) -> None:
     """The new token is the row's eleventh, of which this rank has some."""
-    query, key, value = states_of_partial()
+    query, key, value = partial_states()
     places = [0, 1, 4, 5, 6, 8, 10]
     plan = NewToken(ShardedCacheIndex(places, 10, 0, 2, 0), None)
     own = torch.tensor(places)

@@ -242,7 +242,7 @@ def test_the_library_hands_over_no_other_keywords(kind: Any) -> None:
     assert len(call.args) == 5  # module, query, key, value, mask
 
 
-LENGTHS_OF_STATEFUL_LAYERS = (
+STATE_LENGTHS = (
     5,
     9,
     2,
@@ -282,7 +282,7 @@ MIXERS = {qwen3_5: "Qwen3_5GatedDeltaNet", qwen3_next: "Qwen3NextGatedDeltaNet",
 
 @pytest.mark.parametrize("make", MIXERS)
 def test_a_packed_row_equals_each_sample_alone_of_stateful_layers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, samples = make(), samples_of(LENGTHS_OF_STATEFUL_LAYERS)
+    model, samples = make(), samples_of(STATE_LENGTHS)
     wanted = alone(model, samples)
     leaking = packed(model, samples)
     assert largest_error(leaking, wanted) > 1e-2  # state runs from sample to sample
@@ -295,7 +295,7 @@ def test_a_packed_row_equals_each_sample_alone_of_stateful_layers(make: Any, mon
 @pytest.mark.parametrize("make", MIXERS)
 @pytest.mark.parametrize("choice", ["all", "linear", "light"])
 def test_recomputed_layers_equal_the_same(make: Any, choice: str) -> None:
-    model, samples = make(), samples_of(LENGTHS_OF_STATEFUL_LAYERS[:4])
+    model, samples = make(), samples_of(STATE_LENGTHS[:4])
     wanted = alone(model, samples)
     run_by_segment(model, [MIXERS[make]])
     RecomputedLayers(model.layers, LayerParts("layers", (), (), ("causal",) * 3), (choice,) * 3)

@@ -201,13 +201,13 @@ def test_slices_put_together_are_the_model(cut: bool, ranks: int, layout: str, p
             assert torch.equal(held[name], plain[name].chunk(ranks)[rank])
 
 
-TOKENS_OF_UNVISITED, HIDDEN_OF_UNVISITED = 6, 32
+FEW_TOKENS, FEW_HIDDEN = 6, 32
 
 
 @pytest.fixture
 def block() -> nn.Module:
     torch.manual_seed(0)
-    text = {"hidden_size": HIDDEN_OF_UNVISITED, "moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2}
+    text = {"hidden_size": FEW_HIDDEN, "moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2}
     config = Ernie4_5_VLMoeConfig(text_config=text).text_config
     made = Ernie4_5_VLMoeMoeBlock(config)
     for parameter in made.parameters():
@@ -217,14 +217,14 @@ def block() -> nn.Module:
 
 def gradients(block: nn.Module, kinds: Tensor | None) -> tuple[Tensor, dict[str, Tensor | None]]:
     torch.manual_seed(1)
-    output, _ = block(torch.randn(1, TOKENS_OF_UNVISITED, HIDDEN_OF_UNVISITED), kinds)
+    output, _ = block(torch.randn(1, FEW_TOKENS, FEW_HIDDEN), kinds)
     output.square().sum().backward()
     found = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.requires_grad}
     block.zero_grad()
     return output.detach(), found
 
 
-NO_PICTURE = [None, torch.zeros(1, TOKENS_OF_UNVISITED, dtype=torch.int)]
+NO_PICTURE = [None, torch.zeros(1, FEW_TOKENS, dtype=torch.int)]
 
 
 @pytest.mark.parametrize("kinds", NO_PICTURE, ids=["unsaid", "text"])
@@ -242,7 +242,7 @@ def test_experts_of_pictures_have_gradients_without_pictures(block: nn.Module, k
 
 
 def test_experts_of_text_have_gradients_where_all_are_pictures(block: nn.Module) -> None:
-    pictures = torch.ones(1, TOKENS_OF_UNVISITED, dtype=torch.int)
+    pictures = torch.ones(1, FEW_TOKENS, dtype=torch.int)
     plain, before = gradients(block, pictures)
     lacking = {name for name, gradient in before.items() if gradient is None}
     assert "text_moe.experts.gate_up_proj" in lacking

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import Adafactor
-from transformers.optimization import Adafactor as AdafactorOfOptimization
+from transformers.optimization import Adafactor as LibraryAdafactor
 
 from dhp.core.parameters import ParameterGroup
 from dhp.parallel.optim.adafactor import make_adafactor
@@ -31,7 +31,7 @@ from tests.parallel.optim.given_net import (
     train_plain,
 )
 
-SHAPES_OF_BY_SHAPE = {
+MATRIX_SHAPES = {
     "wide": (4, 12),
     "tall": (12, 4),
     "square": (6, 6),
@@ -39,7 +39,7 @@ SHAPES_OF_BY_SHAPE = {
     "vector": (7,),
     "stack": (3, 4, 5),
 }
-MATRICES = {name for name, shape in SHAPES_OF_BY_SHAPE.items() if len(shape) == 2}
+MATRICES = {name for name, shape in MATRIX_SHAPES.items() if len(shape) == 2}
 RATE, BETAS, EPS = 1e-2, (0.9, 0.99), 1e-8
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -48,7 +48,7 @@ def weights(dtype: torch.dtype) -> Named:
     generator = torch.Generator().manual_seed(1)
     return [
         (name, torch.nn.Parameter(torch.randn(s, generator=generator, dtype=dtype)))
-        for name, s in SHAPES_OF_BY_SHAPE.items()
+        for name, s in MATRIX_SHAPES.items()
     ]
 
 
@@ -76,7 +76,7 @@ def test_muon_is_torchs_to_the_bit(adjust: str, decay: float) -> None:
 
     own = after_steps(lambda named: [make_muon(named, group, BETAS, EPS, MATRICES, 0.95, adjust)], torch.float32)
     expected = after_steps(plain, torch.float32)
-    assert {name for name in SHAPES_OF_BY_SHAPE if not torch.equal(own[name], expected[name])} == set()
+    assert {name for name in MATRIX_SHAPES if not torch.equal(own[name], expected[name])} == set()
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -86,7 +86,7 @@ def test_adafactor_is_transformers(decay: float) -> None:
     own = after_steps(lambda named: [make_adafactor(named, group)], torch.float64)
     expected = after_steps(lambda named: [Adafactor([weight for _, weight in named], **how)], torch.float64)
     start = dict(weights(torch.float64))
-    for name in SHAPES_OF_BY_SHAPE:
+    for name in MATRIX_SHAPES:
         moved = float((expected[name] - start[name]).norm().detach())
         assert float((own[name] - expected[name]).norm()) < 1e-12 * moved, name
 
@@ -101,9 +101,7 @@ def plain(net: Net) -> list[torch.optim.Optimizer]:
     made = []
     for name, parameter in net.named_parameters():
         of = group_of(name)
-        made.append(
-            AdafactorOfOptimization([{"params": [parameter], "group": of, "weight_decay": of.weight_decay}], **how)
-        )
+        made.append(LibraryAdafactor([{"params": [parameter], "group": of, "weight_decay": of.weight_decay}], **how))
     return made
 
 
@@ -148,7 +146,7 @@ def test_states_are_of_rows_and_columns(tmp_path: Path) -> None:
 def test_an_update_far_beyond_the_average_is_scaled() -> None:
     weight, own = (torch.nn.Parameter(torch.ones(2, 3, dtype=torch.float64)) for _ in range(2))
     groups = [{"params": [own], "weight_decay": 0.1}]
-    theirs = AdafactorOfOptimization(groups, lr=1e-2, scale_parameter=False, relative_step=False)
+    theirs = LibraryAdafactor(groups, lr=1e-2, scale_parameter=False, relative_step=False)
     ours = make_adafactor([("weight", weight)], group_of)
     for size in (1e-6, 1e3):
         for one in (weight, own):
@@ -160,48 +158,48 @@ def test_an_update_far_beyond_the_average_is_scaled() -> None:
 
 
 # Of those with two axes, all but layer 6, which embeds.
-MATRICES_OF_MUON = {"layers.0.weight", "layers.2.weight", "layers.3.weight", "layers.7.weight"}
-BETAS_OF_MUON, EPS_OF_MUON, MOMENTUM = (0.85, 0.97), 1e-7, 0.9
+MUON_MATRICES = {"layers.0.weight", "layers.2.weight", "layers.3.weight", "layers.7.weight"}
+MUON_BETAS, MUON_EPS, MOMENTUM = (0.85, 0.97), 1e-7, 0.9
 
 
-def maker_of_muon(adjust: str = "match_rms_adamw") -> Any:
-    how = {"matrices": MATRICES_OF_MUON, "momentum": MOMENTUM, "adjust": adjust}
-    return partial(make_muon, group=group_of, betas=BETAS_OF_MUON, eps=EPS_OF_MUON, **how)
+def muon_maker(adjust: str = "match_rms_adamw") -> Any:
+    how = {"matrices": MUON_MATRICES, "momentum": MOMENTUM, "adjust": adjust}
+    return partial(make_muon, group=group_of, betas=MUON_BETAS, eps=MUON_EPS, **how)
 
 
-def plain_of_muon(adjust: str, net: Net) -> list[torch.optim.Optimizer]:
+def plain_muon(adjust: str, net: Net) -> list[torch.optim.Optimizer]:
     made: list[torch.optim.Optimizer] = []
     for name, parameter in net.named_parameters():
         of = group_of(name)
         groups = [{"params": [parameter], "group": of, "weight_decay": of.weight_decay}]
-        if name in MATRICES_OF_MUON:
+        if name in MUON_MATRICES:
             made.append(torch.optim.Muon(groups, momentum=MOMENTUM, adjust_lr_fn=adjust))
         else:
-            made.append(torch.optim.AdamW(groups, betas=BETAS_OF_MUON, eps=EPS_OF_MUON))
+            made.append(torch.optim.AdamW(groups, betas=MUON_BETAS, eps=MUON_EPS))
     return made
 
 
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", on_demand("original")])
 @pytest.mark.parametrize("layout", SOME_LAYOUTS, ids=str)
 def test_every_layout_takes_torchs_steps(layout: Layout, adjust: str, tmp_path: Path) -> None:
-    run_on_ranks(train, layout.ranks, layout, maker_of_muon(adjust), range(3), str(tmp_path))
-    assert deviation(read(tmp_path), train_plain(partial(plain_of_muon, adjust), range(3))) < 1e-12
+    run_on_ranks(train, layout.ranks, layout, muon_maker(adjust), range(3), str(tmp_path))
+    assert deviation(read(tmp_path), train_plain(partial(plain_muon, adjust), range(3))) < 1e-12
 
 
 @pytest.mark.parametrize("layout", [Layout(0, 2, 2), Layout(3, 3)], ids=str)
 def test_parts_that_are_orthogonalized_by_themselves_show(layout: Layout, tmp_path: Path) -> None:
-    run_on_ranks(train, layout.ranks, layout, maker_of_muon(), range(3), str(tmp_path), None, True)
-    assert deviation(read(tmp_path), train_plain(partial(plain_of_muon, "match_rms_adamw"), range(3))) > 0.05
+    run_on_ranks(train, layout.ranks, layout, muon_maker(), range(3), str(tmp_path), None, True)
+    assert deviation(read(tmp_path), train_plain(partial(plain_muon, "match_rms_adamw"), range(3))) > 0.05
 
 
 @pytest.mark.parametrize(("before", "after"), RESUMED, ids=str)
-def test_a_run_goes_on_in_any_layout_of_muon(before: Layout, after: Layout, tmp_path: Path) -> None:
+def test_muon_goes_on_in_any_layout(before: Layout, after: Layout, tmp_path: Path) -> None:
     straight, half, again, resumed = (tmp_path / name for name in ("straight", "half", "again", "resumed"))
-    run_on_ranks(train, before.ranks, before, maker_of_muon(), range(2), str(half))
-    run_on_ranks(train, after.ranks, after, maker_of_muon(), range(0), str(again), str(half))
+    run_on_ranks(train, before.ranks, before, muon_maker(), range(2), str(half))
+    run_on_ranks(train, after.ranks, after, muon_maker(), range(0), str(again), str(half))
     assert_equal(read(again, "states"), read(half, "states"))
-    run_on_ranks(train, after.ranks, after, maker_of_muon(), range(2, 4), str(resumed), str(half))
-    run_on_ranks(train, before.ranks, before, maker_of_muon(), range(4), str(straight))
+    run_on_ranks(train, after.ranks, after, muon_maker(), range(2, 4), str(resumed), str(half))
+    run_on_ranks(train, before.ranks, before, muon_maker(), range(4), str(straight))
     if before == after:
         assert_equal(read(resumed), read(straight))
         assert_equal(read(resumed, "states"), read(straight, "states"))
@@ -209,15 +207,15 @@ def test_a_run_goes_on_in_any_layout_of_muon(before: Layout, after: Layout, tmp_
 
 
 def test_a_matrix_has_one_state_and_what_else_there_is_adamws(tmp_path: Path) -> None:
-    run_on_ranks(train, 1, Layout(0, 1), maker_of_muon(), range(1), str(tmp_path))
-    kinds = {name: {"momentum_buffer"} if name in MATRICES_OF_MUON else {"exp_avg", "exp_avg_sq"} for name in SHAPES}
+    run_on_ranks(train, 1, Layout(0, 1), muon_maker(), range(1), str(tmp_path))
+    kinds = {name: {"momentum_buffer"} if name in MUON_MATRICES else {"exp_avg", "exp_avg_sq"} for name in SHAPES}
     assert read(tmp_path, "states").keys() == {"step", *(f"{name}.{kind}" for name in SHAPES for kind in kinds[name])}
 
 
 @pytest.mark.parametrize(("matrices", "kind"), [(("weight",), "momentum_buffer"), ((), "exp_avg")])
 def test_matrices_alone_and_others_alone(matrices: tuple[str, ...], kind: str) -> None:
     weight = torch.nn.Parameter(torch.ones(3, 2))
-    optimizer = make_muon([("weight", weight)], group_of, BETAS_OF_MUON, EPS_OF_MUON, matrices, MOMENTUM, "original")
+    optimizer = make_muon([("weight", weight)], group_of, MUON_BETAS, MUON_EPS, matrices, MOMENTUM, "original")
     weight.grad = torch.ones(3, 2)
     optimizer.step()
     assert (

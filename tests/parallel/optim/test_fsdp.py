@@ -213,7 +213,7 @@ WHOLE = torch.arange(8 * 6).view(8, 6)
 STACK = torch.arange(4 * 6 * 5).view(4, 6, 5)
 
 
-def _held_of_value_ranges(whole: Tensor, placement: PlacementOfPlacementTypes) -> list[bool]:
+def _held_by(whole: Tensor, placement: PlacementOfPlacementTypes) -> list[bool]:
     """Whether places of rows of this rank's slice say which they are: all of them, some, none."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     slice_of = distribute_tensor(whole, mesh, [placement]).to_local()
@@ -238,7 +238,7 @@ def _held_of_value_ranges(whole: Tensor, placement: PlacementOfPlacementTypes) -
     ids=["rows", "columns", "fused", "fused experts", "columns of experts"],
 )
 def test_the_place_of_a_slices_rows(whole: Tensor, placement: PlacementOfPlacementTypes) -> None:
-    assert run_on_ranks(_held_of_value_ranges, 2, whole, placement) == [[True] * 3] * 2
+    assert run_on_ranks(_held_by, 2, whole, placement) == [[True] * 3] * 2
 
 
 def test_a_range_is_one_and_gaps_are_numbers() -> None:

@@ -204,7 +204,7 @@ def test_exclusive_sums_are_done_when_backward_returns() -> None:
     assert run_on_ranks(_finished_after_backward, 2, False) == [[False, True]] * 2
 
 
-STEPS_OF_CHUNKED_ADAMW, NAME, DECAY, BETAS, EPS, SEED = 5, "layer.weight", 0.1, (0.9, 0.999), 1e-8, 3
+ADAMW_STEPS, NAME, DECAY, BETAS, EPS, SEED = 5, "layer.weight", 0.1, (0.9, 0.999), 1e-8, 3
 NARROW = [form for form in FORMS if form != 18]
 
 
@@ -240,16 +240,16 @@ def states_of(weight: nn.Parameter, optimizer: ChunkedAdamW) -> list[Tensor]:
     return [join_master(own, state[COMPENSATION]) if COMPENSATION in state else own, *(state[kind] for kind in MOMENTS)]
 
 
-def plain_of_chunked_adamw(form: int, shape: tuple[int, ...], coefficient: float) -> list[Tensor]:
+def plain_adamw(form: int, shape: tuple[int, ...], coefficient: float) -> list[Tensor]:
     states = PlainStates(NAME, start(shape), FORMS[form], SEED)
-    for step in range(STEPS_OF_CHUNKED_ADAMW):
+    for step in range(ADAMW_STEPS):
         rounded = gradient(step, shape).to(getattr(torch, FORMS[form].format(SUM)))
         states.step(rounded.float() * coefficient, 1e-2 / (step + 1), DECAY, BETAS, EPS)
     return [states.master, *states.moments]
 
 
 def train(weight: nn.Parameter, optimizer: ChunkedAdamW, form: int, rows: slice, coefficient: float) -> None:
-    for step in range(STEPS_OF_CHUNKED_ADAMW):
+    for step in range(ADAMW_STEPS):
         whole = gradient(step, (9, 5) if weight.ndim == 2 else tuple(weight.shape))
         weight.grad = (whole[rows] if weight.ndim else whole).to(getattr(torch, FORMS[form].format(SUM)))
         clipped_step(optimizer, [weight.grad], 1e-2 / (step + 1), coefficient)
@@ -264,15 +264,13 @@ def test_steps_of_a_plain_process(
     monkeypatch.setattr(chunked_adamw, "CHUNK_ELEMENTS", 10)  # two rows of five
     weight, optimizer = held(start(shape), form)
     train(weight, optimizer, form, slice(None), coefficient)
-    for found, expected in zip(
-        states_of(weight, optimizer), plain_of_chunked_adamw(form, shape, coefficient), strict=True
-    ):
+    for found, expected in zip(states_of(weight, optimizer), plain_adamw(form, shape, coefficient), strict=True):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("form", NARROW)
 def test_rows_of_a_rank_are_those_of_the_whole(form: int) -> None:
-    expected = plain_of_chunked_adamw(form, (9, 5), 1.0)
+    expected = plain_adamw(form, (9, 5), 1.0)
     for rows in (slice(0, 4), slice(4, 9), slice(9, 9)):
         weight, optimizer = held(start((9, 5))[rows], form)
         optimizer.extents[weight] = ChunkExtent(
@@ -284,7 +282,7 @@ def test_rows_of_a_rank_are_those_of_the_whole(form: int) -> None:
 
 
 def test_rows_drawn_as_if_they_were_the_first_ones_are_other_rows() -> None:
-    expected, rows = plain_of_chunked_adamw(12, (9, 5), 1.0), slice(4, 9)
+    expected, rows = plain_adamw(12, (9, 5), 1.0), slice(4, 9)
     weight, optimizer = held(start((9, 5))[rows], 12)
     train(weight, optimizer, 12, rows, 1.0)
     assert not torch.equal(states_of(weight, optimizer)[1], expected[1][rows])
@@ -297,7 +295,7 @@ def test_weights_are_near_those_of_torchs_adamw(form: int, tolerance: float) -> 
     train(weight, optimizer, form, slice(None), 1.0)
     exact = nn.Parameter(start((9, 5)))
     torchs = torch.optim.AdamW([exact], lr=1e-2, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    for step in range(STEPS_OF_CHUNKED_ADAMW):
+    for step in range(ADAMW_STEPS):
         exact.grad = gradient(step, (9, 5)).to(getattr(torch, FORMS[form].format(SUM))).float()
         torchs.param_groups[0]["lr"] = 1e-2 / (step + 1)
         torchs.step()

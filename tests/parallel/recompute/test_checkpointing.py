@@ -283,7 +283,7 @@ def test_what_is_copied_goes_with_its_last_user() -> None:
     assert other.grad is not None
 
 
-ROWS_OF_SAVED_TENSORS = 10
+SAVED_ROWS = 10
 
 
 class Squares(nn.Module):
@@ -303,14 +303,14 @@ class Noted(Squares):
             return super().forward(states)
 
 
-EACH = ROWS_OF_SAVED_TENSORS * 8 * 4  # bytes of one tensor between two layers
+EACH = SAVED_ROWS * 8 * 4  # bytes of one tensor between two layers
 
 
 def test_a_storage_counts_once_and_parameters_do_not() -> None:
     model = Squares()
     saved = SavedTensors(model)
     with saved.counting():
-        output = model(torch.randn(ROWS_OF_SAVED_TENSORS, 8))
+        output = model(torch.randn(SAVED_ROWS, 8))
     assert saved.bytes == saved.peak == 2 * EACH
     del output
     assert saved.bytes == 0 and saved.peak == 2 * EACH
@@ -326,7 +326,7 @@ def test_what_takes_the_place_of_a_parameters_old_memory_counts() -> None:
     with saved.counting():
         for parameter, data in zip(model.parameters(), whole, strict=True):
             parameter.data = data
-        states = torch.randn(ROWS_OF_SAVED_TENSORS, 8)
+        states = torch.randn(SAVED_ROWS, 8)
         several = [model(states) for _ in range(4)]
     assert saved.bytes == EACH + 4 * EACH
     del several, states
@@ -335,7 +335,7 @@ def test_what_takes_the_place_of_a_parameters_old_memory_counts() -> None:
 
 def test_views_keep_their_whole_storage_once() -> None:
     saved = SavedTensors(nn.Module())
-    fused = torch.randn(ROWS_OF_SAVED_TENSORS, 3 * 8, requires_grad=True)
+    fused = torch.randn(SAVED_ROWS, 3 * 8, requires_grad=True)
     with saved.counting():
         states = fused * 2.0  # saves nothing: the factor is a number
         query, key, value = states.split(8, dim=1)
@@ -363,7 +363,7 @@ def test_backward_frees_what_it_has_used() -> None:
     model = Squares()
     saved = SavedTensors(model)
     with saved.counting():
-        loss = model(torch.randn(ROWS_OF_SAVED_TENSORS, 8)).square().sum()
+        loss = model(torch.randn(SAVED_ROWS, 8)).square().sum()
         assert saved.bytes == 3 * EACH
         loss.backward()
     assert saved.bytes == 0
@@ -376,14 +376,14 @@ def test_a_peak_is_no_sum() -> None:
     saved = SavedTensors(model)
     for _ in range(3):
         with saved.counting():
-            model(torch.randn(ROWS_OF_SAVED_TENSORS, 8)).sum().backward()
+            model(torch.randn(SAVED_ROWS, 8)).sum().backward()
     assert saved.peak == 2 * EACH
 
 
 def test_checkpointed_layers_keep_inputs_and_what_is_recomputed_counts_while_it_lives() -> None:
     layers = nn.Sequential(*(Noted() for _ in range(3)))
     saved = SavedTensors(layers)
-    states = torch.randn(ROWS_OF_SAVED_TENSORS, 8)
+    states = torch.randn(SAVED_ROWS, 8)
     with saved.counting():
         for layer in layers:
             states = checkpoint(layer, states, use_reentrant=False)
@@ -399,12 +399,12 @@ def test_without_noting_what_is_recomputed_would_be_missed() -> None:
     layer = Squares()
     saved = SavedTensors(layer)
     with saved.counting():
-        checkpoint(layer, torch.randn(ROWS_OF_SAVED_TENSORS, 8), use_reentrant=False).sum().backward()
+        checkpoint(layer, torch.randn(SAVED_ROWS, 8), use_reentrant=False).sum().backward()
     assert saved.peak == EACH
 
 
 def test_gradients_are_the_same_with_counting() -> None:
-    model, states = Squares(), torch.randn(ROWS_OF_SAVED_TENSORS, 8)
+    model, states = Squares(), torch.randn(SAVED_ROWS, 8)
     model(states).square().sum().backward()
     plain = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -419,7 +419,7 @@ def test_an_output_that_its_own_function_saves_does_not_stay_forever() -> None:
     try:
         for _ in range(3):
             with saved.counting():
-                F.softmax(torch.randn(ROWS_OF_SAVED_TENSORS, 8, requires_grad=True), dim=-1).sum()
+                F.softmax(torch.randn(SAVED_ROWS, 8, requires_grad=True), dim=-1).sum()
             assert saved.bytes == 0
     finally:
         gc.enable()
@@ -427,10 +427,10 @@ def test_an_output_that_its_own_function_saves_does_not_stay_forever() -> None:
 
 def test_attention_keeps_its_inputs_its_output_and_a_number_a_row() -> None:
     saved = SavedTensors(nn.Module())
-    query, key, value = (torch.randn(1, 2, ROWS_OF_SAVED_TENSORS, 8, requires_grad=True) for _ in range(3))
+    query, key, value = (torch.randn(1, 2, SAVED_ROWS, 8, requires_grad=True) for _ in range(3))
     with saved.counting():
         output = F.scaled_dot_product_attention(query, key, value)
-    assert saved.bytes == 4 * 2 * EACH + 2 * ROWS_OF_SAVED_TENSORS * 4
+    assert saved.bytes == 4 * 2 * EACH + 2 * SAVED_ROWS * 4
     del output
 
 
@@ -441,18 +441,16 @@ def test_torch_still_tells_the_hooks_in_force() -> None:
         assert unpack(pack(torch.ones(1))) == 1
 
 
-WIDTH_OF_TILING, INSIDE, TOKENS = 8, 64, 37
+TILED_WIDTH, INSIDE, TOKENS = 8, 64, 37
 
 
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.down = nn.Linear(WIDTH_OF_TILING, INSIDE), nn.Linear(INSIDE, WIDTH_OF_TILING)
+        self.gate, self.down = nn.Linear(TILED_WIDTH, INSIDE), nn.Linear(INSIDE, TILED_WIDTH)
 
     def forward(self, states: Tensor) -> Tensor:
-        tokens = states.view(
-            -1, WIDTH_OF_TILING
-        )  # as MLPs with experts take them, which a cut of padded rows must allow
+        tokens = states.view(-1, TILED_WIDTH)  # as MLPs with experts take them, which a cut of padded rows must allow
         return self.down(torch.tanh(self.gate(tokens))).view(states.shape)
 
 
@@ -486,7 +484,7 @@ def step(model: nn.Module, states: Tensor) -> tuple[Tensor, dict[str, Tensor], T
 
 @pytest.mark.parametrize("chunks", [2, 5, TOKENS, TOKENS + 3])
 def test_chunks_change_no_number(chunks: int) -> None:
-    states = torch.randn(1, TOKENS, WIDTH_OF_TILING, dtype=torch.float64)
+    states = torch.randn(1, TOKENS, TILED_WIDTH, dtype=torch.float64)
     whole, tiled = step(make(1), states), step(make(chunks), states)
     torch.testing.assert_close(tiled[0], whole[0])
     torch.testing.assert_close(tiled[1], whole[1])
@@ -497,8 +495,8 @@ def test_chunks_change_no_number(chunks: int) -> None:
 
 def test_memory_holds_the_inside_of_one_chunk() -> None:
     """Kept: each layer's input. At the peak also the inside of one chunk, which is as long as it comes."""
-    states = torch.randn(1, 1000, WIDTH_OF_TILING, dtype=torch.float64)
-    of_states, of_inside = states.nbytes, states.nbytes * INSIDE // WIDTH_OF_TILING
+    states = torch.randn(1, 1000, TILED_WIDTH, dtype=torch.float64)
+    of_states, of_inside = states.nbytes, states.nbytes * INSIDE // TILED_WIDTH
     _, _, _, kept, peak = step(make(1), states)
     assert kept >= 2 * (of_states + of_inside)
     _, _, _, kept, peak = step(make(10), states)
@@ -507,7 +505,7 @@ def test_memory_holds_the_inside_of_one_chunk() -> None:
 
 
 def test_padded_rows_are_cut_by_tokens() -> None:
-    states = torch.randn(3, TOKENS, WIDTH_OF_TILING, dtype=torch.float64)
+    states = torch.randn(3, TOKENS, TILED_WIDTH, dtype=torch.float64)
     torch.testing.assert_close(step(make(4), states)[:3], step(make(1), states)[:3])
 
 

@@ -413,7 +413,7 @@ def test_a_share_that_nothing_keeps_is_freed() -> None:
     assert run_on_ranks(_alive, 2) == [False, False]
 
 
-TOKENS_OF_SLICES = 50
+SLICE_TOKENS = 50
 
 
 def _adapted(width: int) -> nn.Module:
@@ -425,8 +425,8 @@ def _adapted(width: int) -> nn.Module:
 def _dropped(model: nn.Module, columns: int) -> Tensor:
     """Where ones of so many columns are dropped: bool [TOKENS, columns]."""
     ((_, layer),) = adapted_modules(model)
-    with drawing(TokenKeys(keys_of([(5, 0, TOKENS_OF_SLICES)]))):
-        return layer.lora_dropout[ADAPTER](torch.ones(TOKENS_OF_SLICES, columns)) == 0
+    with drawing(TokenKeys(keys_of([(5, 0, SLICE_TOKENS)]))):
+        return layer.lora_dropout[ADAPTER](torch.ones(SLICE_TOKENS, columns)) == 0
 
 
 def _dropped_by_slice(width: int) -> tuple[Tensor, Tensor]:

@@ -112,14 +112,12 @@ def figure(value: float) -> Figure:
     return Figure(value, "measured", "a test")
 
 
-TEXT_OF_MEASURED_RATES = PartRates(
-    *map(figure, (9e10, 4e10, 2e10, 8e-4, 1e9)), rows=(64, 256), residual=0.02, ahead=False
-)
+TEXT_RATES = PartRates(*map(figure, (9e10, 4e10, 2e10, 8e-4, 1e9)), rows=(64, 256), residual=0.02, ahead=False)
 SUMS, HANDOVER = (MeasuredChannel(figure(bytes_s), figure(1e-4)) for bytes_s in (1e9, 8e9))
-RATES = MeasuredRates({"text": TEXT_OF_MEASURED_RATES}, SUMS, HANDOVER)
+RATES = MeasuredRates({"text": TEXT_RATES}, SUMS, HANDOVER)
 
 
-@pytest.mark.parametrize("rates", [RATES, MeasuredRates({"text": TEXT_OF_MEASURED_RATES}, None, HANDOVER)])
+@pytest.mark.parametrize("rates", [RATES, MeasuredRates({"text": TEXT_RATES}, None, HANDOVER)])
 def test_plain_values_are_read_again(rates: MeasuredRates) -> None:
     assert MeasuredRates.from_json(json.loads(json.dumps(rates.to_json()))) == rates
 
@@ -129,7 +127,7 @@ def test_rates_of_a_part_have_its_channels() -> None:
     assert (found.products, found.attention, found.elementwise, found.host_s) == (9e10, 4e10, 2e10, 8e-4)
     assert found.inner == found.outer == Channel(1e9, 1e-4) and found.node == 2 and not found.ahead
     assert RATES.rates("text", outer=Channel(5.0)).outer == Channel(5.0)
-    alone = MeasuredRates({"text": TEXT_OF_MEASURED_RATES}, None, HANDOVER)
+    alone = MeasuredRates({"text": TEXT_RATES}, None, HANDOVER)
     assert alone.rates("text").inner == Channel(8e9, 1e-4)
 
 

@@ -307,12 +307,12 @@ def test_fsdp_gathers_a_layer_beside_the_one_that_computes() -> None:
     assert found.backward == found.last + 4 * 400 + 2 * 4 * 200  # sent of the layer before, and what came of it
 
 
-ONE_OF_ACTIVATIONS, TARGETS, FEATURES = Degrees(), 20, 256
+ALONE, TARGETS, FEATURES = Degrees(), 20, 256
 
 
 @pytest.mark.parametrize("choice", ["none", "light", "all"])
 def test_stages_keep_what_ranks_of_a_pipeline_count(four_layers_model: str, choice: str) -> None:
-    case = Case(ONE_OF_ACTIVATIONS, ONE_OF_ACTIVATIONS, 1, "float32", packing=True, schedule="1f1b", stages=2)
+    case = Case(ALONE, ALONE, 1, "float32", packing=True, schedule="1f1b", stages=2)
     data = make_reader(four_layers_model, case, [[make_sample([(1, 32, 32)], 40, TARGETS, 0, IMAGE_TOKEN)]]).step(0)
     chosen = {"recompute": lambda stage: (choice,) * len(stage.layers)}
     with Running(four_layers_model, case, Fault(EncoderEngine, TextEngine), measure=True, **chosen) as running:
@@ -371,14 +371,14 @@ APART = ("cluster.collocate=false", "vision.num_actors=1", "vision.ulysses=1", "
 HANDOVER = 8e9  # bytes a second between two stages
 
 
-def question_of_of_step(model: str, *overrides: str) -> Question:
+def step_question(model: str, *overrides: str) -> Question:
     plan = plan_run(config_of(model, *PIPELINE, *APART, *overrides))
     loads = assumed_samples(plan.config, plan.family).loads(plan.config)
     return Question(plan, machine(handover=Channel(HANDOVER)), loads)
 
 
 def step_of(model: str, *overrides: str) -> Timeline:
-    return forecast(question_of_of_step(model, *overrides)).timeline
+    return forecast(step_question(model, *overrides)).timeline
 
 
 def seconds(timeline: Timeline, kind: type, stage: str) -> float:
@@ -457,7 +457,7 @@ def test_the_decoder_gets_a_row_for_each_token_of_a_picture(four_layers_model: s
 
 
 def test_features_of_inner_layers_go_along(qwen3_vl_model: str) -> None:
-    question = question_of_of_step(qwen3_vl_model, "text.cuts=[3]")
+    question = step_question(qwen3_vl_model, "text.cuts=[3]")
     plan = question.plan
     (edge,) = (edge for edge in plan.graph.edges if edge.source.stage == "vision")
     spans = {span.action: span for span in forecast(question).timeline.spans}
@@ -467,7 +467,7 @@ def test_features_of_inner_layers_go_along(qwen3_vl_model: str) -> None:
 
 
 def test_a_step_is_drawn_with_seconds_to_scale(four_layers_model: str) -> None:
-    question = question_of_of_step(four_layers_model, "text.cuts=[1]")
+    question = step_question(four_layers_model, "text.cuts=[1]")
     whole = forecast(question)
     timeline = play_step(question, whole.stages, 2)
     head, *lines = timeline_lines(timeline, question.plan.graph, ())

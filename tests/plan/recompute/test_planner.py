@@ -424,7 +424,7 @@ def wider(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "SECONDS", tuple(name for name in names if name.endswith("_s")))
 
 
-def step_of_inputs(sent_bytes: int, sent_s: float) -> StageUsage:
+def step_with_inputs(sent_bytes: int, sent_s: float) -> StageUsage:
     layer = WiderUsage("full", "none", 80, 40, 0.5, sent_bytes, sent_s)
     return StageUsage(
         peak_bytes=200,
@@ -441,7 +441,7 @@ def step_of_inputs(sent_bytes: int, sent_s: float) -> StageUsage:
 def test_a_cost_that_is_measured_is_the_plans(wider: None, tmp_path: Path) -> None:
     seen = Profile()
     for sent_bytes, sent_s in ((16, 1.0), (24, 2.0), (8, 9.0)):
-        seen.add(step_of_inputs(sent_bytes, sent_s), timed=True)
+        seen.add(step_with_inputs(sent_bytes, sent_s), timed=True)
     found = seen.costs()
     assert found is not None
     assert found.layer(0, "none") == WiderCost(80.0, 40.0, 0.5, 24.0, 2.0)  # the most, and the median
@@ -458,12 +458,10 @@ def test_a_file_that_lacks_a_cost_or_has_another_is_measured_anew(tmp_path: Path
     assert read_costs(tmp_path, SHAPE) is None
 
 
-KINDS_OF_PROBES = ("window", "full", "window", "full", "window", "full")
+PROBE_KINDS = ("window", "full", "window", "full", "window", "full")
 
 
-@pytest.mark.parametrize(
-    "kinds", [KINDS_OF_PROBES, ("only",), ("only",) * 2, ("only",) * 40, ("full", *("window",) * 9)]
-)
+@pytest.mark.parametrize("kinds", [PROBE_KINDS, ("only",), ("only",) * 2, ("only",) * 40, ("full", *("window",) * 9)])
 def test_every_kind_is_seen_under_every_choice(kinds: tuple[str, ...]) -> None:
     seen = {(kind, "all") for kind in kinds}
     for choices in probed(kinds):
@@ -491,7 +489,7 @@ def first_seen(known: StageCosts) -> StageCosts:
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_no_choice_takes_more_than_its_bound(choice: str) -> None:
-    known = costs_of_made(6, kinds=KINDS_OF_PROBES)
+    known = costs_of_made(6, kinds=PROBE_KINDS)
     bound = at_worst({"text": first_seen(known)})["text"]
     for at in range(6):
         choices = ("all",) * at + (choice,) + ("all",) * (5 - at)
@@ -543,13 +541,13 @@ def test_stages_on_one_device_share_what_there_is() -> None:
     assert found["apart"] < found["shared"]
 
 
-KINDS_OF_PROFILE = ("window", "full", "window", "full", "window", "full")
+PROFILE_KINDS = ("window", "full", "window", "full", "window", "full")
 
 
 def test_costs_come_back() -> None:
-    known = costs_of_made(6, kinds=KINDS_OF_PROFILE)
+    known = costs_of_made(6, kinds=PROFILE_KINDS)
     profile = Profile()
-    for choices in (("all",) * 6, *probed(KINDS_OF_PROFILE)):
+    for choices in (("all",) * 6, *probed(PROFILE_KINDS)):
         profile.add(usage(known, choices), timed=True)
     found = profile.costs()
     for choices in (("none",) * 6, ("all", "light", "mlp", "none", "none", "linear")):
