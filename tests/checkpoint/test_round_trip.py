@@ -326,6 +326,7 @@ def test_it_goes_on_and_is_exported(name: str, tmp_path: Path) -> None:
     check_family(name, tmp_path)
 
 
+@pytest.mark.slow
 def test_one_with_all_that_may_go_wrong(tmp_path: Path) -> None:
     """Experts in the hub's form, of which a buffer says how often each is chosen; projections in one matrix."""
     check_family("glm4v_moe", tmp_path)

@@ -158,22 +158,27 @@ def test_inspect_writes_each_micro_batch_of_each_replica(
     assert set(rows.values()) == {2}
 
 
-def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
-    capsys: pytest.CaptureFixture[str], tiny_assets: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def broken(tmp_path: Path) -> list[str]:
+    """`inspect data` of the tiny dataset and of two samples: a picture that is cut off, and one that is not there."""
     broken = tmp_path / "broken.jsonl"
-    cut_off = tmp_path / "cut.png"
-    Image.new("RGB", (64, 64)).save(cut_off)
-    cut_off.write_bytes(cut_off.read_bytes()[:-40])
+    picture = tmp_path / "cut.png"
+    Image.new("RGB", (64, 64)).save(picture)
+    picture.write_bytes(picture.read_bytes()[:-40])
     turns = [{"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "A square."}]
     samples = [{"image": "cut.png", "topic": "a", "conversations": turns}, {"image": "no.png", "conversations": turns}]
     broken.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     registry = f"+data.data_registry.broken={{annotation_path: {broken}, data_path: {tmp_path}}}"
+    own = ["inspect", "data", "--config-name=tiny", registry, "data.datasets=[shapes,broken]"]
+    return [*own, f"data.cache_dir={tmp_path / 'cache'}"]
+
+
+def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
+    capsys: pytest.CaptureFixture[str], tiny_assets: Path, tmp_path: Path, broken: list[str]
+) -> None:
     out = tmp_path / "run" / "inspect_data"
-    own = ["inspect", "data", "--config-name=tiny", f"run_dir={out.parent}", f"tiny_assets={tiny_assets}", registry]
-    own += ["data.balance=isf", "data.limits.rule=paper", "data.isf_passes=4"]
-    own += ["data.datasets=[shapes,broken]", f"data.cache_dir={tmp_path / 'cache'}"]
-    assert main(own) == 0
+    own = [f"run_dir={out.parent}", f"tiny_assets={tiny_assets}"]
+    assert main([*broken, *own, "data.balance=isf", "data.limits.rule=paper", "data.isf_passes=4"]) == 0
     told = capsys.readouterr().out
     names = told.split()
     assert all(name in names for name in ("shapes", "broken", "random", "length_group", "isf", "balanced"))
@@ -193,13 +198,19 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     for columns in (DATASETS, CONTENTS, COSTS, LENGTHS, COLUMNS):
         assert all(f"  {name:16}{text}\n" in told for name, text in columns.items())
     costs = next(line for line in told.splitlines() if re.match("broken +[0-9]+, ", line))
-    size = cut_off.stat().st_size  # of the one usable sample, so that mean and largest are equal
+    size = (tmp_path / "cut.png").stat().st_size  # of the one usable sample, so that mean and largest are equal
     assert re.fullmatch(rf"broken +(\d+), \1 +1.00, 1 +(\d+)\.0, \2 +{size} B, {size} B +\d+\.\d%", costs)
     header = next(line for line in told.splitlines() if line.startswith("method"))
     assert header.split()[1:] == list(COLUMNS)
 
+
+@pytest.mark.slow
+def test_inspect_data_decodes_where_asked(
+    capsys: pytest.CaptureFixture[str], tiny_assets: Path, tmp_path: Path, broken: list[str]
+) -> None:
     out = tmp_path / "out"
-    assert main([*own, "decode=true", "data.num_workers=2", f"out={out}"]) == 0
+    own = [f"run_dir={tmp_path / 'run'}", f"tiny_assets={tiny_assets}", f"out={out}"]
+    assert main([*broken, *own, "decode=true", "data.num_workers=2"]) == 0
     told = capsys.readouterr().out
     assert "line 1 of" in told and "cut.png cannot be decoded" in told
     assert (out / "defects.txt").read_text().count("\n") == 2

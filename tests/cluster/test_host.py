@@ -211,6 +211,7 @@ def test_both_ways_of_sending_take_time() -> None:
         assert all(0 < seconds < math.inf for _, seconds in pairs)
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_named() -> None:
     with pytest.raises(ClusterError, match="failed: .*plan with the rates of a known device"):
         measure_links("no device", 1, (1 << 17,))

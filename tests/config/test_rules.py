@@ -567,8 +567,6 @@ def test_a_warmup_beyond_max_steps():
         ({"min_pixels": 0}, "data.min_pixels >= 1"),
         ({"cache_features": "f", "cache_features_gib": 0.0}, "data.cache_features_gib > 0"),
         ({"cache_features_gib": 2.0}, "it bounds data.cache_features, which is not set"),
-        ({"cache_features": "f", "cache_features_gib": 0.0}, "data.cache_features_gib > 0"),
-        ({"cache_features_gib": 2.0}, "it bounds data.cache_features, which is not set"),
         ({"min_pixels": 100, "max_pixels": 50}, "min_pixels(100) > max_pixels(50)"),
     ],
 )

@@ -82,6 +82,7 @@ REPEATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REPEATED, ids=str)
 def test_the_same_run_twice_is_the_same_to_the_bit_on_every_rank(case: Case, made_model: str) -> None:
     first, second = (train(made_model, case, awkward_steps()) for _ in range(2))

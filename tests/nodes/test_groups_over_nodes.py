@@ -21,6 +21,9 @@ WAIT_S = 600.0
 TWO_PAIRS, ONE_RANK = {"data": 2, "tensor": 2}, {"data": 1, "tensor": 1}
 
 
+pytestmark = pytest.mark.slow  # two nodes take half a minute to start; tests/cluster/placement has made ones
+
+
 @pytest.fixture(scope="module", autouse=True)
 def attached(two_nodes: str) -> Iterator[None]:
     from dhp.cluster.ray_session import ray_session

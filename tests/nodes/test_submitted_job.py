@@ -126,6 +126,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.slow
 def test_without_a_token_one_is_told_what_is_missing(two_nodes: str, tmp_path: Path) -> None:
     without = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "PYTHONPATH": str(Path(__file__).parents[2])}
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")} | without
@@ -156,6 +157,7 @@ def test_a_tensor_group_of_four_does_not_fit_into_nodes_of_two(two_nodes: str, t
     assert told.endswith(f"The nodes: {first} has 2 GPUs, {second} has 2 GPUs")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the torch here is built for CUDA")
 def test_each_rank_looks_at_its_own_node_before_anything_is_loaded(two_nodes: str, tmp_path: Path) -> None:
     with Cluster(layout(two_nodes, tmp_path, 1, 2)) as cluster:

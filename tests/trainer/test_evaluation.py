@@ -291,6 +291,7 @@ def test_an_evaluation_is_missed_where_the_record_lacks_lines_of_it(
     assert misses(config, 4, record, Counter(prompts)) is missed
 
 
+@pytest.mark.slow
 def test_images_are_exchanged_in_one_start(tiny_assets: Path) -> None:
     given = [str(tiny_assets / "model"), "--config-name=tiny", f"tiny_assets={tiny_assets}", *ONE_ACTOR_EACH]
     asked = ["data.eval_datasets=['shapes%5']", "exchange=images", "--json"]

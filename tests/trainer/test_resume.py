@@ -129,6 +129,7 @@ def test_a_stopped_run_goes_on_in_another_layout(whole: Path, stopped: Path, lon
     assert "another layout than the checkpoint's, whose tensors are cut anew: vision.num_actors 2 → 1" in outcome.stdout
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path, long_assets: Path) -> None:
     run_dir = tmp_path / "next"
     arguments = tiny(long_assets, run_dir, *LONG, f"training.resume={whole / 'checkpoints' / 'step_4'}")
