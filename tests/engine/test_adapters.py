@@ -1,4 +1,4 @@
-"""Adapters in every layout equal peft's own in the plain model, in one process."""
+"""Adapters in every layout equal peft's on the model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from dhp.core.parameters import AdapterSettings, GroupRule, Selector
 from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from dhp.parallel.tensor import slices as cutting
+from tests.engine.test_declared_families import Made, run
+from tests.engine.test_declared_families import all_families as made
 from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare, compare_rounding, train
-from tests.helpers.rows import slow
+from tests.helpers.rows import slow, slow_but
+from tests.helpers.tiny_families import FAMILIES
 
 ONE = Degrees()
 TEXT = (("text", AdapterSettings(4, 8.0)),)
@@ -121,3 +124,39 @@ def test_what_adapters_begin_with_is_the_models_own_output() -> None:
     assert values.abs().max() <= 1 / 3 and values.std() > 0.15
     assert not torch.equal(values, adapters.first_values("b.lora_A", (4, 9), 1))
     assert not torch.equal(values, adapters.first_values("a.lora_A", (4, 9), 2))
+
+
+__all__ = ["made"]  # a fixture
+BOTH_PARTS = (("vision", AdapterSettings(2, 4.0)), ("text", AdapterSettings(4, 8.0)))
+CASE = Case(Degrees(), Degrees(tensor=2), 2, packing=True, lora=BOTH_PARTS)
+ALWAYS = ["qwen3_5_moe", "kimi_k25", "gemma3"]  # gated delta nets and a shared expert; latent attention; tied, windows
+OTHERS = [pytest.param(name, marks=pytest.mark.families) for name in FAMILIES if name not in ALWAYS]
+
+
+@pytest.mark.parametrize("name", [*slow_but(ALWAYS, "gemma3"), *OTHERS])
+def test_adapters_of_families_equal_peft_on_the_plain_model(name: str, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], CASE))
+
+
+@pytest.mark.slow
+def test_experts_trained_whole_beside_adapters(made: dict[str, Made]) -> None:
+    """Of a group of replicas that share experts out, each has all adapters, those of shared experts among them."""
+    case = Case(Degrees(), Degrees(data=2, expert=2), 2, packing=True, lora=BOTH_PARTS[1:], trainable=("mlp.experts",))
+    assert_exact(run(made["kimi_k25"], case))
+
+
+BY_EXPERT = Case(Degrees(data=2), Degrees(data=2, expert=2), 2, packing=True, lora=BOTH_PARTS)
+MORE = [
+    *((name, BY_EXPERT) for name in ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "gemma4_moe", "ernie4_5_vl_moe")),
+    ("qwen3_omni", replace(BY_EXPERT, recompute="mlp")),
+    ("kimi_k25", replace(CASE, trainable=("mlp.experts",))),  # of which each rank has a slice of the width
+    ("qwen3_5", Case(Degrees(), Degrees(data=2), 2, packing=True, lora=BOTH_PARTS, stages=2, recompute="light")),
+    ("glm4v", Case(Degrees(tensor=2), Degrees(tensor=2), 2, packing=True, lora=BOTH_PARTS, recompute="mlp")),
+    ("qwen2_vl", Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=BOTH_PARTS, recompute="light")),
+]
+
+
+@pytest.mark.families
+@pytest.mark.parametrize(("name", "case"), MORE, ids=str)
+def test_other_layouts(name: str, case: Case, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], case))

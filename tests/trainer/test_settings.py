@@ -55,7 +55,7 @@ from dhp.trainer.settings import kept_settings, measures, needed_paths, resume_l
 from dhp.trainer.step_reports import compile_notes, find_peak, name_kernels, overlap_warning
 from tests.helpers.graphs import make_graph
 from tests.helpers.graphs import make_graph as make_graph_of_graphs
-from tests.step.test_step import Call, FakeGroup
+from tests.step.test_evaluate import Call, FakeGroup
 
 OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.video_fps=1", "data.allow_http=true"]
 

@@ -31,8 +31,8 @@ from dhp.data.read.annotations import FORMATS, detect, parse_record
 from dhp.data.read.formats import renamed
 from dhp.data.sampling.dataset import BatchSource, open_dataset
 from dhp.data.sampling.sampler import BatchLayout, RandomSampler
+from tests.data.read.test_formats import shard
 from tests.data.rows import ROWS
-from tests.data.test_files import shard
 
 QUESTION = {"from": "human", "value": "What?"}
 ANSWER = {"from": "gpt", "value": "A circle."}
