@@ -18,7 +18,6 @@ from dhp.config.rules import FLASH_ATTENTION_2
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
 from dhp.config.vocabulary import environment_notes
-from dhp.core.batch import FeatureSettings, KeepSettings
 from dhp.core.errors import ConfigError, DhpError, raise_all
 from dhp.core.files import is_remote
 from dhp.core.graph import StageGraph
@@ -29,6 +28,7 @@ from dhp.models.family import VISION
 from dhp.models.registry import import_plugins
 
 if TYPE_CHECKING:
+    from dhp.core.batch import FeatureSettings, KeepSettings
     from dhp.models.family import Family
     from dhp.plan.run_plan import RunPlan
 
@@ -287,6 +287,7 @@ def feature_settings(config: Config) -> FeatureSettings | None:
     where = config.data.cache_features
     if where is None:
         return None
+    from dhp.core.batch import FeatureSettings
     from dhp.models.empty import digest_tower
 
     return FeatureSettings(where, digest_tower(model_name(config), parts(config)[VISION].dtype, parts(config)))
@@ -300,6 +301,10 @@ def keep_settings(config: Config, graph: StageGraph) -> dict[str, KeepSettings]:
     room = None
     if most is not None:
         degrees = graph.of_part(VISION)[0].degrees
+        from dhp.checkpoint.feature_folder import FeatureFolder
+
         left = int(most * GIB) - FeatureFolder(Path(where)).nbytes()
         room = max(left, 0) // (degrees.data * degrees.sequence)
+    from dhp.core.batch import KeepSettings
+
     return {VISION: KeepSettings(where, room)}

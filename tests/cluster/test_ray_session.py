@@ -35,7 +35,7 @@ from dhp.cluster import servers
 from dhp.cluster.address import LOCAL
 from dhp.cluster.cluster import GROUP_LATER_S, Cluster, ClusterSpec, _make_lookout
 from dhp.cluster.host import GLOO, NCCL, interface_of, open_listener, read_interfaces, socket_settings
-from dhp.cluster.host import LOOPBACK as LOOPBACK_OF_HOST
+from dhp.cluster.host import LOOPBACK as HOST_LOOPBACK
 from dhp.cluster.placement.nodes import ClusterNode
 from dhp.cluster.placement.reservation import Topology
 from dhp.cluster.ray_session import (
@@ -329,12 +329,12 @@ def test_a_local_run_stays_on_loopback_whatever_the_environment_says() -> None:
 
 def test_this_host_has_a_loopback_interface() -> None:
     found = read_interfaces()
-    assert interface_of(LOOPBACK_OF_HOST, found) in {name for _, name in socket.if_nameindex()}
+    assert interface_of(HOST_LOOPBACK, found) in {name for _, name in socket.if_nameindex()}
 
 
 def test_a_listener_is_bound_to_the_one_address() -> None:
-    with open_listener(LOOPBACK_OF_HOST) as listener:
-        assert listener.getsockname()[0] == LOOPBACK_OF_HOST
+    with open_listener(HOST_LOOPBACK) as listener:
+        assert listener.getsockname()[0] == HOST_LOOPBACK
 
 
 def test_an_address_of_another_host_is_told_with_those_of_this_one() -> None:

@@ -313,11 +313,11 @@ def test_parts_that_hand_over_in_shared_memory_equal_the_plain_model(case: Case,
     assert_exact(compare(made_model, case, steps, Fault(Vision, Text)))
 
 
-ONE_OF_SHARDED_NORMS, TWO = Degrees(), Degrees(tensor=2)
+ALONE, TWO = Degrees(), Degrees(tensor=2)
 NORMS = [
-    Case(ONE_OF_SHARDED_NORMS, TWO, 2, sharded_norms=True),
+    Case(ALONE, TWO, 2, sharded_norms=True),
     Case(
-        ONE_OF_SHARDED_NORMS,
+        ALONE,
         TWO,
         4,
         sharded_norms=True,
@@ -326,7 +326,7 @@ NORMS = [
         packing=True,
         recompute="mlp:0,all:1-3",
     ),
-    Case(ONE_OF_SHARDED_NORMS, TWO, 2, sharded_norms=True, mlp_chunks=3),
+    Case(ALONE, TWO, 2, sharded_norms=True, mlp_chunks=3),
 ]
 
 

@@ -118,7 +118,7 @@ def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:
 
 
 if TYPE_CHECKING:
-    from dhp.plan.count.traced import Traced
+    from dhp.plan.count.row_bytes import Traced
 
 T = TypeVar("T")
 AT_ONCE = 16  # layers of a part that are traced without being asked for; many take a minute

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from dhp.config.layout import OFFLOAD
-from dhp.core.reports import RecomputePolicies
+from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.plan.count.costs import LayerCost, StageCosts
-
-if TYPE_CHECKING:
-    from dhp.plan.count.traced import Pass, Traced
 
 CHOICES = ("none", "light", "mlp", "linear", "all")
 NONE, LEAST = CHOICES[0], CHOICES[-1]  # keeps all, keeps least
@@ -47,7 +44,7 @@ class RowBytes:
 @dataclass(frozen=True)
 class Inside:
     """What a layer, or what is outside of the layers, has live in each pass beyond what is kept: bytes at those moments
-    that may be the fullest. As `dhp.plan.count.traced.Traced` counts them."""
+    that may be the fullest. As `dhp.plan.count.row_bytes.Traced` counts them."""
 
     forward: tuple[RowBytes, ...] = ()
     backward: tuple[RowBytes, ...] = ()
@@ -307,3 +304,20 @@ class TracedRows:
     targets: int = 1
     patches: int = 0
     windows: int = 1
+
+
+Pass = Literal["forward", "backward", "growing"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A trace. usage: what is kept. moments: by pass and layer, bytes that are live behind each operation: forward,
+    beyond what was kept up to the layer; backward, beyond what the layers up to it, and itself, keep. Gradients of
+    parameters count in the operation that makes them, and not in those behind it; growing: the layer's own count in all
+    behind it."""
+
+    usage: StageUsage
+    moments: Moments
+
+
+Moments = Mapping[tuple[Pass, int], tuple[int, ...]]

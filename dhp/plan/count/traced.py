@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,25 +36,12 @@ from dhp.parallel.recompute.saved_calls import save_output
 from dhp.parallel.tensor.slices import sum_without_ranks
 from dhp.parallel.tensor.styles import with_fused
 from dhp.parallel.tensor.tensor_plan import local_plan
-from dhp.plan.count.row_bytes import TracedRows
+from dhp.plan.count.row_bytes import Pass, Traced, TracedRows
 
-Pass = Literal["forward", "backward", "growing"]
 FORWARD: Pass = "forward"
 BACKWARD: Pass = "backward"
 GROWING: Pass = "growing"  # backward, where gradients of parameters stay
 BEFORE = -1  # the place of what precedes the layers; what follows them has their number
-Moments = Mapping[tuple[Pass, int], tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A trace. usage: what is kept. moments: by pass and layer, bytes that are live behind each operation: forward,
-    beyond what was kept up to the layer; backward, beyond what the layers up to it, and itself, keep. Gradients of
-    parameters count in the operation that makes them, and not in those behind it; growing: the layer's own count in all
-    behind it."""
-
-    usage: StageUsage
-    moments: Moments
 
 
 class MomentsOfTrace(LiveStorages):

@@ -29,6 +29,7 @@ from dhp.plan.count.row_bytes import (
     CHOICES,
     PartBytes,
     RowBytes,
+    Traced,
     TracedRows,
     layers_to_trace,
     of_all_layers,
@@ -44,7 +45,7 @@ from dhp.plan.count.state_bytes import (
     runtime_bytes,
     stage_units,
 )
-from dhp.plan.count.traced import Traced, TraceSettings, check_draws, trace_moments, trace_part
+from dhp.plan.count.traced import TraceSettings, check_draws, trace_moments, trace_part
 from dhp.plan.recompute.profile import usage_of
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Fault, Running, make_reader, rules_of
