@@ -1,7 +1,5 @@
 """`dhp COMMAND …`, also as `python -m dhp COMMAND …`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module

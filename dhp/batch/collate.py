@@ -1,7 +1,5 @@
 """Samples of a text replica as the arguments of the model: rows padded on the right, or packed into one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Preprocesses prompts and shards them over ranks as training samples are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

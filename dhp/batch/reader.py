@@ -1,7 +1,5 @@
 """Reads a global batch by its step and shards it over ranks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

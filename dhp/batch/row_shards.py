@@ -1,7 +1,5 @@
 """Decides which rank has which tokens of a row, and the keys of what adapters draw for them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

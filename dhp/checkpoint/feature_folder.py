@@ -1,7 +1,5 @@
 """The folder of cached features: a safetensors file for each key, renamed into place, verified by digest on reading."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The start of a run: its first step, or a checkpoint, and which settings must be as they were there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads tensors that ranks wrote, from any layout into any other."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

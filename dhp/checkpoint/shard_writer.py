@@ -1,7 +1,5 @@
 """Writes a part's tensors and their checksums, at once or while the rank goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

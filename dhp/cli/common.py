@@ -1,7 +1,5 @@
 """What several commands share: weights and their configuration, a folder for logs."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Lists dhp's commands, and completes them in bash, zsh and fish."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

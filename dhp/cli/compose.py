@@ -1,7 +1,5 @@
 """`dhp compose vision=MODEL text=MODEL out=DIR [seed=0]`: a LLaVA of any tower and any decoder."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

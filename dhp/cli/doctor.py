@@ -2,8 +2,6 @@
 machine [--json] [--try]`: what this machine has for it. `dhp doctor model --make FAMILY out=DIR`: a tiny model to try.
 `dhp doctor loss CONFIG`: the first step beside the plain model. `dhp doctor`: the machine, tried."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`dhp experiments list | run NAME|all [--quick] [arguments …] | index`: what the documents' figures are from."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

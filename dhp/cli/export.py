@@ -1,7 +1,5 @@
 """`python -m dhp export RUN_OR_CHECKPOINT OUT_DIR [--adapter] [--base DIR] [--plugin MODULE]`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """`python -m dhp generate --config-name=NAME checkpoint=… prompt=… …`: the answer of a model in any layout."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`python -m dhp inspect batch|data|sample|checkpoint …`: shows what a model gets, or a checkpoint holds."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

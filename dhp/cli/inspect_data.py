@@ -1,7 +1,5 @@
 """Statistics of a configuration's data: counts, lengths, defects, balance, contents, costs, locality."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence

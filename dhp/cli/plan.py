@@ -1,7 +1,5 @@
 """`python -m dhp plan FILE.yaml|--config-name=NAME [key=value …]`: the best layouts, before anything runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

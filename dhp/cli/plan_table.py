@@ -1,7 +1,5 @@
 """Writes a plan as text: layouts, why others lose, memory, needs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`dhp report RUN [RUN …] [--out FILE.html] [--png DIR]`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A sample as its model sees it: tokens as runs of text, pictures rebuilt from values, all as one page of HTML."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections import Counter

@@ -1,7 +1,5 @@
 """Which Ray a run uses, its own or a running one; imports no Ray."""
 
-from __future__ import annotations
-
 import os
 
 LOCAL, RUNNING, CLIENT = "local", "auto", "ray://"

@@ -1,7 +1,5 @@
 """One clock for all processes of a run, and the time that a rank computes."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The actors that read the data: one assigns samples to steps, others decode them ahead of the step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Checks this machine's GPUs, and chooses what a rank computes on and sends by."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import warnings

@@ -7,8 +7,6 @@ Left alone, gloo looks up the host's own name, which many hosts map to 127.0.1.1
 other hosts then wait for a connection that cannot come.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,8 +1,6 @@
 """Seconds of what two processes of this machine send each other, without Ray: all-reduces, and hand-overs through
 memory of the host that both have mapped."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

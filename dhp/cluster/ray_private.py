@@ -1,7 +1,5 @@
 """Names of Ray that are not public; tests/cluster/test_ray_private.py has a canary for each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Starts or joins Ray, isolated from other users, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

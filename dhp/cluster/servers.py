@@ -1,7 +1,5 @@
 """Watches and ends the processes of actors and of Ray's servers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """One rank of a stage in a process of its own: joins its group, then answers calls to its engine."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Reads the command line of a run: Hydra's overrides, checked against the schema."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

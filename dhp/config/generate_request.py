@@ -1,7 +1,5 @@
 """The request of `python -m dhp generate`, and the layout in which a configuration answers instead of training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -1,7 +1,5 @@
 """Lists the schema's dotted keys, and translates errors of Hydra and OmegaConf into them."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

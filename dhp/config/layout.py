@@ -1,7 +1,5 @@
 """Resolves the degrees of a part, and what its layers recompute."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

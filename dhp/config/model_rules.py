@@ -1,7 +1,5 @@
 """Rules between degrees and a model's shape, which comes as plain numbers."""
 
-from __future__ import annotations
-
 from math import gcd
 
 from dhp.config.layout import LAYERS, read_choices

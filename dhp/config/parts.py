@@ -1,7 +1,5 @@
 """The parts of a model in a configuration, by name, and values that are set once it is resolved."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Checks single settings: which values each may have."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Resolves a user's configuration, and those of a curriculum's stages, into a run's."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a configuration's key is to a resumed run and to a search for layouts, said beside the key."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from typing import Any

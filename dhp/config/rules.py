@@ -1,7 +1,5 @@
 """Rules between settings, as rows of tables: which exclude each other, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Opens the directory of a run: refused, emptied or continued; reads the configuration recorded there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The tables are data, in vocabulary.yaml beside this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """The data of a step and of generation as they cross processes: frozen values with named tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

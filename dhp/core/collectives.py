@@ -7,8 +7,6 @@ exchange a description of it, and one that differs is an error. torch's own chec
 compares operations and shapes alone; here the calling function and its layer are compared too.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter

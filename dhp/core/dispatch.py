@@ -1,7 +1,5 @@
 """Distributes the arguments of a call over the ranks of a group: declared, never guessed from lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors for users: what happened, with which values, why, and what to do next."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ pipeline (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training 
 several. A *node* is a chunk of a stage: what a schedule visits and what edges connect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The kinds of stages, and what a user's modules may register: a record each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any

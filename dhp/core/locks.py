@@ -1,7 +1,5 @@
 """Locks a directory for a run: exclusively on one machine, by a token where several share it."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

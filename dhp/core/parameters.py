@@ -1,7 +1,5 @@
 """Chooses trained parameters by rules over names; adapters; the forms of their states."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

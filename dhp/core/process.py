@@ -1,7 +1,5 @@
 """This process: its signals, its start-up lines, its cores, time limits for foreign code."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

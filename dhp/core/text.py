@@ -1,7 +1,5 @@
 """Text for people: tables, numbers, harmless text, the name of the command, the name that was meant."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

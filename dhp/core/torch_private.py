@@ -1,7 +1,5 @@
 """Names of torch that are not public; tests/core/test_torch_private.py has a canary for each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Spans of time and bytes sent, recorded per process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Names of transformers that are not public; tests/core/test_transformers_private.py has a canary for each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Puts forwards in the place of modules' own, and records who did."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Examines a model's configuration: what of it can be trained, in which layouts."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator

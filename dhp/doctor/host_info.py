@@ -1,7 +1,5 @@
 """Says what a machine has for training, and tests it in ten seconds."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Makes a run's first step as the plain model in one process."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout

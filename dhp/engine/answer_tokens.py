@@ -1,7 +1,5 @@
 """Generation on one rank of a decoder: prefill over the ranks that share its row, then token by token."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Builds a stage: what is trained, sharding of gradients, states and norms, kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec

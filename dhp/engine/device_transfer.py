@@ -1,7 +1,5 @@
 """Host-to-device transfers: one from pinned memory for many tensors, without blocking the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Runs an encoder on one rank: windows in, rows out, gradients in, an optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

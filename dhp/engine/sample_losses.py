@@ -1,7 +1,5 @@
 """Evaluates forward only, and sums losses sample by sample; excludes losses that are no numbers."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One rank of a stage: its recipe, its measurements, its share of a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Settings of one rank: plain values, decided by the run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

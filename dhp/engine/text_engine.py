@@ -1,7 +1,5 @@
 """The text part on one rank: a range of decoder layers, with the embedding, the head and the loss where they belong."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Joins a tower and a decoder that were trained apart into a LLaVA."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

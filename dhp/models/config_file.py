@@ -1,7 +1,5 @@
 """Reads and writes config.json in the forms of transformers 4 and 5; rotary positions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model without weights, on the meta device; the bytes and digest of a directory's weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

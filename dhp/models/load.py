@@ -6,8 +6,6 @@ key renaming between checkpoint and module names, and reading only this rank's s
 safetensors file are transformers' own (`from_pretrained`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Adds peft's adapters to a part, with the same dropout in every layout."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

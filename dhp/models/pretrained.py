@@ -1,7 +1,5 @@
 """A model's directory: where its configuration is read from, its tokenizer, processors and other files."""
 
-from __future__ import annotations
-
 import json
 import os
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """A model's inputs from pictures, clips of sound and tokens: patches, grids, placeholders, positions."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property

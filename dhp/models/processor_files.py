@@ -1,7 +1,5 @@
 """Writes a model's processor files with a run's bounds; sizes frames as its video processor does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

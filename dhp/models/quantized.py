@@ -5,8 +5,6 @@ layer is a linear layer, whose weight is rounded when it moves to a device; and 
 it, computes the same as peft's own for such layers.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache

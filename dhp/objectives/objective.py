@@ -1,7 +1,5 @@
 """What a step minimizes: data and mathematics of each objective, by name."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -8,8 +8,6 @@ whatever the logger itself prints goes to stderr, a file. The process ends after
 closed: the run is gone, or does without this logger.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Their processes are started by name and not by multiprocessing, which would execute the user's own script again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Metrics of each step: a line of metrics.jsonl, and the same for TensorBoard."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence

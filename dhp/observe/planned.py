@@ -1,7 +1,5 @@
 """Records what a run was expected to take, beside what it takes, and its MFU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache

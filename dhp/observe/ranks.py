@@ -1,7 +1,5 @@
 """Records what each rank did in each step, stragglers, and events beside steps."""
 
-from __future__ import annotations
-
 import json
 import time
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """A run on the terminal: progress, lines of steps, the closing table."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Spans of every rank as a Chrome trace: open trace.json in https://ui.perfetto.dev or chrome://tracing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields

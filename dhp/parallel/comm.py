@@ -1,7 +1,5 @@
 """The device mesh of a stage, and collectives with explicit backward functions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

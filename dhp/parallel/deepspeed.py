@@ -1,7 +1,5 @@
 """Imports DeepSpeed, whose import prints and warns."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank's device: name, peak speed, deterministic kernels, optional packages."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

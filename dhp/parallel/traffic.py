@@ -25,8 +25,6 @@ collective that overlaps with computation shows as the time spent waiting for it
 work is done, seconds are those of the host alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of a resolved configuration against the shape of its model."""
 
-from __future__ import annotations
-
 from dhp.config.layout import check_mlp_chunks
 from dhp.config.model_rules import check_layers, check_runs
 from dhp.config.parts import decoder, parts, resolved

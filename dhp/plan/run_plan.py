@@ -1,7 +1,5 @@
 """Decides a run once, before any actor, and what is asked of its forecast."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The graph of stages: derived once, before any actor, from a configuration and the model's shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """What a run trains: the rules of its configuration, checked against the model's parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 

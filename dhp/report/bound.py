@@ -1,7 +1,5 @@
 """Says what bounds a run: where each rank's time went, what would win it back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Draws charts of numbers as SVG or PNG."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

@@ -1,7 +1,5 @@
 """The report as one file of HTML: nothing in it is fetched from elsewhere, and no script runs."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path

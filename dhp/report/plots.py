@@ -1,7 +1,5 @@
 """Draws histograms of lengths, tables of shares, and points on two axes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a run has left in its directory, as far as it can be read: the run may still go on, or may have failed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

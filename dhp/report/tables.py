@@ -1,7 +1,5 @@
 """Tables of a report, and samples as small pictures."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

@@ -1,7 +1,5 @@
 """The charts of one run, made of its record."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ A *program* is what one stage does, in its order. The programs of all stages, me
 (Narayanan et al. 2019, "PipeDream", section 3.2), interleaved 1F1B (Narayanan et al. 2021, section 2.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

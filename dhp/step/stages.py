@@ -4,8 +4,6 @@ A shard is a mesh position but for tensor, whose ranks compute with the same tok
 the shard; the first of them sends for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol

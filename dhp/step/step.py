@@ -1,7 +1,5 @@
 """A step's calls in order: training, evaluation, generation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Where every action takes one unit and every stage has devices of its own, this i
 `dhp.step.schedule`. Stages that share a device take turns there: one action at a time, the one that can begin first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 

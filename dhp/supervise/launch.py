@@ -1,7 +1,5 @@
 """The two processes of a supervised run: the one that was started, and the driver that it starts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

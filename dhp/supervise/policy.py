@@ -1,7 +1,5 @@
 """Decides after each attempt whether the run is started again. Values in, a value out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

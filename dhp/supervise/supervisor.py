@@ -1,7 +1,5 @@
 """Starts a run's driver as a child process, watches it, and restarts it after a fault."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,8 +1,6 @@
 """How each family shows pictures to its model: its own tokens, what a chat template writes for an image, and the
 image processor and processor that its checkpoints come with, in the sizes of the tiny configurations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Generates pictures with questions, notes, and needles in long videos."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A tiny configuration of each declared family, without importing any library."""
 
-from __future__ import annotations
-
 from typing import Any
 
 IMAGE, VIDEO, BEGIN, END = 301, 302, 303, 304

@@ -1,7 +1,5 @@
 """Makes a tiny random model of a declared family, and the tiny default's data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path

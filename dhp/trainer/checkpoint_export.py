@@ -1,7 +1,5 @@
 """A checkpoint as the directory of an ordinary model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs training stages one after another, each from the weights before it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Estimates of a run from the model's shape alone: layout, parameters and bytes of each rank, micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The loss on held-out data, and answers to its prompts: every so many steps, on each dataset in a fixed order."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Answers prompts with the stages of a configuration, each in its own layout."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager

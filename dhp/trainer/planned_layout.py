@@ -1,7 +1,5 @@
 """The layout of a run: given, planned at its start, or one for fewer devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Begins to import what a run's actors need, before it is checked: both take seconds, on cores of their own."""
 
-from __future__ import annotations
-
 import json
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What of a run's settings a resumed run is held to: the recipe of its training, and files that no checkpoint holds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """recompute=auto in a run: reports of the ranks go to the planner, its plans to the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

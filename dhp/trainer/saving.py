@@ -1,7 +1,5 @@
 """Writes a run's checkpoints behind its steps, and keeps the newest and best."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Turns a resolved configuration into settings of ranks, and a table of what is trained."""
 
-from __future__ import annotations
-
 import shlex
 from collections import Counter
 from dataclasses import asdict

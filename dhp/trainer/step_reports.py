@@ -1,7 +1,5 @@
 """Merges what ranks report into the metrics and records of a step."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

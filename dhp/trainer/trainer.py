@@ -1,7 +1,5 @@
 """The training loop: submits steps to a session, records what they report, saves."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ PyTorch and transformers take five seconds of a core to import, in each rank. Wh
 whether it imports its modules or finds them imported.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Looks at all processes of a run from outside, and decides who holds up a collective."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Vital signs of an actor for others to read: process, heartbeat, stacks."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

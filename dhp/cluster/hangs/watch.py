@@ -1,7 +1,5 @@
 """Waits for what was submitted, and turns the first failure into one readable error."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reads the nodes of a Ray cluster and counts its devices; chooses readers' nodes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

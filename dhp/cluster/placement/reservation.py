@@ -1,7 +1,5 @@
 """Reserves devices for actors, and maps ranks to nodes."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter

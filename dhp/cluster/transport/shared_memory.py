@@ -1,7 +1,5 @@
 """Sends large tensors between actors on a host through mapped memory; fetches remote values."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable, Sequence

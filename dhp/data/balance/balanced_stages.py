@@ -5,8 +5,6 @@ Packs are completed exactly in both (`exact_fill`); samples left over are exchan
 text alone. Nothing is dropped or padded.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from dhp.data.balance.exchange import exchange

@@ -5,8 +5,6 @@ and so on, and applies to each pair the one swap or move that lowers Σ_k w_k (l
 in one pair of a pass, so a pass is linear in the items, but for sorting the bins. Deterministic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

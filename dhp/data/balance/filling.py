@@ -6,8 +6,6 @@ brings its sum of squares nearest to a target of its own. This works where loads
 many items; other items stay for `exchange`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Balances samples by a method's name: loads, limits, replicas and seed give packs."""
 
-from __future__ import annotations
-
 from functools import partial
 from math import ceil
 

@@ -1,7 +1,5 @@
 """Decodes image files to upright RGB pictures, or raises a DataError that says what is wrong with the file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 

@@ -1,7 +1,5 @@
 """Decodes audio files to mono waves at a model's sample rate, or raises a DataError that says what is wrong."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Finds the bytes of an image, a video or a sound, inside the folders that a dataset allows."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

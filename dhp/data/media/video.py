@@ -1,7 +1,5 @@
 """Decodes video files to upright RGB frames, sampled evenly, or raises a DataError that says what is wrong."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Reads annotation files as rows: JSON, JSONL, CSV, WebDataset shards."""
 
-from __future__ import annotations
-
 import csv
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """Opens a dataset's annotations, and reads each row as a record."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reads the turns of a dialogue: roles, order, contents as parts, and what is learned."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Converts rows of each format into dialogues, with the files that a row names outside its turns."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What an annotation path stands for: a file, a folder, shards of a brace pattern, here or behind an address."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

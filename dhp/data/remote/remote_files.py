@@ -1,7 +1,5 @@
 """Files and folders behind addresses as paths, with copies on the local disk up to a limit."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

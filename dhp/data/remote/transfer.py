@@ -1,7 +1,5 @@
 """Requests to file systems behind addresses: which there are, retried with back-off, held to a time."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

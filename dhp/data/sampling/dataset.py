@@ -1,7 +1,5 @@
 """Mixes datasets, reads one global batch by the step's number, names its samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

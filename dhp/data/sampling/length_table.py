@@ -1,7 +1,5 @@
 """Measures the lengths of all samples from headers, and keeps them in memory and on disk."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

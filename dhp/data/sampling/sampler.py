@@ -1,7 +1,5 @@
 """Samplers: the samples of a step and their replicas, as pure functions of seed, epoch and layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Finds the properties of a family without code by running a small model of its configuration."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The arguments of `get_image_features` determine the form; where several are possible, the first that runs is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from math import prod

@@ -1,7 +1,5 @@
 """Rows of tokens from a configuration alone, and what a family's small model cannot show."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Makes a small twin of a configuration, and runs it whole and in two parts."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 positions are interpolated from a square table.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Qwen2-VL: all layers of its tower attend to whole frames; its decoder is that of Qwen2.5-VL."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dhp.models.contract.find import find_contract

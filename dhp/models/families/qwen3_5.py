@@ -1,8 +1,6 @@
 """Qwen3.5, with or without experts: the tower of Qwen3-VL without DeepStack features, and a decoder most of whose
 layers are gated delta nets (Yang et al. 2025)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dhp.models.contract.find import find_contract

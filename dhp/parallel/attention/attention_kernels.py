@@ -1,7 +1,5 @@
 """Chooses and runs attention kernels: one block of queries, one block of keys."""
 
-from __future__ import annotations
-
 from functools import cache
 from inspect import signature
 from types import ModuleType

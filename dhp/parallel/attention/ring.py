@@ -5,8 +5,6 @@ output and log-sum-exp of all blocks, so that no block needs another's scores. G
 them, in float32, from the first other rank on until they are back at their rank, whose own share is added there.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ They are kept as a layer made them, before any Ulysses exchange: of this rank's 
 parallelism leaves it. New tokens go to the ranks in turn, so that all caches grow alike.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

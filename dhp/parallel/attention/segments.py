@@ -1,7 +1,5 @@
 """Runs attention and stateful layers over many segments of one flattened sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial, wraps
 from itertools import accumulate

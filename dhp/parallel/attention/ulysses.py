@@ -5,8 +5,6 @@ heads, attention runs, and a second all-to-all turns it back. Shards may be of a
 sizes, nothing is padded.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

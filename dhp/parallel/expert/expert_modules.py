@@ -1,7 +1,5 @@
 """Knows the library's modules of experts, and runs those that no token visits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

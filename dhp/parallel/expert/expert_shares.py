@@ -10,8 +10,6 @@ The host waits once a layer and forward, for the sizes of the exchange. A recomp
 routing, whatever it recomputes: neither is exchanged or waited for again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

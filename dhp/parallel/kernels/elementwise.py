@@ -1,7 +1,5 @@
 """Compiles norms and gates into few passes, and proves them equal to the module's code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from types import FunctionType, SimpleNamespace

@@ -5,8 +5,6 @@ must. A replacement is put in only where it is proved at start, on the very devi
 module's own code gives, forward and backward; otherwise the module stays as it is.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections import Counter

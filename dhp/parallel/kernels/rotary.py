@@ -5,8 +5,6 @@ in which values make a pair, and in the number format of the products; which of 
 its values show. Backward rotates back: no queries or keys are saved for it.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, wraps

@@ -5,8 +5,6 @@ rows and columns are vectors, whole on every rank; of a weight that is cut, each
 rows, of its columns and of its update's size, all weights in one message each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from math import prod, sqrt
 from typing import Any

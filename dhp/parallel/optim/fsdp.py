@@ -11,8 +11,6 @@ sharded parameter keeps its memory from step to step, so an optimizer may hold i
 behind each gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

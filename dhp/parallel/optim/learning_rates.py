@@ -3,8 +3,6 @@
 A curve says which share of its peak a learning rate has; each group of parameters has a peak and a warm-up of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Muon: orthogonalized momentum for hidden matrices, put together where ranks cut them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizer without sharding; sums gradients in buckets while backward goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType

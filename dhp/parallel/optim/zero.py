@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO behind an engine's methods, with each rank's partitions."""
 
-from __future__ import annotations
-
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

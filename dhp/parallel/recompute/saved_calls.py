@@ -10,8 +10,6 @@ torch's own selective checkpointing (`create_selective_checkpoint_contexts`) dec
 call is kept or not: an attention that is an autograd function of many kernels and collectives, or a module.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

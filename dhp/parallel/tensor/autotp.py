@@ -6,8 +6,6 @@ left out: gradients and the optimizer are those of `dhp.parallel.optim.replicate
 parts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Cross-entropy of a head split over tensor ranks, in chunks of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Slices of matrices, of experts' widths and of adapters, as ordinary parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -11,8 +11,6 @@ projection (it is small), computes the one head its query heads attend to, and t
 each rank has the part that its query heads give, are summed over the tensor ranks once a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

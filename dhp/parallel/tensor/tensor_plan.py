@@ -1,7 +1,5 @@
 """Maps transformers' tensor-parallel plan to exact styles, and checks that uncut parameters stay alike."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 

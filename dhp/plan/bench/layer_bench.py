@@ -1,7 +1,5 @@
 """Measures seconds of single layers on a device, with random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """The devices that a forecast is for: rates, memory, and which are here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Measures seconds on a device, beside companions, and those of an update."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ element, x of the gradients of keys and values on their way (float32: 4). Tests 
 running ranks count.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Seconds of each unit of a part on a rank, of a stage's passes over a micro-batch, and of what it does once a step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property

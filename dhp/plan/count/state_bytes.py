@@ -4,8 +4,6 @@ What a run keeps (weights, gradients, optimizer), what comes and goes inside a s
 gathered), and what the libraries take for themselves. The last is an allowance, not a measurement.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 

@@ -1,7 +1,5 @@
 """Traces what a part keeps for backward, without weights, memory or ranks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ Products and attention are counted as `dhp.models.flops` counts them, elementwis
 forward (`dhp.plan.count.unit_operations`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

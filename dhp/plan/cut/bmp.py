@@ -1,7 +1,5 @@
 """Cuts by OmniBal's balanced model partition, or evenly in one figure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Literal

@@ -1,7 +1,5 @@
 """Finds the fastest cuts by simulating the schedule, and bounds any other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import comb

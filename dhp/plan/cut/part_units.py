@@ -1,7 +1,5 @@
 """Makes the units of a part that cuts divide, as a forecast of the same run has them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

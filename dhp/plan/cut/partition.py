@@ -5,8 +5,6 @@ decide how much of each part these hold. A search sees one stage there, which ta
 once; in the run the tower's actor is one micro-batch further ahead, which a budget counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isinf

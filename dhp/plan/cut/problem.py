@@ -1,7 +1,5 @@
 """What is to be cut, and how it was cut."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Plays a pipeline's programs in seconds, for many cuts at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -5,8 +5,6 @@ with the head. The units of one part or of two, in the order in which a micro-ba
 cuts. Seconds may be operations divided by a speed, or measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

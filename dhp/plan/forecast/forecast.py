@@ -1,7 +1,5 @@
 """Forecasts a run's step and memory: plays its schedule, finds the fullest moment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ besides; the backward of each layer, when what follows it is freed, its insides 
 cut are whole for a while; and the update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Bytes of each stage at its fullest moment, and what its layers cost recomputed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 

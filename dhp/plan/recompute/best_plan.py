@@ -1,7 +1,5 @@
 """The best plan: as little recomputing as the budget admits, chosen by seconds saved for each byte."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from dhp.config.layout import OFFLOAD

@@ -1,7 +1,5 @@
 """Adaptive recomputation (OmniBal, Yao et al. 2025), step by step."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

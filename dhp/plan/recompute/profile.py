@@ -1,7 +1,5 @@
 """Derives costs of layers from measured steps, by all that they depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from statistics import median

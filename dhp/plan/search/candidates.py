@@ -1,7 +1,5 @@
 """Layouts of a whole run with their forecasts, and which is better."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Why a layout loses: where its seconds go, and by which single change one that does not fit would."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which settings a search keeps, and which it may set."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

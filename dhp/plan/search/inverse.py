@@ -1,7 +1,5 @@
 """Other questions to the same model: on how few devices it fits, how long a sample may be, how little memory does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil

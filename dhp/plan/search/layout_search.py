@@ -5,8 +5,6 @@ share devices, and in the schedule. So each side is scored by itself, for each w
 the pairs those are kept that are fastest and fit. A forecast is made of as many as are shown, and some more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 

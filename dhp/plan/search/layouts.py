@@ -6,8 +6,6 @@ between nodes, and ZeRO over one rank, which cuts nothing. DeepSpeed's layers (a
 alone, for parallelism=tensor cuts the same matrices and goes with more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,8 +1,6 @@
 """What a run needs beside its devices: processes that read, memory of the hosts, room for checkpoints; and how much of
 the devices' arithmetic it uses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, sqrt

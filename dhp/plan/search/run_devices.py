@@ -1,7 +1,5 @@
 """The devices that a run will have, and what is known of their speed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

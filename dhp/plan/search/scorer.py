@@ -1,7 +1,5 @@
 """Scores many layouts of a part at once, as arrays: the search's speed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

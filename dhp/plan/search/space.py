@@ -1,7 +1,5 @@
 """The space of a search: configuration, model, machine, samples, checks of a whole run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
