@@ -1,7 +1,5 @@
 """Shared by all tests: small models made once a session."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Every command that the documents show is run: here, in a folder with what it names, or by the test that is named."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

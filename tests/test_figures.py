@@ -1,7 +1,5 @@
 """Figures in the documents are those of the rows in results/: each sentence here is made of rows and must be there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from statistics import median

@@ -1,7 +1,5 @@
 """The main job as a user runs it: real entry, real actors, real files; against a plain transformers loop."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """mypy holds every room of dhp, and every function of theirs to its annotations."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Any step by its number, prompts, draws, patches."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Samples and images are dealt out to shards."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """A checkpoint of any layout goes on in any other: the same tensors to the last bit, and the losses of the one that
 wrote it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

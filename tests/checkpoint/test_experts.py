@@ -1,7 +1,5 @@
 """Experts that ranks share out or cut, saved, continued in other layouts, and exported as the library writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of checkpoints and features: rotation, resuming."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Saved after two steps and continued: the same bits."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 from dataclasses import replace

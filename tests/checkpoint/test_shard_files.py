@@ -1,7 +1,5 @@
 """Files of shards, their tensors, regions and other sources."""
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import product

@@ -1,7 +1,5 @@
 """The commands beside training: status, words, nothing written."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`evaluate`, `generate` and `inspect` of runs of every kind."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import io

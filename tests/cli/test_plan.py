@@ -1,7 +1,5 @@
 """`python -m dhp plan` on the tiny run: statuses, what is printed, and what is written."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

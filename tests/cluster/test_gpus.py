@@ -1,7 +1,5 @@
 """What nvidia-smi and torch say of GPUs, and which answers a run refuses. No GPU is needed: all of it is told."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The start and the end of a Ray."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal

@@ -1,7 +1,5 @@
 """Files and command lines become a configuration."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """What is not said follows from what is."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

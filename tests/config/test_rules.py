@@ -1,7 +1,5 @@
 """What goes together, and the values of each key."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run's directory holds, hides and records."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Axes, kinds, degrees, dispatch, parameters and states."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

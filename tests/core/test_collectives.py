@@ -1,7 +1,5 @@
 """Collectives that ranks record, and what they draw."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

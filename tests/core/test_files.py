@@ -1,7 +1,5 @@
 """Files, fingerprints, tables and words."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM end whatever stands, at any time, with status 130."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

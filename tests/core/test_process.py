@@ -1,7 +1,5 @@
 """A process: its start, its limits, its harmless errors."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -1,7 +1,5 @@
 """What the doctor says of models, machines and steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

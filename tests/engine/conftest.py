@@ -1,7 +1,5 @@
 """What holds for every test of layouts beside the plain model."""
 
-from __future__ import annotations
-
 import pytest
 
 from dhp.models import lora as adapters

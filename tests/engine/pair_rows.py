@@ -5,8 +5,6 @@ new feature: give it to rows here until tests/engine/test_parity.py is content. 
 two pairs of five, in a fifteenth of the time; the others are slow.
 """
 
-from __future__ import annotations
-
 from dhp.core.graph import Degrees
 from dhp.core.parameters import AdapterSettings, GroupRule, Selector
 from tests.engine.pairs import Row

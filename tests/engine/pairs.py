@@ -5,8 +5,6 @@ before each merge is a table in which each pair meets once (tests/engine/pair_ro
 tests/engine/test_parity.py; `make test` has rows of it with each feature, `-m slow` the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, product

@@ -1,7 +1,5 @@
 """Kept activations and recomputing, measured and equal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

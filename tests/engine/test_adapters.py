@@ -1,7 +1,5 @@
 """Adapters in every layout equal peft's on the model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch

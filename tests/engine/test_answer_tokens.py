@@ -1,7 +1,5 @@
 """Answers in any layout are the plain model's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache

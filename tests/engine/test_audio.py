@@ -1,7 +1,5 @@
 """A model that hears and sees, trained in three parts: sharded equals plain, over three optimizer steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Engines are built, and their stages do their parts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every declared family, and ranks with unlike data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product

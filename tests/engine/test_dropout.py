@@ -1,7 +1,5 @@
 """Dropout draws alike in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Experts and their balancing loss equal the plain model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Towers of all kinds in layouts equal their models."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers, and stages of towers, in layouts."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

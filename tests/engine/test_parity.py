@@ -1,7 +1,5 @@
 """Layouts equal the plain model: pairs, grid, pipelines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path

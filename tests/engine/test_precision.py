@@ -1,7 +1,5 @@
 """Rounding, frozen parts and groups as one process has."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

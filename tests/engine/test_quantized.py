@@ -1,7 +1,5 @@
 """Steps beside matrices in four bits equal those of transformers' `load_in_4bit` with peft, where bitsandbytes is."""
 
-from __future__ import annotations
-
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Losses of samples, and steps that are not finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A decoder whose ranks share a sequence: equal to the plain model that sees each sample whole and alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

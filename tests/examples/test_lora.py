@@ -1,7 +1,5 @@
 """The walk of examples/lora: its commands in order, in few steps, and as they stand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

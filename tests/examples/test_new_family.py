@@ -1,7 +1,5 @@
 """The walk of examples/new_family: a family in one file is supported, trained split, and equals the whole."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

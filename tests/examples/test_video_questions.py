@@ -1,7 +1,5 @@
 """The walk of examples/video_questions: its commands in order; what is cut, asked and kept."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The trainers of each stage on a CUDA device that is none: no operation on two devices, and where the host waits."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ beside; MODEL: a directory with the tokenizer of `tests.golden.vocabularies.load
 tests/golden/dialogues/TRAINER.json holds token ids and what is learned.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

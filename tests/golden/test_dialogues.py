@@ -1,7 +1,5 @@
 """Token ids and what is learned of twenty-four conversations, beside what other trainers make of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

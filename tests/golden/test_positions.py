@@ -1,7 +1,5 @@
 """Positions and sizes are the publishers'."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

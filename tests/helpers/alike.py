@@ -1,7 +1,5 @@
 """A run held against the plain model, or against another layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Prompts answered on local ranks, and by the plain model in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache

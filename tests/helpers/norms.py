@@ -1,8 +1,6 @@
 """RMS norms, routers to experts and rotary positions of towers without their detour through float32, whose rounding
 jumps by 1e-7 for a difference of 1e-16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs through the real entry, in processes of their own, and what they leave behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The only reasons for which a test may be skipped: a skip for any other is a failure."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The helpers of tests do what tests rely on."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

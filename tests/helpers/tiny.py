@@ -1,7 +1,5 @@
 """Tiny models and hand-made samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

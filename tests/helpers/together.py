@@ -5,8 +5,6 @@ wherever there is room. xdist's own groups, which it writes behind a test's name
 for names elsewhere.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

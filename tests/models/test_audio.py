@@ -1,7 +1,5 @@
 """The tower of sound and what it hears."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model's files: changed, exported, composed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

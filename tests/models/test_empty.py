@@ -1,7 +1,5 @@
 """Models without weights, their digests and their slices."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence

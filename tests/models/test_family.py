@@ -1,7 +1,5 @@
 """Experts, matrices and plugins of families."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Operations of each part, trained and frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

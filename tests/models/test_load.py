@@ -1,7 +1,5 @@
 """Weights are read, from files and hubs, without code."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,7 +1,5 @@
 """Adapters: made, exported, on packed weights."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec

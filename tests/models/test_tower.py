@@ -1,7 +1,5 @@
 """Patches, frames and positions of towers and decoders."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Actor groups over two nodes: who lies where, how they reach one another, what is said when something is missing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

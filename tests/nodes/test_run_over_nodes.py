@@ -1,7 +1,5 @@
 """Runs over two nodes, faults and hangs among them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

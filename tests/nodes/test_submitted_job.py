@@ -1,7 +1,5 @@
 """Jobs that are submitted, tokens, GPUs of nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

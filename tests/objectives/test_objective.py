@@ -1,7 +1,5 @@
 """Objectives equal the plain model in every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

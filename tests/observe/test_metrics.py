@@ -1,7 +1,5 @@
 """Metrics of steps and ranks, stalls and traces."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

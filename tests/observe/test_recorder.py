@@ -1,7 +1,5 @@
 """What a run records, reports and shows meanwhile."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import io

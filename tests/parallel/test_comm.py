@@ -1,7 +1,5 @@
 """Meshes, collectives and the bytes that they send."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta

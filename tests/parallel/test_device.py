@@ -1,7 +1,5 @@
 """Packages and speed of a device."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

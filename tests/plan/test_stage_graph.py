@@ -1,7 +1,5 @@
 """Stages, edges, what of them is trained, limits of rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

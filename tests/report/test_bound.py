@@ -1,7 +1,5 @@
 """What bounds a run, and the charts that show it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The page of a run: parts, tables, views."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The scripts that write pages."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path

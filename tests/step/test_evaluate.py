@@ -1,7 +1,5 @@
 """Steps, evaluations and answers between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs of stages, drawn and timed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from textwrap import dedent

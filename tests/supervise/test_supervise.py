@@ -1,7 +1,5 @@
 """Attempts, verdicts, and a supervisor over stand-ins."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tiny models, made pictures and needles."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

@@ -1,7 +1,5 @@
 """A model that hears, from configuration and files to its export: three parts on real actors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exports of runs, and answers of their checkpoints."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Stages one after another; balanced rows and a resume."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What a run expects: dry, planned, step by step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

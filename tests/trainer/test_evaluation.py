@@ -1,7 +1,5 @@
 """When a run is evaluated, and what it reports."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

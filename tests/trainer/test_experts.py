@@ -1,7 +1,5 @@
 """Runs with adapters or experts, to their export."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Faults end a run or start it again."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

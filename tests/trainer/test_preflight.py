@@ -1,7 +1,5 @@
 """What is checked before a run, and layouts by itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

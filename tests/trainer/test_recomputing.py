@@ -1,7 +1,5 @@
 """What layers keep in a run, and what recomputes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

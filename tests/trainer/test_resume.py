@@ -1,7 +1,5 @@
 """Stopped runs go on; data that lie elsewhere."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """A loop of one's own over `dhp.Run` equals the product's own loop."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

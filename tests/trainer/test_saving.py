@@ -1,7 +1,5 @@
 """Saving, recipes of resumed runs, collected traces."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace

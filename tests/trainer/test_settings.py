@@ -1,7 +1,5 @@
 """From a configuration to devices, parts and ranks."""
 
-from __future__ import annotations
-
 import ast
 import shlex
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The loop: steps, and those whose numbers are faulty."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Heartbeats of ranks, what stalls, what a node says."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

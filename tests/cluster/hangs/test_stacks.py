@@ -1,7 +1,5 @@
 """Stacks of ranks, the control store, nodes that end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Actors on devices and nodes, and their reservation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import chain, combinations, pairwise, permutations, product

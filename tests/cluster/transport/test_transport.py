@@ -1,7 +1,5 @@
 """Values that processes hand over, in shared memory."""
 
-from __future__ import annotations
-
 import os
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Pictures, and where files of media lie."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct

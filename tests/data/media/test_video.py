@@ -1,7 +1,5 @@
 """Videos and the frames that are read of them."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 from fractions import Fraction

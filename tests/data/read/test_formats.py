@@ -1,7 +1,5 @@
 """Formats of rows and files, read and refused."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

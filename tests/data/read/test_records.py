@@ -1,7 +1,5 @@
 """Rows of every format become checked records."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Addresses of files, their copies on the disk."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing as mp
 import os

@@ -1,7 +1,5 @@
 """Remote files and shards read as local ones."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """Bad lines, files and pictures are named."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

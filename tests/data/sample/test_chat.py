@@ -1,7 +1,5 @@
 """Conversations through chat templates, and templates that fail."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

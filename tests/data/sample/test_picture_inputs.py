@@ -1,7 +1,5 @@
 """Pictures of samples, decoded once or kept as features."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A sample becomes tokens and pixels, within limits."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

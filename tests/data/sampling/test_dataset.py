@@ -1,7 +1,5 @@
 """Datasets behind one another, probed, and their steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

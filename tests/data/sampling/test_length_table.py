@@ -1,7 +1,5 @@
 """Lengths of samples, measured once and kept on disk."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

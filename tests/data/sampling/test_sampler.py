@@ -1,7 +1,5 @@
 """Which samples each step has, in every order."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from itertools import islice

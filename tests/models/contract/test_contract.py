@@ -1,7 +1,5 @@
 """The contract of families, and towers of each."""
 
-from __future__ import annotations
-
 import inspect
 from copy import deepcopy
 from importlib.util import find_spec

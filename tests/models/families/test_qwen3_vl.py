@@ -1,7 +1,5 @@
 """The adapter of a tower with several outputs against the model's own, one process, plain numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention of segments: chosen, merged, sampled."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from inspect import signature

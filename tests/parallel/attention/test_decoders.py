@@ -1,7 +1,5 @@
 """Decoders whose rows are shared equal whole ones."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Callable

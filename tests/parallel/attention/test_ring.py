@@ -1,7 +1,5 @@
 """Attention over ranks equals dense attention."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from datetime import timedelta

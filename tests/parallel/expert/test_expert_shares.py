@@ -1,7 +1,5 @@
 """Rows go to experts and come back."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Compiled norms, rotary positions and gates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Muon and Adafactor over layouts, and shapes they need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """torch's FSDP2, places of states and buckets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """AdamW on replicas: rates, clipping, chunks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Forms of optimizer states and their rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO, and canaries of what it does."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

@@ -1,7 +1,5 @@
 """What layers keep, recompute, offload and cut."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Sequence

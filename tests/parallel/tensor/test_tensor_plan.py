@@ -1,7 +1,5 @@
 """Slices of matrices, sums and norms over tensor ranks."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rates of a device: measured, fitted, told apart."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Bytes of rows and states, traced and by formula."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Units, rates, samples and limits, and their costs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

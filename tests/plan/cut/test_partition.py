@@ -1,7 +1,5 @@
 """Cuts of a run's decoder: the method of its configuration, by the model's shape."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations

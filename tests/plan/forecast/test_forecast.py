@@ -1,7 +1,5 @@
 """A forecast's seconds, bytes and moments of a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which layers recompute, by counts and by measures."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, fields, replace
 from itertools import product

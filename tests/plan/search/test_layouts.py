@@ -1,7 +1,5 @@
 """Layouts that are tried, held, refused, explained and searched."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
