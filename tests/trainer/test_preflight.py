@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoTokenizer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2MLP
 
+from dhp.cluster.placement import nodes as cluster_nodes
 from dhp.cluster.placement.nodes import ClusterNode, DeviceCount, count_devices
 from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.layout import DEGREES, GIVEN
@@ -449,15 +450,15 @@ def node(name: str, **resources: float) -> ClusterNode:
 def test_the_devices_of_a_cluster_are_those_of_its_nodes(
     monkeypatch: pytest.MonkeyPatch, nodes: list[ClusterNode], device: str, found: DeviceCount
 ) -> None:
-    monkeypatch.setattr(nodes, "ray_session", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(nodes, "read_nodes", lambda: nodes)
+    monkeypatch.setattr(cluster_nodes, "ray_session", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(cluster_nodes, "read_nodes", lambda: nodes)
     assert count_devices("auto", device, 1.0) == found
 
 
 def test_gpus_of_two_kinds_are_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node("a", GPU=8, accelerator_type_of_H100=1), node("b", GPU=8, accelerator_type_of_A100=1)]
-    monkeypatch.setattr(nodes, "ray_session", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(nodes, "read_nodes", lambda: nodes)
+    monkeypatch.setattr(cluster_nodes, "ray_session", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(cluster_nodes, "read_nodes", lambda: nodes)
     with pytest.raises(ConfigError, match="a H100, b A100"):
         count_devices("auto", "auto", 1.0)
 

@@ -275,7 +275,7 @@ def test_what_stages_keep_is_held_against_the_gpu() -> None:
     with pytest.raises(ConfigError) as caught:
         require_room(plan, 24 << 30)
     said = str(caught.value)
-    assert "keep 27.5 GB between steps (vision 7.5 GB, text 20.0 GB: weights" in said and "it has 25.8 GB" in said
+    assert "keep 25.6 GiB between steps (vision 7.0 GiB, text 18.6 GiB: weights" in said and "it has 24.0 GiB" in said
     assert "text.zero_stage=3" in said and "cluster.collocate=false" in said
 
 
