@@ -164,6 +164,7 @@ def test_a_pipeline_goes_on_and_writes_what_one_process_does(case: Case, tied_mo
     assert_written_alike(tmp_path / "whole", tmp_path / "one")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_a_pipeline_goes_on_under_other_cuts(case: Case, tied_model: str, tmp_path: Path) -> None:
     """As where `text.partition` chooses others: each stage reads what it holds by name, whoever wrote it."""

@@ -203,6 +203,7 @@ def test_an_environment_that_chooses_is_left_alone(name: str, value: str):
     assert kept == "False" and faults > MANY
 
 
+@pytest.mark.slow
 def test_both_ways_of_sending_take_time() -> None:
     found = measure_links("cpu", 1, (1 << 17, 1 << 20))
     assert found.sums is not None

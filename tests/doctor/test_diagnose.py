@@ -136,6 +136,7 @@ def test_layers_that_draw_random_numbers_are_refused_by_name(tmp_path: Path) -> 
     assert not found.trainable and "random numbers" in found.refused["family"]
 
 
+@pytest.mark.slow
 def test_a_large_configuration_is_examined_by_a_small_twin(tmp_path: Path) -> None:
     """Sizes of seven billion parameters, of which nobody has the memory."""
     config = make_config("qwen2_vl")

@@ -259,6 +259,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_norms_equal_the_plain_model(name: str, all_families: dict[str, Made]) -> None:
     vision = Degrees(tensor=2) if load_family(all_families[name].folder).tower.divisible else Degrees()

@@ -220,6 +220,7 @@ HEARING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(HEARING, HEARING[1]), ids=str)
 def test_towers_of_sound_are_alike(case: Case, sound_model: MadeSound) -> None:
     with staying_double():

@@ -118,6 +118,7 @@ def test_the_layouts_beside_them_fit_and_choose_what_is_recomputed(name: str, de
     assert "planned        fits: " in printed and "of 75.1 GiB" in printed
 
 
+@pytest.mark.slow
 def test_rows_are_assumed_as_the_plan_makes_them_and_a_limit_that_none_reaches_is_named(tmp_path: Path) -> None:
     run = f"run_dir={tmp_path / 'run'}"
     printed = dry_run(prepared("qwen2_5_vl_3b", run, "data.limits.vision=null"))

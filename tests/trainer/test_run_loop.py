@@ -28,6 +28,7 @@ def test_the_example_trains_as_the_command_does(tiny_assets: Path, tmp_path: Pat
     assert [line for line in own.stdout.splitlines() if line.startswith("step ")] == wanted and len(wanted) == 3
 
 
+@pytest.mark.slow
 def test_a_configuration_trains_in_one_call(tiny_assets: Path, tmp_path: Path) -> None:
     own = train(*tiny(tiny_assets, tmp_path / "run", *FIRST, *ONE_ACTOR_EACH)[1:], module="examples.one_call")
     assert (own.status, own.left) == (0, ()), own.stderr

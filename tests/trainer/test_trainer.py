@@ -170,6 +170,7 @@ def test_of_many_samples_some_are_named() -> None:
     assert listed([str(n) for n in range(NAMED + 5)]).endswith(f"; {NAMED - 1}; and 5 more")
 
 
+@pytest.mark.slow
 def test_a_run_skips_such_steps_names_their_samples_and_ends(tiny_assets: Path, tmp_path: Path) -> None:
     """A rate that no weight survives: all steps behind the first are broken."""
     run_dir = tmp_path / "run"
