@@ -12,8 +12,7 @@ from dhp.core.parameters import AdapterSettings, GroupRule, Selector
 from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from dhp.parallel.tensor import slices as cutting
-from tests.engine.test_declared_families import Made, run
-from tests.engine.test_declared_families import all_families as made
+from tests.engine.test_declared_families import Made, made, run
 from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare, compare_rounding, train

@@ -76,7 +76,7 @@ class Made:
 
 
 @pytest.fixture(scope="session")
-def all_families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Made]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Made]]:
     """Models by the name of the case, as they are asked for."""
 
     class Models(dict[str, Made]):
@@ -102,19 +102,15 @@ CASES = [
 
 @pytest.mark.families
 @pytest.mark.parametrize(("name", "vision", "text", "packing"), CASES)
-def test_equals_the_plain_model(
-    name: str, vision: str, text: str, packing: bool, all_families: dict[str, Made]
-) -> None:
-    assert_exact(run(all_families[name], Case(VISION[vision], TEXT[text], 2, packing=packing)))
+def test_equals_the_plain_model(name: str, vision: str, text: str, packing: bool, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], Case(VISION[vision], TEXT[text], 2, packing=packing)))
 
 
 @pytest.mark.families
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_PIPELINE])
-def test_a_decoder_cut_by_layers_equals_the_plain_model(
-    name: str, packing: bool, all_families: dict[str, Made]
-) -> None:
-    assert_exact(run(all_families[name], Case(Degrees(), Degrees(), 2, packing=packing, stages=2)))
+def test_a_decoder_cut_by_layers_equals_the_plain_model(name: str, packing: bool, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], Case(Degrees(), Degrees(), 2, packing=packing, stages=2)))
 
 
 CHAINS = {
@@ -133,10 +129,8 @@ ALWAYS_IN_STAGES = ("glm4v", "2+2")  # a decoder by contract
         for name, chain in product(IN_STAGES, CHAINS)
     ],
 )
-def test_a_tower_and_a_decoder_in_stages_equal_the_plain_model(
-    name: str, chain: str, all_families: dict[str, Made]
-) -> None:
-    assert_exact(run(all_families[name], CHAINS[chain]))
+def test_a_tower_and_a_decoder_in_stages_equal_the_plain_model(name: str, chain: str, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], CHAINS[chain]))
 
 
 SHARED = {"ulysses": Degrees(ulysses=2), "ring": Degrees(ring=2)}
@@ -145,30 +139,28 @@ SHARED = {"ulysses": Degrees(ulysses=2), "ring": Degrees(ring=2)}
 @pytest.mark.families
 @pytest.mark.parametrize("layout", SHARED)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_shared_sequence_equals_the_plain_model_or_is_refused(
-    name: str, layout: str, all_families: dict[str, Made]
-) -> None:
-    degrees, decoder = SHARED[layout], load_family(all_families[name].folder).decoder
+def test_a_shared_sequence_equals_the_plain_model_or_is_refused(name: str, layout: str, made: dict[str, Made]) -> None:
+    degrees, decoder = SHARED[layout], load_family(made[name].folder).decoder
     asked = PartConfig(parallelism="sequence", num_actors=2, ring=degrees.ring, ulysses=degrees.ulysses)
     if decoder.mixers or (decoder.block_rule and degrees.ring > 1) or name == "ovis2":
         with pytest.raises(ConfigError, match="carry state along the row|see each other both ways|without the other"):
             decoder.check(resolve_part("text", asked))
         return
     decoder.check(resolve_part("text", asked))
-    assert_exact(run(all_families[name], Case(Degrees(), degrees, 2, packing=True)))
+    assert_exact(run(made[name], Case(Degrees(), degrees, 2, packing=True)))
 
 
 @pytest.mark.families
 @pytest.mark.parametrize("choice", ["all", "mlp", "light"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_recomputing_changes_nothing(name: str, choice: str, all_families: dict[str, Made]) -> None:
-    assert_exact(run(all_families[name], Case(Degrees(), Degrees(), 2, packing=True, recompute=choice)))
+def test_recomputing_changes_nothing(name: str, choice: str, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], Case(Degrees(), Degrees(), 2, packing=True, recompute=choice)))
 
 
 @pytest.mark.families
 @pytest.mark.parametrize("name", FAMILIES)
-def test_mlps_in_chunks_change_nothing_or_are_refused(name: str, all_families: dict[str, Made]) -> None:
-    family = load_family(all_families[name].folder)
+def test_mlps_in_chunks_change_nothing_or_are_refused(name: str, made: dict[str, Made]) -> None:
+    family = load_family(made[name].folder)
     asked = PartConfig(data=1, ulysses=1, ring=1, tensor=1, pipeline=1, mlp_chunks=3)
     for part in ("vision", "text"):
         try:
@@ -176,7 +168,7 @@ def test_mlps_in_chunks_change_nothing_or_are_refused(name: str, all_families: d
             check_mlp_chunks(part, asked, family.parts[part].layers.mlp)
         except ConfigError:
             return
-    assert_exact(run(all_families[name], Case(Degrees(), Degrees(), 2, packing=True, mlp_chunks=3)))
+    assert_exact(run(made[name], Case(Degrees(), Degrees(), 2, packing=True, mlp_chunks=3)))
 
 
 BY_TOKEN = {
@@ -191,8 +183,8 @@ GRIDS = ["qwen2_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v", "glm4v_moe", "
 @pytest.mark.families
 @pytest.mark.parametrize("layout", BY_TOKEN)
 @pytest.mark.parametrize("name", GRIDS)
-def test_a_tower_by_token_equals_the_plain_model(name: str, layout: str, all_families: dict[str, Made]) -> None:
-    assert_exact(run(all_families[name], Case(*BY_TOKEN[layout], 2, packing=True)))
+def test_a_tower_by_token_equals_the_plain_model(name: str, layout: str, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], Case(*BY_TOKEN[layout], 2, packing=True)))
 
 
 # Families with videos, beside Qwen2.5-VL and Qwen3-VL, and whether steps in time stand apart in the prompt.
@@ -222,15 +214,15 @@ def with_videos(name: str) -> list[list[Sample]]:
 @pytest.mark.families
 @pytest.mark.parametrize("layout", OF_VIDEOS)
 @pytest.mark.parametrize("name", MOVING)
-def test_videos_equal_the_plain_model(name: str, layout: str, all_families: dict[str, Made]) -> None:
-    assert_exact(run(Made(all_families[name].folder, with_videos(name)), OF_VIDEOS[layout]))
+def test_videos_equal_the_plain_model(name: str, layout: str, made: dict[str, Made]) -> None:
+    assert_exact(run(Made(made[name].folder, with_videos(name)), OF_VIDEOS[layout]))
 
 
 @pytest.mark.parametrize("name", [slow("qwen3_5"), "glm46v"])
-def test_videos_by_token_equal_the_plain_model(name: str, all_families: dict[str, Made]) -> None:
+def test_videos_by_token_equal_the_plain_model(name: str, made: dict[str, Made]) -> None:
     assert_exact(
         run(
-            Made(all_families[name].folder, with_videos(name)),
+            Made(made[name].folder, with_videos(name)),
             Case(Degrees(ulysses=2), Degrees(), 1, packing=True),
         )
     )
@@ -247,8 +239,8 @@ QUICK = [ALWAYS[3], ALWAYS[4]]
 
 
 @pytest.mark.parametrize(("name", "case"), slow_but(ALWAYS, *QUICK), ids=[name for name, _ in ALWAYS])
-def test_each_mechanism_equals_the_plain_model(name: str, case: Case, all_families: dict[str, Made]) -> None:
-    assert_exact(run(all_families[name], case))
+def test_each_mechanism_equals_the_plain_model(name: str, case: Case, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], case))
 
 
 SHARDED = [
@@ -261,9 +253,9 @@ SHARDED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
-def test_sharded_norms_equal_the_plain_model(name: str, all_families: dict[str, Made]) -> None:
-    vision = Degrees(tensor=2) if load_family(all_families[name].folder).tower.divisible else Degrees()
-    assert_exact(run(all_families[name], Case(vision, Degrees(tensor=2), 2, packing=True, sharded_norms=True)))
+def test_sharded_norms_equal_the_plain_model(name: str, made: dict[str, Made]) -> None:
+    vision = Degrees(tensor=2) if load_family(made[name].folder).tower.divisible else Degrees()
+    assert_exact(run(made[name], Case(vision, Degrees(tensor=2), 2, packing=True, sharded_norms=True)))
 
 
 ONE, TWO = Degrees(), Degrees(data=2)

@@ -18,8 +18,8 @@ from dhp.parallel.recompute import recomputed_layers as recomputing
 from tests.engine.test_adapters import CompiledText, CompiledVision
 from tests.engine.test_audio import EXACTLY as SOUND_EXACTLY
 from tests.engine.test_audio import Made as MadeSound
-from tests.engine.test_declared_families import EXACTLY, Made, run, staying_double
-from tests.engine.test_declared_families import all_families as made
+from tests.engine.test_audio import made as sound_model
+from tests.engine.test_declared_families import EXACTLY, Made, made, run, staying_double
 from tests.engine.test_families import ExactText
 from tests.engine.test_families import equal_pictures as images_of_one_size
 from tests.engine.test_families import steps as images_and_videos
@@ -182,7 +182,7 @@ def test_steps_that_draw_alike_show(four_layers_model: str) -> None:
     assert found.gradient > 1e-2, found
 
 
-__all__ = ["made"]  # a fixture
+__all__ = ["made", "sound_model"]  # fixtures
 FAMILY_TEXT = (("text", AdapterSettings(4, 8.0, dropout=0.2)),)
 VISION = (("vision", AdapterSettings(2, 4.0, dropout=0.2)),)
 ALWAYS = ["qwen3_5_moe", "kimi_k25"]  # gated delta nets and a shared expert; latent attention
