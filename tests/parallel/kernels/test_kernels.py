@@ -107,7 +107,7 @@ def test_rows_of_other_lengths_compile_nothing_anew(monkeypatch: pytest.MonkeyPa
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     torch.compiler.reset()
-    elementwise._compiled.cache_clear()
+    elementwise._compiled_norm.cache_clear()
     module, states = make("offset from one", torch.float32)
     (forward,) = proved(module, "compiled", torch.float32)
     with_gradients(forward, module, states)
@@ -115,7 +115,7 @@ def test_rows_of_other_lengths_compile_nothing_anew(monkeypatch: pytest.MonkeyPa
     for tokens in (2, 7, 64):
         with_gradients(forward, module, states[:, :1].expand(3, tokens, 48).contiguous())
     assert counter.frame_count == made > 0
-    elementwise._compiled.cache_clear()
+    elementwise._compiled_norm.cache_clear()
 
 
 @pytest.mark.parametrize("name", slow_but(NORMS, "offset from one"))
@@ -124,7 +124,7 @@ def test_the_compiler_never_gives_up(name: str, monkeypatch: pytest.MonkeyPatch)
     states with and without an axis of heads, of one token, with and without gradients, weights frozen: fewer."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=CompileCounter()))
     torch.compiler.reset()
-    elementwise._compiled.cache_clear()
+    elementwise._compiled_norm.cache_clear()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         module, _ = make(name, torch.bfloat16)
         for forward in norm_forwards(module, "compiled"):
@@ -146,7 +146,7 @@ def test_the_compiler_never_gives_up(name: str, monkeypatch: pytest.MonkeyPatch)
                 torch.autograd.grad(forward(states.requires_grad_()), states, torch.ones(shape).bfloat16())
                 with torch.no_grad():
                     forward(states)
-    elementwise._compiled.cache_clear()
+    elementwise._compiled_norm.cache_clear()
 
 
 HALVES, NEIGHBOURS = ("halves",) * 3, ("neighbours",) * 3

@@ -353,7 +353,9 @@ def test_recompute_keeps_less_and_what_is_frozen_nothing(four_layers_model: str)
     assert none.memory["vision"].activations == 0
 
 
-def test_what_cannot_be_traced_is_said(four_layers_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_traced_is_said(four_layers_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing was counted yet
+
     def refused(*given: object, **more: object) -> None:
         raise ModelError("the text part of this model cannot be traced")
 
