@@ -5,7 +5,7 @@ ARGS ?=
 WORKERS ?= 2
 PIP_ARGS ?=
 NEWEST ?= transformers torch
-NEWEST_TESTS = tests/golden tests/models tests/engine/test_video_parity.py
+NEWEST_TESTS = tests/golden tests/models tests/engine/test_families.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-environment newest fuzz lint clean

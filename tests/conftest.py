@@ -1,9 +1,8 @@
 """Shared by all tests: small models made once a session."""
 
-from __future__ import annotations
-
 import atexit
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import FIRST, Outcome, tiny, train
+from tests.helpers.runs import BROKEN, LONG, Outcome, tiny, train
 from tests.helpers.skips import hold
 
 # One thread a process, as ranks have: what tests compute is small, and threads that wait for one another beside
@@ -196,7 +195,17 @@ def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def first_run(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    """The embedded default as a user starts it: the directory of the run and how it ended."""
-    run_dir = tmp_path_factory.mktemp("run") / "first"
-    return run_dir, train(*tiny(tiny_assets, run_dir, *FIRST), real=True)
+def long_assets(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, with two pictures that are cut off."""
+    folder = tmp_path_factory.mktemp("cut") / "assets"
+    shutil.copytree(tiny_assets, folder)
+    for name in BROKEN:
+        (folder / "data" / name).write_bytes((folder / "data" / name).read_bytes()[:60])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def long_run(long_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """The embedded default as a user starts it: the directory of the run and how it ended. Who changes it copies it."""
+    run_dir = tmp_path_factory.mktemp("run") / "long"
+    return run_dir, train(*tiny(long_assets, run_dir, *LONG), real=True)

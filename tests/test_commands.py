@@ -1,7 +1,5 @@
 """Every command that the documents show is run: here, in a folder with what it names, or by the test that is named."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
@@ -24,7 +22,7 @@ OWN_TESTS = {
     "first-model.md": "tests/test_first_model.py",
     "lora": "tests/examples/test_lora.py",
     "new_family": "tests/examples/test_new_family.py",
-    "two_nodes": "tests/nodes/test_example.py",
+    "two_nodes": "tests/nodes/test_run_over_nodes.py",
     "video_questions": "tests/examples/test_video_questions.py",
 }
 DRY_RUN = "as others below; each costs ten seconds: tests/trainer/test_dry_run.py"
@@ -42,8 +40,8 @@ ELSEWHERE = {
     "python -m dhp doctor model /models/": "needs that download; one of a made model is below",
     "dhp doctor loss family.yaml": "tests/examples/test_new_family.py",
     "dhp generate checkpoint=runs/split": "tests/examples/test_new_family.py",
-    "dhp compose vision=google/": "needs the hub; tests/models/test_compose.py has made parts",
-    "python -m dhp compose": "tests/models/test_compose.py",
+    "dhp compose vision=google/": "needs the hub; tests/models/test_config_file.py has made parts",
+    "python -m dhp compose": "tests/models/test_config_file.py",
     "ray start --head": "on ports of its own, as others have Rays here: tests/nodes/test_submitted_job.py",
     "ray start --address": "needs those hosts; tests/test_slurm.py has the same lines and a stand-in for Ray",
     "ray stop": "would end every Ray of this machine",
@@ -51,9 +49,9 @@ ELSEWHERE = {
     "sbatch": "tests/test_slurm.py",
     "docker": "no Docker is here; tests/test_examples.py reads the Dockerfile",
     "kubectl": "no Kubernetes is here; tests/test_examples.py reads the files",
-    "python -m scripts.families": "hours; tests/scripts/test_families.py holds the page to what it found",
-    "python -m scripts.reference": "writes into docs/; tests/scripts/test_reference.py holds the pages to it",
-    "python -m scripts.captions": "tests/scripts/test_captions.py",
+    "python -m scripts.families": "hours; tests/scripts/test_scripts.py holds the page to what it found",
+    "python -m scripts.reference": "writes into docs/; tests/scripts/test_scripts.py holds the pages to it",
+    "python -m scripts.captions": "tests/scripts/test_scripts.py",
     "python -m experiments": "minutes to hours; that their arguments are taken is tested below",
     "dhp experiments run": "tests/experiments/test_running.py runs a made one, and all quick ones",
     "dhp experiments index": "writes into experiments/; tests/experiments/test_index.py holds the page to it",

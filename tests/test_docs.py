@@ -1,7 +1,5 @@
 """What the documents promise exists: links, files, commands, keys, and one pin for each dependency."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

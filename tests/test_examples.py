@@ -1,7 +1,5 @@
 """The examples name what exists: configurations, keys, files, versions, and GPUs enough for their actors."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures in the documents are those of the rows in results/: each sentence here is made of rows and must be there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from statistics import median
@@ -85,10 +83,7 @@ def finetuning() -> Sentences:
     yield PERFORMANCE, f"({bounds[0]} × and {bounds[1]} × by what must remain)"
     features = {row["train"]: row for row in rows("finetuning", question="features")}
     still, cached = features["nothing"], features["nothing, cached"]
-    yield (
-        PERFORMANCE,
-        f"{still['speed_ratio']:.2f} × as fast as full training ({still['bound_ratio']:.2f} × by what ",
-    )
+    yield (PERFORMANCE, f"{still['speed_ratio']:.2f} × as fast as full training ({still['bound_ratio']:.2f} × by what ")
     yield PERFORMANCE, f"read from disk {cached['speed_ratio']:.2f} × ({cached['bound_ratio']:.2f} ×)"
     yield PERFORMANCE, f"{one('finetuning', question='evaluation')['evaluation_to_step']:.2f} × the time of a step"
     text, both = (one("finetuning", question="lora", train=f"lora_{part}") for part in ("text", "both"))

@@ -1,7 +1,5 @@
 """docs/first-model.md: each of its commands, from top to bottom, in a new folder; and what the page says of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

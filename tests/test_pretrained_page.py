@@ -1,7 +1,5 @@
 """LOAD_PRETRAINED_WEIGHTS.md: its sizes are those of the shapes, and refusals read as it shows them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

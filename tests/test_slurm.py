@@ -1,7 +1,5 @@
 """The Slurm script, with stand-ins for what a cluster has: what is started where, in which order, and how it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

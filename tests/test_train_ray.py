@@ -1,7 +1,5 @@
 """The main job as a user runs it: real entry, real actors, real files; against a plain transformers loop."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -20,9 +18,9 @@ from dhp.supervise.supervisor import Supervisor
 from dhp.train_ray import main
 from dhp.trainer.step_reports import NO_MFU
 from tests.helpers.made_runs import make_run
-from tests.helpers.runs import FIRST, Outcome, tiny, train
+from tests.helpers.runs import LONG, Outcome, tiny, train
 
-STEPS = 3
+STEPS = 4
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 FIELDS = (
@@ -33,13 +31,13 @@ FIELDS = (
 
 
 @pytest.fixture(scope="module")
-def run_dir(first_run: tuple[Path, Outcome]) -> Path:
-    return first_run[0]
+def run_dir(long_run: tuple[Path, Outcome]) -> Path:
+    return long_run[0]
 
 
 @pytest.fixture(scope="module")
-def outcome(first_run: tuple[Path, Outcome]) -> Outcome:
-    return first_run[1]
+def outcome(long_run: tuple[Path, Outcome]) -> Outcome:
+    return long_run[1]
 
 
 @pytest.fixture(scope="module")
@@ -50,36 +48,36 @@ def exported(outcome: Outcome, run_dir: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def batches(outcome: Outcome, tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+def batches(outcome: Outcome, long_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("batches")
     for step in range(1, STEPS + 1):
         own = ["inspect", "batch", "--config-name=tiny", f"step={step}", f"out={folder / f'{step}.safetensors'}"]
-        assert dhp([*own, f"tiny_assets={tiny_assets}", *FIRST]) == 0
+        assert dhp([*own, f"tiny_assets={long_assets}", *LONG]) == 0
     return [load_file(folder / f"{step}.safetensors") for step in range(1, STEPS + 1)]
 
 
 def metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "train"]
 
 
 def test_a_run_completes_and_leaves_what_it_should(outcome: Outcome, run_dir: Path) -> None:
     assert outcome.status == 0, outcome.stderr
     assert outcome.left == ()
     assert [list(line) for line in metrics(run_dir)] == [FIELDS] * STEPS
-    assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3]
+    assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3, 4]
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["error"] is None and summary["steps"] == STEPS
     assert summary["first_loss"] == metrics(run_dir)[0]["loss"]
     assert summary["world"]["vision"]["ulysses"] == 2 and summary["world"]["text"]["tensor"] == 2
     assert {f.name for f in run_dir.iterdir()} >= {"config.yaml", "tb", "logs", "checkpoints"}
-    assert [f.name for f in (run_dir / "checkpoints").iterdir()] == [f"step_{STEPS}"]
-    assert "step 3/3" in outcome.stderr and "status         completed" in outcome.stdout
+    assert "step 4/4" in outcome.stderr and "status         completed" in outcome.stdout
 
 
 def test_a_run_says_what_it_does_until_its_first_step(outcome: Outcome) -> None:
     """Each phase on a line, when it begins, with the seconds since the command."""
     found = re.findall(r"^ *(\d+\.\d) s  ([\w,]+)", outcome.stdout, re.MULTILINE)
-    begins = ["checking", "checking", "looking", "loading", "starting", "reserving", "starting", "starting"]
+    begins = ["checking", "checking", "looking", "loading", "starting", "reserving", "starting", "starting", "opening"]
     assert [word for _, word in found] == [*begins, "1,039,168", "loading", "kernels", "kernels", "timing", "training"]
     assert "1,039,168 of 1,039,168 parameters are trained (100%)\n         part       group " in outcome.stdout
     seconds = [float(text) for text, _ in found]
@@ -125,7 +123,7 @@ def test_every_sample_has_its_loss(tiny_assets: Path, run_dir: Path, batches: li
         assert {name: len(of) for name, of in line["losses"].items()} == {
             name: len(of) for name, of in line["samples"].items()
         }
-        found = [loss for of in line["losses"].values() for loss in of]
+        found = [loss for of in line["losses"].values() for loss in of if loss is not None]  # None: it was skipped
         assert len(found) == told["samples"] and min(found) <= told["loss"] <= max(found)
     model = AutoModelForImageTextToText.from_pretrained(tiny_assets / "model", dtype=torch.float32)
     alone = []
@@ -160,9 +158,11 @@ def test_every_step_equals_plain_transformers(
 ) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tiny_assets / "model", dtype=torch.float32).train()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3)
-    for batch, told in zip(batches, metrics(run_dir), strict=True):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, (batch, told) in enumerate(zip(batches, metrics(run_dir), strict=True)):
         optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 1.5e-3 * (1 - number / STEPS)  # a line to nothing
+        assert told["lr"] == pytest.approx(dict.fromkeys(("vision", "text"), optimizer.param_groups[0]["lr"]))
         assert told["loss"] == pytest.approx(plain_step(model, batch), rel=1e-5)
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         assert told["grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -176,7 +176,7 @@ def test_every_step_equals_plain_transformers(
     assert (apart / went) ** 0.5 < 1e-4
 
 
-def test_an_export_is_an_ordinary_model_directory(exported: Path, run_dir: Path, tiny_assets: Path) -> None:
+def test_an_export_is_an_ordinary_model_directory(exported: Path, run_dir: Path) -> None:
     assert {oct(file.stat().st_mode)[-3:] for file in exported.iterdir()} == {oct(0o666 & ~UMASK)[-3:]}
     model, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -194,15 +194,26 @@ def test_an_export_is_an_ordinary_model_directory(exported: Path, run_dir: Path,
 
 
 @pytest.mark.slow
-def test_the_same_configuration_gives_the_same_bits(outcome: Outcome, tiny_assets: Path, run_dir: Path) -> None:
+def test_the_same_configuration_gives_the_same_bits(outcome: Outcome, long_assets: Path, run_dir: Path) -> None:
     again = run_dir.with_name("again")
-    assert train(*tiny(tiny_assets, again, *FIRST)).status == 0
+    assert train(*tiny(long_assets, again, *LONG)).status == 0
     for field in ("loss", "grad_norm"):
         assert [line[field] for line in metrics(again)] == [line[field] for line in metrics(run_dir)]
     for part in ("vision", "text"):
         for file in (run_dir / "checkpoints" / f"step_{STEPS}" / part).glob("*.safetensors"):
             mine, theirs = load_file(file), load_file(again / "checkpoints" / f"step_{STEPS}" / part / file.name)
             assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
+def test_it_has_a_page_with_its_evaluations(run_dir: Path) -> None:
+    page = (run_dir / "report.html").read_text()
+    assert "<svg" in page and "shapes" in page and "Which shape is this?" in page
+
+
+def test_its_checkpoints_are_described(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhp(["inspect", "checkpoint", str(run_dir), "--verify"]) == 0
+    shown = capsys.readouterr().out
+    assert f"step_{STEPS}" in shown and "tensor" in shown and "ulysses" in shown
 
 
 def test_a_supervised_run_that_is_given_up_has_its_page(

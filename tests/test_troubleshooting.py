@@ -1,7 +1,5 @@
 """The page about messages names messages that dhp has."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

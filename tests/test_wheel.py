@@ -1,7 +1,5 @@
 """The wheel: what it holds, and that it works where no checkout is, with its command and configurations."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The project's words are the field's: some private ones stand nowhere in code, messages and documents."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -13,10 +13,9 @@ from dhp.batch.reader import make_reader
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.checkpoint.shard_reader import read_shards
 from dhp.config.schema import Config
-from dhp.models.registry import load_family
 from dhp.observe.metrics import read_metrics
 from dhp.plan.batches import feed_settings
-from dhp.plan.stage_graph import make_graph
+from dhp.plan.run_plan import plan_run
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import stage_settings
 from dhp.trainer.trainer import run
@@ -48,7 +47,7 @@ def compare(config: Config, device: str) -> dict[str, Any]:
 
 
 def _plain(config: Config, device: str, steps: int) -> tuple[dict, list[Step], list[float], dict]:
-    graph = make_graph(config, load_family(config.text.model_name), config.text.model_name)
+    graph = plan_run(config).graph
     update = stage_settings(config, graph, graph.stages[-1], device, steps).update
     oracle = Oracle(config.text.model_name, getattr(torch, config.text.dtype), update, device)
     torch.backends.cudnn.allow_tf32 = False

@@ -20,7 +20,7 @@ from dhp.engine.stage_settings import StageSettings
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.plan.batches import feed_settings
-from dhp.plan.stage_graph import make_graph
+from dhp.plan.run_plan import plan_run
 from dhp.plan.trainable import adapters_of, training_rules
 from dhp.trainer.settings import stage_settings
 
@@ -80,7 +80,7 @@ def lay_out(model: str, keys: Sequence[str] = ()) -> Layout:
     named = [f"{part}.model_name={model}" for part in ("vision", "text")]
     config = resolve(compose_config("tiny", overrides=[*ONE_EACH, *named, *keys]), reads=False)
     family = load_family(model)
-    return Layout(model, config, family, make_graph(config, family, model))
+    return Layout(model, config, family, plan_run(config, model).graph)
 
 
 def _sample(sizes: Sizes, number: int, family: Family) -> Sample:

@@ -51,7 +51,7 @@ def try_mutation(copy: Path, mutation: Mutation, limit_s: float) -> Verdict:
 
 
 def _tests_of(copy: Path, file: Path) -> list[list[str]]:
-    """The file's own tests, then those of its room: dhp/step/step.py has tests/step/test_step.py."""
+    """The file's own tests, then those of its room: dhp/step/step.py has tests/step/test_evaluate.py."""
     inside = file.relative_to("dhp")
     own, room = Path("tests") / inside.parent / f"test_{inside.name}", Path("tests") / inside.parts[0]
     return [[str(own)], [str(room), f"--ignore={own}"]] if (copy / own).exists() else [[str(room)]]

@@ -29,9 +29,8 @@ from dhp.core.graph import StageGraph
 from dhp.engine.encoder_engine import EncoderEngine
 from dhp.engine.text_engine import TextEngine
 from dhp.models.pretrained import load_tokenizer
-from dhp.models.registry import load_family
 from dhp.plan.batches import feed_settings
-from dhp.plan.stage_graph import make_graph
+from dhp.plan.run_plan import plan_run
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Stages, make_stages
 from dhp.step.step import train_step
@@ -114,7 +113,7 @@ class Plain:
 
 def graph_of(config: Config) -> StageGraph:
     """The configuration's stages."""
-    return make_graph(config, load_family(config.text.model_name), config.text.model_name)
+    return plan_run(config).graph
 
 
 def one_actor_each(graph: StageGraph, folder: str, transport: str = "auto", trace: bool = False) -> ClusterSpec:

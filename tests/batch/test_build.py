@@ -1,7 +1,5 @@
 """What each rank receives: its own patches once, in tower order, and a way to put the rows back."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

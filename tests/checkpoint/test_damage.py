@@ -1,7 +1,5 @@
 """A damaged checkpoint has an error with the file's name, and `auto` goes back to the newest that is whole."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,8 +1,6 @@
 """A checkpoint of any layout goes on in any other: the same tensors to the last bit, and the losses of the one that
 wrote it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -80,7 +78,7 @@ DROPOUT = tuple((part, replace(asked, dropout=0.1)) for part, asked in ADAPTERS)
 DROPPING = {name: replace(case, lora=DROPOUT) for name, case in LORA.items()} | {
     "ring, replicas": Case(
         Degrees(ring=2), Degrees(data=2, ring=2), 2, "float32", lora=DROPOUT, trainable=("projector",)
-    ),
+    )
 }
 FROZEN = {
     PLAIN: Case(Degrees(), Degrees(), 2, "float32", frozen=("vision", "projector")),
@@ -90,13 +88,7 @@ FROZEN = {
 }
 
 # Of the decoder the first of two stages is frozen; with states that are cut in the second.
-FIRST = (
-    "vision",
-    "projector",
-    "embed_tokens",
-    "language_model.layers.0",
-    "language_model.layers.1",
-)
+FIRST = ("vision", "projector", "embed_tokens", "language_model.layers.0", "language_model.layers.1")
 FIRST_FROZEN = {
     PLAIN: Case(Degrees(), Degrees(), 2, "float32", frozen=FIRST),
     "pipeline": Case(Degrees(), Degrees(), 2, "float32", frozen=FIRST, schedule="1f1b", stages=2),
@@ -148,7 +140,7 @@ def assert_goes_on(saved: Saved, tmp_path: Path, before: Case, after: Case, rtol
     assert rest.losses[: compared - AT] == pytest.approx(whole.losses[AT:compared], rel=rtol)
 
 
-@pytest.mark.parametrize(("before", "after"), slow_but(FAST, FAST[0], FAST[2]))
+@pytest.mark.parametrize(("before", "after"), slow_but(FAST, FAST[0]))
 def test_a_layout_goes_on_in_another(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, LAYOUTS[before], LAYOUTS[after], 1e-5)
 
@@ -159,7 +151,7 @@ def test_every_layout_goes_on_in_every_other(saved: Saved, tmp_path: Path, befor
     assert_goes_on(saved, tmp_path, LAYOUTS[before], LAYOUTS[after], 1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [(PLAIN, "zero"), slow("zero", "fsdp"), slow("fsdp", PLAIN)])
+@pytest.mark.parametrize(("before", "after"), [slow(PLAIN, "zero"), slow("zero", "fsdp"), slow("fsdp", PLAIN)])
 def test_rounded_weights_go_on_from_their_masters(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, ROUNDED[before], ROUNDED[after], 1e-3)
 
@@ -194,12 +186,14 @@ def test_adapters_of_every_layout_go_on_in_every_other(saved: Saved, tmp_path: P
     assert_goes_on(saved, tmp_path, LORA[before], LORA[after], 1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [(PLAIN, "ulysses, tensor"), slow("ulysses, tensor", "fsdp")])
+@pytest.mark.parametrize(("before", "after"), [slow(PLAIN, "ulysses, tensor"), slow("ulysses, tensor", "fsdp")])
 def test_adapters_go_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, LORA[before], LORA[after], 1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [(PLAIN, "ulysses, tensor"), slow("ulysses, tensor", "ring, replicas")])
+@pytest.mark.parametrize(
+    ("before", "after"), [slow(PLAIN, "ulysses, tensor"), slow("ulysses, tensor", "ring, replicas")]
+)
 def test_dropout_goes_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     """The other layout drops what the undisturbed run does, which is not nothing."""
     assert_goes_on(saved, tmp_path, DROPPING[before], DROPPING[after], 1e-5)

@@ -1,7 +1,5 @@
 """Experts that ranks share out or cut, saved, continued in other layouts, and exported as the library writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,9 +14,10 @@ from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
 from dhp.models.export import save_whole
 from tests.engine.test_experts import ONE, ExactText
-from tests.engine.test_families import steps
+from tests.engine.test_families import equal_pictures as steps
 from tests.helpers.layouts import Case, Fault, Running, make_reader
 from tests.helpers.norms import exact_norms
+from tests.helpers.rows import slow
 
 PLAIN = Case(ONE, ONE, micro_batches=1)
 SHARED = Case(ONE, Degrees(data=4, expert=2), micro_batches=1)
@@ -51,7 +50,7 @@ def wanted(experts_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.mark.parametrize(("first", "then"), [(SHARED, CUT), (CUT, BY_TWO)], ids=["shared, cut", "cut, shared"])
+@pytest.mark.parametrize(("first", "then"), [slow(SHARED, CUT), (CUT, BY_TWO)], ids=["shared, cut", "cut, shared"])
 def test_a_run_goes_on_in_another_layout(
     first: Case, then: Case, experts_model: str, wanted: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,5 @@
 """Completion as a shell asks for it: commands, sub-commands, configurations, keys; quickly, and without torch."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """`python -m dhp plan` on the tiny run: statuses, what is printed, and what is written."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
@@ -21,6 +19,7 @@ from dhp.report.charts import HEIGHT, WIDTH
 from dhp.trainer.dry_run import dry_run
 from dhp.trainer.preflight import prepare
 from tests.helpers.pages import blocks
+from tests.helpers.rows import slow
 from tests.helpers.runs import ROOT
 
 QUICK = ("devices=2", "device=h100", "length=tokens:80,picture:20,targets:10")
@@ -139,7 +138,7 @@ def test_where_nothing_fits_the_smallest_memory_and_a_change_are_named(
         ("reserve=1", "0 <= share < 1"),
         ("length=picture:3", "length=picture:3 is no length of a sample"),
         ("length=tokens:3,picture:5", "picture(5) <= tokens(3)"),
-        ("hours=2", "say how many, as samples=1000000"),
+        slow("hours=2", "say how many, as samples=1000000"),  # after a search
         ("lengths=none.csv", "give one of them"),
         ("text.tensor=3", "% tensor(3)"),
         ("training.batchsize=3", "did you mean training.batch_size?"),

@@ -1,7 +1,5 @@
 """One Ray for all tests of this folder: four logical CPUs, two logical GPUs, loopback only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Variables that a rank sets for libraries, and those that it refuses."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run's own fork server: workers find its imports, start as usual without it, and it leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """What nvidia-smi and torch say of GPUs, and which answers a run refuses. No GPU is needed: all of it is told."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -86,8 +84,7 @@ def test_without_nvidia_smi_or_its_answer_there_is_nothing_to_check(
 
 
 @pytest.mark.parametrize(
-    ("setting", "left"),
-    [(None, (0, 1)), ("1", (1,)), ("1, 0", (0, 1)), ("", ()), ("GPU-8932f937", (0, 1)), ("7", ())],
+    ("setting", "left"), [(None, (0, 1)), ("1", (1,)), ("1, 0", (0, 1)), ("", ()), ("GPU-8932f937", (0, 1)), ("7", ())]
 )
 def test_a_process_looks_at_the_gpus_that_it_may_use(setting: str | None, left: tuple[int, ...]) -> None:
     assert tuple(gpu.index for gpu in visible_gpus(TWO, setting)) == left

@@ -1,7 +1,5 @@
 """Paths that a node lacks are told with the node; logs that cannot be written stay in Ray's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A rank's calls without Ray: what it answers, and when the memory of what it sent may be written again."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What `dhp generate` is asked, and in which layout a configuration answers."""
 
-from __future__ import annotations
-
 import pytest
 
 from dhp.config.command_line import compose_config

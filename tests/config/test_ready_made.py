@@ -11,6 +11,7 @@ from dhp.models.pretrained import config_source
 from dhp.models.registry import load_family
 from dhp.plan.batches import assumed_rows
 from dhp.plan.count.samples import assumed_equal, equal_samples
+from tests.helpers.rows import slow_but
 
 # name → actors of each part, (vision data, vision ulysses), (text data, text tensor)
 READY = {
@@ -92,7 +93,11 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize(("part", "choice"), [(part, choice) for part in CHOICES for choice in CHOICES[part]])
+EVERY = [(part, choice) for part in CHOICES for choice in CHOICES[part]]
+FEW = (("vision", "ulysses_zero1"), ("vision", "pipeline"), ("text", "pairs_zero3"), ("text", "tensor"))
+
+
+@pytest.mark.parametrize(("part", "choice"), slow_but(EVERY, *FEW))
 def test_one_key_exchanges_the_parallelism_of_a_part(part, choice):
     """The model of 32B takes them all: its heads and layers are checked too."""
     config = resolve(compose_config("qwen2_5_vl_32b", overrides=[f"{part}={choice}"]))

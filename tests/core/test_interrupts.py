@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM end whatever stands, at any time, with status 130."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -102,7 +100,8 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_imports_are_interrupted_in_one_line(tiny_assets: Path, tmp_path: Path, number: signal.Signals) -> None:
     def interrupt(process: subprocess.Popen[str]) -> None:
         wait_for(lambda: b"libtorch" in Path(f"/proc/{process.pid}/maps").read_bytes())

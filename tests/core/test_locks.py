@@ -1,7 +1,5 @@
 """A directory that one run alone may write."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

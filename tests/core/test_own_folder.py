@@ -1,7 +1,5 @@
 """A temporary folder of one process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

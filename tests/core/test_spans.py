@@ -1,7 +1,5 @@
 """Spans: kept only when asked for, taken once."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Canaries: transformers' private names are what dhp takes them for, and stand in one file."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Forwards that were put in the place of modules' own, and who did it."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Small annotation files, pictures and a tokenizer, made where a test needs them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

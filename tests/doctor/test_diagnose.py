@@ -1,9 +1,9 @@
-"""The doctor on a tiny configuration of each declared family, on those that cannot be trained, and from the shell."""
-
-from __future__ import annotations
+"""What the doctor says of models, machines and steps."""
 
 import json
+import os
 import re
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,21 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from dhp.__main__ import main
+from dhp.config.command_line import compose_config
 from dhp.core.batch import LogitRule
+from dhp.core.errors import ConfigError
+from dhp.doctor import host_info, plain_step
 from dhp.doctor.diagnose import EXACT, Diagnosis, examine
+from dhp.doctor.host_info import Tried, advice, look_around, try_all
+from dhp.doctor.plain_step import FirstStep, PlainStep, compare_first_step
 from dhp.doctor.trial import TrialResult
 from dhp.models.contract import random_rows as declared
 from dhp.models.contract.contract import Handover
 from dhp.models.registry import FAMILIES as REGISTERED
 from dhp.models.registry import load_family
+from dhp.parallel.device import BITSANDBYTES, COMPILE, FLASH_ATTENTION, LIGER, LOGGERS
 from tests.helpers.rows import slow_but
+from tests.helpers.runs import train
 from tests.helpers.tiny_families import FAMILIES, SLIDING, make_config
 
 # Text layouts that a family has not, because its plan is not known to be exact, or because its layers need more than
@@ -129,6 +136,7 @@ def test_layers_that_draw_random_numbers_are_refused_by_name(tmp_path: Path) -> 
     assert not found.trainable and "random numbers" in found.refused["family"]
 
 
+@pytest.mark.slow
 def test_a_large_configuration_is_examined_by_a_small_twin(tmp_path: Path) -> None:
     """Sizes of seven billion parameters, of which nobody has the memory."""
     config = make_config("qwen2_vl")
@@ -203,3 +211,105 @@ def test_what_is_no_number_deviates_without_bound(where: str) -> None:
     assert found.deviation(wanted) == float("inf")
     assert wanted.deviation(wanted) == 0.0
     assert TrialResult(1.0, {"a": torch.ones(2)}).deviation(wanted) == pytest.approx(1.0)  # one that is missing
+
+
+def test_the_table_has_a_line_for_each_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "machine"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-7:]] == [FLASH_ATTENTION, BITSANDBYTES, LIGER, COMPILE, *LOGGERS]
+    assert any(line.split() == ["torch", torch.__version__] for line in lines)
+
+
+def test_the_object_has_them_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "machine", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {extra["name"] for extra in found["extras"]} == {FLASH_ATTENTION, BITSANDBYTES, LIGER, COMPILE, *LOGGERS}
+    assert found["cpus"] >= 1
+
+
+def test_gpus_are_told_by_name_and_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"Model {number}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (9, 0))
+    assert look_around().gpus == ("Model 0 (compute capability 9.0)",)
+
+
+def test_the_first_step_of_a_layout_is_the_plain_models(tiny_assets: Path) -> None:
+    done = train("doctor", "loss", "--config-name=tiny", f"tiny_assets={tiny_assets}", module="dhp")
+    assert (done.status, done.left) == (0, ()), done.stdout + done.stderr
+    assert "run directory" not in done.stdout  # it is gone by then
+    *_, loss_line, norm_line, last = done.stdout.splitlines()
+    assert last.startswith("the first step is the plain model's")
+    for line, name in ((loss_line, "loss"), (norm_line, "gradient norm")):
+        assert line.startswith(name) and float(line.split()[-2]) < 1e-5
+
+
+def test_a_difference_is_named() -> None:
+    found = FirstStep(6.1, 12.5, PlainStep(6.1, 12.0), 1e-4)
+    assert not found.equal and found.deviations == {"loss": 0.0, "gradient norm": pytest.approx(0.5 / 12)}
+    assert "differs by more than rounding" in found.lines()[-1]
+
+
+def test_adapters_have_a_loss_to_compare_and_no_norm() -> None:
+    found = FirstStep(6.1, None, PlainStep(6.1, 12.0), 1e-4, "text trains adapters")
+    assert found.equal and "not compared: text trains adapters" in found.lines()[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "match"), [(["vision.dtype=bfloat16"], "different dtypes"), (["training.objective=x"], "compared by sft")]
+)
+def test_what_cannot_be_compared_is_refused(given: list[str], match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_step, "run", lambda *given: pytest.fail("it ran"))
+    with pytest.raises(ConfigError, match=match):
+        compare_first_step(compose_config("tiny", None, given))
+
+
+def test_collectives_and_shared_memory_work_here() -> None:
+    found = try_all()
+    assert [one.name for one in found] == [
+        "all-reduce over 2 ranks (gloo)",
+        "all-to-all over 2 ranks (gloo)",
+        "shared memory",
+    ]
+    assert all(one.rate is not None and one.rate > 0 for one in found), found
+
+
+def test_ranks_that_fail_say_why() -> None:
+    found = host_info._collectives(2, "nothing")
+    assert all(one.rate is None and "nothing" in one.error for one in found)
+    assert str(found[0]).startswith("does not work: ")
+
+
+def end_at_once(rank: int, ranks: int, backend: str, folder: str) -> None:
+    os._exit(3)
+
+
+@pytest.mark.slow
+def test_a_rank_that_could_say_nothing_is_no_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_info, "_rank", end_at_once)
+    assert {one.error for one in host_info._collectives(2, "gloo")} == {"a rank ended with status 3"}
+
+
+def test_without_shared_memory_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(host_info, "SharedMemory", refuse)
+    assert "No space left" in str(host_info._shared_memory())
+    monkeypatch.undo()
+    monkeypatch.setattr(host_info.os, "posix_fallocate", lambda *given: refuse())  # a file may be made, pages not
+    assert "No space left" in str(host_info._shared_memory())
+
+
+def test_advice_is_about_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(host_info.shutil, "disk_usage", lambda path: usage(1, 1, 64 * 2**20))
+    found = advice([Tried("all-reduce", None, "no route")], gpus=4, cpus=6)
+    assert [line.split()[0] for line in found] == ["all-reduce", "/dev/shm", "6"]
+    monkeypatch.setattr(host_info.shutil, "disk_usage", lambda path: usage(1, 1, 64 * 2**30))
+    assert advice([Tried("all-reduce", 100.0)], gpus=4, cpus=8) == []
+    assert "no GPU" in advice([], gpus=0, cpus=2)[0]
+
+
+def test_rates_are_shown_in_fitting_units() -> None:
+    assert (str(Tried("x", 512.4)), str(Tried("x", 20480.0))) == ("512 MiB/s", "20.0 GiB/s")

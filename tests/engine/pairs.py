@@ -2,10 +2,8 @@
 
 Mistakes in layouts come where two features meet; those that take three are for `-m grid` and tests/fuzz. So what runs
 before each merge is a table in which each pair meets once (tests/engine/pair_rows.py), held complete by
-tests/engine/test_pairs.py; `make test` has rows of it with each feature, `-m slow` the others.
+tests/engine/test_parity.py; `make test` has rows of it with each feature, `-m slow` the others.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +41,7 @@ FEATURES = (*OTHERS, *(value for values in AXES.values() for value in values))
 
 @dataclass(frozen=True)
 class Row:
-    """A layout of a model of tests/engine/test_pairs.py."""
+    """A layout of a model of tests/engine/test_parity.py."""
 
     model: str
     case: Case

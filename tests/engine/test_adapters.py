@@ -1,6 +1,4 @@
-"""Adapters in every layout equal peft's own in the plain model, in one process."""
-
-from __future__ import annotations
+"""Adapters in every layout equal peft's on the model."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,19 +12,12 @@ from dhp.core.parameters import AdapterSettings, GroupRule, Selector
 from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from dhp.parallel.tensor import slices as cutting
-from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
+from tests.engine.test_declared_families import Made, made, run
+from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import (
-    FIRST_OUT,
-    Case,
-    Fault,
-    InspectedText,
-    InspectedVision,
-    compare,
-    compare_rounding,
-    train,
-)
-from tests.helpers.rows import on_demand, slow
+from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare, compare_rounding, train
+from tests.helpers.rows import slow, slow_but
+from tests.helpers.tiny_families import FAMILIES
 
 ONE = Degrees()
 TEXT = (("text", AdapterSettings(4, 8.0)),)
@@ -37,43 +28,11 @@ LAST = (("text", AdapterSettings(2, 4.0, targets=("layers.[23]",))),)
 FASTER = (GroupRule("out", (Selector("lora_B"),), 5e-3, 0.0),)
 CASES = [
     Case(ONE, ONE, 2, lora=TEXT, frozen=("vision", "projector"), groups=FASTER),
-    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 2, lora=BOTH, packing=True)),
-    on_demand(Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, lora=TEXT, frozen=("vision",), groups=FASTER)),
     slow(Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=BOTH, packing=True)),  # more ranks than key and value heads
     Case(ONE, Degrees(tensor=2), 2, lora=SOME, trainable=("projector", "layers.1"), checkpointing=True),
-    on_demand(Case(Degrees(ring=2), Degrees(data=2), 2, lora=BOTH, zero_stage=2, text_zero_stage=3, fsdp=True)),
-    on_demand(Case(ONE, Degrees(data=2, tensor=2), 2, lora=TEXT, text_zero_stage=3, fsdp=True, recompute="mlp")),
-    on_demand(Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=1, text_zero_stage=2, dtype="float32")),
-    on_demand(Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=3, text_zero_stage=3, dtype="float32")),
-    on_demand(Case(ONE, Degrees(ring=2, tensor=2), 2, lora=BOTH, packing=True)),
-    Case(ONE, Degrees(data=2), 2, lora=DORA, packing=True),
+    slow(Case(ONE, Degrees(data=2), 2, lora=DORA, packing=True)),
 ]
-STAGED = [
-    on_demand(
-        Case(
-            ONE,
-            Degrees(tensor=2),
-            4,
-            stages=2,
-            schedule="1f1b",
-            lora=TEXT,
-            frozen=("vision", "projector"),
-            packing=True,
-        )
-    ),
-    on_demand(
-        Case(
-            ONE, Degrees(data=2), 2, stages=2, chunks=2, schedule="interleaved", lora=TEXT, trainable=("embed_tokens",)
-        )
-    ),
-    Case(ONE, ONE, 2, stages=2, lora=LAST, frozen=("vision",)),
-]
-
-
-@pytest.fixture(autouse=True)
-def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B begins with something in the plain model, as it does on the ranks: A has a gradient in the first step, too."""
-    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
+STAGED = [Case(ONE, ONE, 2, stages=2, lora=LAST, frozen=("vision",))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -162,3 +121,39 @@ def test_what_adapters_begin_with_is_the_models_own_output() -> None:
     assert values.abs().max() <= 1 / 3 and values.std() > 0.15
     assert not torch.equal(values, adapters.first_values("b.lora_A", (4, 9), 1))
     assert not torch.equal(values, adapters.first_values("a.lora_A", (4, 9), 2))
+
+
+__all__ = ["made"]  # a fixture
+BOTH_PARTS = (("vision", AdapterSettings(2, 4.0)), ("text", AdapterSettings(4, 8.0)))
+CASE = Case(Degrees(), Degrees(tensor=2), 2, packing=True, lora=BOTH_PARTS)
+ALWAYS = ["qwen3_5_moe", "kimi_k25", "gemma3"]  # gated delta nets and a shared expert; latent attention; tied, windows
+OTHERS = [pytest.param(name, marks=pytest.mark.families) for name in FAMILIES if name not in ALWAYS]
+
+
+@pytest.mark.parametrize("name", [*slow_but(ALWAYS, "gemma3"), *OTHERS])
+def test_adapters_of_families_equal_peft_on_the_plain_model(name: str, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], CASE))
+
+
+@pytest.mark.slow
+def test_experts_trained_whole_beside_adapters(made: dict[str, Made]) -> None:
+    """Of a group of replicas that share experts out, each has all adapters, those of shared experts among them."""
+    case = Case(Degrees(), Degrees(data=2, expert=2), 2, packing=True, lora=BOTH_PARTS[1:], trainable=("mlp.experts",))
+    assert_exact(run(made["kimi_k25"], case))
+
+
+BY_EXPERT = Case(Degrees(data=2), Degrees(data=2, expert=2), 2, packing=True, lora=BOTH_PARTS)
+MORE = [
+    *((name, BY_EXPERT) for name in ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "gemma4_moe", "ernie4_5_vl_moe")),
+    ("qwen3_omni", replace(BY_EXPERT, recompute="mlp")),
+    ("kimi_k25", replace(CASE, trainable=("mlp.experts",))),  # of which each rank has a slice of the width
+    ("qwen3_5", Case(Degrees(), Degrees(data=2), 2, packing=True, lora=BOTH_PARTS, stages=2, recompute="light")),
+    ("glm4v", Case(Degrees(tensor=2), Degrees(tensor=2), 2, packing=True, lora=BOTH_PARTS, recompute="mlp")),
+    ("qwen2_vl", Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=BOTH_PARTS, recompute="light")),
+]
+
+
+@pytest.mark.families
+@pytest.mark.parametrize(("name", "case"), MORE, ids=str)
+def test_other_layouts(name: str, case: Case, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], case))

@@ -1,7 +1,5 @@
 """A model that hears and sees, trained in three parts: sharded equals plain, over three optimizer steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -15,7 +13,7 @@ from dhp.doctor.diagnose import staying_double
 from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from tests.engine.test_declared_families import ExactText, ExactVision
-from tests.engine.test_parity import assert_exact
+from tests.helpers.alike import assert_exact
 from tests.helpers.families import Maker
 from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedAudio, compare
 from tests.helpers.rows import slow, slow_but
@@ -77,10 +75,7 @@ def test_groups_named_as_their_parts_have_rates_of_their_own(made: Made) -> None
     assert_exact(run(made, Case(ONE, ONE, 2, packing=True, audio=ONE, groups=TOWERS)))
 
 
-LESS = [
-    slow({"frozen": ("audio", "audio_tower.proj?")}),
-    {"trainable": ("audio_tower.proj*",)},
-]
+LESS = [slow({"frozen": ("audio", "audio_tower.proj?")}), {"trainable": ("audio_tower.proj*",)}]
 
 
 @pytest.mark.parametrize("trained", LESS, ids=["all but sound", "sound's projector alone"])

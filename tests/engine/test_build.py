@@ -1,23 +1,53 @@
-"""The optimizer is the one that was configured."""
-
-from __future__ import annotations
+"""Engines are built, and their stages do their parts."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
+from dhp.config.schema import PartConfig
+from dhp.core.draws import TokenKeys, drawing, keys_of
+from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import ALL, AdapterSettings, GroupRule, ParameterGroup, Selector, TrainingRules
-from dhp.engine.build import cuts_first, dtype_to_load, freeze, optimizer_maker, rates_at, trained_groups
+from dhp.engine import stage as engine_stage
+from dhp.engine.build import (
+    cuts_first,
+    dtype_to_load,
+    freeze,
+    optimizer_maker,
+    rates_at,
+    shard_without_ranks,
+    trained_groups,
+)
+from dhp.engine.device_transfer import move_together, to_device
+from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.sample_losses import EvaluatingEngine
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
-from dhp.models.empty import stored_dtype
+from dhp.models.empty import empty_slices, stored_dtype
+from dhp.models.lora import TokenDropout
+from dhp.models.registry import load_family
+from dhp.parallel.attention import attention_kernels
+from dhp.parallel.kernels.replace import INNER, _classes, replace_without_weights
+from dhp.parallel.tensor.styles import PARTIAL_OVER, with_fused
+from dhp.parallel.tensor.tensor_plan import local_plan
+from dhp.plan.model_checks import check_plan
 from dhp.trainer.settings import stage_settings
+from experiments.families.work import Ours
+from experiments.pair import join_alone
+from tests.helpers.families import Maker
+from tests.helpers.flash_attention import flash_attn_interface
 from tests.helpers.graphs import make_graph
 from tests.helpers.layouts import with_part
+from tests.helpers.rows import slow
+from tests.helpers.tiny_families import FAMILIES, save_family
 
 UPDATE = OptimizerSettings(
     learning_rate=0.02,
@@ -144,3 +174,197 @@ def test_only_fsdp2_cuts_first() -> None:
         for stage, engine in ((0, "fsdp"), (2, "fsdp"), (3, "fsdp"), (3, "deepspeed"))
     }
     assert cut == {(0, "fsdp"): False, (2, "fsdp"): True, (3, "fsdp"): True, (3, "deepspeed"): False}
+
+
+@pytest.mark.parametrize(
+    ("images", "clips", "targets", "vision", "audio"),
+    [
+        (1, 0, 1, True, False),
+        (0, 1, 1, False, True),
+        (1, 1, 1, True, True),
+        (0, 0, 9, False, False),
+        (3, 3, 0, False, False),  # nothing is learned, so no rank has a gradient
+    ],
+)
+def test_one_picture_or_clip_of_a_step_with_a_target_is_enough(
+    images: int, clips: int, targets: int, vision: bool, audio: bool
+) -> None:
+    info: Any = SimpleNamespace(images=images, clips=clips, total_weight=targets)
+    found = []
+    for part in ("vision", "audio"):
+        engine = object.__new__(EncoderEngine)
+        engine.spec = SimpleNamespace(part=part)
+        found.append(engine.is_active(info))
+    assert found == [vision, audio]
+
+
+class Dropping(EvaluatingEngine):
+    """A rank whose stage is an adapter's dropout."""
+
+    def __init__(self) -> None:
+        self.model: Any = nn.Sequential(TokenDropout(0.5, "matrix"))
+        self.forgotten: list[tuple[int, int]] = []
+
+    def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Any) -> tuple[Any, ...]:
+        return ({"rows": 1 * self.model(work)},)
+
+    def forget(self, micro_batch: int, chunk: int) -> None:
+        self.forgotten.append((micro_batch, chunk))
+
+
+def test_nothing_is_left_out_at_random_and_nothing_kept() -> None:
+    rank, ones = Dropping(), torch.ones(1000, requires_grad=True)
+    (sent,) = rank.evaluate_step(2, 1, ones)
+    assert torch.equal(sent["rows"], torch.ones(1000)) and not sent["rows"].requires_grad
+    assert rank.forgotten == [(2, 1)]
+    with drawing(TokenKeys(keys_of([(7, 0, 1)]))):
+        (trained,) = rank.forward_step(3, 1, ones)  # training goes on as before
+    assert 300 < int((trained["rows"] == 0).sum()) < 700 and trained["rows"].requires_grad
+
+
+def test_a_tensor_of_the_device_is_used_where_it_lies() -> None:
+    """cuda_ipc hands over tensors of the GPU itself, which cannot be locked for a transfer."""
+    there = torch.empty(3, device="meta")  # no more of host memory than a GPU's
+    assert to_device(there, torch.device("meta")) is there
+
+
+def test_numbers_with_fractions_keep_them() -> None:
+    """Positions by seconds are no whole numbers."""
+    given = [torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([[0.5], [-12.25]]), torch.tensor([True, False])]
+    moved = move_together(given, torch.device("cpu"))
+    assert [(m.tolist(), m.dtype) for m in moved] == [
+        ([[1, 2]], torch.int64), ([[0.5], [-12.25]], torch.float32), ([1, 0], torch.int64),
+    ]  # fmt: skip
+    assert all(m.data_ptr() != g.data_ptr() for m, g in zip(moved, given, strict=True))
+
+
+ASKED = PartConfig(tensor=2, pipeline=1, data=1, ulysses=1, ring=1, parallelism="tensor", sequence_sharded_norms=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("gemma4", "per_layer_input_gate, a matrix beside its attention"), ("gemma4_moe", "experts, beside their router")],
+)
+def test_layers_with_more_than_blocks_and_norms_are_refused(name: str, why: str, tmp_path: Path) -> None:
+    model = str(save_family(name, tmp_path / "model"))
+    with pytest.raises(ModelError, match=f"sequence_sharded_norms=true: a Gemma4TextDecoderLayer .*{why}"):
+        check_plan("text", ASKED, model, load_family(model))
+
+
+def test_others_are_not(made_model: str) -> None:
+    family = load_family(made_model)
+    for name in ("vision", "text"):
+        check_plan(name, ASKED, made_model, family)
+
+
+def test_a_tower_that_runs_as_a_whole_is_refused(tmp_path: Path) -> None:
+    model = str(save_family("llava_clip", tmp_path / "model"))
+    with pytest.raises(ConfigError, match=r"vision\.sequence_sharded_norms=true with a llava model: .* as a whole"):
+        load_family(model).tower.check_stages("vision", ASKED)
+
+
+def test_kernels_are_put_inside_of_what_gathers(made_model: str) -> None:
+    """Blocks whose input is gathered still turn by our rotary positions and have our gates."""
+    family = load_family(made_model)
+    for name in ("vision", "text"):
+        part = family.parts[name]
+        styles = with_fused(part.tensor_plan, part.fused)
+        model = empty_slices(made_model, family.outside(name), 2, part.kept_whole(2), styles)
+        before = {kind: len(modules) for kind, (_, modules) in _classes(model).items()}
+        local_plan(model, model._expand_parallel_plan(model.tp_plan | styles))
+        shard_without_ranks(model, part, 2)
+        blocks = [module for module in model.modules() if hasattr(vars(module).get("forward"), INNER)]
+        assert before == {kind: len(modules) for kind, (_, modules) in _classes(model).items()}
+        outer = [block.forward for block in blocks]
+        replace_without_weights(model, torch.float32)
+        assert [block.forward for block in blocks] == outer and blocks
+        assert any(getattr(block.forward, INNER).__func__ is not type(block).forward for block in blocks)
+
+
+def test_the_norm_behind_the_last_layer_has_its_ranks_tokens_too(made_model: str) -> None:
+    family = load_family(made_model)
+    decoder = family.decoder
+    styles = with_fused(decoder.tensor_plan, decoder.fused)
+    model = empty_slices(made_model, family.outside("text"), 2, decoder.kept_whole(2), styles)
+    local_plan(model, model._expand_parallel_plan(model.tp_plan | styles))
+    shard_without_ranks(model, decoder, 2)
+    norm, layers = model.get_submodule(decoder.norm), model.get_submodule(decoder.layers.path)
+    assert PARTIAL_OVER in vars(norm)  # its gradients are summed over the ranks
+    assert len(norm._forward_hooks) == 1 and not layers[-1]._forward_hooks  # states are whole behind it alone
+
+
+def test_a_decoder_that_adds_features_by_itself_is_refused(tmp_path: Path) -> None:
+    model = str(save_family("idefics3", tmp_path / "model"))
+    decoder = load_family(model).decoder
+    contract = decoder._contract
+    adds = replace(contract, embeds=False, handover=replace(contract.handover, more=(("deepstack_features", 3),)))
+    decoder._contract = adds
+    with pytest.raises(ConfigError, match="adds features of pictures to the states between layers"):
+        decoder.check(ASKED)
+
+
+EXACT = 1e-9  # of each gradient's norm, in float64
+
+
+def gradients(model: str, **changes: Any) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a step of two micro-batches with samples and pictures of several lengths, in float64."""
+    data: Any = SimpleNamespace(family=load_family(model))
+    with join_alone():
+        ours = Ours(model, data, dtype="float64", **changes)
+        found: dict[str, Tensor] = {}
+        for trainer in ours.trainers.values():
+            trainer.grad_norm_sq = partial(_noting, trainer, found, trainer.grad_norm_sq)
+        first, second, _ = Maker(model).steps()
+        return ours.step(ours.shard((tuple(first), tuple(second))))[1], found
+
+
+def _noting(trainer: Any, found: dict[str, Tensor], measure: Any, *arguments: Any) -> float:
+    named = trainer.model.named_parameters()
+    found |= {name: p.grad.clone() for name, p in named if p.grad is not None}
+    return measure(*arguments)
+
+
+def assert_same(own: tuple[float, dict[str, Tensor]], wanted: tuple[float, dict[str, Tensor]]) -> None:
+    assert own[0] == pytest.approx(wanted[0], rel=1e-12)
+    assert own[1].keys() == wanted[1].keys()
+    largest = max(float(gradient.norm()) for gradient in wanted[1].values())
+    for name, gradient in wanted[1].items():
+        error = float((own[1][name] - gradient).norm()) / max(float(gradient.norm()), 1e-6 * largest)
+        assert error < EXACT, f"{name}: {error}"
+
+
+@pytest.fixture
+def uncompiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are made, and run operation by operation: compiling them to kernels would take minutes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+
+
+QUICK = "qwen2_5_vl"
+OTHERS = [pytest.param(name, marks=pytest.mark.families) for name in FAMILIES if name != QUICK]
+
+
+@pytest.mark.parametrize("name", [slow(QUICK), *OTHERS])
+def test_compiled_layers_give_the_same_gradients(name: str, tmp_path: Path, uncompiled_kernels: None) -> None:
+    model = str(save_family(name, tmp_path))
+    wanted = gradients(model)
+    assert_same(gradients(model, compiled=True), wanted)
+
+
+def test_a_step_by_flash_attn_gives_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = str(save_family("qwen2_5_vl", tmp_path))
+    wanted = gradients(model)
+    calls: list[str] = []
+    fake = flash_attn_interface(calls)
+    monkeypatch.setattr(attention_kernels, "_package", lambda: fake)
+    monkeypatch.setattr(engine_stage, "require", lambda key, device: None)
+    for packing in (True, False):
+        calls.clear()
+        assert_same(gradients(model, attention_backend="flash_attention_2", packing=packing), wanted)
+        assert len(calls) == 2 * 3 + 3  # a call a layer: both micro-batches of the decoder, one has pictures
+
+
+def test_a_rank_without_flash_attn_refuses(tmp_path: Path) -> None:
+    model = str(save_family("qwen2_5_vl", tmp_path))
+    with pytest.raises(ConfigError, match=r"vision.attention_backend=flash_attention_2: flash-attn is not installed"):
+        gradients(model, attention_backend="flash_attention_2")

@@ -1,7 +1,5 @@
 """Training with no features on disk, with some and with all is the same training: losses, norms, gradients, weights."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Letters as in docs/operations.md. The model: 2 of 4 vision blocks have full atte
 of width 64; one image of 16 × 16 patches (256), which makes 64 rows, unless a test says otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""Dropout of adapters in every layout equals the plain model's: the same elements are left out."""
-
-from __future__ import annotations
+"""Dropout draws alike in every layout."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,14 +16,19 @@ from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from dhp.parallel.recompute import recomputed_layers as recomputing
 from tests.engine.test_adapters import CompiledText, CompiledVision
-from tests.engine.test_deepstack import ExactText
-from tests.engine.test_deepstack import steps as images_and_videos
-from tests.engine.test_families import steps as images_of_one_size
-from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
+from tests.engine.test_audio import EXACTLY as SOUND_EXACTLY
+from tests.engine.test_audio import Made as MadeSound
+from tests.engine.test_audio import made as sound_model
+from tests.engine.test_declared_families import EXACTLY, Made, made, run, staying_double
+from tests.engine.test_families import ExactText
+from tests.engine.test_families import equal_pictures as images_of_one_size
+from tests.engine.test_families import steps as images_and_videos
+from tests.helpers.alike import assert_alike, assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step, step_with_one_window
-from tests.helpers.layouts import FIRST_OUT, Case, Fault, InspectedText, compare, compare_rounding, train
+from tests.helpers.layouts import Case, Fault, InspectedText, compare, compare_rounding, train
 from tests.helpers.norms import exact_norms
 from tests.helpers.rows import on_demand, slow, slow_but
+from tests.helpers.tiny_families import FAMILIES
 
 ONE = Degrees()
 TEXT = (("text", AdapterSettings(4, 8.0, dropout=0.1)),)
@@ -62,10 +65,7 @@ CASES = [
     ),
 ]
 OTHERS = {
-    "llava_model": [
-        Case(Degrees(ulysses=2), Degrees(tensor=2), 2, lora=ALL[1:] + (("vision", BOTH[0][1]),)),
-        on_demand(Case(Degrees(tensor=2), Degrees(data=2), 2, lora=BOTH, recompute="mlp", mlp_chunks=2)),
-    ],
+    "llava_model": [Case(Degrees(ulysses=2), Degrees(tensor=2), 2, lora=ALL[1:] + (("vision", BOTH[0][1]),))],
     "qwen3_vl_model": [
         on_demand(
             Case(Degrees(tensor=2), Degrees(tensor=2), 2, lora=ALL, stages=2, tower_stages=2, sharded_norms=True)
@@ -73,12 +73,6 @@ OTHERS = {
         on_demand(Case(Degrees(ulysses=2), Degrees(ring=2), 1, lora=ALL, packing=True)),
     ],
 }
-
-
-@pytest.fixture(autouse=True)
-def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `tests.engine.test_adapters`."""
-    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, CASES[0], CASES[1]), ids=str)
@@ -186,3 +180,68 @@ def test_steps_that_draw_alike_show(four_layers_model: str) -> None:
     ):
         found = compare(four_layers_model, Case(ONE, ONE, 1, lora=TEXT), [mixed_step(), step_with_one_window()])
     assert found.gradient > 1e-2, found
+
+
+__all__ = ["made", "sound_model"]  # fixtures
+FAMILY_TEXT = (("text", AdapterSettings(4, 8.0, dropout=0.2)),)
+VISION = (("vision", AdapterSettings(2, 4.0, dropout=0.2)),)
+ALWAYS = ["qwen3_5_moe", "kimi_k25"]  # gated delta nets and a shared expert; latent attention
+OTHER_NAMES = [pytest.param(name, marks=pytest.mark.families) for name in FAMILIES if name not in ALWAYS]
+
+
+@pytest.mark.parametrize("name", [*slow_but(ALWAYS, "kimi_k25"), *OTHER_NAMES])
+def test_decoders_equal_the_plain_model(name: str, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], Case(ONE, Degrees(tensor=2), 2, packing=True, lora=FAMILY_TEXT, recompute="mlp")))
+
+
+LAYOUTS = {"sequence": Degrees(ulysses=2), "data": Degrees(data=2)}
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_towers_are_alike(name: str, layout: str, made: dict[str, Made]) -> None:
+    """Of a tower that takes pictures whole, the plain model takes several at once, so that a row has no picture."""
+    with staying_double():
+        plain = train(made[name].folder, Case(ONE, ONE, 1, packing=True, lora=VISION), made[name].steps, EXACTLY)
+        case = Case(LAYOUTS[layout], Degrees(data=2), 2, lora=VISION)
+        other = train(made[name].folder, case, made[name].steps, EXACTLY)
+    assert_alike(plain, other)
+
+
+SOUND_TEXT = ("text", AdapterSettings(4, 8.0, dropout=0.2))
+SOUND = (
+    ("audio", AdapterSettings(2, 4.0, targets=("audio_tower",), dropout=0.2)),
+    SOUND_TEXT,
+)  # convolutions' rows, too
+HEARING = [
+    Case(ONE, Degrees(tensor=2), 2, audio=Degrees(ulysses=2), lora=SOUND, frozen=("vision",), checkpointing=True),
+    Case(ONE, ONE, 1, audio=Degrees(data=2), audio_stages=2, lora=SOUND, frozen=("vision",), packing=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", slow_but(HEARING, HEARING[1]), ids=str)
+def test_towers_of_sound_are_alike(case: Case, sound_model: MadeSound) -> None:
+    with staying_double():
+        alone = Case(ONE, ONE, 1, packing=True, audio=ONE, lora=SOUND, frozen=("vision",))
+        plain, other = (train(sound_model[0], one, sound_model[1], SOUND_EXACTLY) for one in (alone, case))
+    assert_alike(plain, other)
+
+
+def test_drawing_by_the_place_in_a_rank_shows(sound_model: MadeSound) -> None:
+    """Clips of which each rank takes the first for the same one."""
+
+    def alike(data: StepData) -> StepData:
+        of_ranks = lambda row: tuple(replace(one, draws=tuple((1, n, 1) for n in range(len(one.draws)))) for one in row)
+        return replace(data, work={**data.work, "audio": tuple(map(of_ranks, data.work["audio"]))})
+
+    case = Case(ONE, ONE, 1, packing=True, audio=ONE, lora=SOUND, frozen=("vision",))
+    fault = replace(SOUND_EXACTLY, edit=alike)
+    with staying_double():
+        plain, other = (
+            train(sound_model[0], case, sound_model[1], SOUND_EXACTLY),
+            train(sound_model[0], case, sound_model[1], fault),
+        )
+    with pytest.raises(AssertionError):
+        assert_alike(plain, other)

@@ -1,27 +1,28 @@
-"""Decoders with experts: sharded equals plain, with the same routing."""
-
-from __future__ import annotations
+"""Experts and their balancing loss equal the plain model."""
 
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
 from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.parallel.expert import expert_shares
-from tests.engine.test_families import steps
-from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
+from dhp.parallel.expert.expert_modules import balance_losses
+from tests.engine.test_families import equal_pictures as steps
+from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare, compare_rounding, train
 from tests.helpers.norms import ROUTERS, exact_norms, use_exact_norms
 from tests.helpers.oracle import Oracle
-from tests.helpers.rows import on_demand, slow
-from tests.helpers.tiny import IMAGE_TOKEN, make_sample
+from tests.helpers.rows import slow
+from tests.helpers.tiny import EXPERTS, IMAGE_TOKEN, make_sample, save_llava_with_experts
 
 ONE = Degrees()
 
@@ -41,16 +42,9 @@ class ExactText(InspectedText):
 
 
 EXACT = [
-    on_demand(Case(Degrees(ulysses=2), Degrees(data=2), packing=True)),
-    on_demand(Case(ONE, Degrees(data=2), micro_batches=2, text_zero_stage=3, fsdp=True)),
-    on_demand(Case(ONE, Degrees(tensor=2), micro_batches=2)),
-    on_demand(Case(ONE, Degrees(data=2, tensor=4), micro_batches=2, packing=True, recompute="light")),
-    on_demand(Case(ONE, Degrees(data=2, expert=2), micro_batches=2)),
     Case(ONE, Degrees(data=4, expert=2), micro_batches=1, packing=True, checkpointing=True),
     # Replicas without any sample.
     slow(Case(Degrees(data=2), Degrees(data=4, expert=4), micro_batches=2, packing=True)),
-    on_demand(Case(ONE, Degrees(data=2, expert=2), micro_batches=2, schedule="1f1b", stages=2, recompute="light")),
-    on_demand(Case(ONE, Degrees(ring=2, tensor=2), micro_batches=2, mlp_chunks=5)),
     Case(ONE, Degrees(data=2, expert=2), micro_batches=2, frozen=("text",)),  # a replica without image goes back too
 ]
 # The gradients of the tower's key biases are rounding alone, and Adafactor divides them by their size.
@@ -64,9 +58,7 @@ OPTIMIZERS = [
     Case(ONE, Degrees(data=2, tensor=2), text_zero_stage=3, fsdp=True, optimizer="muon"),
 ]
 SINGLE = [
-    on_demand(Case(ONE, Degrees(data=2), dtype="float32", text_zero_stage=2)),
-    on_demand(Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=3, packing=True)),
-    Case(ONE, Degrees(data=2, expert=2), dtype="float32", packing=True),  # products in groups
+    Case(ONE, Degrees(data=2, expert=2), dtype="float32", packing=True)  # products in groups
 ]
 
 
@@ -87,7 +79,7 @@ def test_equals_the_plain_model_in_single_precision(case: Case, experts_model: s
     assert_exact_in_single_precision(compare(experts_model, case, steps(), Fault(text=ExactText)))
 
 
-@pytest.mark.parametrize("text", [Degrees(data=2, expert=2), on_demand(Degrees(tensor=2))], ids=str)
+@pytest.mark.parametrize("text", [Degrees(data=2, expert=2)], ids=str)
 @pytest.mark.slow
 def test_16_bits_round_as_one_process_does(text: Degrees, experts_model: str) -> None:
     case = Case(ONE, text, dtype="bfloat16", packing=True)
@@ -120,10 +112,7 @@ def qwen_steps() -> list[list[Sample]]:
     ]
 
 
-QWEN = [
-    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), micro_batches=2, stages=2)),
-    slow(Case(Degrees(data=2), Degrees(data=2, expert=2), packing=True)),
-]
+QWEN = [slow(Case(Degrees(data=2), Degrees(data=2, expert=2), packing=True))]
 
 
 @pytest.mark.parametrize("case", QWEN, ids=str)
@@ -268,3 +257,83 @@ def test_the_grid(text: Degrees, packing: bool, micro: int, again: str, stages: 
     schedule = "1f1b" if stages > 1 else "sequential"
     case = Case(ONE, text, micro, schedule=schedule, packing=packing, recompute=again, stages=stages)
     assert_exact(compare(experts_model, case, steps(), Fault(text=ExactText)))
+
+
+COEFFICIENT = 0.3
+
+
+@pytest.fixture(scope="module")
+def balanced_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Experts with a load-balancing loss that weighs as much as some tokens."""
+    folder = Path(tmp_path_factory.mktemp("models")) / "balanced"
+    return str(save_llava_with_experts(folder, output_router_logits=True, router_aux_loss_coef=COEFFICIENT))
+
+
+class BalancedOracle(Oracle):
+    """Each sample alone, with its own loss by its targets' share: written anew, from all layers' logits at once."""
+
+    def prepare(self, model_name: str) -> None:
+        self.heard: list[Tensor] = []
+        for module in self.model.modules():
+            if isinstance(module, Qwen3MoeTopKRouter):
+                module.register_forward_hook(lambda _, __, output: self.heard.append(output[0]))
+
+    def _loss_sum(self, sample: Sample) -> Tensor:
+        self.heard.clear()
+        tokens = super()._loss_sum(sample)
+        probabilities = torch.cat(self.heard).softmax(-1)
+        visits = probabilities.topk(EXPERTS["num_experts_per_tok"]).indices
+        visited = torch.nn.functional.one_hot(visits, EXPERTS["num_experts"]).sum(1).to(probabilities)
+        loss = EXPERTS["num_experts"] * (visited.mean(0) * probabilities.mean(0)).sum()
+        return tokens + sample.target_tokens * COEFFICIENT * loss
+
+
+CASES = [
+    Case(ONE, ONE, micro_batches=1, packing=True),
+    Case(Degrees(ulysses=2), Degrees(data=2, expert=2), micro_batches=2, checkpointing=True),
+    slow(Case(ONE, Degrees(tensor=2), micro_batches=1)),
+    slow(Case(ONE, Degrees(data=2), micro_batches=2, text_zero_stage=3, fsdp=True)),
+    slow(Case(ONE, Degrees(data=2), micro_batches=2, dtype="float32", text_zero_stage=3, packing=True)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_plain_model_with_each_samples_own_loss(case: Case, balanced_model: str) -> None:
+    check = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
+    check(compare(balanced_model, case, steps(), Fault(text=ExactText), BalancedOracle))
+
+
+class OneLossARow(ExactText):
+    """What the library's function gives where samples share a row: one loss of all of them."""
+
+    def _share_of_balance(self, logits: Any, work: Any) -> Tensor:
+        from dataclasses import replace
+
+        return super()._share_of_balance(
+            logits, replace(work, samples=(sum(work.samples),), weights=(sum(work.weights),))
+        )
+
+
+class NoLoss(ExactText):
+    """The wish is not heard."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self._routers = None
+
+
+@pytest.mark.parametrize("fault", [OneLossARow, NoLoss])
+def test_a_planted_mistake_is_seen_of_balance(fault: type[ExactText], balanced_model: str) -> None:
+    errors = compare(balanced_model, CASES[0], steps()[:1], Fault(text=fault), BalancedOracle)
+    assert errors.loss > 1e-5 and errors.gradient > 1e-3, errors
+
+
+def test_the_loss_of_a_sample_is_the_librarys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(11, 6, generator=generator) for _ in range(3)]
+    found = balance_losses(logits, [range(0, 4), range(4, 9)], 2)
+    for loss, tokens in zip(found, (slice(0, 4), slice(4, 9)), strict=True):
+        alone = load_balancing_loss_func(tuple(of_layer[tokens] for of_layer in logits), 6, 2)
+        torch.testing.assert_close(loss, alone)
+    together = load_balancing_loss_func(tuple(logits), 6, 2)
+    assert not torch.isclose(found.mean(), together, rtol=1e-3)

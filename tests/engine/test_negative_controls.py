@@ -3,8 +3,6 @@
 The loss alone sees few of them; that is how they went unnoticed elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,4 @@
-"""16-bit training: as good as one plain 16-bit process with float32 master weights, in every layout."""
-
-from __future__ import annotations
+"""Rounding, frozen parts and groups as one process has."""
 
 import shutil
 from dataclasses import replace
@@ -13,33 +11,32 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dhp.core.axes import Degrees
+from dhp.core.parameters import ALL, GroupRule, Selector, TrainingRules
+from dhp.engine.stage_settings import StageSettings
 from dhp.models.empty import stored_dtype
 from tests.helpers import layouts
+from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step
-from tests.helpers.layouts import Case, InspectedText, InspectedVision, compare_rounding, graph_of, settings
+from tests.helpers.layouts import (
+    Case,
+    Fault,
+    InspectedText,
+    InspectedVision,
+    compare,
+    compare_rounding,
+    graph_of,
+    settings,
+)
 from tests.helpers.ranks import LocalGroup
-from tests.helpers.rows import on_demand, slow
+from tests.helpers.rows import on_demand, slow, slow_but
 
 ONE = Degrees()
 CUT = Case(Degrees(data=2), Degrees(data=2, tensor=2), 4, "bfloat16", 3, text_zero_stage=3, packing=True, fsdp=True)
 CASES = [
     Case(ONE, ONE, dtype="bfloat16"),
-    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="bfloat16", checkpointing=True)),
-    on_demand(Case(Degrees(data=2), Degrees(data=2, tensor=2), 3, dtype="bfloat16", packing=True)),
-    on_demand(Case(Degrees(data=2, ulysses=2), Degrees(tensor=4), 4, dtype="bfloat16", schedule="vision_ahead")),
-    on_demand(
-        Case(Degrees(data=2), Degrees(data=2), 3, dtype="bfloat16", zero_stage=1, text_zero_stage=1, packing=True)
-    ),
-    on_demand(Case(Degrees(ulysses=2), Degrees(data=2), 4, "bfloat16", 2, schedule="vision_ahead", text_zero_stage=2)),
-    on_demand(Case(Degrees(data=2), Degrees(data=2), 3, "bfloat16", 3, checkpointing=True, text_zero_stage=3)),
-    on_demand(Case(ONE, Degrees(data=2, tensor=2), 2, dtype="bfloat16", packing=True, autotp=True)),
-    on_demand(CUT),
     Case(ONE, Degrees(tensor=2), dtype="bfloat16", state_bytes=12),
     *(on_demand(replace(CUT, state_bytes=nbytes)) for nbytes in (16, 12, 10)),
     *(on_demand(Case(ONE, Degrees(data=2), dtype="bfloat16", state_bytes=nbytes)) for nbytes in (16, 10)),
-    on_demand(
-        Case(ONE, Degrees(data=3, tensor=2), 2, "bfloat16", 0, True, "vision_ahead", text_zero_stage=2, fsdp=True)
-    ),
 ]
 
 
@@ -120,3 +117,88 @@ def test_weights_move_at_a_rate_that_bfloat16_alone_would_lose(made_model: str, 
     assert moved > 100_000
     assert still < 0.001 * moved
     assert trained.losses[-1] < trained.losses[0]
+
+
+GROUPS = (
+    GroupRule("late", (Selector("visual.merger"), Selector("layers.[12]")), 5e-3, None, 2),
+    GroupRule("light", (Selector("*norm*"), Selector("*bias")), None, 0.0),
+)
+FROZEN = ("blocks.[01]", "layers.[02]", "*norm.weight", "*up_proj*")
+RULE_CASES = [Case(Degrees(data=2), Degrees(tensor=2), 2, packing=True, groups=GROUPS)]
+# A replica without a picture goes back as far as one with some, for the weights that both gather on the way.
+GATHERED = Case(ONE, Degrees(data=2), 2, text_zero_stage=3, fsdp=True, frozen=("embed_tokens", "layers.[01]"))
+# So does one that shares a sequence with others, for what they exchange on the way.
+EXCHANGED = [Case(ONE, Degrees(ring=2), 2, frozen=("text",))]
+# Of the first stage nothing is trained; of the last, and of both, the weight that is embedding and head.
+STAGED = [
+    Case(ONE, ONE, 2, stages=2, schedule="1f1b", frozen=("vision", "projector", "embed_tokens", "layers.[01]")),
+    Case(ONE, Degrees(tensor=2), 2, stages=2, schedule="1f1b", trainable=("projector", "embed_tokens"), packing=True),
+    Case(ONE, Degrees(data=2), 2, stages=2, chunks=2, schedule="interleaved", frozen=("embed_tokens",), groups=GROUPS),
+]
+
+
+@pytest.mark.parametrize("case", [*RULE_CASES, GATHERED, *EXCHANGED], ids=str)
+def test_equals_the_plain_model_trained_so(case: Case, four_layers_model: str) -> None:
+    exact = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
+    exact(compare(four_layers_model, case, awkward_steps()))
+
+
+# A rule named as its part: the projector, in the same stage, has the rate of all.
+TOWER = (GroupRule("vision", (Selector("vision", ("model.visual",), ("model.visual.merger",)),), 1e-6, None, 2),)
+NAMED_AS_PART = [
+    Case(ONE, ONE, 2, groups=TOWER),
+    Case(ONE, Degrees(tensor=2), 2, groups=TOWER, optimizer="muon"),
+    Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=3, text_zero_stage=3, fsdp=True, groups=TOWER),
+    Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=1, text_zero_stage=1, groups=TOWER, dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(NAMED_AS_PART, NAMED_AS_PART[0], NAMED_AS_PART[2]), ids=str)
+def test_a_group_named_as_its_part_has_its_own_rate(case: Case, four_layers_model: str) -> None:
+    exact = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
+    exact(compare(four_layers_model, case, awkward_steps()))
+
+
+@pytest.mark.parametrize("case", slow_but(STAGED, STAGED[0], STAGED[1]), ids=str)
+def test_stages_of_which_some_train_nothing_and_a_weight_of_two(case: Case, tied_model: str) -> None:
+    assert_exact(compare(tied_model, case, awkward_steps()))
+
+
+@pytest.mark.grid
+def test_groups_in_bfloat16_under_zero(four_layers_model: str) -> None:
+    case = Case(Degrees(data=2), Degrees(data=2), 2, "bfloat16", 1, text_zero_stage=1, packing=True, groups=GROUPS)
+    ratios = compare_rounding(four_layers_model, case, awkward_steps())
+    assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
+
+
+class GroupsForgotten(InspectedText):
+    """Every parameter of the text part is in one group."""
+
+    def __init__(self, settings: StageSettings):
+        super().__init__(replace(settings, rules=replace(settings.rules, groups=())))
+
+
+class FreezesNothing(InspectedText):
+    """Every parameter of the text part is trained."""
+
+    def __init__(self, settings: StageSettings):
+        super().__init__(replace(settings, rules=ALL))
+
+
+class DecayForgotten(InspectedText):
+    """Groups have their learning rate, and the decay of all."""
+
+    def __init__(self, settings: StageSettings):
+        groups = tuple(replace(rule, weight_decay=None) for rule in settings.rules.groups)
+        super().__init__(replace(settings, rules=TrainingRules(groups=groups)))
+
+
+@pytest.mark.parametrize("fault", [GroupsForgotten, DecayForgotten], ids=lambda kind: kind.__name__)
+def test_a_group_that_is_ignored_shows(fault: type[InspectedText], four_layers_model: str) -> None:
+    found = compare(four_layers_model, Case(ONE, ONE, 2, groups=GROUPS), awkward_steps(), Fault(text=fault))
+    assert found.update > 1e-4, found
+
+
+def test_what_is_trained_though_frozen_shows(four_layers_model: str) -> None:
+    with pytest.raises(AssertionError, match=r"layers\.0\..* got a gradient that the plain model does not have"):
+        compare(four_layers_model, Case(ONE, ONE, 2, frozen=("layers.0",)), awkward_steps(), Fault(text=FreezesNothing))

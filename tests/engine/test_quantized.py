@@ -1,7 +1,5 @@
 """Steps beside matrices in four bits equal those of transformers' `load_in_4bit` with peft, where bitsandbytes is."""
 
-from __future__ import annotations
-
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +13,6 @@ from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
 from dhp.core.parameters import ADAPTER, NF4, AdapterSettings, is_adapter
-from dhp.models import lora as adapters
 from dhp.models.family import Family
 from dhp.models.lora import find_targets, first_values
 from experiments.families import work
@@ -24,7 +21,7 @@ from experiments.finetuning.lora import Ours
 from experiments.finetuning.ways import Trained
 from experiments.pair import TEXT, VISION, join_alone
 from tests.helpers.batches import awkward_steps, mixed_step
-from tests.helpers.layouts import FIRST_OUT, Case, Running, make_reader, train
+from tests.helpers.layouts import Case, Running, make_reader, train
 from tests.helpers.tiny_families import save_family
 
 ASKED = AdapterSettings(4, 8.0, quantization=NF4)
@@ -38,12 +35,6 @@ ONE = Degrees()
 pytestmark = pytest.mark.skipif(
     find_spec("bitsandbytes") is None or find_spec("accelerate") is None, reason="bitsandbytes or accelerate is missing"
 )
-
-
-@pytest.fixture(autouse=True)
-def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B begins with something, so that A has a gradient in the first step, too."""
-    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
 
 
 def targets(model: nn.Module, family: Family) -> list[str]:

@@ -1,7 +1,5 @@
 """The walk of examples/lora: its commands in order, in few steps, and as they stand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +39,7 @@ def check(found: Followed, steps: int, best: int) -> None:
     assert compared.endswith(f"{HELD_OUT} of {HELD_OUT} answers of plain transformers are those of dhp\n")
 
 
+@pytest.mark.slow
 def test_its_commands_work(tmp_path: Path) -> None:
     check(followed(tmp_path, SHORT), steps=4, best=4)
 

@@ -1,7 +1,5 @@
 """The walk of examples/new_family: a family in one file is supported, trained split, and equals the whole."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -22,6 +20,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
     return follow(PAGE, copy_examples(folder) / "new_family", folder)
 
 
+@pytest.mark.slow
 def test_the_doctor_finds_it_equal_to_the_whole_model(followed: Followed) -> None:
     lines = followed.shown("dhp doctor model model").splitlines()
     rows = {line[:14].strip(): line[14:] for line in lines if line[:1] != " "}
@@ -30,6 +29,7 @@ def test_the_doctor_finds_it_equal_to_the_whole_model(followed: Followed) -> Non
     assert "sequence" in rows["vision"] and "tensor" in rows["text"]
 
 
+@pytest.mark.slow
 def test_two_actors_a_part_have_the_losses_of_one(followed: Followed) -> None:
     worlds = [json.loads((followed.folder / "runs" / name / "summary.json").read_text())["world"] for name in RUNS]
     split, whole = worlds
@@ -42,6 +42,7 @@ def test_two_actors_a_part_have_the_losses_of_one(followed: Followed) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][2] < losses[0][0] - 0.5
 
 
+@pytest.mark.slow
 def test_the_text_is_true_of_what_the_blocks_leave(followed: Followed, tmp_path: Path) -> None:
     """The commands between the blocks: the first step beside the plain model's, and an answer."""
     environment = environment_of(tmp_path)
@@ -52,15 +53,18 @@ def test_the_text_is_true_of_what_the_blocks_leave(followed: Followed, tmp_path:
     assert "plugins=[mixer_vl]" in run_line(f"! {ask} 2>&1", followed.folder, environment)
 
 
-def test_other_losses_are_told_apart(followed: Followed, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("change", "said"), [(1.0, (0, "equal")), (1.001, (1, "not equal"))])
+def test_other_losses_are_told_apart(change: float, said: tuple[int, str], tmp_path: Path) -> None:
     """The negative control of the script that compares."""
-    lines = (followed.folder / "runs" / "split" / "metrics.jsonl").read_text().splitlines()
-    lines[1] = json.dumps(json.loads(lines[1]) | {"loss": json.loads(lines[1])["loss"] * 1.001})
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    command = [sys.executable, "losses.py", "runs/split", str(tmp_path)]
-    done = subprocess.run(command, cwd=followed.folder, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "not equal")
+    for name, factor in zip(RUNS, (1.0, change)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"loss": loss}) for loss in (4.5, 3.5 * factor, 2.5)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    command = [sys.executable, "losses.py", *(str(tmp_path / name) for name in RUNS)]
+    done = subprocess.run(command, cwd=ROOT / "examples" / "new_family", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == said
 
 
+@pytest.mark.slow
 def test_what_is_exported_is_the_family_in_plain_transformers(followed: Followed) -> None:
     assert followed.shown("python -c").startswith("MixerVlForConditionalGeneration(")

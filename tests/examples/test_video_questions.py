@@ -1,7 +1,5 @@
 """The walk of examples/video_questions: its commands in order; what is cut, asked and kept."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from tests.helpers.runs import ROOT
 PAGE = (ROOT / "examples" / "video_questions" / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_its_commands_work(tmp_path: Path) -> None:
     found = follow(PAGE, copy_examples(tmp_path) / "video_questions", tmp_path)
     clips = [json.loads(line) for line in (found.folder / "clips.jsonl").read_text().splitlines()]
@@ -32,8 +31,7 @@ def test_its_commands_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "seconds, ends",
-    [(3.0, [3.0]), (10.0, [10.0]), (10.5, [10.5]), (11.0, [10.0, 11.0]), (30.0, [10.0, 20.0, 30.0])],
+    "seconds, ends", [(3.0, [3.0]), (10.0, [10.0]), (10.5, [10.5]), (11.0, [10.0, 11.0]), (30.0, [10.0, 20.0, 30.0])]
 )
 def test_clips_are_of_ten_seconds_and_none_is_very_short(seconds: float, ends: list[float]) -> None:
     assert cut(seconds) == list(zip([0.0, *ends[:-1]], ends, strict=True))

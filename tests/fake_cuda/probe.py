@@ -3,8 +3,6 @@
 LIBRARY: the compiled guard. CASES: JSON, [{"model", "keys", "parts", "read"}].
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Random layouts of random families: what `pytest -m fuzz` tries."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every draw must equal the plain model or be refused by a ConfigError before anyt
 their collectives. Not by TORCH_DISTRIBUTED_DEBUG=DETAIL, which takes Muon's exchanges of rows for a mismatch.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from pathlib import Path

@@ -5,8 +5,6 @@ beside; MODEL: a directory with the tokenizer of `tests.golden.vocabularies.load
 tests/golden/dialogues/TRAINER.json holds token ids and what is learned.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
@@ -164,11 +162,7 @@ def _mistral(_: str) -> Any:
     mode = import_module("mistral_common.protocol.instruct.validator").ValidationMode.finetuning
     tokenizers = import_module("mistral_common.tokens.tokenizers.mistral")
     tokenizer = tokenizers.MistralTokenizer.from_file(str(file), mode=mode)
-    kinds = {
-        "user": instruct.UserMessage,
-        "assistant": instruct.AssistantMessage,
-        "system": instruct.SystemMessage,
-    }
+    kinds = {"user": instruct.UserMessage, "assistant": instruct.AssistantMessage, "system": instruct.SystemMessage}
 
     def encode(turns: list[dict[str, str]], pictures: list[str]) -> tuple[list[int], list[int]]:
         said = [kinds[turn["role"]](content=without_tags(turn["content"])) for turn in turns]

@@ -3,8 +3,6 @@
 FILE is the publisher's, as SOURCE names it; tests/golden/positions/FAMILY.json holds what it said. No test imports it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.util import module_from_spec, spec_from_file_location

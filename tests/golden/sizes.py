@@ -4,8 +4,6 @@ FILEs are the publisher's, as SOURCE names them; tests/golden/sizes/FAMILY.json 
 this.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

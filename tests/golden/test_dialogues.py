@@ -1,7 +1,5 @@
 """Token ids and what is learned of twenty-four conversations, beside what other trainers make of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from dhp.data.sampling.sampler import BatchLayout
 from dhp.tiny.tiny_model import make_family
 from tests.golden.dialogues import DIALOGUES, PIXELS, SIZES, shortened, spans, without_tags
 from tests.golden.vocabularies import FOLDER, QWEN_TOKENS, SPECIAL, load_mistral, load_qwen
+from tests.helpers.rows import slow
 
 pytestmark = [
     pytest.mark.xdist_group("vocabularies"),  # each takes seconds to be read
@@ -64,7 +63,7 @@ def read(model: str, folder: Path, peers: bool) -> list[dict[str, Any]]:
     return [{"ids": shortened(s.input_ids.tolist()), "learned": spans(s.labels.tolist())} for s in samples]
 
 
-@pytest.mark.parametrize("trainer", ["llama_factory", "swift"])
+@pytest.mark.parametrize("trainer", [slow("llama_factory"), "swift"])
 def test_with_the_peers_values_they_are_the_peers(trainer: str, model: str, tmp_path: Path) -> None:
     found = read(model, tmp_path, peers=True)
     wanted = TABLES[trainer]["dialogues"]

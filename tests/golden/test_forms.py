@@ -1,7 +1,5 @@
 """What is learned of a conversation under chat templates of the published forms, with published vocabularies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

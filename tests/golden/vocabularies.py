@@ -1,7 +1,5 @@
 """Tokenizers of published vocabularies, which packages ship (requirements-vocabularies.txt, `make test`)."""
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

@@ -1,7 +1,5 @@
 """Prompts answered on local ranks, and by the plain model in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -77,12 +75,7 @@ def deal(model: str, case: Case, sample: Sample, sampling: Sampling) -> StepData
 
 
 def answer(
-    model: str,
-    case: Case,
-    samples: Sequence[Sample],
-    sampling: Sampling,
-    fault: Fault | None = None,
-    **changes: Any,
+    model: str, case: Case, samples: Sequence[Sample], sampling: Sampling, fault: Fault | None = None, **changes: Any
 ) -> list[Told]:
     """Each prompt answered by the case's ranks."""
     fault = fault or Fault(text=RecordingText)

@@ -1,7 +1,5 @@
 """Operations of plain models, a sample at a time, under PyTorch's own counter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dense attention written out, and sharded attention on a mesh of ranks, of the same states."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

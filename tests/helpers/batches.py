@@ -1,7 +1,5 @@
 """Steps of made samples that hold every awkward thing at once. Made once, so that what they give is known again."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from dhp.data.sample.sample import Sample

@@ -1,7 +1,5 @@
 """A file system that stands in for those of clouds: files of a local folder, with delays, errors and short reads."""
 
-from __future__ import annotations
-
 import io
 import os
 import time

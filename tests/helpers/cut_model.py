@@ -1,7 +1,5 @@
 """A tower and a decoder cut into chunks of layers, run one behind another in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Decoders of the library in float64 all through, and a packed row of them against each sample alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command lines of experiments, read by their own parsers without running anything."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Samples for a family of which only the configuration is known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transformers import AutoConfig

@@ -1,7 +1,5 @@
 """Sentences made of the rows in results/, and those of them that a document does not have."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from functools import cache

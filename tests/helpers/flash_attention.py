@@ -1,7 +1,5 @@
 """What flash-attn 2.7 and newer has, by plain math: the same names, arguments and results, as far as dhp calls them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

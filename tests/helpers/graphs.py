@@ -1,7 +1,5 @@
 """Graphs of stages made by hand."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from dhp.core.axes import Degrees

@@ -475,11 +475,7 @@ def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Faul
 
 
 def compare(
-    model: str,
-    case: Case,
-    steps: Sequence[Sequence[Sample]],
-    fault: Fault | None = None,
-    kind: type[Oracle] = Oracle,
+    model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None, kind: type[Oracle] = Oracle
 ) -> Errors:
     """Train the steps in the case's layout and in the oracle; the largest deviations of all of it."""
     trained = train(model, case, steps, fault)

@@ -1,7 +1,5 @@
 """Directories of runs that never ran: two vision ranks and two text ranks, with times that a test chooses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict

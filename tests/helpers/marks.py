@@ -1,7 +1,5 @@
 """Processes of a run, found by a mark in the environment that they inherit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,8 +1,6 @@
 """RMS norms, routers to experts and rotary positions of towers without their detour through float32, whose rounding
 jumps by 1e-7 for a difference of 1e-16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,14 +18,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextRMSNorm, Qwen3VLMoeTextTopKRouter
 
-KINDS = (
-    Qwen2RMSNorm,
-    Qwen2_5_VLRMSNorm,
-    Qwen3MoeRMSNorm,
-    Qwen3RMSNorm,
-    Qwen3VLMoeTextRMSNorm,
-    Qwen3VLTextRMSNorm,
-)
+KINDS = (Qwen2RMSNorm, Qwen2_5_VLRMSNorm, Qwen3MoeRMSNorm, Qwen3RMSNorm, Qwen3VLMoeTextRMSNorm, Qwen3VLTextRMSNorm)
 ROUTERS = (Qwen3MoeTopKRouter, Qwen3VLMoeTextTopKRouter)
 
 

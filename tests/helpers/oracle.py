@@ -1,7 +1,5 @@
 """The plain Hugging Face model in one process, each sample alone: what every layout must equal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch

@@ -1,7 +1,5 @@
 """Follows a page as its reader would: each line of its shell blocks, from top to bottom, in one folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What adapters draw in the plain model: its dropout by the tokens of each sample, which it is given alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Processes of actors as the driver looks at them, made up."""
 
-from __future__ import annotations
-
 import psutil
 
 from dhp.cluster.hangs.lookout import RUNS, Seen, Sight

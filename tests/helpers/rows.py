@@ -1,7 +1,5 @@
 """Rows of tables of layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

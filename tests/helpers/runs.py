@@ -1,7 +1,5 @@
 """Runs through the real entry, in processes of their own, and what they leave behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -21,10 +19,16 @@ ONE_ACTOR_EACH = (  # for runs in which nothing depends on how many there are: e
     *("vision.parallelism=none", "vision.num_actors=1", "vision.zero_stage=0"),
     *("text.parallelism=none", "text.num_actors=1"),
 )
-FIRST = (  # of the run that tests of several folders look at; one thread, so that it is the same on any machine
+FIRST = (  # three steps; one thread, so that it is the same on any machine
     *("training.max_steps=3", "training.warmup_ratio=0", "training.log_interval=1"),
     *("cluster.device=cpu", "cluster.threads_per_actor=1"),
 )
+LONG = (  # of the run that tests of several folders read: saved, rotated and evaluated at each of its steps
+    *("training.max_steps=4", "training.lr_scheduler_type=linear", *FIRST[1:], "data.on_bad_sample=skip"),
+    *("training.save_steps=1", "training.save_total_limit=2", "training.best_metric=eval_loss"),
+    *("data.eval_datasets=['shapes%5']", "training.eval_answers=1", "training.eval_answer_tokens=4"),
+)
+BROKEN = ("images/00000_0.png", "images/00025_0.png")  # pictures of its second step and of its last, cut off
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ A process of its own holds it: `python -m tests.helpers.shared_ray` prints where
 input.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """The only reasons for which a test may be skipped: a skip for any other is a failure."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -12,6 +10,7 @@ ALLOWED = {
     r"the torch here is built for CUDA": "a stand-in for GPUs, which a torch with CUDA needs none of",
     r"bitsandbytes (is not installed|or accelerate is missing)": "requirements-gpu.txt: packed weights are for GPUs",
     r"(wandb|mlflow|swanlab) is not installed": "requirements-loggers.txt: services of others, stood in for elsewhere",
+    r"could not import 'mypy'": "make lint installs it, which .ci/run runs before the slow tests",
     r"could not import 'torchvision'": "dhp never imports it; it decides here whether both read videos alike",
     r"could not import 'webdataset'": "dhp never imports it; its files are made by hand in the other tests",
     r"g\+\+ is needed to compile the stub of a device": "a compiler, which training never needs",

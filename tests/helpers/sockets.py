@@ -1,7 +1,5 @@
 """Where processes listen, read from Linux's own tables."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

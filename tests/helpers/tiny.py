@@ -1,7 +1,5 @@
 """Tiny models and hand-made samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -175,12 +173,7 @@ def save_llava(folder: Path, decoder: type[PreTrainedConfig] = Qwen2Config, **mo
     }
     text = decoder(**sizes | more)
     vision = CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=56,
-        patch_size=14,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=56, patch_size=14
     )
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE_TOKEN)
     return _save(LlavaForConditionalGeneration, config, folder)

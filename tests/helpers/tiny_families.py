@@ -1,7 +1,5 @@
 """Models of the tiny configuration of each declared family."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

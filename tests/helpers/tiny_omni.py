@@ -1,7 +1,5 @@
 """A tiny Qwen3-Omni thinker as an ordinary directory: weights, tokenizer, image processor and feature extractor."""
 
-from __future__ import annotations
-
 import json
 import wave
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Directories with a tokenizer, an image processor and a processor of a family, as checkpoints have them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ wherever there is room. xdist's own groups, which it writes behind a test's name
 for names elsewhere.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,10 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[2]
 _ONE_RAY = ("tests/cluster/", "tests/nodes/")
-_OF_A_FILE = ('scope="module"', "on_ranks", "first_run")  # words of files whose tests share something costly
-_SHARED = "first_run"
+_OF_A_FILE = ('scope="module"', "on_ranks", "long_run")  # words of files whose tests share something costly
+# What a process counts of a model it keeps.
+_KEEPS_COUNTS = ("tests/cli/test_plan.py", "tests/plan/search/test_layouts.py", "tests/trainer/test_dry_run.py")
+_SHARED = ("long_run", "first_run")
 _FIRST = (
     "tests/trainer/",
     "tests/nodes/",
@@ -25,7 +25,9 @@ _FIRST = (
     "tests/cli/",
     "tests/fake_cuda/",
 )
-_NEXT = ("tests/checkpoint/", "tests/experiments/", "tests/engine/", "tests/models/", "tests/parallel/")
+_NEXT = (
+    *("tests/checkpoint/", "tests/experiments/", "tests/plan/", "tests/engine/", "tests/models/", "tests/parallel/"),
+)
 
 
 class Together(LoadScopeScheduling):
@@ -50,9 +52,9 @@ def group_of(nodeid: str, root: Path = ROOT) -> str:
 @cache
 def _group_of_file(path: Path, file: str) -> str | None:
     text = path.read_text()
-    if _SHARED in text:
-        return _SHARED
-    return file if any(word in text for word in _OF_A_FILE) else None
+    if any(name in text for name in _SHARED):
+        return _SHARED[0]
+    return file if file in _KEEPS_COUNTS or any(word in text for word in _OF_A_FILE) else None
 
 
 def place_of(nodeid: str) -> int:

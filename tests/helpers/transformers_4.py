@@ -1,7 +1,5 @@
 """transformers 4 in a folder of its own, beside the installed version, and logits by either."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Attention under every rule of visibility written out: one mask of tokens × tokens, the reference of the tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

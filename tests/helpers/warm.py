@@ -1,7 +1,5 @@
 """What every rank would load for itself, loaded once: the fork server imports this, and ranks are forks of it."""
 
-from __future__ import annotations
-
 import pytest  # noqa: F401
 import transformers.models.clip.modeling_clip
 import transformers.models.llama.modeling_llama

@@ -1,11 +1,15 @@
-"""Parts of a model: what they load, what they refuse, and the behaviour of transformers that the split stands on."""
+"""Weights are read, from files and hubs, without code."""
 
-from __future__ import annotations
-
+import ast
+import io
 import json
+import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +26,22 @@ from transformers import (
     core_model_loading,
 )
 
+from dhp.checkpoint.resume import Start
+from dhp.config.command_line import compose_config
+from dhp.config.resolve import resolve
 from dhp.core.errors import ModelError
+from dhp.core.parameters import TrainingRules
+from dhp.doctor.diagnose import examine
 from dhp.models import registry
+from dhp.models.empty import start_limit_s, weight_bytes
 from dhp.models.load import load_part
+from dhp.models.pretrained import auxiliary_files, check_weight_files, load_image_processor
 from dhp.models.registry import FAMILIES, load_family
 from dhp.models.types import Chunk
+from dhp.plan.run_plan import RunPlan
+from dhp.trainer import session as session_module
+from dhp.trainer.session import Session
+from tests.helpers.graphs import make_graph
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import save_model
 
@@ -180,9 +195,7 @@ def test_a_family_without_the_contract_is_refused_with_the_nearest_that_has_it(
 
 @pytest.mark.parametrize(
     "changes, told",
-    [
-        ({"text_config": {"attention_dropout": 0.1}}, "attention_dropout=0.1 of Qwen2_5_VLTextConfig is not supported"),
-    ],
+    [({"text_config": {"attention_dropout": 0.1}}, "attention_dropout=0.1 of Qwen2_5_VLTextConfig is not supported")],
 )
 def test_attention_that_sees_less_is_refused(tmp_path: Path, changes: dict, told: str) -> None:
     config = Qwen2_5_VLConfig(**changes)
@@ -235,3 +248,229 @@ def test_a_directory_without_configuration_is_refused(tmp_path: Path) -> None:
         load_family(str(tmp_path))
     with pytest.raises(ModelError, match=r"no usable model configuration \(there is no such directory, so the hub was"):
         load_family(str(tmp_path / "nowhere"))
+
+
+def write(file: Path, nbytes: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as opened:
+        opened.truncate(nbytes)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory with two files of weights, sparse, and others."""
+    folder = tmp_path / "model"
+    write(folder / "model-00001-of-00002.safetensors", 5_000_000_000)
+    write(folder / "model-00002-of-00002.safetensors", 2_000_000_000)
+    write(folder / "original" / "other.safetensors", 10)
+    write(folder / "model.safetensors.index.json", 10)
+    write(folder / "pytorch_model.bin", 10)
+    return folder
+
+
+def test_a_directory_weighs_what_its_safetensors_do(model: Path) -> None:
+    assert weight_bytes(str(model)) == 7_000_000_000
+
+
+def test_a_run_that_continues_reads_its_checkpoint_too(model: Path, tmp_path: Path) -> None:
+    for part in ("vision", "text", "text/optimizer"):
+        write(tmp_path / "step_3" / part / "rank_00000.safetensors", 1_000_000_000)
+    assert weight_bytes(str(model), tmp_path / "step_3") == 10_000_000_000
+
+
+def test_a_hub_id_weighs_what_its_shipped_shape_does() -> None:
+    assert weight_bytes("Qwen/Qwen2.5-VL-3B-Instruct") == 2 * 3_754_622_976
+    assert weight_bytes("nobody/has-this") == 0
+
+
+def test_the_limit_is_the_base_and_the_time_that_a_slow_disk_takes() -> None:
+    assert start_limit_s(300.0, 0) == 300.0
+    assert start_limit_s(300.0, 145_000_000_000) == 1750.0
+
+
+def test_a_run_waits_for_its_parts_by_the_size_of_its_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve(compose_config("tiny", overrides=[f"run_dir={tmp_path / 'run'}"]))
+    config.text.model_name = str(model)
+    config.cluster.start_timeout_s, config.cluster.step_timeout_s = 40.0, 50.0
+    graph = make_graph()
+    plan = RunPlan(config, str(model), SimpleNamespace(), TrainingRules(), {}, graph)
+    session = Session(plan, tmp_path, Start())
+    cluster = session._cluster
+    assert (cluster._layout.start_timeout_s, cluster._layout.build_timeout_s) == (40.0, 110.0)
+    cluster.device = "cpu"
+    assert cluster._common("gloo", 1)["timeout_s"] == 110.0
+    cluster.groups = dict.fromkeys(("vision", "text"), SimpleNamespace(start=lambda *_: None, take_watched=list))
+    waited: list[float] = []
+
+    def waits(_: list[Any], limit_s: float) -> None:
+        waited.append(limit_s)
+        raise InterruptedError
+
+    monkeypatch.setattr(session_module, "wait_all", waits)
+    with pytest.raises(InterruptedError):
+        session.start_stages(1)
+    assert waited == [110.0]
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (open, ("made by a pickle", "w"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        ({"weight_map": {"a": "../outside.safetensors"}}, "names '../outside.safetensors', which is outside"),
+        ({"weight_map": {"a": "/etc/hostname"}}, "which is outside"),
+        ({"weight_map": {"a": 3}}, "names 3, which is outside"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "names gone.safetensors, which is not there"),
+        ({"weight_map": ["a"]}, "is no index of weights"),
+        ({}, "is no index of weights"),
+        ({"weight_map": {"a": "there.safetensors"}}, None),
+    ],
+)
+def test_an_index_names_files_of_its_folder(tmp_path: Path, content: object, reason: str | None) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in (tmp_path / "outside.safetensors", folder / "there.safetensors"):
+        file.write_bytes(b"")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    if reason is None:
+        check_weight_files(folder)
+        return
+    with pytest.raises(ModelError, match=f"model.safetensors.index.json .*{reason}"):
+        check_weight_files(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 300, pickle.dumps(Harmful(), 2), pickle.dumps({"a": Harmful()}, 2)])
+def test_a_strangers_pickle_is_refused_and_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ModelError, match="pytorch_model.bin is no file of weights alone"):
+        check_weight_files(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["pytorch_model.bin"]
+    (tmp_path / "model.safetensors").write_bytes(b"")  # which is read in its place
+    check_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_weights_as_torch_saves_them_pass(tmp_path: Path, zipped: bool) -> None:
+    weights = {"a": torch.ones(2)}
+    torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    check_weight_files(tmp_path)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def auto_calls(tree: ast.AST) -> list[tuple[int, bool]]:
+    """Line of each call of `Auto….from_pretrained` or `.from_config`, and whether it refuses remote code."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner = node.func.value
+        name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+        if name.startswith("Auto") and node.func.attr == "from_pretrained":
+            given = {word.arg: word.value for word in node.keywords}
+            value = given.get("trust_remote_code")
+            found.append((node.lineno, isinstance(value, ast.Constant) and value.value is False))
+    return found
+
+
+def test_the_search_sees_calls() -> None:
+    text = ["AutoConfig.from_pretrained(a)", "t.AutoModel.from_pretrained(a, trust_remote_code=False)", "x.load(a)"]
+    assert auto_calls(ast.parse("\n".join(text))) == [(1, False), (2, True)]
+
+
+def test_every_auto_class_is_denied_remote_code() -> None:
+    """Left unset, transformers asks on standard input whether to run it."""
+    calls = {
+        f"{file.relative_to(ROOT)}:{line}": denied
+        for folder in ("dhp", "experiments", "scripts")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for line, denied in auto_calls(ast.parse(file.read_text()))
+    }
+    assert len(calls) >= 15
+    assert [where for where, denied in calls.items() if not denied] == []
+
+
+@pytest.fixture
+def evil(tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that brings code for its configuration and its pictures, and a person who says yes to everything."""
+    folder = tmp_path / "evil"
+    shutil.copytree(tiny_assets / "model", folder)
+    pwned = f"open({str(tmp_path / 'PWNED')!r}, 'w').close()\n"
+    code = f"{pwned}from transformers import PretrainedConfig, BaseImageProcessor\n"
+    code += "class Evil(PretrainedConfig):\n    model_type = 'evil'\nclass EvilImages(BaseImageProcessor):\n    pass\n"
+    (folder / "evil.py").write_text(code)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 100))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    return folder
+
+
+def change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_an_unknown_models_own_code_is_not_run(evil: Path, tmp_path: Path) -> None:
+    change(evil / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Evil"})
+    for load in (load_family, examine):
+        with pytest.raises(
+            ModelError, match="no model_type 'evil', and code that comes with a model is not run.*plugins="
+        ):
+            load(str(evil))
+    assert not (tmp_path / "PWNED").exists()
+
+
+def test_an_unknown_image_processors_own_code_is_not_run(evil: Path, tmp_path: Path) -> None:
+    own = {"image_processor_type": "EvilImages", "auto_map": {"AutoImageProcessor": "evil.EvilImages"}}
+    change(evil / "preprocessor_config.json", **own)
+    with pytest.raises(ModelError):
+        load_image_processor(str(evil))
+    assert not (tmp_path / "PWNED").exists()
+
+
+def test_weights_and_hidden_files_stay_behind(tmp_path: Path) -> None:
+    for name in ("config.json", "a.safetensors", "a.safetensors.index.json", "code.py", ".env", ".gitattributes"):
+        (tmp_path / name).touch()
+    (tmp_path / "linked.json").symlink_to("config.json")
+    assert [file.name for file in auxiliary_files(str(tmp_path))] == ["code.py", "config.json", "linked.json"]
+
+
+@pytest.mark.parametrize("name", ["NOTICE.txt", ".hidden"])
+def test_a_link_out_of_the_directory_publishes_nothing(name: str, tmp_path: Path) -> None:
+    (tmp_path / "id_rsa").write_text("PRIVATE KEY MATERIAL")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").touch()
+    (model / name).symlink_to(tmp_path / "id_rsa")
+    with pytest.raises(ModelError, match=rf"{name} leads to .*id_rsa, and would be copied"):
+        auxiliary_files(str(model))
+    (model / name).unlink()
+    beside = tmp_path / "model2"  # whose name begins alike
+    beside.mkdir()
+    (beside / "a").touch()
+    (model / name).symlink_to(beside / "a")
+    with pytest.raises(ModelError, match="would be copied"):
+        auxiliary_files(str(model))
+
+
+def test_the_hubs_cache_links_its_files(tmp_path: Path) -> None:
+    repository = tmp_path / "models--a--b"
+    snapshot, blobs = repository / "snapshots" / "0123", repository / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    (blobs / "ffff").touch()
+    os.symlink("../../blobs/ffff", snapshot / "config.json")
+    assert [file.name for file in auxiliary_files(str(snapshot))] == ["config.json"]
+    other = tmp_path / "models--c--d" / "blobs"
+    other.mkdir(parents=True)
+    (other / "eeee").touch()
+    os.symlink("../../../models--c--d/blobs/eeee", snapshot / "other.json")
+    with pytest.raises(ModelError, match=r"other\.json leads to"):
+        auxiliary_files(str(snapshot))

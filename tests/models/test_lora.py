@@ -1,24 +1,38 @@
-"""Which matrices get an adapter, and the facts about peft that adapters here stand on."""
-
-from __future__ import annotations
+"""Adapters: made, exported, on packed weights."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dhp.checkpoint.shard_reader import read_shards
 from dhp.config.schema import PartConfig
-from dhp.core.errors import ConfigError
-from dhp.core.parameters import ADAPTER, AdapterSettings, is_adapter, plain_name
+from dhp.config.training import TrainingConfig
+from dhp.core.axes import Degrees
+from dhp.core.errors import ConfigError, ModelError
+from dhp.core.parameters import ADAPTER, NF4, AdapterSettings, is_adapter, plain_name
+from dhp.models import quantized
+from dhp.models.empty import adapt
+from dhp.models.export import merge, save_adapter, save_whole
 from dhp.models.load import drop_modules, model_class
 from dhp.models.lora import TokenDropout, adapted_modules, add_adapters, check_targets, find_targets
+from dhp.models.quantized import check_quantized, find_quantized, quantize, require_package
 from dhp.models.registry import load_family
 from dhp.models.types import LayerParts, Part
-from tests.helpers.tiny_families import make_config
+from dhp.parallel.optim.base import cast_parameters
+from dhp.plan.trainable import training_rules
+from tests.helpers.batches import mixed_step
+from tests.helpers.layouts import Case, Running, make_reader
+from tests.helpers.tiny_families import make_config, save_family
 
 
 def meta(model: str) -> nn.Module:
@@ -197,3 +211,278 @@ def test_a_part_of_a_tied_model_gets_adapters_without_its_embedding(part: str, t
         add_adapters(model, chosen, AdapterSettings(2, 4.0), seed=0)
     assert len(list(adapted_modules(model))) == len(chosen) > 0
     assert "get_input_embeddings" not in vars(model)
+
+
+Adapters = dict[str, AdapterSettings]
+BOTH = {"vision": AdapterSettings(2, 8.0), "text": AdapterSettings(3, 3.0, targets=("q_proj", "down_proj"))}
+DORA = {"text": AdapterSettings(2, 2.0, dora=True, rslora=True)}
+CASES = {
+    "both parts": (BOTH, Case(Degrees(ulysses=2), Degrees(tensor=2), 2, "float32", lora=tuple(BOTH.items()))),
+    "dora and the projector": (
+        DORA,
+        Case(Degrees(), Degrees(data=2), 2, "float32", lora=tuple(DORA.items()), trainable=("projector",)),
+    ),
+}
+
+
+def trained(model: str, case: Case, folder: Path) -> dict[str, Tensor]:
+    """Weights of a checkpoint after two steps."""
+    feed = make_reader(model, case, [mixed_step()] * 2)
+    with Running(model, case) as running:
+        for step in range(2):
+            running.step(feed.step(step))
+        running.save(folder)
+    return {name: tensor for part in ("vision", "text") for name, tensor in read_shards(folder / part).items()}
+
+
+def plain(model: str | Path) -> PreTrainedModel:
+    return AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(5, 25)[None]).logits
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(request: pytest.FixtureRequest, made_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+    adapters, case = CASES[request.param]
+    folder = tmp_path_factory.mktemp("run")
+    yield made_model, adapters, trained(made_model, case, folder), folder
+
+
+def test_a_checkpoint_has_what_was_trained_alone(run: tuple) -> None:
+    _, adapters, weights, _ = run
+    of_parts = {"vision": "visual", "text": "language_model"}
+    for part in adapters:
+        own = [name for name in weights if of_parts[part] in name]
+        assert own and all(map(is_adapter, own))
+
+
+def test_merged_it_is_what_peft_makes_of_the_exported_adapter(run: tuple) -> None:
+    model, adapters, weights, folder = run
+    save_whole(Path(model), merge(model, weights, adapters), folder / "merged")
+    count = save_adapter(model, weights, adapters, folder / "adapter")
+    merged, by_peft = plain(folder / "merged"), PeftModel.from_pretrained(plain(model), folder / "adapter").eval()
+    assert count >= sum(map(is_adapter, weights))
+    torch.testing.assert_close(logits(merged), logits(by_peft), rtol=1e-4, atol=1e-5)
+    assert (logits(merged) - logits(plain(model))).abs().max() > 1e-3  # and something was learned
+    theirs = dict(by_peft.merge_and_unload().named_parameters())
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-7)
+
+
+def test_adapters_of_another_model_are_refused(run: tuple, llava_model: str) -> None:
+    model, adapters, weights, _ = run
+    name = next(name for name in weights if "lora_A" in name)
+    with pytest.raises(ModelError, match="is not the model that these adapters were trained beside.*--base"):
+        merge(model, weights | {name: weights[name][:, 1:]}, adapters)
+    with pytest.raises(ModelError, match="and they lack"):
+        merge(model, {n: w for n, w in weights.items() if n != name}, adapters)
+
+
+def test_what_peft_would_read_otherwise_is_refused(tmp_path: Path) -> None:
+    """Dense layers of some models with experts: their `gate_proj` would become the experts'."""
+    model, asked = str(save_family("glm4v_moe", tmp_path / "model")), {"text": AdapterSettings(2, 2.0)}
+    beside = plain(model)
+    adapt(beside, load_family(model), asked, "cpu")
+    weights = {n: torch.randn_like(p) for n, p in beside.named_parameters() if is_adapter(n)}
+    with pytest.raises(ModelError, match="peft would not read these adapters of a glm4v_moe model.*without --adapter"):
+        save_adapter(model, weights, asked, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    merged, before = merge(model, weights, asked), dict(plain(model).named_parameters())
+    moved = {name for name, weight in merged.items() if name in before and not torch.equal(weight, before[name])}
+    assert len(moved) == len(weights) / 2 and "model.language_model.layers.0.mlp.gate_proj.weight" in moved
+
+
+def test_what_peft_has_no_way_to_say_is_refused(made_model: str, tmp_path: Path) -> None:
+    mixed = {"vision": AdapterSettings(2, 2.0, rslora=True), "text": AdapterSettings(2, 2.0)}
+    with pytest.raises(ModelError, match="adapters of vision and text differ in dora or rslora.*without --adapter"):
+        save_adapter(made_model, {}, mixed, tmp_path / "out")
+    name = "model.language_model.layers.0.self_attn.q_proj.base_layer.weight"
+    with pytest.raises(ModelError, match="q_proj.weight was trained beside the adapters.*without --adapter"):
+        save_adapter(made_model, {name: torch.zeros(1)}, {"text": AdapterSettings(2, 2.0)}, tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ModelError, match="is not empty"):
+        save_adapter(made_model, {}, {}, tmp_path / "full")
+
+
+def test_adapters_beside_four_bits_are_not_merged() -> None:
+    rounded = AdapterSettings(2, 4.0, quantization="nf4")
+    with pytest.raises(ConfigError, match=r"adapters of text were trained beside .*four bits.* --adapter"):
+        merge("nowhere", {}, {"vision": AdapterSettings(2, 4.0), "text": rounded})
+
+
+def test_a_merge_into_16_bits_is_rounded_once(llava_model: str, tmp_path: Path) -> None:
+    model, asked = str(tmp_path), {"text": AdapterSettings(2, 2.0)}
+    plain(llava_model).to(torch.bfloat16).save_pretrained(model)
+    beside = plain(model)
+    adapt(beside, load_family(model), asked, "cpu")
+    weights = {n: torch.randn(p.shape) for n, p in beside.named_parameters() if is_adapter(n)}
+    merged = merge(model, weights, asked)
+    name = next(name for name in weights if "lora_A" in name)
+    base, before = name.replace(".lora_A.default", ""), dict(plain(model).named_parameters())
+    exact = before[base].double() + weights[name.replace("lora_A", "lora_B")].double() @ weights[name].double()
+    assert merged[base].dtype == torch.bfloat16
+    assert (merged[base] != exact.to(torch.bfloat16)).float().mean() < 1e-3  # ties of float32's own rounding
+
+
+KEY = "text.lora.quantization"
+ASKED = AdapterSettings(2, 4.0, quantization=NF4)
+LAYERS = LayerParts("layers", (), (), ("causal",))
+CPU = torch.device("cpu")
+installed = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(64, 128), nn.Linear(128, 64, bias=False), nn.Linear(64, 4)
+        self.seen, self.sliced = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.sliced.forward = lambda states: states  # as a slice's own forward is
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down(self.up(states.to(self.seen.weight.dtype)))
+
+
+def small() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"head": nn.Linear(64, 8), "layers": nn.ModuleList([Layer()])})
+
+
+def adapted() -> nn.ModuleDict:
+    model = small()
+    add_adapters(model, ["layers.0.up"], ASKED, seed=0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    nn.init.normal_(model["layers"][0].up.lora_B[ADAPTER].weight)
+    return model
+
+
+def test_linear_modules_of_the_layers_that_are_not_trained() -> None:
+    """Not the head, a router, adapters, a slice, nor a module whose weight others read."""
+    nothing = lambda name: is_adapter(name)
+    assert find_quantized(adapted(), LAYERS, nothing) == ("layers.0.up.base_layer", "layers.0.down")
+    assert find_quantized(adapted(), LAYERS, lambda name: "down" in name) == ("layers.0.up.base_layer",)
+
+
+@pytest.mark.parametrize("part", ["vision", "text"])
+def test_of_a_model_they_are_those_that_adapters_stand_beside(part: str, made_model: str) -> None:
+    family, model = load_family(made_model), meta(made_model)
+    own = family.parts[part]
+    beside = find_targets(model, own, ASKED)
+    with torch.device("meta"):
+        add_adapters(model, beside[:3], ASKED, seed=0)
+    rules = training_rules(TrainingConfig(), family, [part])
+    names = find_quantized(model, own.layers, rules.trains)
+    assert tuple(name.removesuffix(".base_layer") for name in names) == beside
+    whole = training_rules(TrainingConfig(trainable=["layers.1" if part == "text" else "blocks.1"]), family, [part])
+    layers = {name.split(".")[3] for name in find_quantized(model, own.layers, whole.trains)}
+    assert layers == {str(number) for number in range(len(own.layers.kinds))} - {"1"}
+
+
+def test_without_the_package_the_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "find_spec", lambda module: None)
+    told = f"{KEY}=nf4: bitsandbytes, .* is not installed. Install it on each node"
+    with pytest.raises(ConfigError, match=told):
+        require_package(KEY)
+    with pytest.raises(ConfigError, match=told):
+        quantize(adapted(), LAYERS, ASKED, is_adapter, torch.float32, CPU, KEY)
+
+
+def test_a_package_that_cannot_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise OSError("libcudart.so.12 not found")
+
+    monkeypatch.setattr(quantized, "find_spec", lambda module: module)
+    monkeypatch.setattr(quantized, "_package", broken)
+    with pytest.raises(ConfigError, match=f"{KEY}=nf4: bitsandbytes cannot be loaded: libcudart"):
+        quantize(adapted(), LAYERS, ASKED, is_adapter, torch.float32, CPU, KEY)
+
+
+class Packed(nn.Linear):
+    """In bitsandbytes' place: a layer of the same arguments, whose weight is no number any more."""
+
+    def __init__(self, width: int, out: int, bias: bool, compute_dtype: torch.dtype, quant_type: str) -> None:
+        super().__init__(width, out, bias)
+        self.told = (compute_dtype, quant_type)
+
+
+def packed(weight: Tensor, requires_grad: bool, **told: Any) -> nn.Parameter:
+    assert told.keys() == {"compress_statistics", "quant_type", "module"}
+    return nn.Parameter(weight.float().mul(100).round().to(torch.uint8), requires_grad)
+
+
+def test_its_layers_stand_in_the_others_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = SimpleNamespace(nn=SimpleNamespace(Linear4bit=Packed, Params4bit=packed))
+    monkeypatch.setattr(quantized, "find_spec", lambda module: module)
+    monkeypatch.setattr(quantized, "_package", lambda: package)
+    model = adapted()
+    bias = model["layers"][0].up.base_layer.bias
+    quantize(model, LAYERS, ASKED, is_adapter, torch.bfloat16, CPU, KEY)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Packed)}
+    assert list(found) == ["layers.0.up.base_layer", "layers.0.down"]
+    up, down = found.values()
+    assert up.told == (torch.bfloat16, "nf4") and up.bias is bias and down.bias is None
+    assert not up.weight.requires_grad and up.training
+    kept = up.weight
+    cast_parameters(model, torch.bfloat16)
+    assert up.weight is kept and up.weight.dtype == torch.uint8  # what is packed is no number to be rounded
+    assert up.bias.dtype == model["head"].weight.dtype == torch.bfloat16
+
+
+def test_parts_whose_layers_read_weights_are_refused(qwen3_vl_moe_model: str, made_model: str) -> None:
+    with pytest.raises(ConfigError, match=f"{KEY}=nf4 with a qwen3_vl_moe model: its layers have experts"):
+        check_quantized(load_family(qwen3_vl_moe_model), {"text": ASKED})
+    check_quantized(load_family(qwen3_vl_moe_model), {"text": AdapterSettings(2, 4.0), "vision": ASKED})
+    check_quantized(load_family(made_model), {"text": ASKED})
+
+
+@installed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_computes_what_pefts_layer_does_around_bitsandbytes(dtype: torch.dtype) -> None:
+    """Output, and gradients of states and adapters, to the last bit; and something else than unrounded weights."""
+    import bitsandbytes
+    from peft import LoraConfig, inject_adapter_in_model
+
+    ours, exact, plain = adapted(), adapted(), small().to(dtype)
+    quantize(ours, LAYERS, ASKED, is_adapter, dtype, CPU, KEY)
+    for name in ("up", "down"):
+        owner, own = plain["layers"][0], getattr(plain["layers"][0], name)
+        made = bitsandbytes.nn.Linear4bit(
+            own.in_features, own.out_features, own.bias is not None, compute_dtype=dtype, quant_type="nf4"
+        )
+        made.load_state_dict(own.state_dict())
+        setattr(owner, name, made.to("cpu"))
+    plain.is_loaded_in_4bit = True
+    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=4, target_modules=["layers.0.up"]), plain, ADAPTER)
+    theirs = plain["layers"][0].up
+    assert type(theirs).__module__ == "peft.tuners.lora.bnb"
+    plain.load_state_dict({n: p for n, p in ours.state_dict().items() if is_adapter(n)}, strict=False)
+    for model in (ours, exact, plain):
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    outputs, gradients = [], []
+    for model in (ours, plain, exact):
+        states = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        layer = model["layers"][0]
+        output = layer.down(layer.up(states))
+        output.pow(2).sum().backward()
+        outputs.append(output.detach())
+        gradients.append(
+            [states.grad, *(layer.up.get_parameter(f"{n}.{ADAPTER}.weight").grad for n in ("lora_A", "lora_B"))]
+        )
+    assert torch.equal(outputs[0], outputs[1]) and not torch.allclose(outputs[0], outputs[2], rtol=1e-2)
+    assert all(torch.equal(mine, other) for mine, other in zip(*gradients[:2], strict=True))
+
+
+@installed
+def test_a_rounded_matrix_takes_the_bytes_that_a_dry_run_counts() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(1024, 1024, bias=False)})])})
+    quantize(model, LAYERS, ASKED, lambda name: False, torch.bfloat16, CPU, KEY)
+    weight: Any = model["layers"][0]["up"].weight
+    state = weight.quant_state
+    held = weight.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
+    assert held == int(quantized.BYTES_A_VALUE * 1024 * 1024)

@@ -1,7 +1,5 @@
 """A Ray of two nodes on this machine, 127.0.0.2 and 127.0.0.3, each of two logical CPUs and two logical GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

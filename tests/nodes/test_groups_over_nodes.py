@@ -1,7 +1,5 @@
 """Actor groups over two nodes: who lies where, how they reach one another, what is said when something is missing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,9 @@ from tests.nodes.conftest import ADDRESSES
 
 WAIT_S = 600.0
 TWO_PAIRS, ONE_RANK = {"data": 2, "tensor": 2}, {"data": 1, "tensor": 1}
+
+
+pytestmark = pytest.mark.slow  # two nodes take half a minute to start; tests/cluster/placement has made ones
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,4 @@
-"""A run handed to a cluster by `ray job submit`, as README.md says: real `ray start`, job server, token and ports."""
-
-from __future__ import annotations
+"""Jobs that are submitted, tokens, GPUs of nodes."""
 
 import json
 import os
@@ -18,9 +16,16 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import torch
 
+from dhp.cluster.cluster import Cluster, ClusterSpec
+from dhp.cluster.hangs.watch import wait_all
+from dhp.core.axes import Degrees
+from dhp.core.errors import ConfigError
+from tests.helpers.graphs import make_graph
 from tests.helpers.marks import MARK, marked_processes
 from tests.helpers.runs import ONE_ACTOR_EACH, ROOT, tiny
+from tests.nodes.conftest import ADDRESSES
 
 ADDRESS = "127.0.0.4"  # a node of its own on loopback
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -105,3 +110,57 @@ def test_the_job_server_asks_for_the_token(cluster: dict[str, str]) -> None:
     assert refused.returncode != 0
     assert "token authentication is enabled" in refused.stdout + refused.stderr
     assert ray("job", "list", environment=cluster).returncode == 0  # or nothing was asked
+
+
+ATTACH = """
+import sys
+from dhp.cluster.ray_session import ray_session
+from dhp.core.errors import ConfigError
+try:
+    with ray_session(sys.argv[1], cpus=0):
+        print("let in")
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_without_a_token_one_is_told_what_is_missing(two_nodes: str, tmp_path: Path) -> None:
+    without = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")} | without
+    command = [sys.executable, "-c", ATTACH, two_nodes]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert f"cluster.address={two_nodes}: something listens there, but a connection to Ray failed" in done.stdout
+    assert "RAY_AUTH_MODE=token" in done.stdout
+
+
+WAIT_S = 600.0
+
+
+def layout(address: str, folder: Path, data: int, tensor: int) -> ClusterSpec:
+    graph = make_graph(Degrees(data=data * tensor), Degrees(data=data, tensor=tensor))
+    folders = (str(folder / "logs"), str(folder))
+    return ClusterSpec(graph, "cuda", address, 1, WAIT_S, WAIT_S, *folders)
+
+
+@pytest.mark.usefixtures("recwarn")
+@pytest.mark.slow
+def test_a_tensor_group_of_four_does_not_fit_into_nodes_of_two(two_nodes: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Cluster(layout(two_nodes, tmp_path, 1, 4)).__enter__()
+    told, (first, second) = str(caught.value), ADDRESSES
+    assert f"of text.tensor=4 lie across nodes: ranks 0, 1, 2, 3 on {first} and {second}. " in told
+    assert "text, split by data 1, ring 1, ulysses 1, tensor 4, would" in told and "set text.tensor=2, or" in told
+    assert told.endswith(f"The nodes: {first} has 2 GPUs, {second} has 2 GPUs")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the torch here is built for CUDA")
+def test_each_rank_looks_at_its_own_node_before_anything_is_loaded(two_nodes: str, tmp_path: Path) -> None:
+    with Cluster(layout(two_nodes, tmp_path, 1, 2)) as cluster:
+        cluster.groups["text"].start(os.getcwd)
+        with pytest.raises(
+            ConfigError, match=r"^node 127\.0\.0\.[23], where text rank \d runs: .* built for CPUs alone"
+        ):
+            wait_all(cluster.groups["text"].take_watched(), WAIT_S)

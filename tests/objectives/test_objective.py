@@ -1,6 +1,4 @@
-"""The seam for objectives: one that dhp does not have, in this file alone, is exact in every layout."""
-
-from __future__ import annotations
+"""Objectives equal the plain model in every layout."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dhp.batch.collate import Collator
 from dhp.core.axes import Degrees
@@ -20,6 +18,7 @@ from dhp.models.registry import load_family
 from dhp.objectives.objective import (
     OBJECTIVES,
     Chosen,
+    CrossEntropy,
     Head,
     Judged,
     Objective,
@@ -29,7 +28,7 @@ from dhp.objectives.objective import (
 )
 from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
 from dhp.step.step import answer_batch
-from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
+from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.answers import deal, make_prompt
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import UPDATE, Case, Fault, InspectedText, Running, compare, make_reader
@@ -140,3 +139,30 @@ def test_an_unknown_one_is_refused_with_the_nearest_name() -> None:
         ConfigError, match=r"training\.objective=sfft does not exist\. Set one of sft.*[Dd]id you mean.*sft"
     ):
         find_objective("sfft")
+
+
+torch.manual_seed(0)
+HEAD = nn.Linear(4, 7, bias=False)
+HIDDEN = torch.randn(2, 5, 4)
+
+
+def test_sum_over_targets_divided_by_the_global_count() -> None:
+    targets = torch.tensor([[-100, 3, 1, -100, -100], [6, -100, -100, -100, -100]])
+    logp = HEAD(HIDDEN).log_softmax(-1)
+    expected = -(logp[0, 1, 3] + logp[0, 2, 1] + logp[1, 0, 6]) / 11
+    torch.testing.assert_close(
+        CrossEntropy().share(Head(HEAD), HIDDEN.flatten(0, 1), find_targets(targets), 11), expected
+    )
+
+
+def test_rows_without_target_give_zero_and_zero_gradients() -> None:
+    hidden = HIDDEN.clone().requires_grad_()
+    head = nn.Linear(4, 7, bias=False)
+    CrossEntropy().share(Head(head), hidden.flatten(0, 1), find_targets(torch.full((2, 5), -100)), 3).backward()
+    assert not hidden.grad.any() and not head.weight.grad.any()
+
+
+def test_targets_stand_at_the_position_that_predicts_them() -> None:
+    positions, tokens = find_targets(torch.tensor([[-100, 3, 1, -100, -100], [6, -100, -100, 0, -100]]))
+    assert positions.tolist() == [1, 2, 5, 8]
+    assert tokens.tolist() == [3, 1, 6, 0]

@@ -1,7 +1,5 @@
 """Packages that stand for wandb, mlflow and swanlab: they have what the adapters call, and write each call down."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

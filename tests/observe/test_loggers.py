@@ -1,7 +1,5 @@
 """What the loggers get of a run, and that a run does not notice how they fail."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

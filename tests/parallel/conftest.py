@@ -1,7 +1,5 @@
 """Ranks that several tests share, because starting them costs more than most of what they run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

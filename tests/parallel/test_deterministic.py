@@ -1,7 +1,5 @@
 """The same bits each time, or an error that names the operation."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

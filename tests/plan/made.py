@@ -1,7 +1,5 @@
 """Costs and usages that are made up, for planners that never see a tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from dhp.core.reports import LayerUsage, RecomputePolicies, StageUsage

@@ -1,7 +1,5 @@
 """A report in headless Chromium, where there is one: it is drawn, in light and dark, and nothing is complained of."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Histograms, tables of shares and points as pictures: what is where."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A model that hears, from configuration and files to its export: three parts on real actors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -76,6 +74,7 @@ def lines_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_it_trains_in_three_parts(whole: tuple[Path, Outcome]) -> None:
     run_dir, ended = whole
     assert ended.left == () and "starting 1 vision, 2 audio and 1 text actors on cpu" in ended.stdout
@@ -90,6 +89,7 @@ def test_it_trains_in_three_parts(whole: tuple[Path, Outcome]) -> None:
         assert beat["counts"] and beat["number"] == beat["counts"][beat["group"]]
 
 
+@pytest.mark.slow
 def test_its_first_loss_is_the_plain_models(whole: tuple[Path, Outcome], folder: Path, tmp_path: Path) -> None:
     batch = tmp_path / "batch.safetensors"
     asked = settings(folder, tmp_path / "run", *HEARING, "training.micro_batch_size=1")
@@ -124,6 +124,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole: tuple[Path, Outcome], folder: 
         assert not [name for name in wanted if not torch.equal(found[name], wanted[name])], file
 
 
+@pytest.mark.slow
 def test_its_export_is_an_ordinary_model(whole: tuple[Path, Outcome], folder: Path, tmp_path: Path) -> None:
     assert dhp(["export", str(whole[0] / "checkpoints" / "step_4"), str(tmp_path / "out")]) == 0
     before = dict(AutoModelForImageTextToText.from_pretrained(folder / "model").named_parameters())
@@ -146,6 +147,7 @@ def test_stages_of_its_tower_train_the_same(whole: tuple[Path, Outcome], folder:
         )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_parts_that_it_had(whole: tuple[Path, Outcome], folder: Path, tmp_path: Path) -> None:
     resume = f"training.resume={whole[0] / 'checkpoints' / 'step_2'}"
     asked = settings(folder, tmp_path / "run", resume, "data.on_bad_sample=skip")

@@ -1,22 +1,34 @@
-"""A dry run: numbers held against hand-computed ones, every ready-made configuration, and nothing left behind."""
-
-from __future__ import annotations
+"""What a run expects: dry, planned, step by step."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
-from dhp.core.errors import ConfigError
+from dhp.core.errors import DIED, ClusterError, ConfigError, DataError, Fault, PartFailed
+from dhp.core.reports import DeviceInfo
+from dhp.data.sample.lengths import LENGTH_COLUMNS
+from dhp.data.sampling.sampler import BatchLayout
 from dhp.models.shape import PartShape
+from dhp.plan.count.counted_model import Counted
 from dhp.plan.count.state_bytes import RankBytes, rank_bytes
 from dhp.plan.forecast.stage_bytes import shape_of
-from dhp.plan.run_plan import plan_run
+from dhp.plan.run_plan import attempt, plan_run
+from dhp.trainer import ready
 from dhp.trainer.dry_run import dry_run
 from dhp.trainer.preflight import prepare
+from dhp.trainer.ready import expected, look_ahead
+from dhp.trainer.trainer import naming_step
+from tests.data.sampling.test_sampler import Made, sampler
+from tests.data.sampling.test_sampler import rows as rows_of
 from tests.helpers.rows import slow
 from tests.helpers.runs import tiny, train
+from tests.plan.cut.test_partition import config_of
+from tests.trainer.test_recomputing import SETTINGS, plan
 
 VISION, TEXT, TEXT_RANK = 98_528, 127_552, 63_936  # parameters; tests/models/test_shape.py adds them up
 
@@ -96,7 +108,8 @@ def test_each_ready_made_configuration_passes_without_a_download(name: str, devi
     assert printed.endswith("every check but these of the data passed; nothing was started")
 
 
-@pytest.mark.parametrize(("name", "device"), [("7b_tensor", 63.0), slow("32b_8gpus_tensor", 72.9)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "device"), [("7b_tensor", 63.0), ("32b_8gpus_tensor", 72.9)])
 def test_the_layouts_beside_them_fit_and_choose_what_is_recomputed(name: str, device: float, tmp_path: Path) -> None:
     config = prepared(f"qwen2_5_vl_{name}", f"run_dir={tmp_path / 'run'}")
     assert (config.vision.recompute, config.text.recompute, config.cluster.collocate) == ("auto", "auto", True)
@@ -105,6 +118,7 @@ def test_the_layouts_beside_them_fit_and_choose_what_is_recomputed(name: str, de
     assert "planned        fits: " in printed and "of 75.1 GiB" in printed
 
 
+@pytest.mark.slow
 def test_rows_are_assumed_as_the_plan_makes_them_and_a_limit_that_none_reaches_is_named(tmp_path: Path) -> None:
     run = f"run_dir={tmp_path / 'run'}"
     printed = dry_run(prepared("qwen2_5_vl_3b", run, "data.limits.vision=null"))
@@ -177,10 +191,7 @@ def test_layers_that_go_forward_again_are_marked(tiny_assets: Path, made_model: 
     ("cut", "told"),
     [
         (["text.num_actors=3"], r"pipeline\(3\) × virtual_stages\(1\) = 3 > layers\(2\)"),
-        (
-            ["text.num_actors=2", "text.cuts=[2]"],
-            r"text.cuts=\[2\] cannot cut the 2 layers of text: 0 < 2 < layers",
-        ),
+        (["text.num_actors=2", "text.cuts=[2]"], r"text.cuts=\[2\] cannot cut the 2 layers of text: 0 < 2 < layers"),
         (
             ["text.num_actors=2", "text.virtual_stages=2", "training.schedule=interleaved"],
             r"pipeline\(2\) × virtual_stages\(2\) = 4 > layers\(2\)",
@@ -202,3 +213,112 @@ def test_the_entry_prints_it_and_leaves_nothing(tiny_assets: Path, tmp_path: Pat
     assert outcome.stdout.endswith("every check passed; nothing was started\n")
     assert "checking the model" in outcome.stderr and "counting what it would take" in outcome.stderr
     assert not (tmp_path / "run").exists()
+
+
+GPU = DeviceInfo("cuda", "NVIDIA H100 80GB HBM3", "GPU 1", "float32", memory_bytes=80 << 30)
+CPU = DeviceInfo("cpu", "cpu", "CPUs of here", "float32")
+
+
+def lengths(text: int = 200) -> np.ndarray:
+    columns = np.zeros(16, LENGTH_COLUMNS)
+    columns["text"], columns["vision"], columns["patches"] = text, 64, 256
+    columns["squares"], columns["pictures"], columns["targets"] = 256**2, 1, 32
+    return columns
+
+
+def session_of(model: str, columns: np.ndarray) -> Any:
+    plan = plan_run(config_of(model))
+    data = SimpleNamespace(ask=lambda *_, **__: columns)
+    return SimpleNamespace(plan=plan, config=plan.config, data=data, node_devices=2, threads=1)
+
+
+def ahead_of(session: Any, devices: list[DeviceInfo]) -> tuple[Any, list[str]]:
+    return expected(look_ahead(session, devices))
+
+
+def test_a_run_on_known_gpus_is_planned(made_model: str) -> None:
+    beside, (line,) = ahead_of(session_of(made_model, lengths()), [GPU, GPU])
+    assert beside.planned.step_s and beside.planned.step_s > 0
+    assert set(beside.planned.memory_bytes) == {"vision", "text"}
+    assert line.startswith("planned ") and line.endswith("(rates by data sheets)")
+
+
+def test_what_is_not_known_is_not_planned(made_model: str) -> None:
+    beside, lines = ahead_of(session_of(made_model, lengths()), [CPU, CPU])  # nothing was measured here
+    assert beside.planned.step_s is None and not lines
+    beside, lines = ahead_of(session_of(made_model, lengths(0)), [GPU])
+    assert beside.planned.step_s is None and lines == ["not planned: no sample's length is known"]
+
+
+def test_a_model_whose_trace_takes_minutes_is_left_to_the_plan(made_model: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("dhp.plan.count.counted_model.AT_ONCE", 0)
+    monkeypatch.setattr(Counted, "is_traced", lambda *_: False)
+    monkeypatch.setattr(Counted, "keeps", lambda *_: pytest.fail("it was traced"))
+    beside, (line,) = ahead_of(session_of(made_model, lengths()), [GPU])
+    assert beside.planned.step_s is None and "python -m dhp plan" in line
+
+
+def test_a_defect_of_the_forecast_does_not_end_a_run(made_model: str, monkeypatch: Any) -> None:
+    def broken(asked: Any) -> Any:
+        raise KeyError("layer")
+
+    monkeypatch.setattr(ready, "forecast", broken)
+    beside, lines = ahead_of(session_of(made_model, lengths()), [GPU])
+    assert beside.planned.step_s is None and lines == ["not planned: KeyError: 'layer'"]
+    assert attempt(lambda: 3) == 3
+
+
+def balanced_loads(fullest_first: bool) -> list[dict[str, int]]:
+    """Of each step of two balanced rows, image tokens of both, and tokens of the longer one. One sample is far longer
+    than others, and another has far more pictures."""
+    rng = np.random.default_rng(0)
+    text = rng.integers(80, 120, 480)
+    vision = text // 4
+    text[300], text[400], vision[400] = 1000, 900, 900
+    source = sampler(Made(vision, text), "isf", BatchLayout(1, 2, 4), fullest_first=fullest_first)
+    found = []
+    for step in range(source.steps(1) - 1):
+        samples = [list(row) for row in rows_of(source.batch(step))]
+        most = {"vision": sum(vision[row].sum() for row in samples), "text": max(text[row].sum() for row in samples)}
+        found.append({part: int(tokens) for part, tokens in most.items()})
+    return found
+
+
+def test_a_plan_made_of_the_fullest_steps_is_never_exceeded(tiny_assets: Path, tmp_path: Path) -> None:
+    """Where they come later, the budget is exceeded before more is recomputed."""
+    too_much = "are more than the budget, so more is recomputed"
+    uneven, planned = balanced_loads(False), balanced_loads(True)
+    assert sorted(map(str, uneven)) == sorted(map(str, planned))  # the same steps
+    late, _ = plan(tiny_assets, tmp_path / "late", 60, loads=uneven)
+    early, parts = plan(tiny_assets, tmp_path / "early", 60, loads=planned)
+    assert too_much in late and too_much not in early
+    assert "does not fit" not in early and any(set(part.choices) != {"all"} for part in parts.values())
+
+
+def test_a_dry_run_says_what_comes_first(tiny_assets: Path, tmp_path: Path) -> None:
+    printed = [
+        dry_run(
+            prepare(compose_config("tiny", overrides=[*tiny(tiny_assets, tmp_path / "run")[1:], *SETTINGS, balance]))
+        )
+        for balance in ("data.balance=random", "data.balance=balanced")
+    ]
+    line = "data           the fullest steps come first (data.fullest_first)"
+    assert [line in one.splitlines() for one in printed] == [False, True]
+
+
+def test_a_part_that_failed_is_named_with_its_step() -> None:
+    with pytest.raises(PartFailed) as caught, naming_step(11), naming_step(4):
+        raise PartFailed("text rank 1 died", Fault(DIED, "text rank 1", "save", "10.0.0.6"))
+    assert str(caught.value) == "step 5: text rank 1 died"
+    assert caught.value.fault == Fault(DIED, "text rank 1", "save", "10.0.0.6", 5)
+
+
+def test_the_end_of_ray_is_too() -> None:
+    with pytest.raises(ClusterError, match=r"^step 5: Ray's raylet ended$") as caught, naming_step(4):
+        raise ClusterError("Ray's raylet ended")
+    assert caught.value.step == 5
+
+
+def test_other_errors_pass_through() -> None:
+    with pytest.raises(DataError, match="^no picture$"), naming_step(4):
+        raise DataError("no picture")

@@ -1,26 +1,34 @@
-"""A run whose plan is made while it trains: real entry, real actors, a budget that admits some of the layers."""
-
-from __future__ import annotations
+"""What layers keep in a run, and what recomputes."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dhp.config.command_line import compose_config
+from dhp.config.resolve import resolve
+from dhp.config.schema import Config
 from dhp.core.axes import Degrees
-from dhp.core.errors import ConfigError
+from dhp.core.batch import FeatureSettings, KeepSettings
+from dhp.core.errors import ConfigError, MoreDevices, PartFailed
 from dhp.core.reports import StageReport, StageUsage
+from dhp.models.pretrained import config_source
+from dhp.plan.batches import feed_settings
 from dhp.plan.count.costs import StageCosts, arrange
 from dhp.plan.recompute.planner import PATIENCE
 from dhp.plan.run_plan import plan_run
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
-from dhp.trainer.preflight import prepare
+from dhp.trainer import trainer as module
+from dhp.trainer.dry_run import require_room
+from dhp.trainer.preflight import GIB, check_features, check_folder, feature_settings, keep_settings, prepare
 from dhp.trainer.recomputing import Recomputing, room
+from dhp.trainer.settings import needed_paths, stage_settings
+from dhp.trainer.trainer import Trainer
 from tests.helpers.graphs import make_graph
 from tests.helpers.runs import tiny, train
 from tests.plan.made import MIB, ROWS, costs, usage
@@ -212,3 +220,133 @@ def test_a_part_whose_first_work_comes_late_is_told_as_that(tiny_assets: Path, t
     said, parts = plan(tiny_assets, tmp_path, 100, late=PATIENCE + 10)
     assert said.count("a stage has its first work") == 1 and "more than the budget" not in said
     assert all(set(part.choices) != {"all"} for part in parts.values())
+
+
+def trainer_of(there: int = 0) -> Any:
+    """A trainer without a run, of a cluster with so many devices."""
+    made: Any = Trainer.__new__(Trainer)
+    made._may_grow, made.asked = True, 0
+
+    def devices_there() -> int:
+        made.asked += 1
+        return there
+
+    made.session = SimpleNamespace(devices_there=devices_there)
+    return made
+
+
+def test_it_grows_once_there_are_the_devices_and_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "larger_layouts", lambda: (8, 4))
+    enough, few = trainer_of(4), trainer_of(3)
+    with pytest.raises(MoreDevices) as caught:
+        enough._grow()
+    assert caught.value.there == 4
+    few._grow()
+    few._grow()  # no checkpoint since
+    assert few.asked == 1
+
+
+def test_a_run_in_its_own_layout_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "larger_layouts", lambda: ())
+    own = trainer_of(100)
+    own._grow()
+    assert own.asked == 0
+
+
+def test_a_fault_in_an_evaluation_names_the_step_that_it_follows() -> None:
+    made = trainer_of()
+
+    def fail(step: int) -> None:
+        raise PartFailed(f"text rank 1 died, after {step}")
+
+    made._saver = SimpleNamespace(finish=lambda: None, newest=None)
+    made._evaluation = SimpleNamespace(run=fail)
+    with pytest.raises(PartFailed) as caught:
+        made._evaluate(4)
+    assert caught.value.fault.step == 4 and str(caught.value).startswith("step 4: ")
+
+
+def test_what_stages_keep_is_held_against_the_gpu() -> None:
+    """Of the 3B 18.5 GB of text, 6.0 of vision and two contexts with their communicators: see a dry run."""
+    config = resolve(compose_config("qwen2_5_vl_3b", overrides=["cluster.device=cuda"]))
+    plan = plan_run(config, config_source(config.text.model_name))
+    require_room(plan, None)  # nobody knows
+    require_room(plan, 28 * 10**9)
+    with pytest.raises(ConfigError) as caught:
+        require_room(plan, 24 << 30)
+    said = str(caught.value)
+    assert "keep 25.6 GiB between steps (vision 7.0 GiB, text 18.6 GiB: weights" in said and "it has 24.0 GiB" in said
+    assert "text.zero_stage=3" in said and "cluster.collocate=false" in said
+
+
+FROZEN = ("training.frozen=[vision,projector]", "vision.zero_stage=0")
+
+
+def config_of(model: str, *overrides: str) -> Config:
+    names = [f"{part}.model_name={model}" for part in ("vision", "text")]
+    return resolve(compose_config("tiny", overrides=[*names, *overrides]))
+
+
+def check(model: str, *overrides: str) -> None:
+    config = config_of(model, *overrides)
+    check_features(config, plan_run(config, model).graph)
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [[], ["training.frozen=[vision]"], ["training.trainable=[projector]"], [*FROZEN, "vision.lora.rank=2"]],
+    ids=["all", "the projector", "the projector alone", "adapters"],
+)
+def test_what_is_trained_is_not_kept(trained: list[str], made_model: str) -> None:
+    with pytest.raises(ConfigError, match=r"cache_features=/kept with something of vision trained.*training\.frozen="):
+        check(made_model, "data.cache_features=/kept", *trained)
+    check(made_model, *trained)
+
+
+def test_a_frozen_tower_may_be_kept(made_model: str) -> None:
+    check(made_model, "data.cache_features=/kept", *FROZEN)
+    check(made_model, "data.cache_features=/kept", *FROZEN, "text.lora.rank=2")
+
+
+def test_the_room_is_shared_out(made_model: str, tmp_path: Path) -> None:
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "file").write_bytes(b"1" * (GIB >> 10))
+    kept = f"data.cache_features={tmp_path}"
+    graph = lambda config: plan_run(config, made_model).graph
+    of = lambda *more: keep_settings(config := config_of(made_model, *FROZEN, *more), graph(config))
+    assert of() == {}
+    assert of(kept) == {"vision": KeepSettings(str(tmp_path))}
+    two = (kept, "vision.num_actors=2")
+    assert of(*two, "data.cache_features_gib=0.5") == {
+        "vision": KeepSettings(str(tmp_path), (GIB // 2 - (GIB >> 10)) // 2)
+    }
+    assert of(*two, "data.cache_features_gib=0.0001") == {"vision": KeepSettings(str(tmp_path), 0)}
+
+
+def test_readers_and_ranks_are_told(made_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("dhp.models.empty.digest_tower", lambda *given: asked.append(given) or "digest")
+    config = config_of(
+        made_model, *FROZEN, "data.cache_features='~/kept'", "vision.dtype=bfloat16", "text.dtype=float32"
+    )
+    folder = str(Path("~/kept").expanduser())
+    told = feature_settings(config)
+    assert told == FeatureSettings(folder, "digest") and feature_settings(config_of(made_model)) is None
+    ((*wanted, parts),) = asked
+    assert (wanted, list(parts)) == ([made_model, "bfloat16"], ["vision", "text"])
+    assert feed_settings(config).features is None  # who looks at samples sees their pixels
+    assert feed_settings(config, features=told).features == told
+    needs = needed_paths(config, None)
+    assert [part for part, paths in needs.items() if paths.get("data.cache_features") == folder] == ["vision", "data"]
+    graph = plan_run(config, made_model).graph
+    keep = KeepSettings(folder, 7)
+    assert stage_settings(config, graph, graph.stage("vision"), "cpu", 1, features=keep).features == keep
+
+
+def test_the_folder_is_tried_before_a_run(made_model: str, tmp_path: Path) -> None:
+    check_folder(config_of(made_model, f"data.cache_features={tmp_path / 'new'}"))
+    assert (tmp_path / "new").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="data.cache_features=.*file cannot be written"):
+        check_folder(config_of(made_model, f"data.cache_features={tmp_path / 'file'}"))
+    check_folder(config_of(made_model))

@@ -1,14 +1,12 @@
 """A loop of one's own over `dhp.Run` equals the product's own loop."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 import dhp
-from tests.helpers.runs import FIRST, ROOT, tiny, train
+from tests.helpers.runs import FIRST, ONE_ACTOR_EACH, ROOT, tiny, train
 
 EXAMPLE = ROOT / "examples" / "own_loop.py"
 
@@ -30,8 +28,9 @@ def test_the_example_trains_as_the_command_does(tiny_assets: Path, tmp_path: Pat
     assert [line for line in own.stdout.splitlines() if line.startswith("step ")] == wanted and len(wanted) == 3
 
 
+@pytest.mark.slow
 def test_a_configuration_trains_in_one_call(tiny_assets: Path, tmp_path: Path) -> None:
-    own = train(*tiny(tiny_assets, tmp_path / "run", *FIRST)[1:], module="examples.one_call")
+    own = train(*tiny(tiny_assets, tmp_path / "run", *FIRST, *ONE_ACTOR_EACH)[1:], module="examples.one_call")
     assert (own.status, own.left) == (0, ()), own.stderr
     assert own.stdout.splitlines()[-1] == f"completed after 3 steps: loss {losses(tmp_path / 'run')[-1]:.4f}"
 

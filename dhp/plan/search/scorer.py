@@ -1,6 +1,6 @@
 """Scores many layouts of a part at once, as arrays: the search's speed.
 
-The sums are those of `dhp.plan.forecast`, to which tests/plan/search/test_layout_search.py holds them.
+The sums are those of `dhp.plan.forecast`, to which tests/plan/search/test_layouts.py holds them.
 """
 
 from collections.abc import Callable, Sequence

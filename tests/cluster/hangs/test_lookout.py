@@ -1,7 +1,5 @@
 """Ranks that hang, on a real Ray: who did not enter a collective is named, with what it does."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

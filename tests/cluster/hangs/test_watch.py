@@ -1,7 +1,5 @@
 """Waiting: the first failure of any actor becomes one message that names who failed; nothing waits for ever."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

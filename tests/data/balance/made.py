@@ -1,7 +1,5 @@
 """Loads like those of a mixture of datasets."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dhp.data.balance.packs import Limits, Loads

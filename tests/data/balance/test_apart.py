@@ -1,7 +1,5 @@
 """Long samples and short ones in steps of their own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Packs of constant load, and steps of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Packs constant in vision and text: which samples no pack can complete."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Bins of equal load."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

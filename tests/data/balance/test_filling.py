@@ -1,7 +1,5 @@
 """Bins of exact load."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Like samples together: by both lengths, within windows of a random order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

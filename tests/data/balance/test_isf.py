@@ -1,7 +1,5 @@
 """Iterative sampling and filtering."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How many packs, of how much, and in which steps."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dhp.data.balance.packs import (

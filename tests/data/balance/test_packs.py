@@ -1,7 +1,5 @@
 """Packs as data."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dhp.data.balance.packs import Limits, Packs, divisible, from_groups, join, least_bins

@@ -1,7 +1,5 @@
 """Waves of a sound file: how many samples, at which rate, and what is wrong with files that have none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import av

@@ -1,7 +1,5 @@
 """`python -m tests.data.rows`: what becomes of each row, as the table of docs/reference/formats.md has it."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What becomes of a row on the way that training takes: read from a file, parsed, and made a sample."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import json

@@ -1,7 +1,5 @@
 """One row as other projects document it, and what must become of it."""
 
-from __future__ import annotations
-
 import base64
 import io
 from dataclasses import dataclass, field

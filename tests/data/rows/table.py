@@ -1,7 +1,5 @@
 """The verdicts of rows as a table in Markdown."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A preprocessor of the tiny model's kind, without a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Qwen2VLImageProcessorPil

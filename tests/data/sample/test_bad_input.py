@@ -1,15 +1,17 @@
-"""Every kind of broken sample and file: named by dataset, place and reason, or skipped with nothing else lost."""
-
-from __future__ import annotations
+"""Bad lines, files and pictures are named."""
 
 import base64
 import io
 import json
 import os
 import struct
+import tarfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import av
@@ -19,9 +21,16 @@ from PIL import Image
 
 from dhp.config.data import DatasetEntry
 from dhp.core.errors import DataError
+from dhp.data.media.frames import FrameSampling
+from dhp.data.media.images import open_image
+from dhp.data.media.sources import Blob, MediaResolver
+from dhp.data.media.video import map_frames
+from dhp.data.read.annotations import FORMATS, detect, parse_record
+from dhp.data.read.formats import renamed
 from dhp.data.sampling.dataset import BatchSource, open_dataset
 from dhp.data.sampling.sampler import BatchLayout, RandomSampler
-from tests.data.test_files import shard
+from tests.data.read.test_formats import shard
+from tests.data.rows import ROWS
 
 QUESTION = {"from": "human", "value": "What?"}
 ANSWER = {"from": "gpt", "value": "A circle."}
@@ -358,3 +367,125 @@ def test_a_byte_order_mark_is_no_defect(tmp_path, preprocessor):
 
 def test_there_are_enough_kinds():
     assert len(LINES) + len(MESSAGES) >= 60
+
+
+FILES: dict[str, tuple[str, bytes, str]] = {
+    "empty JSON": ("a.json", b"", "malformed JSON at line 1, column 1"),
+    "empty JSONL": ("a.jsonl", b"", "holds no sample"),
+    "blank JSONL": ("a.jsonl", b"\n \n\n", "holds no sample"),
+    "empty array": ("a.json", b"[]", "holds no sample"),
+    "JSON error in line 3": ("a.json", b'[\n{"a": 1},\n{"b" 2}\n]', "malformed JSON at line 3, column 6"),
+    "JSON of another type": ("a.json", b'{"a": 1}', "one JSON object, not an array"),
+    "samples under a key": ("a.json", b'{"version": 1, "data": [{}]}', "samples stand under 'data'. Save that list"),
+    "JSONL called JSON": ("a.json", b'{"a": 1}\n{"a": 2}\n', r"call the file \.jsonl"),
+    "array called JSONL": ("a.jsonl", b'[\n{"a": 1},\n{"a": 2}]', "malformed JSON at column 2"),
+    "no UTF-8": ("a.json", b'[\n"\xff"]', r"line 2 is not UTF-8 \(byte 0xff\)"),
+    "UTF-16": ("a.jsonl", '{"a": 1}'.encode("utf-16"), "the file is UTF-16"),
+    "CSV without a line of names": ("a.csv", b"", "the first line must name the columns, each once"),
+    "CSV with two columns of a name": ("a.csv", b"query,query\nx,y\n", "each once; it has .'query', 'query'"),
+    "CSV with a longer row": (
+        "a.csv", b"query,response\nx,y\nx,y,z\n", "line 3 has 3 cells, and the first line names 2"),
+    "CSV with an open quote": ("a.csv", b'query,response\nx,"y\n', "the file is no CSV: "),
+    "CSV that is no UTF-8": ("a.csv", b"query,response\nx,\xff\n", r"not UTF-8 \(byte"),
+    "CSV of names alone": ("a.csv", b"query,response\n", "holds no sample"),
+    "text": ("a.txt", b"What?", r"is a \.txt file, and read are \.json, .*\.csv.* Convert it"),
+    "a sheet": ("a.xlsx", b"PK", r"is a \.xlsx file"),
+    "compressed": ("a.json", b"\x1f\x8b\x08\0", "the file is compressed by gzip"),
+    "compressed shard": ("a.tar.gz", b"\x1f\x8b\x08\0", "is compressed"),
+    "no tar": ("a.tar", b"not an archive" * 100, "no readable tar file"),
+    "empty tar": ("a.tar", b"", "no readable tar file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_bad_file(tmp_path, kind):
+    name, content, reason = FILES[kind]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"^dataset 'set': (?s:.)*{name}(?s:.)*{reason}"):
+        open_dataset(["set"], {"set": DatasetEntry(str(tmp_path / name))})
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "x" * 300, "a\0.json", "a.json/b.json"])
+def test_a_file_that_is_not_there(tmp_path, name):
+    (tmp_path / "a.json").write_bytes(b"[{}]")
+    with pytest.raises(DataError, match=r"^dataset 'set': annotation file .* does not exist"):
+        open_dataset(["set"], {"set": DatasetEntry(str(tmp_path / name))})
+    with pytest.raises(DataError, match=r"^dataset 'set': data_path .* is not a folder"):
+        open_dataset(["set"], {"set": DatasetEntry(str(tmp_path / "a.json"), str(tmp_path / name))})
+
+
+def test_a_shard_that_is_cut_off(tmp_path):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        info = tarfile.TarInfo("1.png")
+        info.size = 4000
+        archive.addfile(info, io.BytesIO(b"x" * 4000))
+    path.write_bytes(path.read_bytes()[:2500])
+    with pytest.raises(DataError, match=r"^dataset 'set': .*a\.tar: .*(cut off|unexpected end of data)"):
+        open_dataset(["set"], {"set": DatasetEntry(str(path))})
+
+
+@pytest.mark.parametrize("ending", ["PNG", "JPEG", "WEBP", "GIF", "mp4", "mkv"])
+def test_damaged_bytes_give_a_picture_or_a_data_error(tmp_path, write_video, ending):
+    """Decoders raise whatever such bytes lead them to."""
+    if ending.isupper():
+        buffer = io.BytesIO()
+        Image.effect_noise((40, 40), 50).convert("RGB").save(buffer, ending)
+        whole, decode = buffer.getvalue(), open_image
+    else:
+        whole = write_video(tmp_path / f"v.{ending}").read_bytes()
+        decode = lambda blob: map_frames(blob, FrameSampling(2.0, 8, 2), len)
+    draw = Random(0)
+    for _ in range(60):
+        damaged = bytearray(whole[: draw.choice([len(whole), draw.randrange(1, len(whole))])])
+        for _ in range(draw.choice([1, 10, 50])):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        with suppress(DataError):
+            decode(Blob("x", bytes(damaged)))
+
+
+TALK = [{"from": "human", "value": "<image>\n<video>What?"}, {"from": "gpt", "value": "A circle."}]
+PARTS = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "a.png"}}]
+SHORT_ANSWER = {"role": "assistant", "content": "A circle."}
+SAMPLES = {
+    "llava": {"conversations": TALK, "image": "a.png", "video": ["v.mp4"]},
+    "sharegpt": {
+        "messages": [{"role": "user", "content": "<image>?"}, SHORT_ANSWER],
+        "images": ["a.png"],
+        "system": "",
+    },
+    "openai": {"messages": [{"role": "user", "content": PARTS}, SHORT_ANSWER]},
+    "alpaca": {"instruction": "<image>?", "input": "x", "output": "y", "history": [["a", "b"]], "images": ["a.png"]},
+    "swift": {"query": "?", "response": "y", "history": [["a", "b"]], "images": ["a.png"], "system": "", "objects": {}},
+    "unknown": {"text": "What?"},
+}
+OTHERS = [row.raw for row in ROWS if isinstance(row.raw, dict)]
+JUNK = [
+    None, 0, 1.5, True, "", [], {}, "x", b"x", b"", [None], {"bytes": 5}, {"path": []}, {"type": []},
+    {"url": {"url": 3}}, "data:", "data:image/png,%zz", "data:image/png;base64,é", "http://[", "file://", "://",
+    "a" * 5000, "\0", "\ud800", 10**400,
+]  # fmt: skip
+
+
+def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of everything inside."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in list(inner):
+        yield value, key
+        yield from places_in(item)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_damaged_samples_give_a_record_or_a_data_error(tmp_path, form):
+    """Types are checked before they are relied on, at every place of a sample."""
+    draw = Random(0)
+    for _ in range(3000):
+        raw = deepcopy(draw.choice([SAMPLES.get(form, {"text": "A square is red."}), *OTHERS]))
+        for _ in range(draw.choice([1, 2, 3])):
+            container, key = draw.choice(list(places_in(raw)) or [({"": 0}, "")])
+            container[key] = deepcopy(draw.choice(JUNK))
+        assert detect([raw]) in FORMATS
+        with suppress(DataError):
+            members = draw.choice([None, {}])
+            raw = renamed(raw, draw.choice([{}, {"messages": "instruction", "role": "content"}]))
+            parse_record(raw, "set", 1, "here", form, MediaResolver(draw.choice([None, tmp_path]), members=members))

@@ -1,18 +1,23 @@
-from __future__ import annotations
+"""A sample becomes tokens and pixels, within limits."""
 
 import copy
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import CLIPImageProcessorPil, GotOcr2ImageProcessorPil, Qwen2VLImageProcessorPil
+from transformers.models.kosmos2_5.image_processing_pil_kosmos2_5 import Kosmos2_5ImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 
-from dhp.core.batch import IGNORED
+from dhp.core.batch import IGNORED, PositionRange
 from dhp.core.errors import ConfigError, DataError, ModelError
 from dhp.data.read.records import Record, Turn
-from dhp.data.sample.lengths import Length
+from dhp.data.sample.lengths import Length, check_characters, check_length, longest_token, tile_arguments
 from dhp.data.sample.tokens import NO_ACTORS, NO_TOWER, Prompts
+from tests.data.sample.made import make_preprocessor
 
 END = "<|im_end|>"
 HEAD = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -375,3 +380,131 @@ def test_the_fingerprint_does_not_change_with_use(preprocessor, tokenizer):
     before = make.fingerprint()
     assert make.measure(talk("Hi?", "Yes.")) == preprocessor().measure(talk("Hi?", "Yes."))
     assert make.fingerprint() == before
+
+
+def test_what_fits_passes() -> None:
+    check_length(Length(vision=90, text=100), None, None)
+    check_length(Length(90, 100), 100, PositionRange(100, of_pictures=True))
+    check_length(Length(90, 100), None, PositionRange(10, of_pictures=False))
+
+
+@pytest.mark.parametrize(
+    ("most", "positions", "told"),
+    [
+        (99, None, r"100 tokens \(90 of images and videos\) are more than data.max_tokens=99"),
+        (None, PositionRange(99, True), r"100 tokens are more than the 99 positions .* data.max_tokens=99 with"),
+        (None, PositionRange(9, False), "10 tokens beside 90 of images and videos are more than the 9 positions"),
+    ],
+)
+def test_what_does_not_is_told(most: int | None, positions: PositionRange | None, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        check_length(Length(90, 100), most, positions)
+
+
+def tokenizer(model=None, normalizer=None, before=None, added=()) -> dict:
+    vocab = {letter: number for number, letter in enumerate([*"abĠe", "ab", "aba"])}
+    made = Tokenizer(model or models.BPE(vocab, [("a", "b"), ("ab", "a")]))
+    made.pre_tokenizer = before or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if normalizer is not None:
+        made.normalizer = normalizer
+    made.add_special_tokens(list(added))
+    return json.loads(made.to_str())
+
+
+@pytest.mark.parametrize(
+    ("backend", "longest"),
+    [
+        (tokenizer(), 3),
+        (tokenizer(normalizer=normalizers.NFC()), 3),
+        (tokenizer(added=["<|image_pad|>"]), 13),
+        (tokenizer(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "▁")])), 3),
+        (tokenizer(normalizer=normalizers.Replace("  ", " ")), None),
+        (tokenizer(normalizer=normalizers.NFKC()), None),
+        (tokenizer(normalizer=normalizers.Strip()), None),
+        (tokenizer(before=pre_tokenizers.Whitespace()), None),
+        (tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")), None),
+        (tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")), None),
+    ],
+)
+def test_the_longest_token_where_there_is_one(backend: dict, longest: int | None) -> None:
+    assert longest_token(backend) == longest
+
+
+def test_a_token_that_takes_space_along_has_no_bound() -> None:
+    backend = tokenizer(added=["<x>"])
+    backend["added_tokens"][0]["lstrip"] = True
+    assert longest_token(backend) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "pictures", "longest", "most", "positions"),
+    [
+        ("aba" * 10, 0, 3, 10, None),
+        ("aba" * 12, 2, 3, 10, None),
+        ("aba" * 10, 0, 3, None, PositionRange(10, True)),
+        ("aba" * 11, 0, 3, None, None),
+        ("aba" * 11, 0, None, 10, None),
+        ("e\u0301" * 30, 0, 3, 10, None),  # one character each in normal form C
+    ],
+)
+def test_a_text_that_may_fit_passes(text, pictures, longest, most, positions) -> None:
+    check_characters(text, pictures, longest, most, positions)
+
+
+@pytest.mark.parametrize(
+    ("most", "positions", "named"),
+    [
+        (10, None, "10 tokens \\(data.max_tokens\\)"),
+        (None, PositionRange(10, False), "10 tokens \\(the positions that the model knows\\)"),
+        (11, PositionRange(10, True), "10 tokens \\(the pos"),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused(most, positions, named) -> None:
+    with pytest.raises(DataError, match=f"31 characters are more than {named}"):
+        check_characters("a" * 31, 0, 3, most, positions)
+
+
+SIDE = 28
+
+
+def tiled() -> GotOcr2ImageProcessorPil:
+    """As InternVL's: tiles of one side, a thumbnail beside several."""
+    return GotOcr2ImageProcessorPil(size={"height": SIDE, "width": SIDE}, crop_to_patches=True, max_patches=12)
+
+
+@pytest.mark.parametrize(("most", "tiles"), [(None, 5), (12, 5), (4, 5), (3, 4), (2, 3), (1, 1)])
+def test_a_wide_image_becomes_so_many(tokenizer, tmp_path: Path, most: int | None, tiles: int) -> None:
+    """4:1, so it is cut into 4 in a row, or as many as there may be, and a thumbnail beside several."""
+    Image.new("RGB", (400, 100)).save(tmp_path / "wide.png")
+    processor = tiled()
+
+    def patches(output):
+        pixels = output["pixel_values"]
+        return pixels.reshape(len(pixels), -1), (len(pixels), 1, 1)
+
+    seen = {"image_processor": processor, "image_tokens": lambda grid: grid[0], "patches": patches}
+    reader = make_preprocessor(tokenizer, **seen, image_arguments=tile_arguments(processor, most))
+    turns = (Turn("user", (tmp_path / "wide.png", "What?")), Turn("assistant", ("A wall.",)))
+    record = Record("a", 1, "a: row 1", turns)
+    sample = reader(record)
+    assert sample.grids == ((tiles, 1, 1),) and sample.pixels[0].shape == (tiles, 3 * SIDE * SIDE)
+    assert reader.measure(record)[:2] == (tiles, len(sample.input_ids))
+    other = make_preprocessor(tokenizer, image_processor=processor, image_arguments=tile_arguments(processor, 9))
+    assert reader.fingerprint() != other.fingerprint()
+
+
+def test_the_name_is_the_processors_own() -> None:
+    assert tile_arguments(tiled(), None) == {} and tile_arguments(tiled(), 6) == {"max_patches": 6}
+    assert tile_arguments(MllamaImageProcessorPil(), 3) == {"max_image_tiles": 3}
+
+
+@pytest.mark.parametrize("kind", [Qwen2VLImageProcessorPil, Kosmos2_5ImageProcessorPil])
+def test_a_processor_without_tiles_is_refused(kind: type) -> None:
+    """Kosmos has a max_patches that counts patches."""
+    with pytest.raises(ConfigError, match=f"data.max_tiles=4, but {kind.__name__} has no setting"):
+        tile_arguments(kind(), 4)
+
+
+def test_fewer_than_the_processors_least_are_refused() -> None:
+    with pytest.raises(ConfigError, match="data.max_tiles=1 < min_patches=2"):
+        tile_arguments(GotOcr2ImageProcessorPil(crop_to_patches=True, min_patches=2), 1)

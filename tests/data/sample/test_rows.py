@@ -1,7 +1,5 @@
 """Rows of other projects: read as they are meant, or refused by what they are; never something else in silence."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

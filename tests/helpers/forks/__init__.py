@@ -1,7 +1,5 @@
 """Drivers and Ray workers of tests as forks of one process with the imports done, which are most of a short run."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -1,8 +1,6 @@
 """The product's fork server, with the imports of tests, for drivers too: a file MARK-PID beside its socket stands for
 each fork whose environment has a mark (tests/helpers/runs.py), as /proc shows the server's environment for all."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

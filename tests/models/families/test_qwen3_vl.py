@@ -1,7 +1,5 @@
 """The adapter of a tower with several outputs against the model's own, one process, plain numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +21,7 @@ from dhp.parallel.attention.segments import segment_attention
 from dhp.parallel.tensor.slices import use_local_slices
 from dhp.parallel.tensor.styles import with_fused
 from dhp.parallel.tensor.tensor_plan import local_plan
-from tests.engine.test_parity import assert_exact
+from tests.helpers.alike import assert_exact
 from tests.helpers.cut_model import CutModel, cut_layers, largest_difference
 from tests.helpers.layouts import UPDATE, Case, Fault, InspectedText, compare
 from tests.helpers.norms import exact_norms, use_exact_norms
@@ -54,7 +52,7 @@ def test_layout_covers_the_image_once(family: Family, grid: tuple[int, int, int]
 
 
 def test_the_table_is_resampled_as_the_adapter_does(qwen3_vl_model: str) -> None:
-    """Canary: the tower's own settings for it. `linear` is tested in tests/models/test_interpolation.py."""
+    """Canary: the tower's own settings for it. `linear` is tested in tests/models/test_tower.py."""
     tower = AutoModelForImageTextToText.from_pretrained(qwen3_vl_model).model.visual
     assert (tower.interpolation_mode, tower.interpolation_align_corners) == ("bilinear", True)
     assert tower.num_grid_per_side == 5

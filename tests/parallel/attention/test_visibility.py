@@ -1,7 +1,5 @@
 """Windows, chunks, blocks and soft caps against attention with an explicit mask, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise, product

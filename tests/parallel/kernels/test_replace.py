@@ -1,7 +1,5 @@
 """Kernels in the place of what modules do: put in where they are proved on the device, left out where they are not."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from types import SimpleNamespace

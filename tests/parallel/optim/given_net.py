@@ -1,7 +1,5 @@
 """A net whose weights get the gradients that it is given, trained by any optimizer in any layout or in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

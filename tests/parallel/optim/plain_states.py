@@ -1,7 +1,5 @@
 """What forms of states promise, by whole tensors of one process."""
 
-from __future__ import annotations
-
 from math import sqrt
 
 import torch

@@ -1,6 +1,4 @@
-"""FSDP2 behind the update's verbs: which blocks a rank holds, and a canary for each behaviour that dhp relies on."""
-
-from __future__ import annotations
+"""torch's FSDP2, places of states and buckets."""
 
 from typing import Any
 
@@ -11,16 +9,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement as PlacementOfPlacementTypes
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dhp.config.schema import PartConfig
 from dhp.core.axes import Degrees
 from dhp.core.graph import StageSpec
 from dhp.models.shape import PartShape
+from dhp.parallel.optim import replicated
 from dhp.parallel.optim.fsdp import FullySharded
-from dhp.parallel.optim.value_ranges import held_blocks, shard_rows
+from dhp.parallel.optim.muon import WholeMatrices
+from dhp.parallel.optim.replicated import Gradients, _cut_into_buckets
+from dhp.parallel.optim.value_ranges import Place, find_place, held_blocks, shard_rows
 from dhp.parallel.tensor.slices import AdapterCut
 from dhp.plan.count.state_bytes import rank_bytes
+from tests.helpers.ranks import run_on_ranks
 from tests.parallel.conftest import RunOnRanks
 
 
@@ -202,3 +205,98 @@ def test_stage_2_keeps_gathered_weights_until_the_step_and_stage_3_does_not(on_r
     whole = 2 * 4 * (4 * 4 + 4)
     assert on_ranks(_held, 2, 2) == [(whole, whole // 2)] * 2
     assert on_ranks(_held, 2, 3) == [(whole // 2, whole // 2)] * 2
+
+
+WHOLE = torch.arange(8 * 6).view(8, 6)
+STACK = torch.arange(4 * 6 * 5).view(4, 6, 5)
+
+
+def _held_by(whole: Tensor, placement: PlacementOfPlacementTypes) -> list[bool]:
+    """Whether places of rows of this rank's slice say which they are: all of them, some, none."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    slice_of = distribute_tensor(whole, mesh, [placement]).to_local()
+    found = []
+    for rows in (range(len(slice_of)), range(1, 3), range(2, 2)):
+        place = find_place(rows, slice_of.shape, AdapterCut(mesh, (placement,), whole.shape))
+        held = slice_of[rows.start : rows.stop]
+        same = torch.equal(whole[place.numbers], held)
+        found.append(same and place.shape == tuple(held.shape) and place.count == held.numel())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("whole", "placement"),
+    [
+        (WHOLE, Shard(0)),
+        (WHOLE, Shard(1)),
+        (WHOLE, _StridedShard(0, split_factor=2)),
+        (STACK, _StridedShard(1, split_factor=3)),  # experts' gate and up
+        (STACK, Shard(2)),
+    ],
+    ids=["rows", "columns", "fused", "fused experts", "columns of experts"],
+)
+def test_the_place_of_a_slices_rows(whole: Tensor, placement: PlacementOfPlacementTypes) -> None:
+    assert run_on_ranks(_held_by, 2, whole, placement) == [[True] * 3] * 2
+
+
+def test_a_range_is_one_and_gaps_are_numbers() -> None:
+    place = find_place(range(1, 4), torch.Size((5, 2)), None)
+    assert place == Place((5, 2), (slice(1, 4), slice(0, 2)))
+    assert place.of(1) == Place((2,), (slice(0, 2),)) and place.shape == (3, 2)
+    gaps = Place((5, 2), (torch.tensor([0, 3]), slice(0, 2)))
+    assert gaps.shape == (2, 2) and gaps.count == 4
+
+
+def _flipped() -> list[bool]:
+    """Whether the parts of flipped matrices are right; rank r of three has rows r and r + 3 of each but the last."""
+    own = dist.get_rank()
+    places = [Place((6, 2), (torch.tensor([own, own + 3]), slice(0, 2))) for _ in range(4)]
+    places.append(Place((3, 4), (slice(own, own + 1), slice(0, 4))))
+    wholes = [torch.arange(12.0).view(place.whole) + 100 * number for number, place in enumerate(places)]
+    part = lambda number: wholes[number][places[number].numbers]
+    made = WholeMatrices(places, dist.group.WORLD).changed(part, lambda whole: whole.flip(0), torch.empty(0))
+    found = dict(made)
+    return [torch.equal(found[n], wholes[n].flip(0)[place.numbers]) for n, place in enumerate(places)]
+
+
+def test_matrices_are_changed_whole_and_come_back_in_parts() -> None:
+    """More of them than ranks, the last round not full."""
+    assert run_on_ranks(_flipped, 3) == [[True] * 5] * 3
+
+
+def test_a_bucket_has_one_kind_of_sum_and_comes_where_its_last_member_does(monkeypatch: Any) -> None:
+    monkeypatch.setattr(replicated, "BUCKET_BYTES", 12)  # three values
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(9)]
+    over: Any = "tensor ranks"
+    copies: Any = "ranks with the same experts"
+    partial = {id(parameters[8]): over}
+    others = {id(parameters[number]): copies for number in (1, 4, 5, 7)}
+    buckets, bucket_of = _cut_into_buckets(parameters, torch.float32, partial, others)
+    # Backward comes by from the last one on; what is summed over further ranks waits for all others.
+    assert [bucket.members for bucket in buckets] == [[7, 5, 4], [6, 3, 2], [1], [0], [8]]
+    assert [bucket.group for bucket in buckets] == [copies, None, copies, None, None]
+    assert [bucket.over for bucket in buckets] == [None, None, None, None, over]
+    assert bucket_of == {7: 0, 5: 0, 4: 0, 6: 1, 3: 1, 2: 1, 1: 2, 0: 3, 8: 4}
+    ends = {id(parameters[number]): copies for number in (0, 4)}  # a bucket that begins first and is full last
+    buckets, _ = _cut_into_buckets(parameters[:5], torch.float32, {}, ends)
+    assert [bucket.members for bucket in buckets] == [[3, 2, 1], [4, 0]]
+
+
+def _sums() -> list[list[float]]:
+    """Gradients of two micro-batches on each of two ranks, of a weight of both, of one of them, and of none."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    first, second, _ = parameters
+    held = Gradients(parameters, torch.float32, dist.group.WORLD, {})
+    found = []
+    for _ in range(2):  # memory that was freed in between may hold anything
+        held.backward((first * (dist.get_rank() + 1)).sum(), last=False)
+        held.backward((first * 3 + second * 5).sum(), last=True)
+        found.append([gradient.sum().item() for gradient in held.local()])
+        for gradient in held.local():
+            gradient.fill_(float("nan"))
+        held.drop()
+    return found
+
+
+def test_a_sum_begins_with_the_first_gradient_and_is_zero_where_none_came() -> None:
+    assert run_on_ranks(_sums, 2) == [[[18.0, 20.0, 0.0]] * 2] * 2

@@ -1,6 +1,4 @@
-"""The update of replicas against one process."""
-
-from __future__ import annotations
+"""AdamW on replicas: rates, clipping, chunks."""
 
 import math
 from typing import Any
@@ -12,10 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_scheduler
 
+from dhp.core.errors import ConfigError
+from dhp.core.parameters import COMPENSATION, FORMS, MOMENTS, SUM, ParameterGroup
+from dhp.parallel.optim import chunked_adamw
+from dhp.parallel.optim.base import clip_coefficient, clipped_step, join_master, make_adamw, step_for
+from dhp.parallel.optim.chunked_adamw import ChunkedAdamW, ChunkExtent, make_chunked_adamw
+from dhp.parallel.optim.learning_rates import KINDS, RateCurve, learning_rate_at
 from dhp.parallel.optim.replicated import Replicated
+from dhp.parallel.optim.value_ranges import HeldBlock
 from dhp.parallel.tensor.slices import as_dtensors, cut_of, use_local_slices
 from tests.helpers.ranks import run_on_ranks
+from tests.parallel.optim.plain_states import PlainStates
 
 MICRO, STEPS = 3, 4
 
@@ -193,3 +200,292 @@ def _finished_after_backward(exclusive: bool) -> list[bool]:
 def test_exclusive_sums_are_done_when_backward_returns() -> None:
     assert run_on_ranks(_finished_after_backward, 2, True) == [[False, False]] * 2
     assert run_on_ranks(_finished_after_backward, 2, False) == [[False, True]] * 2
+
+
+ADAMW_STEPS, NAME, DECAY, BETAS, EPS, SEED = 5, "layer.weight", 0.1, (0.9, 0.999), 1e-8, 3
+NARROW = [form for form in FORMS if form != 18]
+
+
+def start(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def gradient(step: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step + 1))
+
+
+def optimizer_of(weights: dict[str, nn.Parameter], form: int) -> ChunkedAdamW:
+    for weight in weights.values():
+        weight.grad_dtype = None
+    return make_chunked_adamw(
+        weights.items(), lambda _: ParameterGroup("text", 1e-2, DECAY, 0), BETAS, EPS, FORMS[form], SEED
+    )
+
+
+def held(master: Tensor, form: int) -> tuple[nn.Parameter, ChunkedAdamW]:
+    """A weight as the form keeps it."""
+    halves = FORMS[form].compensated
+    weight = nn.Parameter(master.to(torch.bfloat16) if halves else master.clone())
+    optimizer = optimizer_of({NAME: weight}, form)
+    if halves:
+        optimizer.hold_halves(weight, master)
+    return weight, optimizer
+
+
+def states_of(weight: nn.Parameter, optimizer: ChunkedAdamW) -> list[Tensor]:
+    state = optimizer.state[weight]
+    own = weight.detach()
+    return [join_master(own, state[COMPENSATION]) if COMPENSATION in state else own, *(state[kind] for kind in MOMENTS)]
+
+
+def plain_adamw(form: int, shape: tuple[int, ...], coefficient: float) -> list[Tensor]:
+    states = PlainStates(NAME, start(shape), FORMS[form], SEED)
+    for step in range(ADAMW_STEPS):
+        rounded = gradient(step, shape).to(getattr(torch, FORMS[form].format(SUM)))
+        states.step(rounded.float() * coefficient, 1e-2 / (step + 1), DECAY, BETAS, EPS)
+    return [states.master, *states.moments]
+
+
+def train(weight: nn.Parameter, optimizer: ChunkedAdamW, form: int, rows: slice, coefficient: float) -> None:
+    for step in range(ADAMW_STEPS):
+        whole = gradient(step, (9, 5) if weight.ndim == 2 else tuple(weight.shape))
+        weight.grad = (whole[rows] if weight.ndim else whole).to(getattr(torch, FORMS[form].format(SUM)))
+        clipped_step(optimizer, [weight.grad], 1e-2 / (step + 1), coefficient)
+
+
+@pytest.mark.parametrize("form", NARROW)
+@pytest.mark.parametrize("coefficient", [1.0, 0.3])
+@pytest.mark.parametrize("shape", [(9, 5), (7,), ()])
+def test_steps_of_a_plain_process(
+    form: int, coefficient: float, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_adamw, "CHUNK_ELEMENTS", 10)  # two rows of five
+    weight, optimizer = held(start(shape), form)
+    train(weight, optimizer, form, slice(None), coefficient)
+    for found, expected in zip(states_of(weight, optimizer), plain_adamw(form, shape, coefficient), strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("form", NARROW)
+def test_rows_of_a_rank_are_those_of_the_whole(form: int) -> None:
+    expected = plain_adamw(form, (9, 5), 1.0)
+    for rows in (slice(0, 4), slice(4, 9), slice(9, 9)):
+        weight, optimizer = held(start((9, 5))[rows], form)
+        optimizer.extents[weight] = ChunkExtent(
+            (9, 5), [HeldBlock((slice(0, rows.stop - rows.start), slice(0, 5)), (rows.start, 0))]
+        )
+        train(weight, optimizer, form, rows, 1.0)
+        for found, whole in zip(states_of(weight, optimizer), expected, strict=True):
+            assert torch.equal(found, whole[rows])
+
+
+def test_rows_drawn_as_if_they_were_the_first_ones_are_other_rows() -> None:
+    expected, rows = plain_adamw(12, (9, 5), 1.0), slice(4, 9)
+    weight, optimizer = held(start((9, 5))[rows], 12)
+    train(weight, optimizer, 12, rows, 1.0)
+    assert not torch.equal(states_of(weight, optimizer)[1], expected[1][rows])
+
+
+@pytest.mark.parametrize(("form", "tolerance"), [(16, 1e-6), (12, 2e-4), (10, 2e-4)])
+def test_weights_are_near_those_of_torchs_adamw(form: int, tolerance: float) -> None:
+    """Moments of 8 bits' precision move an update by some of its 2⁻⁸, updates are up to 1e-2."""
+    weight, optimizer = held(start((9, 5)), form)
+    train(weight, optimizer, form, slice(None), 1.0)
+    exact = nn.Parameter(start((9, 5)))
+    torchs = torch.optim.AdamW([exact], lr=1e-2, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    for step in range(ADAMW_STEPS):
+        exact.grad = gradient(step, (9, 5)).to(getattr(torch, FORMS[form].format(SUM))).float()
+        torchs.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        torchs.step()
+    difference = (states_of(weight, optimizer)[0] - exact.detach()).abs().max()
+    assert float(difference) < tolerance
+    assert float((exact.detach() - start((9, 5))).abs().max()) > 50 * tolerance
+
+
+def test_a_weight_without_a_gradient_stays_as_it_is() -> None:
+    weight, optimizer = held(start((9, 5)), 12)
+    before = [values.clone() for values in (weight.detach(), optimizer.state[weight][COMPENSATION])]
+    optimizer.step()
+    for old, new in zip(before, (weight.detach(), optimizer.state[weight][COMPENSATION]), strict=True):
+        assert torch.equal(old, new)
+    assert MOMENTS[0] not in optimizer.state[weight]
+
+
+def after(fused: bool, coefficients: list[float], ours: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4))]
+    optimizer = torch.optim.AdamW(weights, lr=1.0, fused=fused)
+    for step, coefficient in enumerate(coefficients):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+        if ours:
+            clipped_step(optimizer, [w.grad for w in weights], 0.01 * (step + 1), coefficient)
+            assert not hasattr(optimizer, "grad_scale")
+            continue
+        for weight in weights:
+            weight.grad *= coefficient
+        optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
+        optimizer.step()
+    return weights
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_scaled_and_the_rate_is_set(fused: bool) -> None:
+    coefficients = [0.3, 1.0, 0.01]
+    for found, wanted in zip(after(fused, coefficients, True), after(False, coefficients, False), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_an_optimizer_without_parameters_takes_no_step() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    clipped_step(torch.optim.AdamW([weight], fused=True), [], 0.1, 0.5)
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_counts_of_steps_lie_where_the_optimizer_looks_for_them() -> None:
+    weight = nn.Parameter(torch.ones(2, device="meta"))
+    step = torch.tensor(3.0)
+    plain, fused = torch.optim.AdamW([weight]), torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=True)
+    assert step_for(plain, weight, step).device.type == "cpu"
+    assert step_for(fused, weight, step).device.type == "meta"
+    copy = step_for(plain, weight, step)
+    copy += 1  # as an optimizer does
+    assert float(step) == 3.0
+
+
+PEAK = 3e-3
+LENGTHS = [(20, 5), (20, 0), (7, 7), (1, 0), (3, 10)]  # of the run, of the warm-up
+
+
+def reference_rates(name: str, total: int, warmup: int, **kwargs: Any) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    name = "constant_with_warmup" if name == "constant" else name
+    scheduler = get_scheduler(
+        name, optimizer, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=kwargs
+    )
+    return taken(optimizer, scheduler, total)
+
+
+def taken(optimizer: Any, scheduler: Any, total: int) -> list[float]:
+    rates = []
+    for _ in range(total + 2):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def own_rates(warmup: int, curve: RateCurve) -> list[float]:
+    return [learning_rate_at(step, PEAK, warmup, curve) for step in range(curve.total_steps + 2)]
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("total", "warmup"), LENGTHS)
+def test_rates_equal_transformers_at_every_step(kind, total, warmup):
+    assert own_rates(warmup, RateCurve(kind, total)) == reference_rates(kind, total, warmup)
+
+
+@pytest.mark.parametrize("cycles", [1, 2, 3])
+@pytest.mark.parametrize(("total", "warmup"), LENGTHS)
+def test_restarts_equal_transformers(cycles, total, warmup):
+    own = own_rates(warmup, RateCurve("cosine_with_restarts", total, cycles=cycles))
+    assert own == reference_rates("cosine_with_restarts", total, warmup, num_cycles=cycles)
+
+
+@pytest.mark.parametrize("lowest", [3e-4, PEAK, 0.0])
+@pytest.mark.parametrize(("total", "warmup"), LENGTHS)
+def test_a_cosine_with_a_lowest_rate_equals_transformers(lowest, total, warmup):
+    own = own_rates(warmup, RateCurve("cosine", total, lowest / PEAK))
+    assert own == reference_rates("cosine_with_min_lr", total, warmup, min_lr=lowest)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    named = get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, total, min_lr=lowest)
+    assert own == taken(optimizer, named, total)
+
+
+@pytest.mark.parametrize("decay_type", ["cosine", "linear", "1-sqrt"])
+@pytest.mark.parametrize("lowest", [0.0, 0.1])
+@pytest.mark.parametrize(("total", "warmup", "decay"), [(20, 5, 4), (20, 0, 20), (20, 5, 0), (7, 3, 4), (1, 0, 1)])
+def test_warmup_stable_decay_equals_transformers(decay_type, lowest, total, warmup, decay):
+    own = own_rates(warmup, RateCurve("warmup_stable_decay", total, lowest, decay_steps=decay, decay_type=decay_type))
+    how = {"num_decay_steps": decay, "decay_type": decay_type, "min_lr_ratio": lowest}
+    assert own == reference_rates("warmup_stable_decay", total, warmup, **how)
+
+
+def test_the_lowest_rate_of_schedules_that_have_none_in_transformers():
+    assert own_rates(0, RateCurve("linear", 4, 0.5)) == pytest.approx(
+        [PEAK * s for s in (1, 0.875, 0.75, 0.625, *[0.5] * 2)]
+    )
+    again = own_rates(0, RateCurve("cosine_with_restarts", 4, 0.5, cycles=2))
+    assert again == pytest.approx([PEAK * share for share in (1, 0.75, 1, 0.75, 0.5, 0.5)])
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ConfigError, match="lr_scheduler_type=polynomial.*constant, linear, cosine"):
+        learning_rate_at(0, 1.0, 0, RateCurve("polynomial", 1))
+    assert len(KINDS) == 5
+
+
+GROUP = ParameterGroup("text", 1e-3, 0.01, 0)
+
+
+def test_adamw_is_torchs_own_with_one_group():
+    model = torch.nn.Linear(3, 2)
+    optimizer = make_adamw(model.named_parameters(), lambda _: GROUP, [0.9, 0.999], 1e-8)
+    plain = torch.optim.AdamW(model.parameters(), fused=True)
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.defaults == plain.defaults
+    (group,), (plain_group,) = optimizer.param_groups, plain.param_groups
+    assert {key: group[key] for key in plain_group} == plain_group and group["group"] == GROUP
+
+
+def test_a_slice_takes_the_same_steps_as_in_the_whole_whatever_the_threads():
+    random = torch.Generator().manual_seed(0)
+    whole, *gradients = torch.randn(4, 517, 13, generator=random)
+    results = []
+    for threads, rows in ((1, slice(None)), (2, slice(None)), (1, slice(3, 400))):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        weight = whole[rows].clone().requires_grad_()
+        optimizer = make_adamw([("weight", weight)], lambda _: GROUP, [0.9, 0.999], 1e-8)
+        for gradient in gradients:
+            weight.grad = gradient[rows].clone()
+            optimizer.step()
+        torch.set_num_threads(before)
+        results.append(weight.detach())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0][3:400], results[2])
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6])
+def test_clipping_two_parts_equals_clipping_them_together(max_norm):
+    torch.manual_seed(0)
+    parts = [[torch.randn(4, 3, dtype=torch.float64), torch.randn(5, dtype=torch.float64)] for _ in range(2)]
+    parameters = [torch.nn.Parameter(torch.zeros_like(grad)) for part in parts for grad in part]
+    for parameter, grad in zip(parameters, (grad for part in parts for grad in part)):
+        parameter.grad = grad.clone()
+    expected_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    norm, coefficient = clip_coefficient([sum(float(g.square().sum()) for g in part) for part in parts], max_norm)
+
+    assert norm == pytest.approx(float(expected_norm), rel=1e-14)
+    for parameter, grad in zip(parameters, (grad for part in parts for grad in part)):
+        torch.testing.assert_close(parameter.grad, grad * coefficient, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0, 0.0])
+def test_no_clipping(max_norm):
+    assert clip_coefficient([9.0, 16.0], max_norm) == (5.0, 1.0)
+
+
+def test_the_order_of_the_parts_does_not_change_the_norm():
+    parts = [1e16, 1.0, 1.0, 3.0]
+    assert clip_coefficient(parts, 1.0) == clip_coefficient(parts[::-1], 1.0)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_broken_gradients_show_as_in_torch(broken):
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    parameter.grad = torch.tensor([broken], dtype=torch.float64)
+    expected_norm = float(torch.nn.utils.clip_grad_norm_([parameter], 1.0))
+    norm, coefficient = clip_coefficient([broken], 1.0)
+    assert str(norm) == str(expected_norm)
+    assert str(broken * coefficient) == str(parameter.grad.item())

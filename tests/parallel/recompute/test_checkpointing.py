@@ -1,7 +1,7 @@
-"""Layers that recompute: the same gradients; what is meant to run again does, and nothing else."""
+"""What layers keep, recompute, offload and cut."""
 
-from __future__ import annotations
-
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dhp.config.layout import CHOICES
+from dhp.core.errors import ModelError
 from dhp.parallel.recompute import meter as meter_module
 from dhp.parallel.recompute.meter import ActivationMeter
-from dhp.parallel.recompute.recomputed_layers import ATTENTION, RecomputedLayers
+from dhp.parallel.recompute.recomputed_layers import ATTENTION, Away, Host, RecomputedLayers, tile_mlps
 from dhp.parallel.recompute.saved_calls import save_output
-from dhp.parallel.recompute.saved_tensors import SavedTensors
+from dhp.parallel.recompute.saved_tensors import SavedTensors, noting, top_hooks
 
 ROWS, WIDTH, INNER = 24, 16, 40
 
@@ -221,3 +223,290 @@ def test_without_gradients_nothing_is_checkpointed() -> None:
     with torch.no_grad():
         states = model(torch.randn(ROWS, WIDTH))
     assert not states.requires_grad
+
+
+def saved(host: Host, states: Tensor, other: Tensor, index: int) -> Tensor:
+    with host.keeping(states, index):
+        return states * other  # saves both
+
+
+def test_the_states_are_a_copy_and_all_else_stays() -> None:
+    host, states, other = Host(), torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    inner = states * 1.0
+    product = saved(host, inner, other, 0)
+    kept = host._last()
+    assert isinstance(kept, Away) and kept._host.data_ptr() != inner.data_ptr()
+    assert torch.equal(kept._host, inner)
+    wanted = inner.detach().clone()
+    inner.data.zero_()  # the copy is what backward sees
+    product.sum().backward()
+    assert torch.equal(other.grad, wanted) and torch.equal(states.grad, other)
+
+
+def test_hooks_around_are_asked_for_all_else() -> None:
+    host, states, other = Host(), torch.randn(2, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
+    inner, seen = states * 1.0, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (seen.append(tensor), tensor)[1], lambda t: t):
+        saved(host, inner, other, 0)
+    assert [tensor.data_ptr() for tensor in seen] == [other.data_ptr()]
+
+
+def test_a_layer_brings_back_the_one_before_it_and_no_other() -> None:
+    states, found = torch.randn(2, 2), [None]
+    for index in (0, 1, 3, 0):  # 3: of another micro-batch's last; 0: a new pass
+        found.append(Away(states, index, found[-1]))
+    assert [one._before for one in found[1:]] == [None, found[1], None, None]
+
+
+def test_nothing_stays_after_backward() -> None:
+    host, states, made = Host(), torch.randn(2, 2, requires_grad=True), []
+    product = states * 1.0
+    for index in range(3):
+        product = saved(host, product * 1.0, states, index)
+        made.append(host._last)
+    assert all(one() is not None for one in made)
+    product.sum().backward()
+    assert [one() for one in made] == [None] * 3
+
+
+def test_what_is_copied_goes_with_its_last_user() -> None:
+    """Autograd keeps the hooks, so that these must not keep the states on the device."""
+    host, other = Host(), torch.randn(3, 4, requires_grad=True)
+    inner = torch.randn(3, 4, requires_grad=True) * 1.0
+    gone = weakref.ref(inner.untyped_storage())
+    product = saved(host, inner, other, 0)
+    del inner
+    assert gone() is None
+    product.sum().backward()
+    assert other.grad is not None
+
+
+SAVED_ROWS = 10
+
+
+class Squares(nn.Module):
+    """Two layers of 8 × 8 and an activation between them: saves its input, what ReLU gives, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.second(self.first(states).relu())  # ReLU saves its result, which the second layer saves too
+
+
+class Noted(Squares):
+    def forward(self, states: Tensor) -> Tensor:
+        with noting():
+            return super().forward(states)
+
+
+EACH = SAVED_ROWS * 8 * 4  # bytes of one tensor between two layers
+
+
+def test_a_storage_counts_once_and_parameters_do_not() -> None:
+    model = Squares()
+    saved = SavedTensors(model)
+    with saved.counting():
+        output = model(torch.randn(SAVED_ROWS, 8))
+    assert saved.bytes == saved.peak == 2 * EACH
+    del output
+    assert saved.bytes == 0 and saved.peak == 2 * EACH
+
+
+def test_what_takes_the_place_of_a_parameters_old_memory_counts() -> None:
+    """ZeRO's stage 3 gives parameters other memory inside of a forward pass."""
+    model = Squares()
+    whole = [p.data for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    saved = SavedTensors(model)
+    with saved.counting():
+        for parameter, data in zip(model.parameters(), whole, strict=True):
+            parameter.data = data
+        states = torch.randn(SAVED_ROWS, 8)
+        several = [model(states) for _ in range(4)]
+    assert saved.bytes == EACH + 4 * EACH
+    del several, states
+    assert saved.bytes == 0
+
+
+def test_views_keep_their_whole_storage_once() -> None:
+    saved = SavedTensors(nn.Module())
+    fused = torch.randn(SAVED_ROWS, 3 * 8, requires_grad=True)
+    with saved.counting():
+        states = fused * 2.0  # saves nothing: the factor is a number
+        query, key, value = states.split(8, dim=1)
+        product = (query * key).sum() + value.square().sum()
+    assert saved.bytes == 3 * EACH
+    del states, query, key, value
+    assert saved.bytes == 3 * EACH
+    del product
+    assert saved.bytes == 0
+
+
+def test_buffers_do_not_count_and_integers_do() -> None:
+    model = nn.Embedding(5, 8)
+    model.register_buffer("scale", torch.randn(8))
+    saved = SavedTensors(model)
+    indices = torch.tensor([1, 2, 3])
+    with saved.counting():
+        output = model(indices) * model.scale
+    assert saved.bytes == 3 * 8  # the indices, 8 bytes each
+    del output, indices
+    assert saved.bytes == 0
+
+
+def test_backward_frees_what_it_has_used() -> None:
+    model = Squares()
+    saved = SavedTensors(model)
+    with saved.counting():
+        loss = model(torch.randn(SAVED_ROWS, 8)).square().sum()
+        assert saved.bytes == 3 * EACH
+        loss.backward()
+    assert saved.bytes == 0
+    assert saved.take_peak() == 3 * EACH
+    assert saved.take_peak() == 0
+
+
+def test_a_peak_is_no_sum() -> None:
+    model = Squares()
+    saved = SavedTensors(model)
+    for _ in range(3):
+        with saved.counting():
+            model(torch.randn(SAVED_ROWS, 8)).sum().backward()
+    assert saved.peak == 2 * EACH
+
+
+def test_checkpointed_layers_keep_inputs_and_what_is_recomputed_counts_while_it_lives() -> None:
+    layers = nn.Sequential(*(Noted() for _ in range(3)))
+    saved = SavedTensors(layers)
+    states = torch.randn(SAVED_ROWS, 8)
+    with saved.counting():
+        for layer in layers:
+            states = checkpoint(layer, states, use_reentrant=False)
+        loss = states.sum()
+        del states
+        assert saved.bytes == 3 * EACH  # the three inputs
+        loss.backward()
+    assert saved.peak == 4 * EACH  # beside the input of the last layer, which is there, its ReLU
+    assert saved.bytes == 0
+
+
+def test_without_noting_what_is_recomputed_would_be_missed() -> None:
+    layer = Squares()
+    saved = SavedTensors(layer)
+    with saved.counting():
+        checkpoint(layer, torch.randn(SAVED_ROWS, 8), use_reentrant=False).sum().backward()
+    assert saved.peak == EACH
+
+
+def test_gradients_are_the_same_with_counting() -> None:
+    model, states = Squares(), torch.randn(SAVED_ROWS, 8)
+    model(states).square().sum().backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with SavedTensors(model).counting():
+        model(states).square().sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
+
+
+def test_an_output_that_its_own_function_saves_does_not_stay_forever() -> None:
+    saved = SavedTensors(nn.Module())
+    gc.disable()
+    try:
+        for _ in range(3):
+            with saved.counting():
+                F.softmax(torch.randn(SAVED_ROWS, 8, requires_grad=True), dim=-1).sum()
+            assert saved.bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_attention_keeps_its_inputs_its_output_and_a_number_a_row() -> None:
+    saved = SavedTensors(nn.Module())
+    query, key, value = (torch.randn(1, 2, SAVED_ROWS, 8, requires_grad=True) for _ in range(3))
+    with saved.counting():
+        output = F.scaled_dot_product_attention(query, key, value)
+    assert saved.bytes == 4 * 2 * EACH + 2 * SAVED_ROWS * 4
+    del output
+
+
+def test_torch_still_tells_the_hooks_in_force() -> None:
+    assert top_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t,), lambda t: t[0]):
+        pack, unpack = top_hooks()
+        assert unpack(pack(torch.ones(1))) == 1
+
+
+TILED_WIDTH, INSIDE, TOKENS = 8, 64, 37
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.down = nn.Linear(TILED_WIDTH, INSIDE), nn.Linear(INSIDE, TILED_WIDTH)
+
+    def forward(self, states: Tensor) -> Tensor:
+        tokens = states.view(-1, TILED_WIDTH)  # as MLPs with experts take them, which a cut of padded rows must allow
+        return self.down(torch.tanh(self.gate(tokens))).view(states.shape)
+
+
+class LayerTiling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states + self.mlp(states)
+
+
+def make(chunks: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(LayerTiling(), LayerTiling()).double()
+    if chunks > 1:
+        tile_mlps(list(model), ["mlp.gate"], chunks)
+    return model
+
+
+def step(model: nn.Module, states: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor, int, int]:
+    """Output, gradients, gradient of the states, bytes kept between forward and backward, and the peak."""
+    states, count = states.clone().requires_grad_(), SavedTensors(model)
+    with count.counting():
+        output = model(states)
+        kept = count.bytes
+        output.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return output.detach(), gradients, states.grad, kept, count.take_peak()
+
+
+@pytest.mark.parametrize("chunks", [2, 5, TOKENS, TOKENS + 3])
+def test_chunks_change_no_number(chunks: int) -> None:
+    states = torch.randn(1, TOKENS, TILED_WIDTH, dtype=torch.float64)
+    whole, tiled = step(make(1), states), step(make(chunks), states)
+    torch.testing.assert_close(tiled[0], whole[0])
+    torch.testing.assert_close(tiled[1], whole[1])
+    torch.testing.assert_close(tiled[2], whole[2])
+    with torch.no_grad():
+        torch.testing.assert_close(make(chunks)(states), whole[0])
+
+
+def test_memory_holds_the_inside_of_one_chunk() -> None:
+    """Kept: each layer's input. At the peak also the inside of one chunk, which is as long as it comes."""
+    states = torch.randn(1, 1000, TILED_WIDTH, dtype=torch.float64)
+    of_states, of_inside = states.nbytes, states.nbytes * INSIDE // TILED_WIDTH
+    _, _, _, kept, peak = step(make(1), states)
+    assert kept >= 2 * (of_states + of_inside)
+    _, _, _, kept, peak = step(make(10), states)
+    assert kept == 2 * of_states
+    assert kept + of_states < peak <= kept + of_states + 2 * of_inside // 10  # the loss squares as many
+
+
+def test_padded_rows_are_cut_by_tokens() -> None:
+    states = torch.randn(3, TOKENS, TILED_WIDTH, dtype=torch.float64)
+    torch.testing.assert_close(step(make(4), states)[:3], step(make(1), states)[:3])
+
+
+def test_a_layer_without_an_mlp_of_its_own_is_refused() -> None:
+    with pytest.raises(ModelError, match="mlp_chunks=2: in a Mlp gate lie in no MLP of their own"):
+        tile_mlps([Mlp()], ["gate"], 2)

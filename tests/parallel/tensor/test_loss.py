@@ -1,7 +1,5 @@
 """Vocabulary-parallel cross-entropy in chunks against the dense one: value, both gradients, and what it never does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Small chains of units, made by a seed, and every way to cut them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 

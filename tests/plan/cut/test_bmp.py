@@ -1,7 +1,5 @@
 """Balanced model partition as published, beside the search."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The cuts of both parts: together in a chain, each by itself elsewhere."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cuts that are even in one figure, against all cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

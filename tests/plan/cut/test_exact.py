@@ -1,7 +1,5 @@
 """The search against every cut and every choice, and its bound against simulation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The least seconds of recomputing, against every choice of every unit."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Two parts in one chain: the run that holds where one ends and the other begins, against every cut."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

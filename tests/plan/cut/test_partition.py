@@ -1,7 +1,5 @@
 """Cuts of a run's decoder: the method of its configuration, by the model's shape."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -164,10 +162,7 @@ def test_where_nothing_can_be_traced_the_budget_is_left_out(tmp_path_factory: py
         (["text.partition=exakt"], "text.partition=exakt does not exist; .*; did you mean exact"),
         (["text.partition=omnibal"], "did you mean bmp"),
         (["text.partition=layers", "text.cuts=[2]"], r"text.partition=layers with text.cuts=\[2\]: cuts by hand"),
-        (
-            ["vision.partition=layers"],
-            "text.partition says how the stages of all parts are cut",
-        ),
+        (["vision.partition=layers"], "text.partition says how the stages of all parts are cut"),
     ],
 )
 def test_what_cannot_be_is_refused(four_layers_model: str, overrides: list[str], message: str) -> None:

@@ -1,7 +1,5 @@
 """Ways through a chain against all of them."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

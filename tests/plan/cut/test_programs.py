@@ -1,7 +1,5 @@
 """Programs of a pipeline's stages as the search for cuts has them: those of the schedule."""
 
-from __future__ import annotations
-
 import pytest
 
 from dhp.config.ranges import SCHEDULES

@@ -1,7 +1,5 @@
 """Many cuts at once take what the timed clock says of each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

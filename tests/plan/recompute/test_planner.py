@@ -1,17 +1,30 @@
-"""The four steps, played through with reports that are made up."""
-
-from __future__ import annotations
+"""Which layers recompute, by counts and by measures."""
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from pathlib import Path
 
 import pytest
 
-from dhp.config.layout import read_choices
-from dhp.core.reports import StageUsage
-from dhp.plan.count.costs import StageCosts, plan_table, predicted_bytes
-from dhp.plan.recompute.planner import PATIENCE, Planner, as_text
-from tests.plan.made import MIB, arrangement, costs, usage
+from dhp.config.layout import CHOICES, read_choices
+from dhp.core.reports import LayerUsage, StageUsage
+from dhp.plan.count import costs as costs_of_count
+from dhp.plan.count.costs import (
+    Arrangement,
+    LayerCost,
+    StageCosts,
+    plan_table,
+    predicted_bytes,
+    read_costs,
+    write_costs,
+)
+from dhp.plan.recompute import profile
+from dhp.plan.recompute.best_plan import best_plan, filled_plan
+from dhp.plan.recompute.planner import PATIENCE, Planner, as_text, at_worst, probes
+from dhp.plan.recompute.profile import Profile, fullest
+from tests.plan.made import MIB, ROWS, arrangement, costs, probed, usage
+from tests.plan.made import costs as costs_of_made
 
 IN_TURNS = arrangement(shared=True, outstanding=1, together=False)
 REAL = {"vision": costs(6, kinds=("window", "full") * 3), "text": costs(8)}
@@ -264,3 +277,356 @@ def test_the_table_counts_layers_and_can_be_copied_into_a_configuration() -> Non
     table = "\n".join(plan_table(REAL, plan))
     assert "text    causal" not in table and "only" in table and "23.0 MiB" in table
     assert as_text(plan["text"]) == "mlp:0-1,none:2-7"
+
+
+ALONE = arrangement(shared=False, outstanding=1, together=False)
+
+
+def search(parts: dict[str, StageCosts], budget_mib: float, arrangement: Arrangement = ALONE) -> dict:
+    start = {part: ("all",) * len(known.kinds) for part, known in parts.items()}
+    return dict(best_plan(parts, start, frozenset(parts), arrangement, budget_mib * MIB))
+
+
+def seconds(parts: dict[str, StageCosts], plan: dict) -> float:
+    return sum(known.replay_s(plan[part]) for part, known in parts.items())
+
+
+def test_much_memory_recomputes_nothing_and_little_everything() -> None:
+    assert search({"text": costs(4)}, 1000) == {"text": ("none",) * 4}
+    # The last layer needs its memory in any case, for its second run.
+    assert search({"text": costs(4)}, 29) == {"text": ("all", "all", "all", "light")}
+    assert search({"text": costs(4)}, 28.9) == {"text": ("offload", "all", "all", "light")}
+    assert search({"text": costs(4)}, 20) == {"text": ("offload",) * 4}  # nothing fits; the least there is
+
+
+def test_the_last_layers_keep_most() -> None:
+    (choices,) = search({"text": costs(4)}, 80).values()
+    held = [costs(4).layer(0, choice).held_bytes for choice in choices]
+    assert held == sorted(held) and len(set(choices)) > 1
+
+
+def test_a_budget_for_half_of_the_layers_is_better_spent_on_cheap_parts_of_all() -> None:
+    parts = {"text": costs(8)}
+    half = predicted_bytes(parts, {"text": ("all",) * 4 + ("none",) * 4}, ALONE)
+    plan = search(parts, half / MIB)
+    assert predicted_bytes(parts, plan, ALONE) <= half
+    assert seconds(parts, plan) < 0.5 * seconds(parts, {"text": ("all",) * 4 + ("none",) * 4})
+
+
+@pytest.mark.parametrize("budget_mib", [30, 45, 60, 80, 100, 120])
+def test_close_to_the_best_of_all_plans(budget_mib: float) -> None:
+    parts = {"text": costs(4, kinds=("only", "slow", "only", "slow"))}
+    everything = seconds(parts, {"text": ("all",) * 4})
+    best = min(
+        seconds(parts, {"text": choices})
+        for choices in product(CHOICES, repeat=4)
+        if predicted_bytes(parts, {"text": choices}, ALONE) <= budget_mib * MIB
+    )
+    plan = search(parts, budget_mib)
+    assert predicted_bytes(parts, plan, ALONE) <= budget_mib * MIB
+    assert everything - seconds(parts, plan) >= 0.85 * (everything - best)
+
+
+def test_shared_devices_share_by_seconds_saved_for_a_byte() -> None:
+    """Text's layers save as much time in a quarter of the bytes."""
+    parts = {"vision": costs(4), "text": costs(4, scale=0.25)}
+    plan = search(parts, 70, IN_TURNS)
+    assert predicted_bytes(parts, plan, IN_TURNS) <= 70 * MIB
+    assert seconds({"text": parts["text"]}, plan) < seconds({"vision": parts["vision"]}, plan)
+
+
+def test_devices_of_their_own_have_budgets_of_their_own() -> None:
+    parts = {"vision": costs(4), "text": costs(4, scale=0.25)}
+    plan = search(parts, 60)
+    alone = {part: search({part: known}, 60)[part] for part, known in parts.items()}
+    assert plan == alone
+
+
+@pytest.mark.parametrize("budget_mib", [56, 64, 80])
+@pytest.mark.parametrize(("layers", "scale"), [(6, 0.75), (3, 1.5), (4, 1.5)])
+def test_on_devices_of_their_own_unequal_parts_do_not_weigh_each_other(
+    budget_mib: float, layers: int, scale: float
+) -> None:
+    """Budgets that are tight for the one and wide for the other: a rate by both parts' peak would choose otherwise."""
+    parts = {"vision": costs(4, kinds=("only", "slow", "only", "slow")), "text": costs(layers, scale=scale)}
+    assert search(parts, budget_mib) == {part: search({part: known}, budget_mib)[part] for part, known in parts.items()}
+
+
+def test_what_lies_below_the_peak_is_spent_on_seconds_for_a_byte_too() -> None:
+    """Vision's peak is so high that text may keep 191 MiB more for nothing: eight thrifty layers, or one wide one."""
+    peak = {"all": LayerCost(10 * MIB, 200 * MIB, 1.0)}
+    wide, thrifty = (
+        {"all": LayerCost(MIB, 0, seconds), "none": LayerCost(held * MIB, 0, 0.0)}
+        for held, seconds in ((191, 1.0), (2, 0.9))
+    )
+    parts = {
+        "vision": StageCosts(1, ("only",), 0, 0, {"only": peak}),
+        "text": StageCosts(1, ("wide", *("thrifty",) * 8), 0, 0, {"wide": wide, "thrifty": thrifty}),
+    }
+    assert search(parts, 210, IN_TURNS) == {"vision": ("all",), "text": ("all", *("none",) * 8)}
+
+
+def test_a_part_that_is_not_to_be_planned_stays() -> None:
+    parts = {"vision": costs(2), "text": costs(2)}
+    start = {"vision": ("mlp", "none"), "text": ("all", "all")}
+    plan = best_plan(parts, start, frozenset({"text"}), ALONE, 1000 * MIB)
+    assert plan == {"vision": ("mlp", "none"), "text": ("none", "none")}
+    plan = best_plan(parts, start, frozenset({"text"}), ALONE, MIB)
+    assert plan == {"vision": ("mlp", "none"), "text": ("offload", "offload")}
+
+
+@pytest.mark.parametrize("budget_mib", [30, 60, 120, 200, 300, 500])
+@pytest.mark.parametrize("kinds", [("only",) * 8, ("only", "slow") * 4])
+def test_filling_by_whole_kinds_comes_near(budget_mib: float, kinds: tuple[str, ...]) -> None:
+    parts = {"text": costs(8, kinds=kinds), "vision": costs(6)}
+    start = {part: ("all",) * len(known.kinds) for part, known in parts.items()}
+    everything = seconds(parts, start)
+    most = max(budget_mib * MIB, predicted_bytes(parts, start, IN_TURNS))
+    greedy = best_plan(parts, start, frozenset(parts), IN_TURNS, most)
+    plan = filled_plan(parts, start, frozenset(parts), IN_TURNS, budget_mib * MIB)
+    assert predicted_bytes(parts, plan, IN_TURNS) <= most
+    assert everything - seconds(parts, plan) >= 0.7 * (everything - seconds(parts, greedy))
+
+
+def test_filling_leaves_written_stages_alone() -> None:
+    parts = {"text": costs(4), "vision": costs(4)}
+    start = {"text": ("all",) * 4, "vision": ("mlp",) * 4}
+    plan = filled_plan(parts, start, frozenset({"text"}), ALONE, 1000 * MIB)
+    assert plan == {"text": ("none",) * 4, "vision": ("mlp",) * 4}
+
+
+SHAPE = {"model": "small"}
+
+
+@dataclass(frozen=True)
+class WiderUsage(LayerUsage):
+    """What a rank measures, and the bytes that its layer sends."""
+
+    sent_bytes: int = 0
+    sent_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class WiderCost(LayerCost):
+    sent_bytes: float = 0.0
+    sent_s: float = 0.0
+
+
+@pytest.fixture
+def wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same lists as `dhp.plan.recompute.profile` makes of the class."""
+    names = [field.name for field in fields(WiderCost)]
+    for module in (costs_of_count, profile):
+        monkeypatch.setattr(module, "LayerCost", WiderCost)
+    monkeypatch.setattr(profile, "BYTES", tuple(name for name in names if name.endswith("_bytes")))
+    monkeypatch.setattr(profile, "SECONDS", tuple(name for name in names if name.endswith("_s")))
+
+
+def step_with_inputs(sent_bytes: int, sent_s: float) -> StageUsage:
+    layer = WiderUsage("full", "none", 80, 40, 0.5, sent_bytes, sent_s)
+    return StageUsage(
+        peak_bytes=200,
+        before_bytes=8,
+        after_bytes=4,
+        rows=4,
+        all_rows=8,
+        forward_s=1.0,
+        backward_s=2.0,
+        layers=(layer,),
+    )
+
+
+def test_a_cost_that_is_measured_is_the_plans(wider: None, tmp_path: Path) -> None:
+    seen = Profile()
+    for sent_bytes, sent_s in ((16, 1.0), (24, 2.0), (8, 9.0)):
+        seen.add(step_with_inputs(sent_bytes, sent_s), timed=True)
+    found = seen.costs()
+    assert found is not None
+    assert found.layer(0, "none") == WiderCost(80.0, 40.0, 0.5, 24.0, 2.0)  # the most, and the median
+    write_costs(tmp_path, SHAPE, {"text": found})
+    assert read_costs(tmp_path, SHAPE) == {"text": found}
+    assert Profile(found).costs() == found
+
+
+def test_a_file_that_lacks_a_cost_or_has_another_is_measured_anew(tmp_path: Path) -> None:
+    known = StageCosts(4, ("full",), 8.0, 4.0, {"full": {"none": LayerCost(80.0, 40.0, 0.5)}})
+    write_costs(tmp_path, SHAPE, {"text": known})
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text().replace("replay_s", "replays_s"))
+    assert read_costs(tmp_path, SHAPE) is None
+
+
+PROBE_KINDS = ("window", "full", "window", "full", "window", "full")
+
+
+@pytest.mark.parametrize("kinds", [PROBE_KINDS, ("only",), ("only",) * 2, ("only",) * 40, ("full", *("window",) * 9)])
+def test_every_kind_is_seen_under_every_choice(kinds: tuple[str, ...]) -> None:
+    seen = {(kind, "all") for kind in kinds}
+    for choices in probed(kinds):
+        assert len(choices) == len(kinds)
+        seen |= set(zip(kinds, choices, strict=True))
+    assert seen == {(kind, choice) for kind in kinds for choice in CHOICES}
+
+
+def test_they_take_few_steps_and_little_memory() -> None:
+    (choices,) = probed(("only",) * 32)
+    assert choices == ("all",) * 27 + ("offload", "linear", "mlp", "light", "none")
+
+
+def test_the_first_layer_changes_only_where_its_kind_has_no_other() -> None:
+    """It holds what all layers share, which would be counted for its choice."""
+    assert {choices[0] for choices in probed(("only",) * 3)} == {"all"}
+    assert {choices[0] for choices in probed(("full", "window", "window"))} >= set(CHOICES) - {"all"}
+
+
+def first_seen(known: StageCosts) -> StageCosts:
+    """What there is to know after a step that recomputed everything."""
+    layers = {kind: {"all": of["all"]} for kind, of in known.layers.items()}
+    return StageCosts(ROWS, known.kinds, known.before_bytes, known.after_bytes, layers)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_no_choice_takes_more_than_its_bound(choice: str) -> None:
+    known = costs_of_made(6, kinds=PROBE_KINDS)
+    bound = at_worst({"text": first_seen(known)})["text"]
+    for at in range(6):
+        choices = ("all",) * at + (choice,) + ("all",) * (5 - at)
+        assert known.peak_bytes(choices) <= bound.peak_bytes(choices)
+    assert bound.layers["full"].keys() == set(CHOICES)
+    fixed = StageCosts(ROWS, ("only",), 0.0, 0.0, {"only": {"mlp": known.layers["full"]["mlp"]}})
+    assert at_worst({"text": fixed})["text"] == fixed  # of what was never recomputed whole nothing follows
+
+
+@pytest.mark.parametrize(
+    ("room_mib", "steps"),
+    [(200, 1), (70, 2), (48, 4), (35, 4), (34, 1), (20, 1)],  # 35: of which one layer keeps all
+)
+def test_what_would_not_fit_is_never_tried(room_mib: int, steps: int) -> None:
+    """The fewer fit at a time, the more steps; where not even one layer fits, its choices stay unknown."""
+    real = {"text": costs_of_made(8)}
+    bounds = at_worst({"text": first_seen(real["text"])})
+    everything = {"text": ("all",) * 8}
+
+    def fits(plan: dict[str, tuple[str, ...]]) -> bool:
+        return predicted_bytes(bounds, plan, IN_TURNS) <= room_mib * MIB
+
+    plans, untried = probes({"text": real["text"].kinds}, everything, fits)
+    kept = {choice for plan in plans for choice in plan["text"]}
+    assert (len(plans), kept | {choice for _, choice in untried}) == (steps, set(CHOICES))
+    assert kept.isdisjoint(choice for _, choice in untried)
+    for plan in plans:
+        assert "offload" in kept
+        tried = set(plan["text"]) - {"all", "offload"}
+        assert not tried or predicted_bytes(real, plan, IN_TURNS) <= room_mib * MIB
+    assert bool(untried) == (room_mib < 35)
+
+
+def test_stages_on_one_device_share_what_there_is() -> None:
+    real = {"vision": costs_of_made(6), "text": costs_of_made(6)}
+    bounds = at_worst({stage: first_seen(known) for stage, known in real.items()})
+    everything = {stage: ("all",) * 6 for stage in real}
+    apart = arrangement(shared=False, outstanding=1, together=True)
+    found = {}
+    for name, arranged in {"apart": apart, "shared": arrangement(True, 1, together=True)}.items():
+        most = predicted_bytes(bounds, everything, arranged) + 24 * MIB
+        plans, untried = probes(
+            {stage: known.kinds for stage, known in real.items()},
+            everything,
+            lambda plan, most=most, arranged=arranged: predicted_bytes(bounds, plan, arranged) <= most,
+        )
+        found[name] = len(plans)
+        assert not untried
+    assert found["apart"] < found["shared"]
+
+
+PROFILE_KINDS = ("window", "full", "window", "full", "window", "full")
+
+
+def test_costs_come_back() -> None:
+    known = costs_of_made(6, kinds=PROFILE_KINDS)
+    profile = Profile()
+    for choices in (("all",) * 6, *probed(PROFILE_KINDS)):
+        profile.add(usage(known, choices), timed=True)
+    found = profile.costs()
+    for choices in (("none",) * 6, ("all", "light", "mlp", "none", "none", "linear")):
+        assert found.peak_bytes(choices) == pytest.approx(known.peak_bytes(choices), abs=0.01)  # not a byte off
+        assert found.replay_s(choices) == pytest.approx(known.replay_s(choices))
+
+
+def test_larger_micro_batches_scale_what_smaller_ones_showed() -> None:
+    known = costs_of_made(4)
+    profile = Profile()
+    profile.add(usage(known, ("all",) * 4), timed=True)
+    for choices in probed(known.kinds):
+        profile.add(usage(known, choices, rows=ROWS // 2), timed=True)
+    found = profile.costs()
+    assert found.rows == ROWS
+    assert found.peak_bytes(("none",) * 4) == pytest.approx(known.peak_bytes(("none",) * 4))
+
+
+def test_what_all_layers_share_is_counted_once() -> None:
+    known = costs_of_made(4)
+    seen = usage(known, ("all",) * 4)
+    first = replace(seen.layers[0], held_bytes=seen.layers[0].held_bytes + 7 * MIB)
+    profile = Profile()
+    profile.add(replace(seen, layers=(first, *seen.layers[1:])), timed=True)
+    found = profile.costs()
+    assert found.before_bytes == pytest.approx(known.before_bytes + 7 * MIB, abs=0.01)
+    assert found.layer(0, "all").held_bytes == pytest.approx(known.layer(0, "all").held_bytes, abs=0.01)
+
+
+def test_what_any_layer_holds_beyond_others_alike_counts_once() -> None:
+    """As the merger of an inner layer's states: were it its kind's, each layer would be taken to hold it."""
+    known = costs_of_made(3)
+    seen = usage(known, ("all",) * 3)
+    more = [replace(one, held_bytes=one.held_bytes + extra) for one, extra in zip(seen.layers, (7, 0, 5), strict=True)]
+    profile = Profile()
+    profile.add(replace(seen, layers=tuple(more)), timed=True)
+    found = profile.costs()
+    assert found.before_bytes == pytest.approx(known.before_bytes + 7 + 5, abs=0.01)
+    assert found.layer(2, "all").held_bytes == pytest.approx(known.layer(2, "all").held_bytes, abs=0.01)
+
+
+def test_a_layer_alone_with_its_choice_has_all_that_it_holds() -> None:
+    known = costs_of_made(3)
+    seen = usage(known, ("all", "none", "all"))
+    more = [replace(one, held_bytes=one.held_bytes + extra) for one, extra in zip(seen.layers, (7, 4, 0), strict=True)]
+    profile = Profile()
+    profile.add(replace(seen, layers=tuple(more)), timed=True)
+    found = profile.costs()
+    assert found.before_bytes == pytest.approx(known.before_bytes + 7, abs=0.01)
+    assert found.layer(1, "none").held_bytes == pytest.approx(known.layer(1, "none").held_bytes + 4, abs=0.01)
+
+
+def test_seconds_of_a_first_step_do_not_count() -> None:
+    known = costs_of_made(2)
+    profile = Profile()
+    slow = usage(known, ("all", "all"))
+    profile.add(replace(slow, layers=tuple(replace(one, replay_s=100.0) for one in slow.layers)), timed=False)
+    profile.add(slow, timed=True)
+    assert profile.costs().layer(0, "all").replay_s == pytest.approx(1.0)
+
+
+def test_nothing_seen_costs_nothing() -> None:
+    assert Profile().costs() is None
+
+
+def test_known_costs_are_refined_by_what_comes() -> None:
+    known = costs_of_made(4)
+    profile = Profile(known)
+    assert profile.costs().peak_bytes(("mlp",) * 4) == pytest.approx(known.peak_bytes(("mlp",) * 4))
+    profile.add(usage(known, ("mlp",) * 4, rows=2 * ROWS), timed=True)
+    assert profile.costs().peak_bytes(("mlp",) * 4) == pytest.approx(2 * known.peak_bytes(("mlp",) * 4))
+
+
+def test_seconds_that_are_known_are_of_a_step_whatever_its_micro_batches() -> None:
+    known = costs_of_made(4)
+    profile = Profile(known)
+    profile.add(usage(known, ("mlp",) * 4, rows=2 * ROWS), timed=True)
+    assert profile.costs().layer(0, "all").replay_s == known.layer(0, "all").replay_s > 0
+    assert profile.costs().layer(0, "all").held_bytes == 2 * known.layer(0, "all").held_bytes
+
+
+def test_the_fullest_rank_decides() -> None:
+    small, large = (usage(costs_of_made(1), ("all",), rows=rows) for rows in (ROWS, 2 * ROWS))
+    assert fullest([small, large, small]) is large
