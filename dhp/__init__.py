@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dhp.config.schema import Config as Config
     from dhp.core.errors import DhpError as DhpError
+    from dhp.data.balance.methods import BALANCE_METHODS as BALANCE_METHODS
     from dhp.objectives.objective import Objective as Objective
     from dhp.objectives.registry import OBJECTIVES as OBJECTIVES
+    from dhp.planner.partition.even import PARTITION_METHODS as PARTITION_METHODS
     from dhp.trainer.own_loop import Run as Run
     from dhp.trainer.own_loop import load_config as load_config
     from dhp.trainer.own_loop import train as train
 
 _HOMES = {
+    "BALANCE_METHODS": "dhp.data.balance.methods",
     "Config": "dhp.config.schema",
     "DhpError": "dhp.core.errors",
     "OBJECTIVES": "dhp.objectives.registry",
     "Objective": "dhp.objectives.objective",
+    "PARTITION_METHODS": "dhp.planner.partition.even",
     "Run": "dhp.trainer.own_loop",
     "load_config": "dhp.trainer.own_loop",
     "train": "dhp.trainer.own_loop",

@@ -8,7 +8,7 @@ from typing import Any
 
 from dhp.config.lora import check_lora, resolve_lora
 from dhp.config.part import PartConfig
-from dhp.config.ranges import require_choice, require_positive
+from dhp.config.ranges import require_choice, require_positive, with_plugins
 from dhp.config.recompute import resolve_recompute
 from dhp.config.rule import check_rules
 from dhp.config.rules import DEEPSPEED, FSDP, PART_RULES, check_formats, check_state_bytes
@@ -48,10 +48,10 @@ NAMES = {"tensor": "tensor", "ulysses": "sequence", "ring": "sequence", "pipelin
 PLAINEST = ("data", "ulysses", "tensor", "ring", "pipeline")  # first, of layouts that are as good as each other
 FREE = ("data", "pipeline", "ulysses", "tensor")  # degrees of which one may take what the others leave
 SEQUENCE_GROUPS = ("auto", "one")
-EXACT, BMP, PROFILE, LAYERS, PARAMETERS = PARTITIONS = ("exact", "bmp", "profile", "layers", "parameters")
+EXACT, BMP, PARAMETERS = PARTITIONS = ("exact", "bmp", "parameters")
+LAYERS = "layers"  # how interleaved runs are cut; no choice
 # Other names of a partition.
 _MEANT_PARTITIONS = {
-    **dict.fromkeys(("even", "uniform", "layer"), LAYERS),
     **dict.fromkeys(("parameter", "params"), PARAMETERS),
     **dict.fromkeys(("auto", "balanced", "dp"), EXACT),
     "omnibal": BMP,
@@ -163,7 +163,7 @@ def _check_partition(name: str, part: PartConfig) -> None:
     """Refuse ways to cut layers that do not exist, or beside cuts by hand."""
     if part.partition is None:
         return
-    require_choice(f"{name}.partition", part.partition, PARTITIONS, _MEANT_PARTITIONS)
+    require_choice(f"{name}.partition", part.partition, with_plugins("text.partition", PARTITIONS), _MEANT_PARTITIONS)
     if name != "text":
         raise ConfigError(
             f"{name}.partition={part.partition} does not exist: text.partition says how the stages of all parts are "

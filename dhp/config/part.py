@@ -64,10 +64,11 @@ class PartConfig:
     partition: Optional[str] = None
     """How layers are cut into stages: exact (the shortest step, by operations and the schedule simulated; with
     recompute=auto and memory.budget_gib, together with what is recomputed) | bmp (OmniBal's balanced model partition,
-    by forward) | profile (even forward times) | layers | parameters (embedding and head counted). Of text, without
+    by forward) | parameters (embedding and head counted), or one that a module of plugins registers. Of text, without
     cuts; a tower's stages follow it too: with cluster.chain=true, and cuts in neither part, both parts are cut together
-    as one chain, else each by itself; an audio tower's have like numbers of layers. Null: exact; layers with
-    virtual_stages; parameters with training.schedule=sequential, under which every cut takes as long."""
+    as one chain, else each by itself; an audio tower's have like numbers of layers. Null: exact; like
+    numbers of layers with virtual_stages; parameters with training.schedule=sequential, under which every cut takes as
+    long."""
 
     virtual_stages: int = 1
     """Runs of layers that each stage holds, for training.schedule=interleaved: stage 0 of 2 has the first and the third

@@ -112,11 +112,11 @@ class Config:
     keeps the layout that it had."""
 
     plugins: list[str] = field(default_factory=list)
-    """Python modules of your own that register a model family with transformers, or an objective in dhp.OBJECTIVES, by
-    their names as in an import. Each must be importable here and on every node: installed, or in a folder of
-    PYTHONPATH. Nothing that lies in a model's directory or in a checkpoint is run, and what a run recorded, evaluate,
-    generate and plan --from import only if the command names it; a configuration that you start from is trusted. Empty:
-    none."""
+    """Python modules of your own that register a model family with transformers, or add to dhp.OBJECTIVES,
+    dhp.BALANCE_METHODS or dhp.PARTITION_METHODS, by their names as in an import. Each must be importable here and on
+    every node: installed, or in a folder of PYTHONPATH. Nothing that lies in a model's directory or in a checkpoint is
+    run, and what a run recorded, evaluate, generate and plan --from import only if the command names it; a
+    configuration that you start from is trusted. Empty: none."""
 
     tiny_assets: Optional[str] = None
     """Directory in which the tiny model and dataset are made when absent. Null: nothing is made."""

@@ -1,17 +1,23 @@
-"""What modules of a user's may register, by the room that takes it. A room says what it has; nobody asks a room."""
+"""What modules of a user's may register, by the key of a configuration that names it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
+from typing import Any
 
-_TAKEN: dict[str, Callable[[], Iterable[type]]] = {}
-
-
-def takes(what: str, classes: Callable[[], Iterable[type]]) -> None:
-    """A room takes classes of modules. what: it is, in a word. classes: gives all that are registered now."""
-    _TAKEN[what] = classes
+_TABLES: dict[str, Mapping[str, Any]] = {}
 
 
-def registered() -> list[type]:
-    """All classes that are registered in the rooms that are imported by now."""
-    return [kind for classes in _TAKEN.values() for kind in classes()]
+def takes(key: str, table: Mapping[str, Any]) -> None:
+    """A table takes entries of modules. key: of the configuration, whose value names an entry."""
+    _TABLES[key] = table
+
+
+def registered() -> list[Any]:
+    """All entries of the tables whose modules are imported by now."""
+    return [entry for table in _TABLES.values() for entry in table.values()]
+
+
+def names(key: str) -> tuple[str, ...]:
+    """The names of a table's entries; none where its module is not imported, since then nobody added any."""
+    return tuple(_TABLES.get(key, ()))

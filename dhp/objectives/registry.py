@@ -10,7 +10,7 @@ from dhp.objectives.cross_entropy import CrossEntropy
 from dhp.objectives.objective import Objective
 
 OBJECTIVES: dict[str, type[Objective]] = {"sft": CrossEntropy}
-takes("objective", OBJECTIVES.values)
+takes("training.objective", OBJECTIVES)
 
 
 def find_objective(name: str) -> Objective:

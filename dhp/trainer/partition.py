@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf, isinf
 
-from dhp.config.layout import BMP, EXACT, LAYERS, PARAMETERS, PROFILE
+from dhp.config.layout import BMP, EXACT, LAYERS, PARAMETERS
 from dhp.config.parts import DECODER, decoder, parts, resolved
 from dhp.config.ranges import SEQUENTIAL
 from dhp.config.resolve import micro_batches
@@ -18,7 +18,7 @@ from dhp.core.reports import StageUsage
 from dhp.models.family import Family
 from dhp.models.shape import DecoderSizes, Parameter
 from dhp.planner.partition.bmp import bmp
-from dhp.planner.partition.even import by_layers, by_parameters, by_profile
+from dhp.planner.partition.even import PARTITION_METHODS, by_layers, by_parameters
 from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import Partition, PartitionProblem
 from dhp.planner.units import Held, Saved, Unit
@@ -29,7 +29,6 @@ from dhp.trainer.traces import traced
 from dhp.trainer.units import assumed_rows, decoder_units, layer_seconds, link, replay_shares, saved_of
 
 GIB = 2**30
-_EVEN = {PARAMETERS: by_parameters, LAYERS: by_layers, PROFILE: by_profile}
 _SEARCHED = ("none", "light", "mlp", "linear", "all")  # choices of recompute that the search has
 
 
@@ -81,8 +80,9 @@ def choose(
 ) -> tuple[tuple[int, ...], str]:
     """The cuts of units into runs by this method of `text.partition`, by position, and what is known of them. problem:
     the same for a method that searches. note: to be said too. Raises ConfigError where none can be chosen."""
-    if method in _EVEN:
-        return _EVEN[method](units, runs, held), f"{method}{note}"
+    even = PARTITION_METHODS.get(method, by_layers if method == LAYERS else None)
+    if even is not None:
+        return even(units, runs, held), f"{method}{note}"
     asked, search = problem(), exact if method == EXACT else bmp
     try:
         found = search(asked)

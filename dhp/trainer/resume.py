@@ -27,7 +27,7 @@ TOTAL, WARMUP, DECAY = "training.total_steps", "training.warmup_steps", "trainin
 HELD = {
     "training": {"batch_size", "micro_batch_size", "trainable", "frozen", "optimizer"},
     "data": {
-        *("datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits", "isf_passes", "group_window"),
+        *("datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits", "isf_passes"),
         "fullest_first",
     },
 }

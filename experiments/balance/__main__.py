@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from dhp.data.balance.methods import METHODS, PADDED
+from dhp.data.balance.methods import BALANCE_METHODS as METHODS
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from experiments.balance.bounds import least_packs
@@ -21,6 +21,7 @@ from experiments.balance.columns import row_columns
 from experiments.balance.preprocessing import passes_rows, preprocessing_rows
 from experiments.balance.sets import made, read
 from experiments.balance.sweeps import SWEEPS, sweep_rows
+from experiments.baselines import PADDED
 
 MADE = "made 1.2M"
 COMMAND = "python -m experiments.balance --dp 8 --preprocessing"

@@ -18,12 +18,13 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optim
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from dhp.data.balance.methods import METHODS, PADDED
+from dhp.data.balance.methods import BALANCE_METHODS as METHODS
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from experiments.balance.columns import row_columns
 from experiments.balance.sets import LONGEST
 from experiments.balance.sweeps import sweep_rows
+from experiments.baselines import PADDED
 
 SAMPLES, SIZES = 100_000, 2_000  # of the set; different sizes in it
 PUBLISHED = ("random", "isf", "balanced")

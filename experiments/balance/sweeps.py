@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from dhp.data.balance.methods import METHODS
+from dhp.data.balance.methods import BALANCE_METHODS as METHODS
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
 

@@ -23,8 +23,6 @@ BASE = "random"
 METHODS = {
     BASE: ["data.balance=random", "data.packing=false"],
     "random_packed": ["data.balance=random", "data.packing=true"],
-    "length_group": ["data.balance=length_group", "data.packing=false"],
-    "device_group": ["data.balance=device_group", "data.packing=false"],
     "isf": ["data.balance=isf", "data.packing=true"],
     "balanced": ["data.balance=balanced", "data.packing=true"],
 }

@@ -15,11 +15,12 @@ import numpy as np
 
 from dhp.batch.assign_images import ImageWork, shard_images
 from dhp.batch.row_shards import choose_groups, divide_all, grouped_plan
-from dhp.data.balance.methods import PADDED, choose_method
+from dhp.data.balance.methods import choose_method
 from dhp.data.balance.metrics import QUADRATIC_TOKENS, dist_ratio, measure_balance
 from dhp.data.balance.packs import Limits, Loads, Packs
 from dhp.parallel.attention.shard_plan import ShardPlan
 from experiments.balance.columns import row_columns
+from experiments.baselines import PADDED
 
 RANKS, REPLICAS = 8, 4
 TILE = 256  # tokens of a picture

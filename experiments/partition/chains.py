@@ -12,6 +12,7 @@ from dhp.config.resolve import resolve
 from dhp.models.pretrained import config_source
 from dhp.trainer.expected_step import expected_step
 from dhp.trainer.plan import plan_run
+from experiments import baselines  # noqa: F401  it registers profile and layers
 from experiments.pair import TEXT, VISION
 
 METHODS = ("exact", "bmp", "profile", "layers", "parameters")

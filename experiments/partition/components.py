@@ -21,7 +21,6 @@ import torch
 from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReader
 from dhp.core.batch import Batch
-from dhp.data.balance.balanced_stages import balanced_stages
 from dhp.data.balance.methods import random_batches
 from dhp.data.balance.packs import Limits, Loads, Packs
 from dhp.data.sample.sample import Sample
@@ -33,6 +32,7 @@ from dhp.planner.partition.problem import Partition, PartitionProblem
 from dhp.planner.partition.tables import needed_bytes
 from dhp.planner.units import NONE, Saved, Unit
 from dhp.trainer.programs import pipeline_programs
+from experiments.baselines import balanced_stages
 from experiments.pair import TEXT, VISION, as_batch, join_alone
 from experiments.partition.chain import SCHEDULE, Chain, Stages, by_stage, plan_chain, stages_of
 from experiments.partition.replay import SHAPE, Shape, keep_freed_memory

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from dhp.planner.partition.bmp import bmp
-from dhp.planner.partition.even import by_layers, by_parameters, by_profile
+from dhp.planner.partition.even import by_layers, by_parameters
 from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import PartitionProblem, bounds_of
 from dhp.planner.partition.tables import all_cuts, choices_of
 from dhp.planner.units import Unit
 from dhp.trainer.programs import pipeline_programs
+from experiments.baselines import by_profile
 from experiments.pair import TEXT, VISION
 from experiments.partition.paper import BMP_LAYERS, COLUMNS, FREE, FREE_AT_LAST, STAGES
 from experiments.partition.shapes import LINK, MODELS, Model, model_named, units_of

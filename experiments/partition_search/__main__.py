@@ -14,11 +14,12 @@ import numpy as np
 
 from dhp.core.errors import ConfigError
 from dhp.planner.partition.bmp import bmp
-from dhp.planner.partition.even import by_layers, by_parameters, by_profile
+from dhp.planner.partition.even import by_layers, by_parameters
 from dhp.planner.partition.exact import MOST_CUTS, exact
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.planner.partition.tables import all_cuts, make_tables, steps_of
 from dhp.trainer.programs import pipeline_programs
+from experiments.baselines import by_profile
 from experiments.partition_search.chains import full_size, random_problem
 
 FEWER = 2_000  # cuts that the search simulates, when it is to miss some

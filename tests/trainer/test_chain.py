@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import experiments.baselines  # noqa: F401  it registers profile and layers
 from dhp.core.errors import ConfigError
 from dhp.planner.partition.problem import bounds_of
 from dhp.planner.partition.tables import needed_bytes

@@ -34,7 +34,7 @@ def test_every_key_of_both_sections_is_held_free_or_said() -> None:
         assert HELD[section] | BESIDE[section] <= keys and not HELD[section] & BESIDE[section]
         assert {key for key in keys if f"{section}.{key}" in said} == keys - HELD[section] - BESIDE[section]
     # In the sampler's order, which it compares.
-    keys = ("balance_window", "long_tokens", "limits", "isf_passes", "group_window", "fullest_first")
+    keys = ("balance_window", "long_tokens", "limits", "isf_passes", "fullest_first")
     by_sampler = {f"data.{key}" for key in keys}
     assert {f"{section}.{key}" for section in HELD for key in HELD[section]} - by_sampler <= set(
         kept_settings(config_of())

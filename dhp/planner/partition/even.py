@@ -1,12 +1,13 @@
-"""Cuts that make stages alike in one figure, without a schedule: parameters, layers, or the time of a forward."""
+"""Cuts that make stages alike in one figure, without a schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from dhp.core.errors import ConfigError
+from dhp.core.plugins import takes
 from dhp.planner.partition.paths import Path, least_largest, least_sum
 from dhp.planner.units import Held, Positions, Unit
 
@@ -23,15 +24,11 @@ def by_parameters(units: Sequence[Unit], runs: int, held: Held | None = None) ->
 
 def by_layers(units: Sequence[Unit], runs: int, held: Held | None = None) -> tuple[int, ...]:
     """The cuts for which the runs' numbers of layers have the least variance. Raises as `by_parameters`."""
-    return _least_variance(units, runs, held, [unit.layers for unit in units])
+    return least_variance(units, runs, held, [unit.layers for unit in units])
 
 
-def by_profile(units: Sequence[Unit], runs: int, held: Held | None = None) -> tuple[int, ...]:
-    """The cuts for which the runs' seconds of forward have the least variance. Raises as `by_parameters`."""
-    return _least_variance(units, runs, held, [unit.forward_s for unit in units])
-
-
-def _least_variance(units: Sequence[Unit], runs: int, held: Held | None, values: Sequence[float]) -> tuple[int, ...]:
+def least_variance(units: Sequence[Unit], runs: int, held: Held | None, values: Sequence[float]) -> tuple[int, ...]:
+    """The cuts for which the runs' sums of a value of each unit have the least variance. Raises as `by_parameters`."""
     positions = Positions(units)
     costs = (positions.sums(values) - sum(values) / runs) ** 2
     costs = np.where(positions.of_runs(runs, held), costs, np.inf)
@@ -47,3 +44,10 @@ def _as_cuts(positions: Positions, found: tuple[float, Path], runs: int) -> tupl
             "not hold, or a part has fewer layers than stages. Set text.pipeline lower"
         )
     return tuple(int(positions.at[index]) for index in path)
+
+
+# text.partition by name, for those that need no schedule: units, runs, the unit that one run must hold → cuts.
+PARTITION_METHODS: dict[str, Callable[[Sequence[Unit], int, Held | None], tuple[int, ...]]] = {
+    "parameters": by_parameters
+}
+takes("text.partition", PARTITION_METHODS)

@@ -7,6 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
+import experiments.baselines  # noqa: F401  it registers length_group
 from dhp.core.errors import DataError
 from dhp.data.balance.packs import Loads, Packs
 from dhp.data.sampling.balanced_sampler import BalancedSampler

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import experiments.baselines  # noqa: F401  it registers length_group
 from dhp.config.data import DatasetEntry
 from dhp.core.errors import DataError
 from dhp.data.sample.lengths import LENGTH_COLUMNS

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import experiments.baselines  # noqa: F401  it registers length_group
 from dhp.batch import build
 from dhp.batch.encoder_shards import Split
 from dhp.config.data import DataConfig, DatasetEntry

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from dhp.core.errors import ConfigError
-from dhp.planner.partition.even import by_layers, by_parameters, by_profile
+from dhp.planner.partition.even import by_layers, by_parameters
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.planner.units import Unit
+from experiments.baselines import by_profile
 from tests.planner.partition.made import chain, cuts_of, programs, unit
 
 Value = Callable[[Unit], float]

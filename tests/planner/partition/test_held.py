@@ -12,13 +12,14 @@ from dhp.config.ranges import ONE_F_ONE_B
 from dhp.core.errors import ConfigError
 from dhp.planner.partition.bmp import bmp
 from dhp.planner.partition.critical import critical, nothing_elsewhere
-from dhp.planner.partition.even import by_layers, by_parameters, by_profile
+from dhp.planner.partition.even import by_layers, by_parameters
 from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import PartitionProblem, bounds_of
 from dhp.planner.partition.tables import all_cuts, make_tables, needed_bytes, steps_of
 from dhp.planner.units import Held, Saved, Unit
 from dhp.step.schedule import make_schedule, outstanding
 from dhp.trainer.programs import chain_graph, chain_programs, pipeline_programs
+from experiments.baselines import by_profile
 from tests.planner.partition.made import cuts_of, problem
 from tests.planner.partition.test_exact import step_of
 

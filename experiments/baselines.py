@@ -1,16 +1,23 @@
-"""Packs constant in vision and text, steps of packs that are alike: for a chain of stages that a pack passes through.
+"""Baselines of balance and of cuts that no paper's system has, as a module of `plugins`.
 
-Packs are completed exactly in both (`exact_fill`); samples left over are exchanged until their packs are even
-(`exchange`). Samples with so much text for their images that no others could fill their pack's vision are packed by
-text alone. Nothing is dropped or padded.
+`length_group` and `device_group` sort samples inside windows of a random order, as trainers do that group by length.
+`balanced_stages` makes packs constant in vision and text, steps of packs that are alike: for a chain of stages that a
+pack passes through. Packs are completed exactly in both (`exact_fill`); samples left over are exchanged until their
+packs are even (`exchange`). Samples with so much text for their images that no others could fill their pack's vision
+are packed by text alone. Nothing is dropped or padded. `profile` and `layers` cut a chain into stages alike in forward
+time or layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+import dhp
 from dhp.data.balance.exchange import exchange
 from dhp.data.balance.filling import best_fit, exact_fill
+from dhp.data.balance.methods import cut
 from dhp.data.balance.packs import (
     SMALL_UNITS,
     Limits,
@@ -26,7 +33,11 @@ from dhp.data.balance.packs import (
     shuffled_steps,
     whole_shares,
 )
+from dhp.planner.partition.even import by_layers, least_variance
+from dhp.planner.units import Held, Unit
 
+PADDED = ("random", "length_group", "device_group")  # as the trainers that use them do
+WINDOW = 50  # steps whose samples are sorted together: the more, the more alike are rows, and the less random
 PASSES, DIVISIONS = 20, 5
 VISION_WEIGHT = 16.0  # a deviation in vision counts so many times one in text: vision comes in few, large pieces
 LIKE_VISION, LIKE_TEXT = 0.005, 0.002  # packs that differ by less than these shares are alike
@@ -100,3 +111,36 @@ def _text_heavy(vision: np.ndarray, text: np.ndarray, limits: Limits) -> np.ndar
     # What vision costs in text at least: image tokens are part of the text.
     tokens_a_unit = np.quantile(text[pictured] / vision[pictured], CHEAPEST) if pictured.any() else 0.0
     return (text > t) | (vision > v) | (t - text < tokens_a_unit * (v - vision))
+
+
+def length_group(loads: Loads, limits: Limits, replicas: int, seed: int, window: int = WINDOW) -> Packs:
+    """Samples of like lengths in a pack: sorted inside windows of a random order, packs in random order again."""
+    rng = np.random.default_rng(seed)
+    order = _sorted_windows(loads, rng.permutation(len(loads)), limits.samples * replicas * window)
+    packs = cut(order, limits.samples)
+    return packs.reordered(rng.permutation(len(packs)))
+
+
+def device_group(loads: Loads, limits: Limits, replicas: int, seed: int, window: int = WINDOW) -> Packs:
+    """Samples of like lengths on the devices of a step: each takes one of `replicas` neighbours, several times."""
+    rng = np.random.default_rng(seed)
+    step = limits.samples * replicas
+    order = _sorted_windows(loads, rng.permutation(len(loads)), step * window)
+    whole = len(order) // step * step
+    neighbours = order[:whole].reshape(-1, replicas)
+    grouped = rng.permutation(neighbours).reshape(-1, limits.samples, replicas).transpose(0, 2, 1)
+    return cut(np.concatenate([grouped.reshape(-1), order[whole:]]), limits.samples)
+
+
+def _sorted_windows(loads: Loads, order: np.ndarray, size: int) -> np.ndarray:
+    windows = np.arange(len(order)) // size
+    return order[np.lexsort((loads.text[order], loads.vision[order], windows))]
+
+
+def by_profile(units: Sequence[Unit], runs: int, held: Held | None = None) -> tuple[int, ...]:
+    """The cuts for which the runs' seconds of forward have the least variance. Raises as `by_parameters`."""
+    return least_variance(units, runs, held, [unit.forward_s for unit in units])
+
+
+dhp.BALANCE_METHODS.update(length_group=length_group, device_group=device_group, balanced_stages=balanced_stages)
+dhp.PARTITION_METHODS.update(profile=by_profile, layers=by_layers)
