@@ -20,23 +20,10 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("ISF makes {}", "ISF", values.speedups("isf")),
         Figure("packing alone {}", "packing alone", values.speedups("random_packed")),
     ),
-    "bound": (
-        Figure("{} runs are named rightly", "named rightly, %", values.named, share=True),
-        Figure("the gain that the report expects is {} the one that the change gave", "expected over gained",
-               column("ratio")),
-    ),
     "chaos": (
         Figure("{} faults end to the bit as if nothing had been", "ends to the bit, %", values.intact, share=True),
         Figure("a step follows {} after a kill", "s to the next step", values.first_steps, " s"),
     ),
-    "checkpoint": (
-        Figure("training waits {} for a checkpoint in the background", "wait, s",
-               column("dhp_background_stall_s", kind="save"), " s"),
-        Figure("{} as long as for torch's asynchronous one", "wait, over torch's", column("stall_ratio", kind="save")),
-        Figure("another layout is read in {} the time of the same one", "load, another layout",
-               column("ratio", kind="load")),
-    ),
-    "compile": (Figure("compiled layers make a step {} as fast", "compiled", column("ratio")),),
     "convergence": (
         Figure("held-out loss of `balanced` packs ends {} below random batches'", "balanced",
                values.differences("balanced"), ""),
@@ -47,10 +34,6 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "driver_scale": (
         Figure("at the most ranks a step with sparse routes takes {} the dense one's time",
                "sparse over dense", values.sparse),
-    ),
-    "experts": (
-        Figure("a step of replicas that share experts out takes {} that of tensor ranks", "shared out",
-               column("step_ratio", text="expert 2")),
     ),
     "families": (Figure("families make {} a plain loop's samples/s", "over a plain loop's", column("ratio")),),
     "finetuning": (
@@ -64,16 +47,10 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "gpu_check": (
         Figure("{} kernels that ran on a GPU are right", "right kernels, %", values.right_kernels, share=True),
     ),
-    "handoff": (
-        Figure("64 MB are on their way {} as long as one copy takes", "hand-off over copy",
-               column("ratio", transport="shared_memory")),
-    ),
     "imbalance": (
         *values.uneven("random batches", f"1.09, {OMNI}, table 1", "1.14 of the first stage"),
         *values.uneven("balanced batches and cut"),
     ),
-    "jsonl_index": (Figure("the lines are indexed in {}", "index, s", column("seconds"), " s"),),
-    "kernels": (Figure("dhp's kernels make a step {} as fast", "dhp's kernels", column("ratio")),),
     "layout_choice": (
         Figure("{} of models, GPUs and row lengths have a layout that fits", "have a layout, %", values.fitting,
                share=True),
@@ -104,6 +81,23 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("TP {}", "TP", values.longest("TP")),
         Figure("ZeRO-3 {}", "ZeRO-3", values.longest("ZeRO-3"), " ×",
                f"out of memory from 16k patches on, where SP+TP goes on to 65k, {RAY}"),
+    ),
+    "micro": (
+        Figure("64 MB are on their way {} as long as one copy takes", "hand-off over copy",
+               column("ratio", question="handoff", transport="shared_memory")),
+        Figure("a layer cut over two tensor ranks costs the host {} a whole one", "tensor 2",
+               column("ratio", question="tensor_host", way="tensor 2")),
+        Figure("by the library's styles {}", "library's styles",
+               column("ratio", question="tensor_host", way="tensor 2, library's styles")),
+        Figure("training waits {} for a checkpoint in the background", "wait, s",
+               column("dhp_background_stall_s", question="checkpoint"), " s"),
+        Figure("{} as long as for torch's asynchronous one", "wait, over torch's",
+               column("stall_ratio", question="checkpoint")),
+        Figure("compiled layers make a step {} as fast", "compiled", column("ratio", question="compile")),
+        Figure("dhp's kernels {}", "dhp's kernels", column("ratio", question="kernels")),
+        Figure("a step of replicas that share experts out takes {} that of tensor ranks", "shared out",
+               column("step_ratio", question="experts", text="expert 2")),
+        Figure("5 million lines are indexed in {}", "index, s", column("seconds", question="jsonl_index"), " s"),
     ),
     "needle_frames": (
         Figure("a model of videos of up to 64 frames finds {} of the needles in 512", "long, 512 frames",
@@ -148,13 +142,6 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("whole layers alone {}", "whole layers",
                column("auto_vs_full", mode="speed", plan="auto, whole layers")),
     ),
-    "roofline": (
-        Figure("simulated, a step of Qwen2.5-VL 3B reaches {} of the peak of an H100", "MFU, H100",
-               values.mfu("H100", "compiled"), ""),
-        Figure("{} of an H200's", "MFU, H200", values.mfu("H200", "compiled"), ""),
-        Figure("with the library's own elementwise code {} of an H100's", "MFU, H100, library's code",
-               values.mfu("H100", "none"), ""),
-    ),
     "sight": (
         Figure("on combinations that training never had, {} of the answers are exact with right pictures",
                "right pictures", values.seen("right"), ""),
@@ -162,28 +149,9 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("{} answers of plain transformers are the same", "exported, %", values.same, share=True),
         Figure("losses of layouts are {} off one actor's", "layouts", column("off", what="layout"), ""),
     ),
-    "soak": (
-        Figure("the driver grows by {} a step", "driver, bytes a step", column("growth_bytes_a_step", process="driver"),
-               " bytes"),
-        Figure("the process that reads data by {}", "reader, bytes a step",
-               column("growth_bytes_a_step", process="reader"), " bytes"),
-        Figure("a rank by {}", "rank, bytes a step", column("growth_bytes_a_step", process="rank"), " bytes"),
-    ),
     "stages_on_off": tuple(
         Figure(f"{way}: held-out loss on long videos {{}}", way, values.held_out(way), "")
         for way in ("all stages", "without 3", "without 4", "without 3 and 4")
-    ),
-    "tensor_host": (
-        Figure("a layer cut over two tensor ranks costs the host {} a whole one", "tensor 2",
-               column("ratio", way="tensor 2")),
-        Figure("by the library's styles {}", "library's styles", column("ratio", way="tensor 2, library's styles")),
-    ),
-    "throughput": (
-        Figure("SP+TP makes {} the patches a second of TP", "SP+TP over TP", values.faster("TP"), " ×",
-               f"1.26 to 1.37 × on 8 H100, {RAY}, figure 2"),
-        Figure("{} those of ZeRO-3 where both fit", "SP+TP over ZeRO-3", values.faster("ZeRO-3"), " ×",
-               f"0.79 to 1.27 × up to 9k patches, {RAY}, figure 2"),
-        Figure("{} cells that were counted are as planned", "as planned, %", values.as_planned, share=True),
     ),
     "two_hosts": (
         Figure("with slow links a ring takes {} as long as 2D attention", "ring over 2D",

@@ -51,20 +51,13 @@ def fitting(rows: Sequence[Row]) -> list[float]:
 
 
 def intact(rows: Sequence[Row]) -> list[float]:
-    return [
-        float(row["completed"] and row["identical"])
-        for row in rows
-        if "identical" in row and "effective_time" not in row and "wall_s" in row
-    ]
+    struck = [row for row in rows if "identical" in row and "wall_s" in row]
+    return [float(row["completed"] and row["identical"]) for row in struck]
 
 
 def equal(rows: Sequence[Row]) -> list[float]:
     found = [row for row in rows if row.get("method") == "exact" and "equal" in row]
     return [float(number < row["equal"]) for row in found for number in range(row["chains"])]
-
-
-def mfu(device: str, fused: str) -> Values:
-    return column("mfu", phase="step", samples=8, device=device, fused=fused)
 
 
 def seen(which: str) -> Values:
@@ -80,10 +73,6 @@ def seen(which: str) -> Values:
     return values
 
 
-def named(rows: Sequence[Row]) -> list[float]:
-    return [float(row["named"] == row["kind"]) for row in rows if "named" in row]
-
-
 def same(rows: Sequence[Row]) -> list[float]:
     exported = [row for row in rows if row.get("what") == "exported"]
     return [float(number < row["same"]) for row in exported for number in range(row["asked"])]
@@ -91,16 +80,6 @@ def same(rows: Sequence[Row]) -> list[float]:
 
 def right_kernels(rows: Sequence[Row]) -> list[float]:
     return [float(row["ok"]) for row in rows if row.get("section") == "kernels" and "ok" in row]
-
-
-def faster(than: str) -> Values:
-    """Patches a second of SP+TP over those of another layout, of the same model and length."""
-    of = ratio("patches_per_s", {"layout": "SP+TP"}, {"layout": than}, ("model", "size"))
-    return lambda rows: of([row for row in rows if row.get("patches_per_s")])
-
-
-def as_planned(rows: Sequence[Row]) -> list[float]:
-    return [float(row["as_planned"]) for row in rows if "as_planned" in row]
 
 
 def longest(layout: str) -> Values:

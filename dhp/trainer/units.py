@@ -24,7 +24,7 @@ from dhp.trainer.row_limits import samples_a_row
 # Assumed of a sample where nothing was measured: a picture and a conversation about it.
 SAMPLE_TOKENS, PICTURE_TOKENS, TARGET_TOKENS = 2048, 1024, 512
 # Operations a second of a rank, and bytes a second of a hand-over through a host's memory, as of 16-bit matrices on an
-# H100 and of `python -m experiments.handoff`.
+# H100 and of `python -m experiments.micro --only handoff`.
 SPEED, HANDOVER = 4e14, 8e9
 LIGHT = 0.03  # of a forward: what norms, rotary positions and activation functions take
 

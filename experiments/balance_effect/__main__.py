@@ -11,10 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dhp.config.command_line import compose_config
 from experiments.balance_effect.dataset import ANNOTATIONS, make_dataset, texts
 from experiments.balance_effect.entry import place, train
-from experiments.balance_effect.lengths import describe
 from experiments.balance_effect.measured import Run, counted, require_same_samples, row
 from experiments.balance_effect.model import make_model
 
@@ -31,10 +29,9 @@ BATCH_SIZE = 8  # as in config.yaml
 
 
 def compare(folder: Path, methods: Sequence[str], rounds: int, steps: int, warm_up: int) -> Iterator[dict[str, Any]]:
-    """First what the data are, then a row a method: an epoch of each in every round, the seed of the round its own."""
+    """A row a method: an epoch of each in every round, the seed of the round its own."""
     data = make_dataset(folder / "data", (steps + warm_up) * BATCH_SIZE, seed=0)
     made = place(make_model(folder, texts(data)), data, ANNOTATIONS)
-    yield describe(compose_config(CONFIG.stem, str(CONFIG.parent), [*made, f"run_dir={folder / 'read'}"]))
     runs: dict[str, list[Run]] = {method: [] for method in methods}
     for number in range(rounds):
         for method in methods:
@@ -49,7 +46,7 @@ def compare(folder: Path, methods: Sequence[str], rounds: int, steps: int, warm_
 
 
 def main() -> None:
-    """Print a JSON line for the data and one for each method."""
+    """Print a JSON line for each method."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24, help="steps of 8 random samples that count")

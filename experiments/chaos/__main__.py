@@ -19,7 +19,6 @@ from experiments.chaos.judge import Judged
 from experiments.chaos.laboratory import Laboratory
 from experiments.chaos.partition import cut_and_mend, two_nodes
 from experiments.chaos.points import points
-from experiments.chaos.rate import run_at_rate
 from experiments.chaos.run import Observed
 from experiments.chaos.scenarios import LONG, lengths_of
 from experiments.commands import command_of
@@ -101,8 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, metavar="N", help="so many faults from outside, drawn by --seed")
     parser.add_argument("--only", default="", metavar="KIND", help="of --runs, those of a kind or process")
     parser.add_argument("--partition", action="store_true", help="the link between two nodes is cut for a while")
-    parser.add_argument("--rate", type=float, metavar="S", help="a rank is killed S s after each first checkpoint")
-    parser.add_argument("--faults", type=int, default=200, help="of --rate")
     parser.add_argument("--seed", type=int, default=31)
     parser.add_argument("--folder", type=Path, help="where runs are made; a temporary folder by default")
     parser.add_argument("--keep", action="store_true", help="keep the directories of runs with problems")
@@ -111,10 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = given.folder or Path(tempfile.mkdtemp(prefix="dhp-chaos-", dir="/tmp"))
     laboratory, rows = Laboratory(folder, given.keep), []
     command = command_of("chaos", arguments)
-    if given.rate is not None:
-        row = run_at_rate(laboratory, given.rate, given.faults, given.seed)
-        print(json.dumps(row | {"command": command}), flush=True)
-        return int(bool(row["problems"]))
     faults = strike_points(laboratory, given.points or "")
     if given.partition:
         faults = cut_link(laboratory)

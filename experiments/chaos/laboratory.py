@@ -47,12 +47,11 @@ class Laboratory:
         small_disk: bool = False,
         lengths: Lengths | None = None,
         more: Sequence[str] = (),
-        look: Callable[[Path], None] = lambda run_dir: None,
         **watched: Any,
     ) -> tuple[Observed, Judged]:
         """A supervised run of a scenario that meets a fault, and what is to be said of it. environment: of the file in
         which the fault says that it has come. more: arguments of the run. small_disk: checkpoints have one of their own
-        (as root). look: at its directory, before that is removed."""
+        (as root)."""
         reference = self.reference(scenario, lengths).run_dir
         self._number += 1
         run_dir = self.folder / f"run-{self._number}"
@@ -62,7 +61,6 @@ class Laboratory:
             with self._scratch() as scratch:
                 observed = train(arguments, run_dir, scratch, environment(scratch / "fired"), **watched)
             judged = judge(observed, reference, BATCH, names_rank)
-            look(run_dir)
         if not (self._keep and judged.problems):
             shutil.rmtree(run_dir)
         return observed, judged

@@ -12,11 +12,7 @@ from experiments.chaos.points import DAMAGED, FRESH, KEPT, PIPELINE, RESUMED
 LONG = "long"  # steps enough for a fault from outside to meet them
 RESUMED_FROM, DAMAGED_STEP = 4, 6
 USERS_FILES = ("notes.txt", "checkpoints/mine/weights.bin")  # of the user's, which no run may remove
-_KEPT = (
-    "training.save_total_limit=2",
-    "training.eval_steps=2",
-    "training.best_metric=eval_loss",
-)
+_KEPT = ("training.save_total_limit=2", "training.eval_steps=2", "training.best_metric=eval_loss")
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ One process and thread, the product's trainers and step; rounds of all that is c
 medians over rounds, of CPU seconds. A JSON line for each way to train, with the `question` that it belongs to:
 
 frozen: a tower that stays as it is, and its projector alone, beside full training.
-features: a tower that stays as it is, its features read from disk or not, beside full training.
-evaluation: a batch evaluated, beside a step that trains on it.
 lora, lora_even: adapters beside full training, and beside peft in a plain loop; of samples of mixed lengths, or of one.
 """
 
@@ -21,15 +19,13 @@ import torch
 from transformers.utils import logging
 
 from dhp.cluster.host import keep_freed_memory
-from experiments.finetuning import evaluation, features, frozen, lora
+from experiments.finetuning import frozen, lora
 
 # What is asked: from a number of rounds to its lines. A further comparison is a module and a line here.
 QUESTIONS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
     "frozen": frozen.measure,
-    "features": features.measure,
     "lora": lora.measure,
     "lora_even": partial(lora.measure, even=True),
-    "evaluation": evaluation.measure,
 }
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dhp.config.training import TrainingConfig
-from dhp.core.batch import KeepSettings, StepData
+from dhp.core.batch import StepData
 from dhp.core.dispatch import PerRank
 from dhp.core.parameters import AdapterSettings
 from dhp.engine.encoder import EncoderEngine
@@ -20,20 +20,19 @@ from dhp.models.registry import load_family
 from dhp.parallel.optim.frozen import Frozen
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
-from dhp.step.step import evaluate_batch, train_step
+from dhp.step.step import train_step
 from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.trainable import trained_stage, training_rules
 from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
 STATES = 2  # averages that AdamW keeps of each weight
-FORWARD, BACKWARD, OPTIMIZER, EVALUATION = PHASES = "forward", "backward", "optimizer", "evaluation"
+FORWARD, BACKWARD, OPTIMIZER = PHASES = "forward", "backward", "optimizer"
 _PHASES = {
     "forward_step": FORWARD,
     "backward_step": BACKWARD,
     "grad_norm_sq": OPTIMIZER,
     "optimizer_step": OPTIMIZER,
-    **dict.fromkeys(("evaluate_step", "evaluated", "end_evaluation"), EVALUATION),
 }
 
 
@@ -91,31 +90,22 @@ class Timed(Here):
 class Way:
     """Both stages, trained as `trained` says, in steps of so many micro-batches."""
 
-    def __init__(self, model: str, trained: Trained, micro_batches: int, keep: KeepSettings | None = None):
-        """keep: where the tower's features are kept; None: nowhere."""
+    def __init__(self, model: str, trained: Trained, micro_batches: int):
         family, adapters = load_family(model), trained.adapters
         rules = training_rules(TrainingConfig(frozen=list(trained.frozen)), family, adapters)
         graph = pair_of(family, vision_trains=trained_stage(rules, ModelShapes(family, model, adapters))(VISION, ()))
         trainers = {VISION: EncoderEngine, TEXT: TextEngine}
         given = partial(settings_of, graph, model=model, update=UPDATE, rules=rules)
-        kept = {VISION: keep}
         self.stages = {
-            stage: Timed(kind(given(stage, adapters=adapters.get(stage), features=kept.get(stage))))
-            for stage, kind in trainers.items()
+            stage: Timed(kind(given(stage, adapters=adapters.get(stage)))) for stage, kind in trainers.items()
         }
-        self._graph, self._stages = graph, make_stages(graph, self.stages)
+        self._stages = make_stages(graph, self.stages)
         self._schedule = make_schedule("sequential", graph, micro_batches)
 
     @property
     def vision(self) -> Timed:
         """The tower's stage."""
         return self.stages[VISION]
-
-    def evaluate(self, data: StepData) -> Step:
-        """The loss of a step's data, forward alone."""
-        begin = time.process_time()
-        loss = sum(share.loss for share in evaluate_batch(self._stages, self._graph, as_batch(data)).shares)
-        return Step(time.process_time() - begin, {}, loss)
 
     def step(self, data: StepData) -> Step:
         """One whole step."""

@@ -12,11 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLRMSNorm,
-    Qwen2MLP,
-    apply_rotary_pos_emb_vision,
-)
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm, Qwen2MLP, apply_rotary_pos_emb_vision
 
 from dhp.config.rules import COMPILED
 from dhp.parallel.kernels.replace import replace_kernels

@@ -44,9 +44,6 @@ def _measure(setting: Setting, given: list[Tensor], wanted: tuple[Tensor, Tensor
     forward = lambda: module(pixels).flatten(1)
     output = forward()
     backward = lambda: torch.autograd.grad(output, module.weight, grad, retain_graph=True)[0]
-    errors = {
-        "output": error_of(output, wanted[0]),
-        "weight": error_of(backward().flatten(1), wanted[1]),
-    }
+    errors = {"output": error_of(output, wanted[0]), "weight": error_of(backward().flatten(1), wanted[1])}
     first, second = spend(setting, forward, backward)
     return {"errors": errors} | first.told("forward") | second.told("backward")

@@ -154,10 +154,7 @@ SECTIONS = (
     Section(
         "determinism",
         30.0,
-        (
-            _row("as it is", "determinism", False),
-            _row("training.deterministic", "determinism", True, fresh=True),
-        ),
+        (_row("as it is", "determinism", False), _row("training.deterministic", "determinism", True, fresh=True)),
     ),
 )
 UNANSWERED = (

@@ -77,11 +77,7 @@ def spreads(columns: Mapping[str, np.ndarray]) -> Iterator[Row]:
 
 
 def _column(name: str, mean: float, deviation: float) -> Row:
-    return {
-        name: round(mean, 2),
-        f"{name}_sd": round(deviation, 2),
-        f"{name}_spread": round(deviation / mean, 3),
-    }
+    return {name: round(mean, 2), f"{name}_sd": round(deviation, 2), f"{name}_spread": round(deviation / mean, 3)}
 
 
 def moments(columns: Mapping[str, np.ndarray]) -> Iterator[Row]:

@@ -27,9 +27,10 @@ from dhp.engine.text import TextEngine
 from dhp.models.decoder import having, unchanged
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from experiments.long_context.ranks import UPDATE, on_ranks
+from experiments.long_context.ranks import UPDATE
 from experiments.long_context.work import make_row
 from experiments.pair import ONE, TEXT, pair_of, settings_of
+from experiments.ranks import on_ranks
 
 NEW = 33  # tokens: one behind the prompt, and 32 that are timed
 LONG = 1 << 14  # tokens, of which there is one round

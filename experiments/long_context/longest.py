@@ -12,9 +12,10 @@ from transformers import AutoModelForImageTextToText
 
 from dhp.core.axes import Degrees
 from dhp.parallel.recompute.saved_tensors import SavedTensors, noting
-from experiments.long_context.ranks import Decoder, on_ranks
+from experiments.long_context.ranks import Decoder
 from experiments.long_context.work import make_row
 from experiments.longest_sequence.search import largest_within
+from experiments.ranks import on_ranks
 
 MIB = 1 << 20
 UNIT = 64  # tokens

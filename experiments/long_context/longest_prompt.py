@@ -20,10 +20,11 @@ from dhp.models.registry import load_family
 from dhp.parallel.recompute.live_storages import LiveStorages
 from experiments.long_context.inference import CUT, PLAIN, CutByLayers, load_plain, prompt_of
 from experiments.long_context.longest import MIB, UNIT
-from experiments.long_context.ranks import UPDATE, on_ranks
+from experiments.long_context.ranks import UPDATE
 from experiments.long_context.work import make_row
 from experiments.longest_sequence.search import largest_within
 from experiments.pair import ONE, TEXT, pair_of, settings_of
+from experiments.ranks import on_ranks
 
 ALONE = "dhp, one rank"
 SHARED = {

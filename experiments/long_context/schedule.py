@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from experiments.long_context.inference import CUT, WAYS, CutByLayers, Ours, Told
-from experiments.long_context.ranks import on_ranks
 from experiments.published.canvas import SIDE, TOP, Canvas
+from experiments.ranks import on_ranks
 
 RANKS, TOKENS = 2, 8_192
 COLOURS = ("#00798c", "#7fc4d1", "#d1495b", "#eda5ae")  # of layers, in turn

@@ -16,7 +16,8 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.parallel.attention.shard_plan import ShardPlan, contiguous_plan
 from experiments.long_context.peer import Peer
-from experiments.long_context.ranks import Decoder, on_ranks
+from experiments.long_context.ranks import Decoder
+from experiments.ranks import on_ranks
 
 RANKS = 4
 PEER = "transformers + DeepSpeed Ulysses 4"

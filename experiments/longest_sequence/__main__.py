@@ -9,19 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as multiprocessing
-
 from experiments.layouts.work import DECODERS, make_model
 from experiments.longest_sequence.rank import find_longest, layouts
+from experiments.ranks import on_ranks
 
 
 def longest(model: str, name: str, ranks: int, recompute: str, budget_mib: int) -> dict[str, int]:
     """Patches of the longest image, by what is counted. Ends the program where not even one window fits."""
-    answers = multiprocessing.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, str(Path(folder) / "store"), model, name, recompute, budget_mib, answers)
-        multiprocessing.spawn(find_longest, arguments, nprocs=ranks)
-    found = answers.get()
+    found: dict[str, int] = on_ranks(ranks, find_longest, model, name, recompute, budget_mib)
     if not all(found.values()):
         raise SystemExit(f"longest_sequence: {name} on {ranks} ranks: one window takes more than {budget_mib} MiB")
     return found

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.queues import SimpleQueue
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dhp.core.axes import Degrees
@@ -103,23 +100,13 @@ def _received(route: Route, given: Sequence[Sequence[Bundle]], target: int) -> l
     return [given[source][route.targets[source].index(target)] for source in route.sources.get(target, ())]
 
 
-def find_longest(
-    rank: int, ranks: int, store: str, model: str, name: str, recompute: str, budget_mib: int, answers: SimpleQueue
-) -> None:
-    """On each rank: search by vision's activations and by both parts'; rank 0 answers with patches of each."""
-    torch.set_num_threads(1)
-    os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu")
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    device = Device(model, layouts(ranks)[name], recompute)
-    budget = budget_mib * MIB
-    found = {
+def find_longest(model: str, name: str, recompute: str, budget_mib: int) -> dict[str, int]:
+    """On each rank: patches of the longest image by vision's activations and by both parts'."""
+    device, budget = Device(model, layouts(dist.get_world_size())[name], recompute), budget_mib * MIB
+    return {
         "device": UNIT * largest_within(budget, lambda size: device.peaks(size).device, START),
         "vision": UNIT * largest_within(budget, lambda size: device.peaks(size).vision, START),
     }
-    if rank == 0:
-        answers.put(found)
-    dist.barrier()  # the others may still need this rank
-    dist.destroy_process_group()
 
 
 def _gather(value: Any) -> list[Any]:

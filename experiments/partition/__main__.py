@@ -1,14 +1,11 @@
-"""`python -m experiments.partition [--only QUESTION] [--rounds 5] [--read FILE --plot FILE]`: cuts."""
+"""`python -m experiments.partition [--only QUESTION] [--rounds 5]`: cuts."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from experiments.partition.plot import draw
 
 Rows = Iterator[dict[str, Any]]
 
@@ -27,13 +24,6 @@ def replay(rounds: int) -> Rows:
     return replayed(rounds)
 
 
-def components(rounds: int) -> Rows:
-    """OmniBal's four rows on the same model, by replay."""
-    from experiments.partition.components import components as found
-
-    return found(rounds)
-
-
 def chains(rounds: int) -> Rows:
     """A step of a large model's chain, as it is planned."""
     from experiments.partition.chains import chains as planned
@@ -49,7 +39,7 @@ def wall(rounds: int) -> Rows:
 
 
 QUESTIONS: Mapping[str, Callable[[int], Rows]] = {
-    "published": published, "chains": chains, "replay": replay, "components": components, "wall": wall
+    "published": published, "chains": chains, "replay": replay, "wall": wall
 }  # fmt: skip
 PLANNED = ("published", "chains")  # whose rows are the same in every round
 
@@ -59,14 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.partition", description=__doc__)
     parser.add_argument("--only", choices=QUESTIONS, help="one of the questions")
     parser.add_argument("--rounds", type=int, default=5, help="of replayed steps")
-    parser.add_argument("--read", type=Path, help="a file of rows to draw; nothing is computed")
-    parser.add_argument("--plot", type=Path, help="a PNG file to write from them")
     asked = parser.parse_args(arguments)
-    if (asked.read is None) != (asked.plot is None):
-        parser.error("--read FILE and --plot FILE go together")
-    if asked.read is not None:
-        draw([json.loads(line) for line in asked.read.read_text(encoding="utf-8").splitlines()], asked.plot)
-        return
     for name in [asked.only] if asked.only else QUESTIONS:
         command = f"python -m experiments.partition --only {name}"
         command += f" --rounds {asked.rounds}" if name not in PLANNED else ""

@@ -19,7 +19,6 @@ from dhp.config.schema import Config
 from dhp.core.batch import Batch
 from dhp.core.dispatch import PerRank
 from dhp.core.graph import Node, StageGraph
-from dhp.core.reports import StageUsage
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
 from dhp.planner.units import Unit, layer_cuts
@@ -83,8 +82,7 @@ def _config(model: str, stages: Stages, micro_batches: int, *more: str) -> Confi
 class Chain:
     """All ranks of a plan.
 
-    parameters: of each stage. usages: of each stage, what activations took in the last step, where that is measured.
-    others: CPU seconds of all else that a stage did in the last step, its update above all.
+    parameters: of each stage. others: CPU seconds of all else that a stage did in the last step, its update above all.
     """
 
     def __init__(self, plan: RunPlan, micro_batches: int, schedule: str = SCHEDULE):
@@ -94,7 +92,6 @@ class Chain:
         self._schedule: Schedule = make_schedule(schedule, self.graph, micro_batches)
         self._micro_batches = micro_batches
         self.parameters: dict[str, int] = {}
-        self.usages: dict[str, StageUsage | None] = {}
         groups = {}
         for spec in self.graph.stages:
             engine = ENGINES[spec.part](stage_settings(plan.config, self.graph, spec, "cpu", STEPS, rules=plan.rules))
@@ -107,29 +104,13 @@ class Chain:
         self._seconds.clear()
         self.others.clear()
         reports = train_step(self._stages, self._schedule, self.graph.ties, batch).reports
-        self.usages = {name: own[0].usage for name, own in reports.items()}
         (of_last,) = reports[self.graph.stages[-1].name]
         return dict(self._seconds), of_last.loss
 
-    def peak_bytes(self) -> int:
-        """What activations took at most on the fullest device in the last step, as if both of its stages had their most
-        at once."""
-        taken = dict.fromkeys(range(self.graph.device_count()), 0)
-        for spec in self.graph.stages:
-            usage = self.usages[spec.name]
-            for device in spec.devices:
-                taken[device] += 0 if usage is None else usage.peak_bytes
-        return max(taken.values())
-
-    def replay(self, seconds: Mapping[Action, float], replicas: int = 1) -> float:
-        """Seconds of a step on devices of their own: the programs of a run, each action as long as it was here.
-        replicas: of the chain, which have every `replicas`-th micro-batch each; the slowest counts."""
-        programs = make_programs(SCHEDULE, self.graph, self._micro_batches // replicas)
-
-        def of(replica: int) -> Callable[[Action], float]:
-            return lambda action: seconds[type(action)(action.node, action.micro_batch * replicas + replica)]
-
-        return max(play(programs, self.graph, of(replica)).step_s for replica in range(replicas))
+    def replay(self, seconds: Mapping[Action, float]) -> float:
+        """Seconds of a step on devices of their own: the programs of a run, each action as long as it was here."""
+        programs = make_programs(SCHEDULE, self.graph, self._micro_batches)
+        return play(programs, self.graph, seconds.__getitem__).step_s
 
     def replay_alike(self, seconds: Mapping[Action, float]) -> float:
         """The same for micro-batches of one length: each action takes the median of its stage's, so that what else ran

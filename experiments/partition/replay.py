@@ -7,7 +7,6 @@ each stage of the chain. Rounds visit all cuts in turn.
 
 from __future__ import annotations
 
-import ctypes
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.planner.units import Unit
 from dhp.trainer.programs import pipeline_programs
-from experiments.pair import TEXT, VISION, as_batch, join_alone
+from experiments.pair import TEXT, VISION, as_batch, join_alone, keep_freed_memory
 from experiments.partition.chain import SCHEDULE, Chain, Stages, by_stage, plan_chain, stages_of
 from experiments.partition_search.__main__ import at
 from experiments.recompute.work import deal, make_model, make_samples
@@ -151,10 +150,3 @@ def _batch(model: str, shape: Shape, micro_batches: int) -> Batch:
 
 def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
     return median(a / b for a, b in zip(of, to, strict=True))
-
-
-def keep_freed_memory() -> None:
-    """As allocators of GPUs do, so that no action pays for another's new pages. For glibc."""
-    library = ctypes.CDLL(None)
-    library.mallopt(-4, 0)  # M_MMAP_MAX: no mapping for a tensor
-    library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing goes back

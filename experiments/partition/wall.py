@@ -29,9 +29,9 @@ from dhp.trainer.plan import RunPlan
 from dhp.trainer.programs import pipeline_programs
 from dhp.trainer.settings import stage_settings
 from experiments.layouts.ours import LOCAL, TIMEOUT_S, _layout, _train
-from experiments.pair import TEXT, VISION, as_batch, join_alone
+from experiments.pair import TEXT, VISION, as_batch, join_alone, keep_freed_memory
 from experiments.partition.chain import SCHEDULE, STEPS, Chain, plan_chain, stages_of
-from experiments.partition.replay import SHAPE, Shape, cuts_of, keep_freed_memory, measure_units
+from experiments.partition.replay import SHAPE, Shape, cuts_of, measure_units
 from experiments.recompute.work import deal, make_model, make_samples
 
 MICRO_BATCHES = 8

@@ -6,8 +6,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from math import comb
 from typing import Any
 
 import numpy as np
@@ -18,9 +16,8 @@ from dhp.planner.partition.even import by_layers, by_parameters
 from dhp.planner.partition.exact import MOST_CUTS, exact
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.planner.partition.tables import all_cuts, make_tables, steps_of
-from dhp.trainer.programs import pipeline_programs
 from experiments.baselines import by_profile
-from experiments.partition_search.chains import full_size, random_problem
+from experiments.partition_search.chains import random_problem
 
 FEWER = 2_000  # cuts that the search simulates, when it is to miss some
 Find = Callable[[PartitionProblem], float]  # a method's seconds of a step; inf where its cut does not fit
@@ -31,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chains", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args(arguments)
-    for row in [*beside_brute_force(asked.chains, asked.seed), *interleaved(asked.chains // 5, asked.seed), *timed()]:
+    for row in beside_brute_force(asked.chains, asked.seed):
         print(json.dumps(row | {"command": f"python -m experiments.partition_search --chains {asked.chains} "
                                            f"--seed {asked.seed}"}), flush=True)  # fmt: skip
 
@@ -100,47 +97,6 @@ def _figures(gaps: np.ndarray) -> dict[str, Any]:
         "mean_gap": round(float(gaps[fits].mean()), 6),
         "worst_gap": round(float(gaps[fits].max()), 6),
     }
-
-
-def interleaved(chains: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Two runs a stage: what moves find, beside every cut. Chains with few cuts, of which a run simulates all, are left
-    out."""
-    rng, gaps, counts = np.random.default_rng(seed), [], []
-    while len(gaps) < chains:
-        stages = int(rng.integers(2, 4))
-        programs = pipeline_programs("interleaved", stages, 2, stages * int(rng.choice([1, 2, 4])))
-        problem = replace(random_problem(rng), budget_bytes=float("inf"), programs=programs)
-        if comb(len(problem.positions.at) - 2, problem.runs - 1) <= FEWER:
-            continue
-        best, count = fastest(problem)
-        gaps.append(exact(problem, min(10 * FEWER, count - 1)).step_s / best - 1)
-        counts.append(count)
-    own = {"method": "moves", "chains": chains, "seed": seed, "most_cuts": max(counts)}
-    yield {"question": "interleaved", **own, **_figures(np.array(gaps))}
-
-
-def timed() -> Iterator[dict[str, Any]]:
-    """48 + 60 layers over 8 stages, with budgets from none to little more than what recomputing everything takes."""
-    for tower_trains in (True, False):
-        for micro_batches in (8, 32):
-            for budget_gb in (float("inf"), 50.0, 34.0):
-                problem = full_size(tower_trains, micro_batches, 8, budget_gb * 1e9)
-                begin = time.perf_counter()
-                found = exact(problem)
-                seconds = time.perf_counter() - begin
-                others = {f"{name.replace(' ', '_')}_gap": _share(METHODS[name](problem) / found.step_s - 1)
-                          for name in ("bmp by forward", "bmp by work", "layers", "parameters")}  # fmt: skip
-                yield {
-                    "question": "48 + 60 layers, 8 stages", "tower_trains": tower_trains,
-                    "micro_batches": micro_batches, "budget_gb": None if np.isinf(budget_gb) else budget_gb,
-                    "seconds": round(seconds, 2), "proved_gap": round(found.gap, 6), "simulated": found.tried,
-                    "cuts": list(found.cuts), "recomputed": sum(choice != "none" for choice in found.recompute),
-                    **others,
-                }  # fmt: skip
-
-
-def _share(gap: float) -> float | None:
-    return round(gap, 4) if np.isfinite(gap) else None
 
 
 if __name__ == "__main__":

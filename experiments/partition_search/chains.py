@@ -112,15 +112,3 @@ def _layers(rng: np.random.Generator, part: str, count: int, trained: bool, grad
         )
         for at in range(count)
     ]
-
-
-def full_size(tower_trains: bool, micro_batches: int, stages: int, budget_bytes: float) -> PartitionProblem:
-    """48 and 60 layers, of 25 and 130 million parameters and as dear as 1.35 to 1, in units of a decoder's layer."""
-    tower = [
-        layer(f"vision {at}", "vision", 1.35, 25_000_000, 520e6 * tower_trains, 56e6, tower_trains, tower_trains)
-        for at in range(48)
-    ]
-    decoder = [layer(f"text {at}", "text", 1.0, 130_000_000, 330e6, 48e6, True, True) for at in range(60)]
-    units = joined(tower, decoder, (0.1, 0.3, 0.02, 1.2))
-    link = Link(bytes_s=48e6 / 0.1)  # a decoder's hand-over takes a tenth of its layer's forward
-    return PartitionProblem(units, pipeline_programs("1f1b", stages, 1, micro_batches), link, budget_bytes)

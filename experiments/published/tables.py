@@ -51,9 +51,6 @@ def score(table: Row, rows: Sequence[Row], group: str, goal: Row | None, **more:
     found = errors(rows, group)
     reached = {"median": round(median(found), 4), "max": round(max(found), 4)}
     met = None if goal is None else all(reached[key] <= goal[key] for key in reached)
-    counts = {
-        "fitted": sum(row["role"] == FIT and row["group"] == group for row in rows),
-        "held_out": len(found),
-    }
+    counts = {"fitted": sum(row["role"] == FIT and row["group"] == group for row in rows), "held_out": len(found)}
     line = {"source": table["source"], "score": group, **counts, **reached, "goal": goal, "met": met}
     return {**line, **more, "inferred": table["inferred"]}

@@ -14,12 +14,7 @@ FIRST = ("alignment", "pretraining")  # that all ways share
 STAGES = {3: ("short_finetuning",), 4: ("extension_to_8k", "extension_to_16k")}  # by their numbers in LongVILA
 LAST = "long_finetuning"
 # As table 6 has them.
-WAYS = {
-    "all stages": (),
-    "without 3": (3,),
-    "without 4": (4,),
-    "without 3 and 4": (3, 4),
-}
+WAYS = {"all stages": (), "without 3": (3,), "without 4": (4,), "without 3 and 4": (3, 4)}
 VIDEOS = {"short": (16, 32), "medium": (48, 64), "long": (96, 128)}  # frames; training has 16 to 64
 PICTURES = "pictures"
 SEED = 1  # of held-out samples; those of training have seed 0

@@ -16,7 +16,6 @@ import pytest
 
 from experiments.chaos.__main__ import summary
 from experiments.chaos.faults import ACTORS, DAMAGE, FULL, KILL, STOP, Fault, draw, harm
-from experiments.chaos.formula import HOURS_1024, Times, of_1024_gpus
 from experiments.chaos.judge import judge
 from experiments.chaos.points import Point, names, points
 from experiments.chaos.run import INJECT, Observed, Watch
@@ -201,19 +200,6 @@ def test_a_file_is_harmed_as_the_fault_says(disturbed: Path) -> None:
     assert not file.exists()
     harm(Fault(DAMAGE, "manifest", 3), disturbed)
     assert not (newest / "checkpoint.json").exists()
-
-
-def test_the_share_of_time_that_stays() -> None:
-    times = Times(between=100.0, step=1.0, interval=10, stall=0.0, detect=1.0, stop=2.0, start=17.0)
-    assert times.lost == 5.0
-    assert times.effective() == pytest.approx(95 / 120)
-    stalled = Times(100.0, 1.0, 10, 2.5, 1.0, 2.0, 17.0)
-    assert stalled.effective() == pytest.approx(95 * 10 / 12.5 / 120)
-    warm = Times(100.0, 1.0, 10, 0.0, 1.0, 2.0, 17.0, warm=3.0, written=2.0)
-    assert warm.lost == 7.0 and warm.effective() == pytest.approx(90 / 120)
-    large = of_1024_gpus(times)
-    assert large.between == HOURS_1024 * 3600 and (large.interval, large.lost, large.start) == (60, 300.0, 300.0)
-    assert large.effective() == pytest.approx((28440 - 300) / (28440 + 303))
 
 
 def test_a_summary_has_the_largest_seconds_of_kills() -> None:

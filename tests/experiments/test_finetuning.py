@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from dhp.core.parameters import ADAPTER
 from dhp.models.registry import load_family
-from experiments.finetuning import evaluation, features, lora
+from experiments.finetuning import lora
 from experiments.finetuning.frozen import Left, measure, share_left
 from experiments.finetuning.ways import BACKWARD, FORWARD, OPTIMIZER, Step, Timed, require_bytes
 from experiments.pair import VISION
@@ -35,48 +34,6 @@ def test_the_bound_leaves_what_is_trained() -> None:
     assert share_left(full, Left(1.0, 1.0)) == 1
     assert share_left(full, Left(0.0, 0.0)) == pytest.approx(0.6)
     assert share_left(full, Left(0.5, 0.0)) == pytest.approx(0.75)
-
-
-def test_evaluation_has_the_steps_loss_and_costs_less() -> None:
-    (row,) = evaluation.measure(1, {"tower": 32, "decoder": 32, "layers": 2}, side=8)
-    assert row["samples"] == evaluation.SAMPLES
-    assert row["evaluation_to_step"] == pytest.approx(row["evaluation_s"] / row["step_s"], rel=0.1)
-
-
-def test_features_from_disk_leave_the_tower_out() -> None:
-    rows = {row["train"]: row for row in features.measure(1, {"tower": 32, "decoder": 32, "layers": 2}, side=8)}
-    assert list(rows) == ["all", "nothing", "nothing, cached"]
-    assert rows["all"]["speed_ratio"] == rows["all"]["bound_ratio"] == 1
-    for row in rows.values():
-        assert row["step_s"] >= row["reading_s"] > 0 and row["text_s"] > 0
-    # The verb alone that asks the frozen tower for its norm and its report is left.
-    assert rows["nothing, cached"]["vision_s"] < rows["nothing"]["vision_s"] < rows["all"]["vision_s"]
-
-
-def test_what_features_leave_is_text() -> None:
-    spent = {FORWARD: 2.0, BACKWARD: 3.0, OPTIMIZER: 1.0}
-    full = features.Taken(Step(9.0, spent, 0.0), 1.0, 0)
-    assert features.share_left(full, "all") == 1
-    assert features.share_left(full, "nothing") == pytest.approx(0.6)
-    assert features.share_left(full, "nothing, cached") == pytest.approx(0.4)
-
-
-def test_a_step_that_reads_no_features_is_told() -> None:
-    idle = dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER), 0.0)
-    one = features.Taken(Step(1.0, idle, 2.0), 0.0, 0)
-    ways = dict.fromkeys(("all", "nothing", "nothing, cached"), one)
-    read = {**ways, "nothing, cached": replace(one, cached=1)}
-    features.require_same([ways, read])
-    for wrong, told in (
-        (ways, "read features of 0 pictures"),
-        ({**read, "nothing": replace(one, step=replace(one.step, loss=2.5))}, "with features from disk and without"),
-        ({**read, "nothing, cached": replace(one, cached=1, step=replace(one.step, vision={**idle, FORWARD: 1.0}))},
-         "the tower ran"),
-    ):  # fmt: skip
-        with pytest.raises(AssertionError, match=told):
-            features.require_same([ways, wrong])
-    with pytest.raises(AssertionError, match="losses before any update"):
-        features.require_same([{**ways, "all": replace(one, step=replace(one.step, loss=2.5))}])
 
 
 @pytest.fixture

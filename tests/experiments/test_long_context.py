@@ -18,11 +18,11 @@ from experiments.long_context import inference, schedule, two_stages
 from experiments.long_context.long_sets import SETS, TILE, _held, places, shared_row, sp_ratios
 from experiments.long_context.longest import Way, _longest
 from experiments.long_context.longest_prompt import ALONE, count, longest
-from experiments.long_context.ranks import on_ranks
 from experiments.long_context.sampler_picture import draw, kinds_of
 from experiments.long_context.steps import PEER, _require_same
 from experiments.long_context.work import make_model, make_row
 from experiments.pair import TEXT, VISION
+from experiments.ranks import on_ranks
 from experiments.recompute.work import START
 from tests.helpers.figures import Sentences, missing, rows
 

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 
 from dhp.core.axes import Degrees
-from dhp.data.balance.packs import Packs
 from dhp.planner.partition.exact import exact
-from dhp.planner.partition.problem import Partition, PartitionProblem
-from dhp.planner.units import Unit
+from dhp.planner.partition.problem import PartitionProblem
 from dhp.trainer.programs import pipeline_programs
 from experiments.pair import TEXT, VISION, as_batch, join_alone
 from experiments.partition.chain import Chain, Stages, plan_chain, stages_of
 from experiments.partition.chains import Asked, chains
-from experiments.partition.components import deal_packs, draw_samples, recompute_of
 from experiments.partition.paper import BMP_LAYERS, STAGES
 from experiments.partition.published import (
     columns,
@@ -136,21 +133,6 @@ def test_a_replay_is_the_simulated_step_where_no_device_is_shared(small_model: s
         assert found.replay(dict.fromkeys(seconds, 1.0)) == 2 * (micro_batches + 3 - 1)
         odd = dict.fromkeys(seconds, 1.0) | {next(iter(seconds)): 50.0}  # what one micro-batch alone took
         assert found.replay(odd) > found.replay_alike(odd) == 2 * (micro_batches + 3 - 1)
-
-
-def test_recompute_is_written_as_the_keys_have_it() -> None:
-    units = [Unit(str(at), part, 1, 1.0, 2.0) for at, part in enumerate([VISION] * 3 + [TEXT] * 2)]
-    found = Partition((3,), 1.0, ("all", "none", "all", "none", "none"))
-    assert recompute_of(units, found) == {VISION: "all:0,2", TEXT: "none"}
-
-
-def test_packs_are_the_micro_batches_of_a_step(small_model: str) -> None:
-    samples = draw_samples(6, seed=3)
-    packs = Packs(np.array([5, 0, 1, 2, 4, 3]), np.array([1, 4, 6]))
-    batch = deal_packs(small_model, samples, packs, packing=True)
-    assert len(batch.work[TEXT]) == len(batch.work[VISION]) == 3
-    lengths = [tuple(len(samples[at].input_ids) for at in packs.pack(number)) for number in range(3)]
-    assert [shard.samples for (shard,) in batch.work[TEXT]] == lengths
 
 
 def test_a_problem_has_a_stage_for_each_device() -> None:

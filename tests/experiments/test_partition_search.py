@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dhp.planner.partition.exact import exact
-from experiments.partition_search.__main__ import METHODS, beside_brute_force, fastest, interleaved
-from experiments.partition_search.chains import full_size, random_problem
+from experiments.partition_search.__main__ import METHODS, beside_brute_force, fastest
+from experiments.partition_search.chains import random_problem
 
 
 def test_the_search_is_as_fast_as_brute_force_and_no_rule_is_faster() -> None:
@@ -17,11 +17,6 @@ def test_the_search_is_as_fast_as_brute_force_and_no_rule_is_faster() -> None:
     assert by_method["exact"]["equal"] == by_method["exact"]["fits"] == 8 and by_method["exact"]["worst_gap"] < 1e-9
     assert all(row["mean_gap"] > -1e-9 for row in found)
     assert by_method["parameters"]["worst_gap"] > 0.05  # a rule that is seen to be worse
-
-
-def test_interleaved_runs_are_compared_with_all_cuts() -> None:
-    (row,) = interleaved(chains=2, seed=5)
-    assert row["most_cuts"] > 2000 and 0 <= row["worst_gap"] < 0.05
 
 
 def test_chains_are_what_they_are_said_to_be() -> None:
@@ -39,9 +34,3 @@ def test_chains_are_what_they_are_said_to_be() -> None:
 def test_brute_force_tries_more_than_the_search_does() -> None:
     problem = random_problem(np.random.default_rng(1))
     assert exact(problem).tried < fastest(problem)[1]
-
-
-def test_the_large_model_has_both_parts_layers() -> None:
-    problem = full_size(False, 8, 8, float("inf"))
-    assert sum(unit.layers for unit in problem.units) == 108 and problem.stages == 8
-    assert exact(problem).gap == 0

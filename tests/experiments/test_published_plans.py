@@ -1,17 +1,12 @@
-"""Plans at published lengths: what a search keeps, rates of a machine, rows, and the panel that is drawn of them."""
+"""Plans at published lengths: what a search keeps, rates of a machine and rows."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from PIL import Image
 
 from dhp.config.devices import GIB
 from experiments.published import planned
-from experiments.published.lengths_panel import COLOURS, curves
 from experiments.published.machine import Fitted, rates_of
-from experiments.published.plot import draw
 from experiments.published.tables import PLANNED
 
 CELLS = [
@@ -85,20 +80,3 @@ def test_layouts_in_words() -> None:
 def test_a_length_without_a_layout_has_no_figure() -> None:
     row = planned.planned_row("planned", CELLS[:2], 16, None, patches=64, batch=4)
     assert (row["predicted"], row["ratio"], row["met"]) == (None, None, False)
-
-
-@pytest.mark.slow
-def test_curves_and_their_panel(tmp_path: Path, rows: list[dict]) -> None:
-    found = curves(rows)
-    assert list(found) == list(COLOURS)
-    assert found["best published"] == {64: 5000, 256: 1000}
-    small = [row for row in rows if (row["search"], row["state_bytes"]) == ("planned", 10)]
-    assert found["planned, 10 B a parameter"] == {row["patches"]: row["predicted"] for row in small}
-    cell = {"role": "fit", "source": "made", "group": "", "unit": "seconds", "error": 0.0}
-    two = [{**cell, "published": 1, "predicted": 1}, {**cell, "published": 2, "predicted": 2}]
-    sizes = []
-    for drawn in (two, [*two, *rows]):
-        draw(drawn, tmp_path / "plot.png")
-        with Image.open(tmp_path / "plot.png") as picture:
-            sizes.append(picture.size[0])
-    assert sizes[1] > sizes[0]  # a panel more

@@ -1,0 +1,48 @@
+"""`python -m experiments.micro [--only QUESTION …] [--rounds N]`: small questions, as JSON lines.
+
+compile: steps with compiled layers beside others. kernels: with dhp's kernels beside the library's own code.
+handoff: a tensor from a vision to a text actor, against one copy of it; all of a step's at 16k patches.
+tensor_host: what a decoder layer costs the host, cut and whole.
+checkpoint: how long saving holds training up, beside torch's distributed checkpoint.
+experts: experts shared out among two replicas, or cut over two tensor ranks.
+jsonl_index: what a large JSONL file costs before training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from experiments.micro import actors, elementwise, experts, files
+
+# From the arguments to the lines. A further question is a function and a line here.
+QUESTIONS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
+    "compile": elementwise.compiled,
+    "kernels": elementwise.kernels,
+    "handoff": actors.handoff,
+    "tensor_host": elementwise.tensor_host,
+    "checkpoint": files.checkpoint,
+    "experts": lambda given: iter(experts.compare(given.rounds or 15, given.tokens)),
+    "jsonl_index": files.jsonl_index,
+}
+
+
+def main() -> None:
+    """Print the lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS), metavar="QUESTION")
+    parser.add_argument("--rounds", type=int, help="or steps; each question's own by default")
+    parser.add_argument("--families", nargs="+", help="of compile and kernels, as `experiments.families` names them")
+    parser.add_argument("--tokens", type=int, default=256, help="of a sample of experts")
+    parser.add_argument("--mb", type=int, default=500, help="of checkpoint")
+    parser.add_argument("--lines", type=int, default=5_000_000, help="of jsonl_index")
+    given = parser.parse_args()
+    for question in given.only:
+        for row in QUESTIONS[question](given):
+            print(json.dumps({"question": question} | row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
