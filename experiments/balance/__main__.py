@@ -16,11 +16,8 @@ from typing import Any
 from dhp.data.balance.methods import BALANCE_METHODS as METHODS
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
-from experiments.balance.bounds import least_packs
-from experiments.balance.columns import row_columns
-from experiments.balance.preprocessing import passes_rows, preprocessing_rows
-from experiments.balance.sets import made, read
-from experiments.balance.sweeps import SWEEPS, sweep_rows
+from experiments.balance.sets import least_packs, made, read, row_columns
+from experiments.balance.sweeps import SWEEPS, passes_rows, preprocessing_rows, sweep_rows
 from experiments.baselines import PADDED
 
 MADE = "made 1.2M"

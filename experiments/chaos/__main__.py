@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from dhp.supervise.driver import adopt_orphans
-from experiments.chaos.faults import FULL, KILL, draw, harm, strike
 from experiments.chaos.judge import Judged
-from experiments.chaos.laboratory import Laboratory
+from experiments.chaos.laboratory import FULL, KILL, Laboratory, draw, harm, strike
 from experiments.chaos.partition import cut_and_mend, two_nodes
-from experiments.chaos.points import points
+from experiments.chaos.points import LONG, lengths_of, points
 from experiments.chaos.run import Observed
-from experiments.chaos.scenarios import LONG, lengths_of
 from experiments.commands import command_of
 
 Row = dict[str, Any]

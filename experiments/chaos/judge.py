@@ -14,8 +14,8 @@ from dhp.checkpoint.folder import checkpoints, step_of
 from dhp.checkpoint.manifest import check_checkpoint
 from dhp.checkpoint.source import read_shards
 from dhp.core.errors import CheckpointError
+from experiments.chaos.points import USERS_FILES
 from experiments.chaos.run import Observed
-from experiments.chaos.scenarios import USERS_FILES
 
 SAME = ("loss", "grad_norm", "sample_digest")  # of a line of metrics.jsonl, to the bit
 _OPTIMIZER = "optimizer"

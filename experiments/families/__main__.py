@@ -22,8 +22,7 @@ import torch
 from transformers.utils import logging
 
 from dhp.cluster.host import keep_freed_memory
-from experiments.families.models import save_model
-from experiments.families.work import MICRO_BATCHES, ROWS, Data, MicroBatches, Ours, Plain
+from experiments.families.work import MICRO_BATCHES, ROWS, Data, MicroBatches, Ours, Plain, save_model
 from experiments.pair import TEXT, VISION, join_alone
 from tests.helpers.tiny_families import FAMILIES
 

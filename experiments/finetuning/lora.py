@@ -17,8 +17,7 @@ from dhp.core.parameters import AdapterSettings
 from dhp.data.sampling.dataset import StepSamples
 from dhp.models.family import Family
 from dhp.models.lora import find_targets
-from experiments.families.models import save_model
-from experiments.families.work import MICRO_BATCHES, Data, MicroBatches, Plain
+from experiments.families.work import MICRO_BATCHES, Data, MicroBatches, Plain, save_model
 from experiments.finetuning.ways import STATES, Trained, Way, require_bytes
 from experiments.pair import TEXT, VISION, join_alone
 

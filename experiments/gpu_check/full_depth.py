@@ -1,22 +1,22 @@
-"""Rows: Qwen2.5-VL 3B at full depth in one process: dhp's two parts in turn, and the plain model beside them."""
+"""Rows: Qwen2.5-VL 3B at full depth in one process beside the plain model, its answers, and equal bits."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from dhp.core.batch import StepInfo
+from dhp.core.batch import IGNORED, StepInfo
 from dhp.core.reports import DeviceInfo
 from dhp.data.sample.sample import Sample
 from dhp.observe.mfu import known_peaks
-from experiments.gpu_check.dry_run import agree, footprint_of
-from experiments.gpu_check.pair import free, shared_pair, time_steps
-from experiments.gpu_check.plain_loop import PlainLoop
-from experiments.gpu_check.samples import deal, make_samples, sizes
+from experiments.gpu_check.pair import PlainLoop, free, shared_pair, start_pair, time_steps
 from experiments.gpu_check.setting import Setting
-from experiments.gpu_check.shape import make_shape
+from experiments.gpu_check.shape import agree, deal, deal_prompt, footprint_of, make_samples, make_shape, sizes
 from experiments.pair import TEXT, VISION
 
 
@@ -111,3 +111,63 @@ def _tensor_bytes(trainer: Any) -> int:
     """Parameters, and the optimizer's state but its counters, where there is no allocator to ask."""
     state = (one for of in trainer.optimizer.optimizer.state.values() for one in of.values() if one.dim())
     return sum(tensor.nbytes for tensors in (trainer.model.parameters(), state) for tensor in tensors)
+
+
+MORE_TEXT = 500  # tokens beside those of a sample of training, so that a prompt has about two thousand
+
+
+def check_answer(setting: Setting, new_tokens: int) -> dict[str, Any]:
+    """One prompt with a picture, answered twice: the second one counts. Right where both answers are the same."""
+    folder, wanted = make_shape(setting), sizes(setting, 1)
+    if setting.cuda:
+        wanted = replace(wanted, text_tokens=wanted.text_tokens + MORE_TEXT)
+    (sample,) = make_samples(folder, wanted)
+    prompt = replace(sample, labels=np.full_like(sample.labels, IGNORED))
+    data, pair = deal_prompt(setting, folder, prompt, new_tokens), shared_pair(setting)
+    first, answer = pair.answer(data), pair.answer(data)
+    decoding = answer.seconds - answer.prefill_s
+    return {
+        "ok": len(answer.token_ids) == new_tokens and answer.token_ids == first.token_ids,
+        "prompt_tokens": answer.prompt_tokens,
+        "new_tokens": len(answer.token_ids),
+        "prefill_ms": round(answer.prefill_s * 1e3, 3),
+        "ms_a_token": round(decoding * 1e3 / (new_tokens - 1), 3),
+        "tokens_per_s": round((new_tokens - 1) / decoding, 2),
+        "cache_bytes": answer.cache_bytes,
+        "peak_bytes": answer.peak_bytes,
+    }
+
+
+LAYERS, STEPS = 2, 2
+
+
+def check_bits(setting: Setting, deterministic: bool) -> dict[str, Any]:
+    """Both parts begun twice from the same seed. Where it is promised the bits must be equal, else it is an answer."""
+    free()
+    folder = make_shape(setting, LAYERS)
+    data = deal(setting, folder, make_samples(folder, sizes(setting, 2)))
+    runs = [_run(setting, folder, data, deterministic) for _ in range(2)]
+    (first, losses, _), (second, others, seconds) = runs
+    differing = sorted(name for name in first if not torch.equal(first[name], second[name]))
+    equal = not differing and losses == others
+    return {
+        "ok": equal or not deterministic,
+        "equal": equal,
+        "losses": [losses, others],
+        "differing_weights": len(differing),
+        "first_differing": differing[:3],
+        "step_ms": round(seconds * 1e3, 3),
+    }
+
+
+def _run(setting: Setting, folder: str, data: Any, deterministic: bool) -> tuple[dict[str, Any], list[float], float]:
+    """Weights at the end, the loss of each step, and the seconds of the last step."""
+    pair, losses, seconds = start_pair(setting, folder, "light", deterministic=deterministic), [], 0.0
+    for _ in range(STEPS):
+        setting.wait()
+        begin = time.perf_counter()
+        losses.append(pair.step(data)[1].loss)
+        setting.wait()
+        seconds = time.perf_counter() - begin
+    named = (one for trainer in (pair.vision, pair.text) for one in trainer.model.named_parameters())
+    return {name: parameter.detach().cpu().clone() for name, parameter in named}, losses, seconds

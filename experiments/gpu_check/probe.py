@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from experiments.gpu_check import older_torch
+from experiments.gpu_check import stand_ins
 from experiments.gpu_check.setting import Setting
 
 LAYERS = 2  # of the parts that are asked which kernels they got
@@ -25,7 +25,7 @@ USED = (
     "dhp.planner.planner",
     "dhp.trainer.memory",
     "dhp.doctor.trial",
-    "experiments.gpu_check.ray_stand_in",
+    "experiments.gpu_check.stand_ins",
     "dhp.cluster.worker",
 )
 PACKAGES = (
@@ -89,7 +89,7 @@ def check_registry(setting: Setting) -> dict[str, Any]:
     block = choose_kernel(torch.empty(1, 16, 128, device=device, dtype=setting.dtype))
     return {
         "ok": not setting.cuda or (varlen and all(set(found) >= best for found in uses.values())),
-        "attention": f"one call for all segments ({older_torch.WAY})" if varlen else "SDPA, length by length",
+        "attention": f"one call for all segments ({stand_ins.WAY})" if varlen else "SDPA, length by length",
         "ring_block": type(block).__name__,
         "loss": f"in chunks of {CHUNK_ROWS} rows",
         "kernels": uses,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import experiments.gpu_check.ray_stand_in  # noqa: F401
+import experiments.gpu_check.stand_ins  # noqa: F401
 from dhp.cluster.remote_values import RemoteValue
 from dhp.cluster.transport.shared_memory import CUDA_IPC, pin, unpin
 from dhp.core.batch import Bundle
@@ -28,12 +28,10 @@ from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from experiments.gpu_check.dry_run import agree, footprint_of
 from experiments.gpu_check.pair import UPDATE, free, start_pair
 from experiments.gpu_check.ranks import Ranks
-from experiments.gpu_check.samples import deal, make_samples, sizes
 from experiments.gpu_check.setting import Setting
-from experiments.gpu_check.shape import built_on, make_shape
+from experiments.gpu_check.shape import agree, built_on, deal, footprint_of, make_samples, make_shape, sizes
 from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
 
 LAYERS, STEPS = 2, 3

@@ -96,16 +96,16 @@ SECTIONS = (
         "kernels",
         50.0,
         (
-            _row("gate in a fresh process", "elementwise.check_gate", fresh=True),
+            _row("gate in a fresh process", "kernels.check_gate", fresh=True),
             _row("varlen, head dim 80", "kernels.check_varlen", 80, False),
             _row("varlen, head dim 128, grouped, causal", "kernels.check_varlen", 128, True),
             _row("block, head dim 80", "kernels.check_block", 80, False),
             _row("block, head dim 128, grouped", "kernels.check_block", 128, False),
             _row("block, head dim 128, grouped, causal", "kernels.check_block", 128, True),
-            _row("patch embedding", "patches"),
-            _row("RMS norm", "elementwise.check_norm"),
-            _row("rotary positions of the tower", "elementwise.check_rotary"),
-            _row("SDPA by length", "elementwise.check_sdpa"),
+            _row("patch embedding", "kernels.check_patches"),
+            _row("RMS norm", "kernels.check_norm"),
+            _row("rotary positions of the tower", "kernels.check_rotary"),
+            _row("SDPA by length", "kernels.check_sdpa"),
         ),
     ),
     Section(
@@ -129,7 +129,7 @@ SECTIONS = (
             _compiled(4),
         ),
     ),
-    Section("profile", 50.0, (_row("4 samples, recompute full", "profile", 4, "full"),)),
+    Section("profile", 50.0, (_row("4 samples, recompute full", "recompute.check_profile", 4, "full"),)),
     Section(
         "processes",
         70.0,
@@ -149,12 +149,15 @@ SECTIONS = (
             *(_row(f"8 samples, {kind}", "recompute.check_kind", 8, kind) for kind in KINDS),
         ),
     ),
-    Section("generation", 20.0, (_row("64 new tokens", "generation", 64),)),
+    Section("generation", 20.0, (_row("64 new tokens", "full_depth.check_answer", 64),)),
     Section("waits", 20.0, tuple(_row(name, "waits", name) for name in IN_ONE_PROCESS)),
     Section(
         "determinism",
         30.0,
-        (_row("as it is", "determinism", False), _row("training.deterministic", "determinism", True, fresh=True)),
+        (
+            _row("as it is", "full_depth.check_bits", False),
+            _row("training.deterministic", "full_depth.check_bits", True, fresh=True),
+        ),
     ),
 )
 UNANSWERED = (

@@ -139,7 +139,7 @@ def _answer(row: Mapping[str, Any], device: str, folder: Path) -> dict[str, Any]
     try:
         import torch
 
-        import experiments.gpu_check.older_torch  # noqa: F401  before dhp
+        import experiments.gpu_check.stand_ins  # noqa: F401  before dhp
         from experiments.gpu_check.setting import NotHere, Setting
 
         try:

@@ -16,13 +16,20 @@ from dhp.config.command_line import compose_config
 from dhp.observe.ranks import RankLine, read_rank_lines
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings
-from experiments.balance_effect.dataset import ANNOTATIONS, make_dataset, texts
-from experiments.balance_effect.entry import place, train
-from experiments.balance_effect.model import make_model
+from experiments.balance_effect.made import ANNOTATIONS, make_dataset, make_model, place, texts, train
 from experiments.commands import ROOT
 from experiments.imbalance.inject.sitecustomize import VARIABLE
-from experiments.imbalance.spread import activation_mib, device_tokens, forward_ms, moments, spreads
-from experiments.imbalance.ways import IN_FLIGHT, MICRO_BATCH, REPLICAS, overrides
+from experiments.imbalance.spread import (
+    IN_FLIGHT,
+    MICRO_BATCH,
+    REPLICAS,
+    activation_mib,
+    device_tokens,
+    forward_ms,
+    moments,
+    overrides,
+    spreads,
+)
 
 CONFIG = Path(__file__).with_name("config.yaml")
 INJECT = Path(__file__).parent / "inject"

@@ -15,8 +15,7 @@ from typing import Any
 import torch.multiprocessing as multiprocessing
 
 from dhp.data.sample.sample import Sample
-from experiments.layouts.hosts import HOSTS, become_private, make_hosts
-from experiments.layouts.links import H100, match
+from experiments.layouts.links import H100, HOSTS, become_private, make_hosts, match
 from experiments.layouts.ours import LAYOUTS, LOCAL, NAMES, run_layout
 from experiments.layouts.peers import PEERS, serve_peer
 from experiments.layouts.work import DECODERS, SIDES, Run, count_tokens, make_batch, make_model

@@ -34,7 +34,7 @@ from dhp.parallel.recompute.saved_tensors import SavedTensors
 from dhp.parallel.tensor.loss import token_loss_sum
 from dhp.parallel.traffic import count_collectives
 from experiments.layouts.autosp import SplitObjective
-from experiments.layouts.hosts import enter
+from experiments.layouts.links import enter
 from experiments.layouts.work import Run
 
 ATTENTION = "flash_all_segments"

@@ -25,8 +25,7 @@ from dhp.parallel.recompute.layers import RecomputedLayers
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.slices import use_local_slices
 from dhp.tiny.assets import make_tiny_assets
-from experiments.families.models import save_model
-from experiments.families.work import Data, Ours
+from experiments.families.work import Data, Ours, save_model
 from experiments.pair import join_alone
 
 COMPILED = ("qwen2_5_vl", "llava_clip")

@@ -26,14 +26,14 @@ def replay(rounds: int) -> Rows:
 
 def chains(rounds: int) -> Rows:
     """A step of a large model's chain, as it is planned."""
-    from experiments.partition.chains import chains as planned
+    from experiments.partition.chain import chains as planned
 
     return planned()
 
 
 def wall(rounds: int) -> Rows:
     """Wall time of real chains of two devices, beside their replay."""
-    from experiments.partition.wall import walls
+    from experiments.partition.replay import walls
 
     return walls(rounds)
 

@@ -22,8 +22,18 @@ from dhp.planner.units import Unit
 from dhp.trainer.programs import pipeline_programs
 from experiments.baselines import by_profile
 from experiments.pair import TEXT, VISION
-from experiments.partition.paper import BMP_LAYERS, COLUMNS, FREE, FREE_AT_LAST, STAGES
-from experiments.partition.shapes import LINK, MODELS, Model, model_named, units_of
+from experiments.partition.shapes import (
+    BMP_LAYERS,
+    COLUMNS,
+    FREE,
+    FREE_AT_LAST,
+    LINK,
+    MODELS,
+    STAGES,
+    Model,
+    model_named,
+    units_of,
+)
 from experiments.partition_search.__main__ import at
 
 MAIN = "InternViT 6B + InternLM2 20B"

@@ -4,18 +4,77 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from experiments.plan_accuracy.cases import CASES
-from experiments.plan_accuracy.groups import GROUPS
+from experiments.plan_accuracy.cases import CASES, GROUPS
 from experiments.plan_accuracy.memory import memory_rows, memory_scores
-from experiments.plan_accuracy.plot import draw
 from experiments.plan_accuracy.seconds import ROUNDS, time_rows, time_scores
-from experiments.plan_accuracy.slow_link import limit, run_inside
+from experiments.published.canvas import TOP, Canvas, beside_panel
+
+COLOURS = ("#00798c", "#d1495b", "#edae49", "#66a182", "#2e4057")
+Points = Mapping[str, Sequence[tuple[float, float]]]  # by name, measured and predicted
+
+
+def panels_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    """By title."""
+    memory = [row for row in rows if row["mode"] == "memory" and "case" in row]
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for count in ("saved", "live"):
+        for row in memory:
+            if row[f"{count}_measured"]:
+                part = str(row["stage"]).partition(".")[0]
+                pair = (row[f"{count}_measured"] / 1e6, row[f"{count}_predicted"] / 1e6)
+                found.setdefault(f"{count} bytes, MB", {}).setdefault(part, []).append(pair)
+    for row in rows:
+        if "measured_s" in row:
+            pair = (row["measured_s"], row["predicted_s"])
+            found.setdefault("seconds a step", {}).setdefault(row["group"], []).append(pair)
+    return {title: dict(own) for title, own in found.items()}
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write a PNG."""
+    panels = panels_of(rows)
+    canvas = Canvas(max(1, len(panels)))
+    canvas.text(canvas.left(0), 10, "predicted (up) beside measured (across); the line: equal")
+    for at, (title, own) in enumerate(panels.items()):
+        left, colours = canvas.left(at), dict(zip(own, cycle(COLOURS)))
+        beside_panel(canvas, left, title, [(*pair, colours[name]) for name, pairs in own.items() for pair in pairs])
+        for number, (name, colour) in enumerate(colours.items()):
+            canvas.dot(left + 12, TOP + 13 + 15 * number, colour)
+            canvas.text(left + 20, TOP + 6 + 15 * number, name)
+    canvas.save(path)
+
+
+INSIDE = "PLAN_ACCURACY_INSIDE"  # set where the namespace is there
+BURST_BYTES, QUEUE_BYTES = 1 << 20, 32 << 20
+
+
+def run_inside(arguments: Sequence[str]) -> None:
+    """Begin the command again in a namespace that ends with it. Does not return, unless it is in there already; ends
+    the process where this is not root, or the kernel makes none."""
+    if os.environ.get(INSIDE):
+        return
+    if os.geteuid():
+        sys.exit("--mbit needs root: a network namespace of its own is made, so that nothing else is slowed down")
+    command = ["unshare", "--net", "--kill-child", sys.executable, "-m", "experiments.plan_accuracy", *arguments]
+    os.environ[INSIDE] = "1"
+    os.execvp(command[0], command)
+
+
+def limit(mbit: int) -> None:
+    """So many millions of bits a second over this namespace's loopback, which is taken up."""
+    bucket = f"rate {mbit}mbit burst {BURST_BYTES} limit {QUEUE_BYTES}"
+    for line in ("ip link set lo up", f"tc qdisc replace dev lo root tbf {bucket}"):
+        subprocess.run(line.split(), check=True)
+
 
 MEMORY, TIME = MODES = ("memory", "time")
 

@@ -12,9 +12,8 @@ from dhp.trainer.forecast.samples import EqualSamples
 from dhp.trainer.forecast.search import search
 from experiments.published.longvila import DECODER as WHOLE
 from experiments.published.longvila import PROFILES, TABLE, THOUSAND, step_seconds
-from experiments.published.machine import FORMAT, NODE, Fitted
+from experiments.published.machine import FORMAT, NODE, VALUE, Fitted
 from experiments.published.planned import Model, described
-from experiments.published.shapes import VALUE
 from experiments.published.tables import HELD_OUT, PLANNED, Row
 
 LONGEST = TABLE["longest"]

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from dhp.planner.rates import Sent, Work, soft_maximum, spend
-from experiments.published.machine import PASSES, Fitted, fit, head_of, rates_of, trained
-from experiments.published.shapes import VALUE, decoder_named
+from experiments.published.machine import PASSES, VALUE, Fitted, decoder_named, fit, head_of, rates_of, trained
 from experiments.published.tables import UNEXPLAINED, Row, compared, read_table, score
 
 TABLE = read_table("longvila")

@@ -1,17 +1,121 @@
-"""What a device does in a second, from dhp's tables of devices and links, by factors that a fit changes; the passes of
-training from a forward."""
+"""What a device does in a second, and towers and decoders by their shapes.
+
+Operations are those that dhp counts; a matrix has as many parameters as a token takes multiply-adds of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+
+from transformers import LlamaConfig, Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
 from dhp.config.devices import find_device, find_link
-from dhp.models.flops import OPERATIONS
+from dhp.models.families.grid import grid_work
+from dhp.models.flops import OPERATIONS, TextWork, VisionWork, text_work
 from dhp.planner import rates
 from dhp.planner.rates import Rates, Work
-from experiments.published.shapes import Decoder
 from experiments.published.tables import read_table
+
+VALUE = 2  # bytes of a bf16 number
+MERGED = 4  # patches that become one token
+TILE, CLASS_TOKEN, TILE_PATCH = 1024, 1, 14  # patches of a tile, tokens beside them, a patch's side in pixels
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """layers; hidden, keys, inner: widths; words: of the vocabulary; work: multiply-adds as dhp counts them."""
+
+    layers: int
+    hidden: int
+    keys: int
+    inner: int
+    words: int
+    head_width: int
+    work: TextWork
+
+    @property
+    def parameters(self) -> int:
+        """Of layers, embedding and head."""
+        return self.work.token + 2 * self.work.target
+
+    def forward(self, tokens: float, squares: float) -> Work:
+        """Operations of all layers for so many tokens, whose samples' squared lengths sum up to `squares`."""
+        return Work(OPERATIONS * self.work.token * tokens, OPERATIONS * self.work.pair * squares / 2)
+
+    def moved(self, per_token: tuple[float, float, float], tokens: float, ranks: int, norms_cut: bool) -> Work:
+        """Elementwise bytes of all layers on one of so many tensor ranks. norms_cut: norms are divided as well."""
+        norms, rotary, gate = per_token
+        cut = (rotary * (self.hidden + self.keys) + gate * self.inner) / ranks
+        return Work(elementwise=self.layers * tokens * (norms * self.hidden / (ranks if norms_cut else 1) + cut))
+
+
+@dataclass(frozen=True)
+class Tower:
+    """layers, of which `full` attend to whole pictures; hidden, inner: widths; out: the decoder's; work: multiply-adds
+    as dhp counts them."""
+
+    layers: int
+    full: int
+    hidden: int
+    inner: int
+    out: int
+    work: VisionWork
+
+    @property
+    def parameters(self) -> int:
+        """Of patch embedding, layers and merger."""
+        return self.work.patch + self.work.token + self.work.embedding
+
+    def forward(self, patches: float, windows: float, pictures: float) -> Work:
+        """Operations of all layers. windows, pictures: sums of their squared lengths."""
+        seen = self.work.window_pair * windows + self.work.segment_pair * pictures
+        return Work(OPERATIONS * self.work.token * patches, OPERATIONS * seen)
+
+    def moved(self, per_token: tuple[float, float, float], patches: float, ranks: int) -> Work:
+        """Elementwise bytes of all layers on one of so many tensor ranks."""
+        norms, rotary, gate = per_token
+        cut = (rotary * self.hidden + gate * self.inner) / ranks
+        return Work(elementwise=self.layers * patches * (norms * self.hidden + cut))
+
+
+@cache
+def decoder_named(name: str) -> Decoder:
+    """Of data/models.json."""
+    models = read_table("models")
+    if name in models["qwen2_5_vl"]:
+        config = Qwen2_5_VLTextConfig(**models["qwen2_5_vl"][name]["text"])
+    else:
+        config = LlamaConfig(**models["decoders"][name])
+    width = config.hidden_size // config.num_attention_heads
+    return Decoder(
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_key_value_heads * width,
+        config.intermediate_size,
+        config.vocab_size,
+        width,
+        text_work(config),
+    )
+
+
+@cache
+def tower_named(name: str, out: int = 0) -> Tower:
+    """Of data/models.json. out: the decoder's width, where the tower's configuration does not have it."""
+    models = read_table("models")
+    if name in models["qwen2_5_vl"]:
+        vision = Qwen2_5_VLVisionConfig(**models["qwen2_5_vl"][name]["vision"])
+        full = len(vision.fullatt_block_indexes)
+        work = grid_work(vision, gated=True, full=full)
+        return Tower(vision.depth, full, vision.hidden_size, vision.intermediate_size, vision.out_hidden_size, work)
+    layers, hidden, inner = (models["towers"][name][key] for key in ("layers", "hidden", "inner"))
+    matrices = 4 * hidden * hidden + 2 * hidden * inner
+    embedding = MERGED * hidden * out + out * out
+    own = VisionWork(3 * TILE_PATCH**2 * hidden, layers * matrices, 0, layers * 2 * hidden, embedding, CLASS_TOKEN)
+    return Tower(layers, layers, hidden, inner, out, own)
+
 
 FORMAT, NODE = "bfloat16", 8
 PASSES = 4  # forwards that a recomputed layer's launches are like: forward, again, and a backward of two

@@ -25,10 +25,9 @@ from dhp.trainer.forecast.search import search
 from dhp.trainer.forecast.space import Space
 from dhp.trainer.forecast.whole_run import WholeRun
 from dhp.trainer.plan import RunPlan, plan_run
-from experiments.published.machine import FORMAT, NODE, Fitted, rates_of
+from experiments.published.machine import FORMAT, MERGED, NODE, Fitted, rates_of
 from experiments.published.ray_cells import NETWORK, calibrated
 from experiments.published.ray_cells import TABLE as CELLS
-from experiments.published.shapes import MERGED
 from experiments.published.tables import FOLDER, PLANNED, Row, read_table
 
 TABLE = read_table("planned")

@@ -11,8 +11,18 @@ from typing import Any
 from dhp.config.devices import find_device
 from dhp.models.flops import OPERATIONS
 from dhp.planner.rates import Rates, Sent, Work, spend
-from experiments.published.machine import PASSES, Fitted, fit, head_of, rates_of, trained
-from experiments.published.shapes import MERGED, VALUE, decoder_named, tower_named
+from experiments.published.machine import (
+    MERGED,
+    PASSES,
+    VALUE,
+    Fitted,
+    decoder_named,
+    fit,
+    head_of,
+    rates_of,
+    tower_named,
+    trained,
+)
 from experiments.published.tables import FIT, HELD_OUT, Row, compared, errors, read_table, score
 
 WINDOW = 64  # patches, of which pictures of these sizes have whole ones only

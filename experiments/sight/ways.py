@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.sight.datasets import RENAMED, Sets, make_sets
-from experiments.sight.layouts import LAYOUTS, apart
 from experiments.sight.model import make_model
-from experiments.sight.plain import Said, plain_answers
-from experiments.sight.runs import answers, export, losses, train
-from experiments.sight.scores import CANARIES, Row, by_kind, chances
+from experiments.sight.runs import Said, answers, export, losses, plain_answers, train
+from experiments.sight.scores import CANARIES, LAYOUTS, Row, apart, by_kind, chances
 
 ADAPTING = {
     "renamed_projector": ["training.trainable=[projector]"],

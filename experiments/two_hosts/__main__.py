@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from experiments.two_hosts import network
-from experiments.two_hosts.case import BACKWARD, FORWARD, Case
+from experiments.two_hosts.rank import BACKWARD, FORWARD, Case
 
 MBIT = 16.0  # so slow that computing, four processes on two cores, hardly counts
 HEADS, DIM, TOKENS = 32, 128, 512

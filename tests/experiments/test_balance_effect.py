@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dhp.observe.metrics import StepMetrics
-from experiments.balance_effect.dataset import ANNOTATIONS, SOURCES, make_dataset
-from experiments.balance_effect.measured import counted, require_same_samples, row
+from experiments.balance_effect.__main__ import counted, require_same_samples, row
+from experiments.balance_effect.made import ANNOTATIONS, SOURCES, make_dataset
 
 
 def step(number: int, samples: int, step_s: float, pad: float = 0.0) -> StepMetrics:

@@ -12,8 +12,7 @@ from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.state_forms import FORMS
 from experiments.convergence.__main__ import main
-from experiments.convergence.methods import METHODS
-from experiments.convergence.summary import Row, summaries
+from experiments.convergence.summary import METHODS, Row, summaries
 from experiments.convergence.trained import CONFIG
 
 

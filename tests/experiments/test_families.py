@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.families import __main__ as families
-from experiments.families import models
+from experiments.families import work
 from tests.helpers.tiny_families import save_family
 
 
@@ -37,8 +37,8 @@ def test_a_step_that_is_not_the_same_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_widened_models_keep_their_structure(tmp_path: Path) -> None:
-    config = models.make_config("qwen3_5")
+    config = work.make_config("qwen3_5")
     text, vision = config.text_config, config.vision_config
-    assert (text.hidden_size, text.head_dim, text.vocab_size) == (256, 128, models.WORDS)
+    assert (text.hidden_size, text.head_dim, text.vocab_size) == (256, 128, work.WORDS)
     assert text.layer_types.count("linear_attention") == 3 and text.num_attention_heads == 4
-    assert (vision.hidden_size, vision.patch_size, vision.out_hidden_size) == (256, models.PATCH, 256)
+    assert (vision.hidden_size, vision.patch_size, vision.out_hidden_size) == (256, work.PATCH, 256)

@@ -19,15 +19,20 @@ from experiments.imbalance.__main__ import main
 from experiments.imbalance.inject.sitecustomize import FUNCTIONS, timed
 from experiments.imbalance.measured import CONFIG, make_work, tokens_of
 from experiments.imbalance.spread import (
+    IN_FLIGHT,
+    REPLICAS,
+    VISION_STAGES,
+    WAYS,
     Row,
     activation_mib,
     device_of,
     device_tokens,
     forward_ms,
     moments,
+    overrides,
+    published_rows,
     spreads,
 )
-from experiments.imbalance.ways import IN_FLIGHT, REPLICAS, VISION_STAGES, WAYS, overrides, published_rows
 from experiments.pair import join_alone
 from tests.helpers.figures import Sentences, missing, one, rows
 

@@ -14,11 +14,10 @@ from torch import nn
 from dhp.batch.row_shards import SequenceGroups, grouped_plan
 from dhp.core.axes import Degrees
 from dhp.data.balance.packs import Loads, from_groups
-from experiments.long_context import inference, schedule, two_stages
-from experiments.long_context.long_sets import SETS, TILE, _held, places, shared_row, sp_ratios
-from experiments.long_context.longest import Way, _longest
-from experiments.long_context.longest_prompt import ALONE, count, longest
-from experiments.long_context.sampler_picture import draw, kinds_of
+from experiments.long_context import inference, two_stages
+from experiments.long_context.long_sets import SETS, TILE, _held, draw, kinds_of, places, shared_row, sp_ratios
+from experiments.long_context.longest import ALONE, Way, _longest, count
+from experiments.long_context.longest import longest_prompts as longest
 from experiments.long_context.steps import PEER, _require_same
 from experiments.long_context.work import make_model, make_row
 from experiments.pair import TEXT, VISION
@@ -94,7 +93,7 @@ def test_layers_of_the_decoder_are_watched() -> None:
     model = nn.Module()
     model.visual = nn.ModuleList([nn.Linear(2, 2) for _ in range(5)])
     model.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    watch = schedule.Watch(model)
+    watch = inference.Watch(model)
     for layer in (*model.visual, *model.layers, model.layers[0]):
         layer(torch.ones(2))
     assert [number for number, _, _ in watch.spans] == [0, 1, 0]
@@ -104,7 +103,7 @@ def test_layers_of_the_decoder_are_watched() -> None:
 @pytest.mark.slow
 def test_one_rank_works_at_a_time_where_layers_are_over_the_ranks(model: str, tmp_path: Path) -> None:
     picture = tmp_path / "schedule.png"
-    found = list(schedule.measure(model, argparse.Namespace(plot=picture)))
+    found = list(inference.measure_schedule(model, argparse.Namespace(plot=picture)))
     busy = {way: [row["busy_share"] for row in found if row["way"] == way] for way in {row["way"] for row in found}}
     assert sum(busy[inference.CUT]) < 1.05 < sum(busy["dhp, ulysses 2"])
     assert {row["layers"] for row in found if row["way"] == inference.CUT} == {2}

@@ -22,9 +22,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_row_has_both_times_and_how_far_the_losses_are() -> None:
-    row, ours = elementwise.in_turn(
-        "qwen2_5_vl", 1, 1, "kernels", {"kernels": dict.fromkeys(elementwise.KERNELS, "plain")}, {}
-    )
+    plain = {"kernels": dict.fromkeys(elementwise.KERNELS, "plain")}
+    row, ours = elementwise.in_turn("qwen2_5_vl", 1, 1, "kernels", plain, {})
     assert row["ratio"] == pytest.approx(row["plain_step_s"] / row["kernels_step_s"], rel=0.2)
     served = {use.kind: use.kernel for one in ours.trainers.values() for use in one.describe_kernels()}
     assert {"norm": "written", "rotary": "written", "gate": "plain"}.items() <= served.items()

@@ -256,9 +256,8 @@ def of_layouts(in_row: InRow) -> Sentences:
     yield in_row("B43", f"the projector alone {projector['speed_ratio']:.2f} ×")
     sparse, dense = (one("driver_scale", ranks=64, routes=name)["step_s"] for name in ("sparse", "dense"))
     yield in_row("A11", f"a step with sparse routes {sparse / dense:.2f} × the dense one's time")
-    yield in_row(
-        "A11", f"{one('micro', question='handoff', transport='shared_memory', megabytes=64)['ratio']:.1f} × one copy"
-    )
+    handoff = one("micro", question="handoff", transport="shared_memory", megabytes=64)
+    yield in_row("A11", f"{handoff['ratio']:.1f} × one copy")
     step, regret = one("plan_accuracy", score="step"), one("plan_accuracy", score="regret")
     yield in_row("E6", f"{step['rows']} layouts {step['median']:.0%} off in the median")
     yield in_row("E6", f"{regret['mean']:.1%} slower than the fastest in the mean")

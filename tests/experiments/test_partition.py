@@ -13,9 +13,7 @@ from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.trainer.programs import pipeline_programs
 from experiments.pair import TEXT, VISION, as_batch, join_alone
-from experiments.partition.chain import Chain, Stages, plan_chain, stages_of
-from experiments.partition.chains import Asked, chains
-from experiments.partition.paper import BMP_LAYERS, STAGES
+from experiments.partition.chain import Asked, Chain, Stages, chains, plan_chain, stages_of
 from experiments.partition.published import (
     columns,
     cuts_of,
@@ -27,7 +25,7 @@ from experiments.partition.published import (
     with_layers,
 )
 from experiments.partition.replay import Setting, Shape, measure_units, run_in_turn
-from experiments.partition.shapes import INTERNLM2_20B, INTERNVIT, MODELS, model_named
+from experiments.partition.shapes import BMP_LAYERS, INTERNLM2_20B, INTERNVIT, MODELS, STAGES, model_named
 from experiments.partition_search.__main__ import at
 from experiments.recompute.work import deal, make_model, make_samples
 from tests.helpers.rows import slow

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from dhp.parallel.recompute.live_storages import LiveStorages
-from experiments.plan_accuracy.cases import CASES
-from experiments.plan_accuracy.groups import GROUPS, settings_of
-from experiments.plan_accuracy.layout import Layout
+from experiments.plan_accuracy.__main__ import draw
+from experiments.plan_accuracy.cases import CASES, GROUPS, settings_of
+from experiments.plan_accuracy.layout import SHAPES, Layout, Load, make_samples, save_model
 from experiments.plan_accuracy.memory import any_machine, layout_of, memory_scores
-from experiments.plan_accuracy.models import SHAPES, Load, make_samples, save_model
-from experiments.plan_accuracy.plot import draw
-from experiments.plan_accuracy.scores import kendall, regret
+from experiments.plan_accuracy.seconds import kendall, regret
 from tests.helpers.rows import slow_but
 
 

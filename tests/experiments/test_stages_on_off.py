@@ -13,8 +13,7 @@ from dhp.config.curriculum import training_stages
 from dhp.config.shipped import shipped_directory
 from dhp.core.text import json_safe
 from dhp.observe.metrics import EvalMetrics, Line, StepMetrics
-from experiments.stages_on_off.runs import row_of
-from experiments.stages_on_off.ways import (
+from experiments.stages_on_off.__main__ import (
     FIRST,
     LAST,
     PICTURES,
@@ -24,6 +23,7 @@ from experiments.stages_on_off.ways import (
     hold_out,
     kept_stages,
     lengths,
+    row_of,
     without,
 )
 from tests.helpers.figures import Sentences, missing, rows

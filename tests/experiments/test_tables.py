@@ -21,9 +21,8 @@ def families() -> Lines:
 
 
 def micro() -> Lines:
-    qwen, llava = (
-        f"{one('micro', question='compile', family=name)['ratio']:.2f}" for name in ("qwen2_5_vl", "llava_clip")
-    )
+    found = (one("micro", question="compile", family=name) for name in ("qwen2_5_vl", "llava_clip"))
+    qwen, llava = (f"{row['ratio']:.2f}" for row in found)
     yield f"a step of Qwen2.5-VL is {qwen} times as fast, one of LLaVA {llava} times"
     for row in rows("micro", question="tensor_host"):
         times = [f"{row[f'{way}_ms_a_layer']:.2f}" for way in ("forward", "backward")]

@@ -1,8 +1,8 @@
 """Sends large tensors between actors on the same host: one copy into memory that both have mapped.
 
-Ray's object store costs eight times as much for 64 MB (`python -m experiments.micro --only handoff`): fresh pages
-and several messages for each object. Here a sender keeps its memory from step to step, so its pages stay mapped on both sides,
-and only a `Parcel` of a few hundred bytes travels through Ray.
+Ray's object store costs eight times as much for 64 MB (`python -m experiments.micro --only handoff`): fresh pages and
+several messages for each object. Here a sender keeps its memory from step to step, so its pages stay mapped on both
+sides, and only a `Parcel` of a few hundred bytes travels through Ray.
 
 The memory is anonymous (memfd), reached by other processes through /proc: nothing has a name on disk or in /dev/shm,
 and a killed process leaves nothing there.

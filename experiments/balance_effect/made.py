@@ -1,15 +1,25 @@
-"""A generated dataset whose lengths are spread as those of a LLaVA mixture are, at about a quarter of their size."""
+"""A generated dataset with lengths as a LLaVA mixture has them, a model for it, and training through the real entry."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import TypeVar
 
+import torch
 from PIL import Image, ImageDraw
+from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers.utils import logging
+
+from dhp.models.pretrained import load_tokenizer
+from dhp.observe.metrics import StepMetrics, read_metrics
+from dhp.tiny.model import make_tiny_model, tiny_config
+from experiments.commands import run_module
 
 Choice = TypeVar("Choice")
 
@@ -94,3 +104,55 @@ def _image(random: Random) -> Image.Image:
 
 def _choose(random: Random, shares: dict[Choice, float]) -> Choice:
     return random.choices(list(shares), list(shares.values()))[0]
+
+
+# Matrices of the tower take 1.8 million multiply-adds a patch, those of the decoder 5.9 million a token.
+DECODER = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8}
+TOWER = {"hidden_size": 128, "intermediate_size": 352, "depth": 8, "fullatt_block_indexes": [3, 7]}
+
+
+def make_model(folder: Path, corpus: Iterable[str]) -> Path:
+    """A model directory in `folder`, with a tokenizer that learned `corpus`; return it."""
+    logging.disable_progress_bar()  # one small file
+    tiny = make_tiny_model(folder / "tiny", corpus)
+    config = tiny_config(load_tokenizer(str(tiny)))
+    for part, sizes in ((config.text_config, DECODER), (config.vision_config, TOWER)):
+        for key, value in sizes.items():
+            setattr(part, key, value)
+    config.text_config.layer_types = ["full_attention"] * DECODER["num_hidden_layers"]
+    config.text_config.rope_parameters["mrope_section"] = [4, 6, 6]  # half of a head's 32
+    config.vision_config.out_hidden_size = DECODER["hidden_size"]
+    torch.manual_seed(0)
+    model = folder / "model"
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(model)
+    for file in tiny.iterdir():
+        if file.name != "config.json" and file.suffix != ".safetensors":
+            (model / file.name).write_bytes(file.read_bytes())
+    return model
+
+
+LIMIT_S = 900.0
+
+
+def train(
+    config: Path, run_dir: Path, overrides: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})
+) -> list[StepMetrics]:
+    """`python -m dhp.train_ray` with that YAML file and those overrides; its steps, oldest first. variables: of its
+    environment, beside those of this process.
+
+    Raises RuntimeError with the end of what a failed run printed, subprocess.TimeoutExpired after LIMIT_S seconds.
+    """
+    command = ["dhp.train_ray", f"--config-path={config.parent}", f"--config-name={config.stem}"]
+    run_module([*command, f"run_dir={run_dir}", *overrides], variables, LIMIT_S)
+    return read_metrics(run_dir)
+
+
+def place(model: Path, data: Path, annotations: str) -> list[str]:
+    """Overrides that say where the model and the dataset `made` lie; lengths are kept beside the latter."""
+    return [
+        f"vision.model_name={model}",
+        f"text.model_name={model}",
+        f"data.data_registry.made.annotation_path={data / annotations}",
+        f"data.data_registry.made.data_path={data}",
+        f"data.cache_dir={data / 'lengths'}",
+    ]

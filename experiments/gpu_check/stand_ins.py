@@ -1,13 +1,15 @@
-"""What dhp calls of torch and an older torch lacks: attention over segments of all lengths, one collective's name.
+"""What dhp calls and an older torch lacks, and a name in Ray's place. To be imported before dhp.
 
 `varlen_attn` came with torch 2.10, and its scale, windows and grouped heads later. Its kernel has been there for long.
-`reduce_scatter_single` is the later name of `reduce_scatter_tensor`. To be imported before dhp, which imports them.
+`reduce_scatter_single` is the later name of `reduce_scatter_tensor`. Of Ray a rank's process imports errors and calls
+one function.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -84,3 +86,21 @@ if not hasattr(dist, "reduce_scatter_single"):
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 WAY = _provide()
+
+
+LOOPBACK = "127.0.0.1"
+ERRORS = ("GetTimeoutError", "RayActorError", "RayError", "RayTaskError")
+
+
+def _provide_ray() -> None:
+    ray, errors = ModuleType("ray"), ModuleType("ray.exceptions")
+    for name in ERRORS:
+        setattr(errors, name, type(name, (Exception,), {}))
+    ray.exceptions, ray.ObjectRef = errors, type("ObjectRef", (), {})
+    ray.util = ModuleType("ray.util")
+    ray.util.get_node_ip_address = lambda: LOOPBACK  # a rank on a GPU names its node in errors
+    sys.modules |= {"ray": ray, "ray.exceptions": errors, "ray.util": ray.util}
+
+
+if find_spec("ray") is None:
+    _provide_ray()
