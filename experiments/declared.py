@@ -14,12 +14,6 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("ISF's have {}", "ISF, text", column("dist_text", method="isf", source="made 1.2M", dp=8), "",
                f".144, {OMNI}, table 3, on another set"),
     ),
-    "balance_effect": (
-        Figure("`balanced` packs make {} the samples/s of random padded batches", "balanced",
-               values.speedups("balanced"), " ×", f"1.5 to 1.8 × on many ranks, {OMNI}"),
-        Figure("ISF makes {}", "ISF", values.speedups("isf")),
-        Figure("packing alone {}", "packing alone", values.speedups("random_packed")),
-    ),
     "chaos": (
         Figure("{} faults end to the bit as if nothing had been", "ends to the bit, %", values.intact, share=True),
         Figure("a step follows {} after a kill", "s to the next step", values.first_steps, " s"),
@@ -35,7 +29,6 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("at the most ranks a step with sparse routes takes {} the dense one's time",
                "sparse over dense", values.sparse),
     ),
-    "families": (Figure("families make {} a plain loop's samples/s", "over a plain loop's", column("ratio")),),
     "finetuning": (
         Figure("a step with a frozen tower is {} as fast as full training", "frozen tower",
                column("speed_ratio", question="frozen", train="nothing")),
@@ -117,9 +110,6 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("by layers {}", "by layers", column("to_exact", question="replay", frozen="nothing", method="layers"),
                " ×", "30.6 beside 29.0"),
         Figure("{} published figures agree", "published that agree, %", values.agreeing, share=True),
-    ),
-    "partition_search": (
-        Figure("{} random chains are cut as well as by brute force", "as by brute force, %", values.equal, share=True),
     ),
     "plan_accuracy": (
         Figure("what autograd keeps of a stage is {} off", "kept bytes, % off",

@@ -50,11 +50,6 @@ _LONG = (
 EXPERIMENTS = (
     Experiment("balance", "How evenly can samples be put into packs and steps?", 1, quick="--dp 8", processes=1),
     Experiment(
-        "balance_effect", "How many more samples a second do whole steps make with balanced packs?", 20,
-        ("--rounds 2 --steps 16 --only random_packed isf balanced",), "--rounds 1 --steps 2 --warm-up 1 --only isf",
-        0.6, 4,
-    ),
-    Experiment(
         "beside_plain", "Does a layout give the plain model's numbers on given data?", 2, processes=4,
         needs="a configuration and its data: --config-name=NAME",
         says="a tool: its figures belong to the data it is given",
@@ -72,10 +67,6 @@ EXPERIMENTS = (
     Experiment(
         "driver_scale", "What does a step cost the driver and Ray, by ranks and routes?", 20,
         ("--ranks 8 16 32 64 --rounds 7",), "--ranks 8 --rounds 1", processes=4,
-    ),
-    Experiment(
-        "families", "Of each family, how many samples a second against a plain loop?", 40,
-        quick="--only qwen2_5_vl --steps 1", processes=1, file="families_speed",
     ),
     Experiment(
         "finetuning", "What does a step save that trains some of a model?", 25, ("--rounds 15",),
@@ -129,16 +120,12 @@ EXPERIMENTS = (
         "partition", "Where should a tower and a decoder be cut into one chain of stages?", 15, quick="--only published"
     ),
     Experiment(
-        "partition_search", "Is the search for cuts as good as trying every cut?", 3,
-        ("--chains 500 --seed 2026",), "--chains 20", processes=1,
-    ),
-    Experiment(
         "plan_accuracy", "How near does a plan come to what a run takes?", 30,
         quick="--only memory --cases plain", processes=4,
     ),
     Experiment(
-        "published", "How near do counted operations and bytes come to published step times?", 8,
-        (f"--plot {PICTURE}",), "--without-plans", processes=1,
+        "published", "How near do counted operations and bytes come to published step times?", 1,
+        (f"--plot {PICTURE}",), "", processes=1,
     ),
     Experiment(
         "recompute", "What does recompute=auto save with memory for half of the layers?", 8, ("--rounds 7",),

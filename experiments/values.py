@@ -25,10 +25,6 @@ def differences(summary: str) -> Values:
     return values
 
 
-def speedups(method: str) -> Values:
-    return lambda rows: [value for row in rows if row.get("method") == method for value in row["speedups"]]
-
-
 def agreeing(rows: Sequence[Row]) -> list[float]:
     return [float(row["agrees"]) for row in rows if row.get("agrees") is not None]
 
@@ -53,11 +49,6 @@ def fitting(rows: Sequence[Row]) -> list[float]:
 def intact(rows: Sequence[Row]) -> list[float]:
     struck = [row for row in rows if "identical" in row and "wall_s" in row]
     return [float(row["completed"] and row["identical"]) for row in struck]
-
-
-def equal(rows: Sequence[Row]) -> list[float]:
-    found = [row for row in rows if row.get("method") == "exact" and "equal" in row]
-    return [float(number < row["equal"]) for row in found for number in range(row["chains"])]
 
 
 def seen(which: str) -> Values:

@@ -262,7 +262,7 @@ def test_a_figure_that_the_rows_do_not_have_is_seen() -> None:
 
 
 def test_every_file_of_results_has_a_sentence_of_its_rows() -> None:
-    # Those of families' samples of one length, and what PAPERS.md's test holds of balance.
-    elsewhere = {"families", "families_speed_even", "balance_sweeps", "balance_preprocessing"}
+    # PAPERS.md's test holds them.
+    elsewhere = {"balance_sweeps", "balance_preprocessing"}
     files = {file.stem for file in (ROOT / "results").glob("*.jsonl")}
     assert files - elsewhere == {BY_NAME[name].result for name in FIGURES}

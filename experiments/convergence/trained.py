@@ -29,8 +29,8 @@ from dhp.tiny.model import make_tiny_model
 from dhp.tiny.pictures import ANNOTATIONS, make_dataset, texts
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings
-from experiments.balance_effect.made import place, train
 from experiments.convergence.summary import METHODS
+from experiments.made_set import place, train
 
 Inputs = dict[str, Tensor]
 

@@ -17,11 +17,11 @@ from dhp.core.parameters import AdapterSettings
 from dhp.data.sampling.dataset import StepSamples
 from dhp.models.family import Family
 from dhp.models.lora import find_targets
-from experiments.families.work import MICRO_BATCHES, Data, MicroBatches, Plain, save_model
 from experiments.finetuning.ways import STATES, Trained, Way, require_bytes
+from experiments.loops import MICRO_BATCHES, Data, MicroBatches, Plain, save_model
 from experiments.pair import TEXT, VISION, join_alone
 
-MODEL = "qwen2_5_vl"  # of experiments/families
+MODEL = "qwen2_5_vl"  # of `experiments.loops`
 ADAPTERS = AdapterSettings(rank=8, alpha=16.0)
 CLOSE = 1e-4  # relative: losses of the first step, before any update
 FULL, OF_TEXT, OF_BOTH = "all", "lora_text", "lora_both"

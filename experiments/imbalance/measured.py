@@ -16,7 +16,6 @@ from dhp.config.command_line import compose_config
 from dhp.observe.ranks import RankLine, read_rank_lines
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings
-from experiments.balance_effect.made import ANNOTATIONS, make_dataset, make_model, place, texts, train
 from experiments.commands import ROOT
 from experiments.imbalance.inject.sitecustomize import VARIABLE
 from experiments.imbalance.spread import (
@@ -30,6 +29,7 @@ from experiments.imbalance.spread import (
     overrides,
     spreads,
 )
+from experiments.made_set import ANNOTATIONS, make_dataset, make_model, place, texts, train
 
 CONFIG = Path(__file__).with_name("config.yaml")
 INJECT = Path(__file__).parent / "inject"

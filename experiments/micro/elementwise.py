@@ -25,7 +25,7 @@ from dhp.parallel.recompute.layers import RecomputedLayers
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.slices import use_local_slices
 from dhp.tiny.assets import make_tiny_assets
-from experiments.families.work import Data, Ours, save_model
+from experiments.loops import Data, Ours, save_model
 from experiments.pair import join_alone
 
 COMPILED = ("qwen2_5_vl", "llava_clip")
@@ -54,7 +54,7 @@ def kernels(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def in_turn(
     name: str, steps: int, warm_up: int, label: str, plain: Mapping[str, Any], other: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Ours]:
-    """Steps of `experiments.families`' samples by both settings of the trainers in turn, on one thread; the row, and
+    """Steps of `experiments.loops`' samples by both settings of the trainers in turn, on one thread; the row, and
     the other trainers. ratio: the median of plain seconds to the others'; deviation: of a step's loss, the largest."""
     logging.disable_progress_bar()
     torch.set_num_threads(1)

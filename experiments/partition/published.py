@@ -17,7 +17,7 @@ from dhp.planner.partition.bmp import bmp
 from dhp.planner.partition.even import by_layers, by_parameters
 from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import PartitionProblem, bounds_of
-from dhp.planner.partition.tables import all_cuts, choices_of
+from dhp.planner.partition.tables import all_cuts, choices_of, make_tables, steps_of
 from dhp.planner.units import Unit
 from dhp.trainer.programs import pipeline_programs
 from experiments.baselines import by_profile
@@ -34,7 +34,6 @@ from experiments.partition.shapes import (
     model_named,
     units_of,
 )
-from experiments.partition_search.__main__ import at
 
 MAIN = "InternViT 6B + InternLM2 20B"
 MICRO_BATCHES = 32
@@ -56,6 +55,12 @@ class Columns:
     forward_ms: float
     hand_overs: float
     step_s: float
+
+
+def at(problem: PartitionProblem, cuts: Cuts) -> float:
+    """Seconds of a step with these cuts, simulated."""
+    index = np.searchsorted(problem.positions.at, cuts)[None, :]
+    return float(steps_of(problem, make_tables(problem), index)[0])
 
 
 def compared() -> Rows:

@@ -37,7 +37,7 @@ from dhp.trainer.settings import stage_settings
 from experiments.layouts.ours import LOCAL, TIMEOUT_S, _layout, _train
 from experiments.pair import TEXT, VISION, as_batch, join_alone, keep_freed_memory
 from experiments.partition.chain import SCHEDULE, STEPS, Chain, Stages, by_stage, plan_chain, stages_of
-from experiments.partition_search.__main__ import at
+from experiments.partition.published import at
 from experiments.recompute.work import deal, make_model, make_samples
 
 EQUAL = 1e-4  # of losses of the first step, relative

@@ -1,4 +1,5 @@
-"""A step of LongVILA's decoder on sequences that 32 and 64 devices divide: by Ulysses, a ring, both, or Megatron."""
+"""A step of LongVILA's decoder on sequences that 32 and 64 devices divide: by Ulysses, a ring, both, or Megatron; and
+whether its longest sequences fit, by bytes."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from dhp.config.devices import GIB, find_device
 from dhp.planner.rates import Sent, Work, soft_maximum, spend
 from experiments.published.machine import PASSES, VALUE, Fitted, decoder_named, fit, head_of, rates_of, trained
-from experiments.published.tables import UNEXPLAINED, Row, compared, read_table, score
+from experiments.published.tables import HELD_OUT, UNEXPLAINED, Row, compared, read_table, score
 
 TABLE = read_table("longvila")
 PROFILES = read_table("profiles")
@@ -103,3 +105,51 @@ def longvila_rows(start: Fitted) -> tuple[list[Row], list[Row], Fitted]:
     main = score(TABLE, rows, "sequence parallel", TABLE["goal"], factors=names)
     others = [score(TABLE, rows, group, None) for group in ("Megatron CP+TP", "with ZeRO-3")]
     return rows, [main, *others], fitted
+
+
+LONGEST = TABLE["longest"]
+FITS, OVER = "fits", "OOM"
+
+
+def memory_bytes(row: Row) -> float:
+    """Of a rank at its peak, the end of forward: states, two layers that are gathered, with gradients, and the head's
+    weights, what layers keep of its tokens, and their logits."""
+    room, counted, tokens = PROFILES["memory"], TABLE["memory"], row["thousands"] * THOUSAND / row["devices"]
+    layer = DECODER.work.token / DECODER.layers
+    states = counted["bytes"] * DECODER.parameters / row["devices"]
+    whole = VALUE * (2 * counted["whole_layers"] * layer + DECODER.work.target)
+    of_hidden, of_keys, of_inner = counted["kept"]
+    kept = DECODER.layers * (of_hidden * DECODER.hidden + of_keys * DECODER.keys + of_inner * DECODER.inner)
+    held = states + whole + tokens * (kept + counted["logits"] * DECODER.words)
+    return float(room["fragments"] * held + room["process_gb"] * 1e9)
+
+
+def longest_rows(fitted: Fitted) -> list[Row]:
+    """Of each published length, the bytes beside a device's, and seconds. fitted: of LongVILA's steps."""
+    found = []
+    for row in LONGEST["rows"]:
+        free = find_device(row["device"]).memory.value - memory_bytes(row)
+        sizes = {
+            "memory_gib": round(memory_bytes(row) / GIB, 1),
+            "free_gib": round(free / GIB, 1),
+            "step_s": round(step_seconds(row, fitted), 2),
+            "published_step_s": row["step_s"],
+        }
+        found.append(_longest_row(row, free >= 0) | sizes)
+    return found
+
+
+def _longest_row(row: Row, fits: bool) -> Row:
+    return {
+        "source": LONGEST["source"],
+        "group": "longest",
+        "row": row["row"],
+        "published": FITS,
+        "predicted": FITS if fits else OVER,
+        "error": None,
+        "role": HELD_OUT,
+        "unit": LONGEST["unit"],
+        "device": row["device"],
+        "devices": row["devices"],
+        "tokens_a_device": row["thousands"] * THOUSAND // row["devices"],
+    }

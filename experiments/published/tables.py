@@ -11,8 +11,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent / "data"
 FIT, HELD_OUT, UNEXPLAINED = "fit", "held_out", "unexplained"
-PLANNED = "planned"  # a layout that nobody published, beside the best figure that was
-ROLES = (FIT, HELD_OUT, UNEXPLAINED, PLANNED)
+ROLES = (FIT, HELD_OUT, UNEXPLAINED)
 Row = dict[str, Any]
 
 

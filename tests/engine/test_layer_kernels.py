@@ -15,7 +15,7 @@ from dhp.core.errors import ConfigError
 from dhp.engine import stage
 from dhp.models.registry import load_family
 from dhp.parallel.attention import choose
-from experiments.families.work import Ours
+from experiments.loops import Ours
 from experiments.pair import join_alone
 from tests.helpers.families import Maker
 from tests.helpers.flash_attention import flash_attn_interface

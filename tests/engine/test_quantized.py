@@ -18,10 +18,9 @@ from dhp.core.parameters import ADAPTER, NF4, AdapterSettings, is_adapter
 from dhp.models import lora as adapters
 from dhp.models.family import Family
 from dhp.models.lora import find_targets, first_values
-from experiments.families import work
-from experiments.families.work import Data, Plain
 from experiments.finetuning.lora import Ours
 from experiments.finetuning.ways import Trained
+from experiments.loops import Data, Plain
 from experiments.pair import TEXT, VISION, join_alone
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import FIRST_OUT, Case, Running, make_reader, train

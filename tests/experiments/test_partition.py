@@ -15,6 +15,7 @@ from dhp.trainer.programs import pipeline_programs
 from experiments.pair import TEXT, VISION, as_batch, join_alone
 from experiments.partition.chain import Asked, Chain, Stages, chains, plan_chain, stages_of
 from experiments.partition.published import (
+    at,
     columns,
     cuts_of,
     free_memory,
@@ -26,7 +27,6 @@ from experiments.partition.published import (
 )
 from experiments.partition.replay import Setting, Shape, measure_units, run_in_turn
 from experiments.partition.shapes import BMP_LAYERS, INTERNLM2_20B, INTERNVIT, MODELS, STAGES, model_named
-from experiments.partition_search.__main__ import at
 from experiments.recompute.work import deal, make_model, make_samples
 from tests.helpers.rows import slow
 

@@ -13,11 +13,11 @@ from PIL import Image
 from dhp.config.devices import find_device
 from dhp.models.flops import NO_BACKWARD
 from dhp.models.types import ImageLayout
-from experiments.published import longest, ray_cells
+from experiments.published import longvila, ray_cells
 from experiments.published.__main__ import all_rows, main
 from experiments.published.machine import Fitted, decoder_named, fit, tower_named
 from experiments.published.omnibal import least_slowest, pipeline_seconds, stage_layers
-from experiments.published.tables import FIT, HELD_OUT, PLANNED, ROLES, UNEXPLAINED, read_table
+from experiments.published.tables import FIT, HELD_OUT, ROLES, UNEXPLAINED, read_table
 
 TABLES = ("ray_cells", "longvila", "omnibal")
 
@@ -25,7 +25,7 @@ TABLES = ("ray_cells", "longvila", "omnibal")
 @pytest.fixture(scope="module")
 def found() -> tuple[list[dict], dict[str, dict]]:
     """All rows, and scores by name."""
-    rows, scores, _ = all_rows()
+    rows, scores = all_rows()
     return rows, {one["score"]: one for one in scores}
 
 
@@ -59,7 +59,6 @@ def test_every_batch_and_every_cell_without_memory_is_right(found: tuple) -> Non
 
 def test_roles_are_disjoint_and_only_what_the_table_names_is_fitted(found: tuple) -> None:
     names = {role: {(row["source"], row["row"]) for row in found[0] if row["role"] == role} for role in ROLES}
-    assert names[PLANNED] == set()  # nobody published them
     assert sum(map(len, names.values())) == len(found[0]) == len(set.union(*names.values()))
     assert {name for _, name in names[FIT]} == {name for table in TABLES for name in read_table(table)["fitted"]}
     for row in found[0]:
@@ -128,11 +127,11 @@ def test_half_the_network_costs_days_and_h100_takes_fewer(found: tuple) -> None:
 def test_lengths_that_ran_fit_and_longer_ones_do_not(found: tuple) -> None:
     rows = [row for row in found[0] if row["group"] == "longest"]
     assert [row["predicted"] for row in rows] == ["fits"] * 4
-    largest = next(row for row in longest.LONGEST["rows"] if row["devices"] == 256)
+    largest = next(row for row in longvila.LONGEST["rows"] if row["devices"] == 256)
     assert largest["thousands"] * 1024 == 2**21
     memory = find_device("a100").memory.value
-    assert longest.memory_bytes(largest) < 0.8 * memory < longest.memory_bytes({**largest, "thousands": 3072})
-    assert longest.memory_bytes({**largest, "thousands": 3072}) > memory  # 12,288 tokens a device
+    assert longvila.memory_bytes(largest) < 0.8 * memory < longvila.memory_bytes({**largest, "thousands": 3072})
+    assert longvila.memory_bytes({**largest, "thousands": 3072}) > memory  # 12,288 tokens a device
 
 
 def test_a_pipeline_with_equal_micro_batches_takes_the_known_time() -> None:
@@ -154,7 +153,7 @@ def test_cuts() -> None:
 
 def test_lines_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "rows.jsonl", tmp_path / "rows.png"
-    main(["--without-plans", "--out", str(out), "--plot", str(plot)])
+    main(["--out", str(out), "--plot", str(plot)])
     lines = out.read_text(encoding="utf-8").splitlines()
     assert capsys.readouterr().out.splitlines() == lines
     rows = [json.loads(line) for line in lines]

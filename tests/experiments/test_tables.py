@@ -11,15 +11,6 @@ from tests.helpers.figures import Row, cells, fixed, missing, one, rows, short
 Lines = Iterator[str]
 
 
-def families() -> Lines:
-    for row in rows("families_speed"):
-        speeds = [f"{row[key]:.2f}" for key in ("ratio", "dhp_samples_s", "plain_samples_s")]
-        tokens = (row["tokens"], row["image_tokens"], f"{row['padding']:.2f}")
-        yield cells(f"`{row['family']}`", *speeds, *tokens)
-    for row in rows("families_speed_even"):
-        yield f"`{row['family']}` {row['ratio']:.2f}"
-
-
 def micro() -> Lines:
     found = (one("micro", question="compile", family=name) for name in ("qwen2_5_vl", "llava_clip"))
     qwen, llava = (f"{row['ratio']:.2f}" for row in found)
@@ -145,15 +136,6 @@ def convergence() -> Lines:
             yield cells(f"`{row['summary']}`", len(row["seeds"]), steps, *ends)
 
 
-def partition_search() -> Lines:
-    for row in rows("partition_search", question="chains"):
-        gaps = [f"{row[f'{which}_gap']:.2%}" for which in ("mean", "worst")]
-        yield cells(f"`{row['method']}`", row["equal"], row["fits"], *gaps, fixed(row["seconds"], 1))
-    brute = one("partition_search", question="brute force")
-    yield f"up to {brute['most_cuts']:,} cuts each, {brute['above']} of them with more than 130,000"
-    yield f"Brute force takes {brute['seconds']} s"
-
-
 def partition() -> Lines:
     yield from partition_published()
     for row in rows("partition", question="steps"):
@@ -214,8 +196,8 @@ def span(shares: list[float]) -> str:
 
 
 TABLES: list[Callable[[], Lines]] = [
-    families, micro, finetuning, driver_scale, two_hosts, long_context, longest_sequence,
-    layouts, balance, convergence, partition_search, partition,
+    micro, finetuning, driver_scale, two_hosts, long_context, longest_sequence,
+    layouts, balance, convergence, partition,
 ]  # fmt: skip
 
 
