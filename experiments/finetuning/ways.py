@@ -28,12 +28,7 @@ from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
 STATES = 2  # averages that AdamW keeps of each weight
 FORWARD, BACKWARD, OPTIMIZER = PHASES = "forward", "backward", "optimizer"
-_PHASES = {
-    "forward_step": FORWARD,
-    "backward_step": BACKWARD,
-    "grad_norm_sq": OPTIMIZER,
-    "optimizer_step": OPTIMIZER,
-}
+_PHASES = {"forward_step": FORWARD, "backward_step": BACKWARD, "grad_norm_sq": OPTIMIZER, "optimizer_step": OPTIMIZER}
 
 
 @dataclass(frozen=True)

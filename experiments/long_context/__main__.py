@@ -23,14 +23,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from experiments.long_context import (
-    inference,
-    long_sets,
-    longest,
-    steps,
-    two_stages,
-    video,
-)
+from experiments.long_context import inference, long_sets, longest, steps, two_stages, video
 from experiments.long_context.work import LAYERS, make_model
 
 # What is asked: from a model and the arguments to its lines. A further question is a module and a line here.

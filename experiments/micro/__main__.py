@@ -34,7 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS), metavar="QUESTION")
     parser.add_argument("--rounds", type=int, help="or steps; each question's own by default")
-    parser.add_argument("--families", nargs="+", help="of compile and kernels, as tests/helpers/tiny_families.py names them")
+    parser.add_argument(
+        "--families", nargs="+", help="of compile and kernels, as tests/helpers/tiny_families.py names them"
+    )
     parser.add_argument("--tokens", type=int, default=256, help="of a sample of experts")
     parser.add_argument("--mb", type=int, default=500, help="of checkpoint")
     parser.add_argument("--lines", type=int, default=5_000_000, help="of jsonl_index")

@@ -18,6 +18,7 @@ from dhp.core.parameters import ADAPTER, NF4, AdapterSettings, is_adapter
 from dhp.models import lora as adapters
 from dhp.models.family import Family
 from dhp.models.lora import find_targets, first_values
+from experiments import loops
 from experiments.finetuning.lora import Ours
 from experiments.finetuning.ways import Trained
 from experiments.loops import Data, Plain
@@ -84,7 +85,7 @@ def test_equals_transformers_and_peft(name: str, tmp_path: Path, monkeypatch: py
     loader = type("Loader", (), {"from_pretrained": staticmethod(load)})
     with join_alone():
         ours = Ours(model, Trained((), BOTH), data)
-        monkeypatch.setattr(work, "AutoModelForImageTextToText", loader)
+        monkeypatch.setattr(loops, "AutoModelForImageTextToText", loader)
         plain = Plain(model, data, partial(with_adapters, family=data.family))
         for number in range(3):
             samples = data.step(number)
