@@ -19,7 +19,7 @@ from dhp.models.trained_flops import find_passes
 from dhp.trainer.trainable import training_rules
 from experiments.finetuning.ways import BACKWARD, FORWARD, OPTIMIZER, Step, Trained, Way, require_bytes
 from experiments.pair import VISION, join_alone
-from experiments.recompute.work import deal, make_model, make_samples
+from experiments.small import deal, make_samples, save_even_model
 
 WIDTHS = {"tower": 256, "decoder": 384, "layers": 4}
 SIDE, WORDS = 32, 128  # patches along a side of the one image, and words
@@ -51,7 +51,7 @@ def measure(rounds: int, widths: Mapping[str, int] = WIDTHS, side: int = SIDE) -
     """A row for each way, after one round that does not count. Raises AssertionError where first losses differ, or
     where the tower keeps bytes for what is not trained."""
     with tempfile.TemporaryDirectory() as folder, join_alone():
-        model = make_model(Path(folder), **widths)
+        model = save_even_model(Path(folder), **widths)
         data = deal(model, Degrees(), Degrees(), make_samples(1, side, WORDS), 1)
         ways = {train: Way(model, trained, 1) for train, trained in TRAINED.items()}
         # Every other round the other way around: who comes first finds the caches of another.

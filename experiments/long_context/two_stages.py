@@ -20,19 +20,16 @@ import numpy as np
 import ray
 
 from dhp.batch.assign_images import ImageWork, Piece, Pieces
-from dhp.cluster.cluster import Cluster
-from dhp.cluster.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, StepData
 from dhp.data.sample.sample import Sample
-from dhp.engine.encoder import EncoderEngine
-from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
 from dhp.parallel.attention.shard_plan import even_counts
-from dhp.step.stages import make_stages
-from experiments.layouts.ours import TIMEOUT_S, UPDATE, _layout, _train, deal
+from dhp.step.schedule import make_schedule
+from experiments.layouts.ours import UPDATE
 from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
-from experiments.recompute.work import END, IMAGE, PATCH_VALUES, START, make_model
+from experiments.partition.chain import ENGINES
+from experiments.small import END, IMAGE, PATCH_VALUES, START, deal, save_even_model, started, timed
 
 RANKS = 2
 TWO, BY_TOKEN, BY_PICTURE = "two stages", "one stage, by tokens", "one stage, by pictures"
@@ -47,13 +44,11 @@ def measure(_: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     vision, text = Degrees(ulysses=RANKS), Degrees(ulysses=RANKS)
     ratios: dict[str, list[float]] = {BY_TOKEN: [], BY_PICTURE: []}
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder), **WIDTHS)
+        model = save_even_model(Path(folder), **WIDTHS)
         graph = pair_of(load_family(model), vision, text)
-        with Cluster(_layout(graph, folder, "local")) as cluster:
-            cluster.groups[VISION].start(EncoderEngine, settings_of(graph, VISION, model, UPDATE))
-            cluster.groups[TEXT].start(TextEngine, settings_of(graph, TEXT, model, UPDATE))
-            wait_all([w for group in cluster.groups.values() for w in group.take_watched()], TIMEOUT_S)
-            stages = make_stages(graph, cluster.groups)
+        settings = {part: settings_of(graph, part, model, UPDATE) for part in (VISION, TEXT)}
+        schedule = make_schedule("sequential", graph, 1)
+        with started(graph, ENGINES, settings) as stages:
             for seed in range(ROWS):
                 sample = _row(seed)
                 seconds: dict[str, list[float]] = {TWO: [], BY_TOKEN: [], BY_PICTURE: []}
@@ -63,7 +58,7 @@ def measure(_: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         data = _dealt(model, vision, text, sample, way)
                         patches[way] = [len(work.pixels) for work in data.work[VISION][0]]
                         tokens[way] = [work.tensors["input_ids"].shape[-1] for work in data.work[TEXT][0]]
-                        taken, _ = _train(graph, stages, as_batch(data, ray.put), 1)
+                        taken, _ = timed(graph, stages, schedule, as_batch(data, ray.put), 1)
                         seconds[way] += taken
                 for way, of_rows in ratios.items():
                     of_rows.append(median(one / two for one, two in zip(seconds[way], seconds[TWO], strict=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -14,9 +15,10 @@ from dhp.core.graph import Route
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from experiments.layouts.ours import UPDATE, deal, device_bytes
-from experiments.layouts.work import make_sample
+from experiments.layouts.ours import UPDATE, device_bytes
+from experiments.layouts.work import TARGETS, TEXT_TOKENS
 from experiments.pair import TEXT, VISION, pair_of, settings_of
+from experiments.small import deal, make_sample
 
 GUESSES = 6  # by proportion; from then on by halves, whatever the peak does
 
@@ -96,7 +98,8 @@ class Device:
     def peaks(self, size: int) -> Peaks:
         """Of the fullest rank, in a step with one image of `size` windows for each text replica; all ranks alike."""
         if size not in self._known:
-            samples = [make_sample((1, WINDOW, WINDOW * size), seed) for seed in range(self._layout.text.data)]
+            sample = partial(make_sample, grid=(1, WINDOW, WINDOW * size), words=TEXT_TOKENS, targets=TARGETS)
+            samples = [sample(seed) for seed in range(self._layout.text.data)]
             data = deal(self._model, self._layout.vision, self._layout.text, samples)
             of_ranks = _gather(self._step(data))
             self._known[size] = Peaks(max(p.vision for p in of_ranks), max(p.device for p in of_ranks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -17,14 +18,13 @@ from torch import Tensor
 from dhp.batch.build import make_reader
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.transport.shared_memory import OBJECT_STORE, SHARED_MEMORY
-from dhp.cluster.watch import wait_all
 from dhp.core.tracing import BACKWARD, FORWARD, Span
 from dhp.trainer.settings import feed_settings
-from experiments.overhead.__main__ import configure, dhp_step, graph_of, one_actor_each, start
+from experiments.overhead.__main__ import ENGINES, configure, dhp_step, graph_of, settings_by_stage
 from experiments.pair import as_batch, make_pair
+from experiments.small import layout_of, started, wait_for
 
 MEGABYTES, STEPS = 64, 3
-TIMEOUT_S = 600.0
 PIXELS = 1024 * 14 * 14  # of an image, so that 16 of them are 16k patches
 
 
@@ -70,7 +70,9 @@ def handed_over(transport: str, rounds: int) -> dict[str, Any]:
     """From the moment when the tensor is ready in one actor until the other one's method begins with it."""
     passed, copied = [], []
     with tempfile.TemporaryDirectory() as folder:
-        with Cluster(one_actor_each(make_pair(), folder, transport, trace=True)) as cluster:
+        with Cluster(
+            layout_of(make_pair(), folder, threads=os.cpu_count(), transport=transport, trace=True)
+        ) as cluster:
             vision, text = cluster.groups["vision"], cluster.groups["text"]
             vision.start(Giver)
             text.start(Taker)
@@ -79,10 +81,10 @@ def handed_over(transport: str, rounds: int) -> dict[str, Any]:
                 (value,) = text.execute_all_async("forward_step", 0, *sent)
                 vision.execute_all_async("optimizer_step", returns=0)
                 (memcpy,) = vision.execute_all_async("memcpy_s")
-                wait_all([*vision.take_watched(), *text.take_watched()], TIMEOUT_S)
+                wait_for((vision, text))
                 if ray.get(value[0]) != number + 2.0:
                     raise AssertionError(f"round {number} received the tensor of another round")
-                found = _spans(cluster)
+                found = _spans(cluster.groups)
                 begin, end = _last(found["text"], FORWARD).start_ns, _last(found["vision"], FORWARD).end_ns
                 passed.append((begin - end) / 1e9)
                 copied.append(ray.get(memcpy[0]))
@@ -98,24 +100,25 @@ def share_of_step(transport: str, rounds: int) -> dict[str, Any]:
         config = configure(Path(name), 1, [f"data.min_pixels={PIXELS}", f"data.max_pixels={int(PIXELS * 1.1)}"])
         feed, graph = make_reader(feed_settings(config)), graph_of(config)
         shares, steps, patches = [], [], []
-        with Cluster(one_actor_each(graph, name, transport, trace=True)) as cluster:
-            stages = start(cluster, graph, config)
+        own = {"threads": os.cpu_count(), "transport": transport, "trace": True}
+        with started(graph, ENGINES, settings_by_stage(config, graph), **own) as stages:
+            groups = {name: stage.group for name, stage in stages.items()}
             for number in range(rounds + 1):
                 data = feed.step(number)
                 batch = as_batch(data, ray.put)
-                _spans(cluster)
+                _spans(groups)
                 begin = time.perf_counter()
                 dhp_step(graph, stages, batch, 1)
                 steps.append(time.perf_counter() - begin)
-                shares.append(sum(_gaps(_spans(cluster))) / steps[-1])
+                shares.append(sum(_gaps(_spans(groups))) / steps[-1])
                 patches.append(data.info.vision_tokens)
     row = {"transport": transport, "patches": median(patches[1:]), "step_s": median(steps[1:])}
     return row | {"transfer_share": median(shares[1:]), "rounds": rounds}
 
 
-def _spans(cluster: Cluster) -> dict[str, list[Span]]:
+def _spans(groups: Mapping[str, Any]) -> dict[str, list[Span]]:
     """What both actors did since the last time."""
-    return {name: ray.get(group.take_spans_async()[0]) for name, group in cluster.groups.items()}
+    return {name: ray.get(group.take_spans_async()[0]) for name, group in groups.items()}
 
 
 def _last(found: list[Span], kind: str) -> Span:

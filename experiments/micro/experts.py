@@ -24,7 +24,7 @@ from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
 from experiments.pair import TEXT, pair_of, settings_of
 from experiments.ranks import on_ranks
-from experiments.recompute.work import deal
+from experiments.small import deal
 
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2}
 SIZES |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}

@@ -19,19 +19,18 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
 from dhp.batch.build import make_reader
-from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.host import keep_freed_memory
-from dhp.cluster.watch import wait_all
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
 from dhp.core.batch import Batch
 from dhp.core.graph import StageGraph
 from dhp.engine.encoder import EncoderEngine
+from dhp.engine.settings import StageSettings
 from dhp.engine.text import TextEngine
 from dhp.models.pretrained import load_tokenizer
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Stages, make_stages
+from dhp.step.stages import Stages
 from dhp.step.step import train_step
 from dhp.tiny.assets import make_tiny_assets
 from dhp.tiny.model import tiny_config
@@ -39,10 +38,11 @@ from dhp.trainer.graph import make_graph
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings, stage_settings
 from experiments.pair import TEXT, VISION, as_batch
+from experiments.small import started, wait_for
 
 TEXT_SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
 VISION_SIZE = {"hidden_size": 256, "intermediate_size": 704, "depth": 8, "fullatt_block_indexes": [3, 7]}
-TIMEOUT_S = 600.0
+ENGINES = {VISION: EncoderEngine, TEXT: TextEngine}
 
 
 def make_model(folder: Path, tiny: Path) -> None:
@@ -117,35 +117,15 @@ def graph_of(config: Config) -> StageGraph:
     return make_graph(config, load_family(config.text.model_name), config.text.model_name)
 
 
-def one_actor_each(graph: StageGraph, folder: str, transport: str = "auto", trace: bool = False) -> Layout:
-    """The chain's actors, one a stage, with all threads, on a Ray of their own."""
-    return Layout(
-        graph=graph,
-        device="cpu",
-        address="local",
-        threads=os.cpu_count(),
-        start_timeout_s=TIMEOUT_S,
-        step_timeout_s=TIMEOUT_S,
-        log_dir=folder,
-        checkpoint_dir=folder,
-        transport=transport,
-        trace=trace,
-    )
-
-
-def start(cluster: Cluster, graph: StageGraph, config: Config) -> Stages:
-    """Both stages, loaded."""
-    for stage, trainer in ((VISION, EncoderEngine), (TEXT, TextEngine)):
-        settings = stage_settings(config, graph, graph.stage(stage), cluster.device, 1000)
-        cluster.groups[stage].start(trainer, settings)
-    wait_all([w for group in cluster.groups.values() for w in group.take_watched()], TIMEOUT_S)
-    return make_stages(graph, cluster.groups)
+def settings_by_stage(config: Config, graph: StageGraph) -> dict[str, StageSettings]:
+    """Of both stages, for `experiments.small.started`."""
+    return {stage.name: stage_settings(config, graph, stage, "cpu", 1000) for stage in graph.stages}
 
 
 def dhp_step(graph: StageGraph, stages: Stages, batch: Batch, micro_batches: int) -> float:
     """One step, waited for; the loss. batch: in the object store, as the dataset actor leaves it there."""
     refs = train_step(stages, make_schedule("sequential", graph, micro_batches), graph.ties, batch)
-    wait_all([w for stage in stages.values() for w in stage.group.take_watched()], TIMEOUT_S)
+    wait_for(stage.group for stage in stages.values())
     return sum(report.loss for report in ray.get(refs.reports[TEXT]))
 
 
@@ -157,8 +137,7 @@ def measure(rounds: int, micro_batches: int) -> dict[str, Any]:
         plain = Plain(config.text.model_name, config.training.learning_rate)
         graph = graph_of(config)
         times: dict[str, list[float]] = {"hf": [], "dhp": []}
-        with Cluster(one_actor_each(graph, name)) as cluster:
-            stages = start(cluster, graph, config)
+        with started(graph, ENGINES, settings_by_stage(config, graph), threads=os.cpu_count()) as stages:
             for step in range(rounds + 1):
                 batch, named = (
                     as_batch(feed.step(step), ray.put),

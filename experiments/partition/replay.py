@@ -18,8 +18,6 @@ from typing import Any
 import ray
 import torch
 
-from dhp.cluster.cluster import Cluster
-from dhp.cluster.watch import wait_all
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
 from dhp.engine.encoder import EncoderEngine
@@ -30,15 +28,14 @@ from dhp.planner.partition.even import by_layers, by_parameters
 from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.planner.units import Unit
-from dhp.step.stages import make_stages
+from dhp.step.schedule import make_schedule
 from dhp.trainer.plan import RunPlan
 from dhp.trainer.programs import pipeline_programs
 from dhp.trainer.settings import stage_settings
-from experiments.layouts.ours import LOCAL, TIMEOUT_S, _layout, _train
 from experiments.pair import TEXT, VISION, as_batch, join_alone, keep_freed_memory
 from experiments.partition.chain import SCHEDULE, STEPS, Chain, Stages, by_stage, plan_chain, stages_of
 from experiments.partition.published import at
-from experiments.recompute.work import deal, make_model, make_samples
+from experiments.small import deal, make_samples, save_even_model, started, timed
 
 EQUAL = 1e-4  # of losses of the first step, relative
 VALUE_BYTES = 4
@@ -76,7 +73,7 @@ def replayed(rounds: int, shape: Shape = SHAPE, settings: Sequence[Setting] = SE
     torch.set_num_threads(1)  # so that this process's seconds of CPU are those of the rank that works
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder, join_alone():
-        model = make_model(Path(folder), shape.tower, shape.decoder, shape.decoder_layers, shape.tower_layers)
+        model = save_even_model(Path(folder), shape.tower, shape.decoder, shape.decoder_layers, shape.tower_layers)
         for setting in settings:
             yield from _of_setting(model, shape, setting, rounds)
 
@@ -192,7 +189,7 @@ def walls(rounds: int, shape: Shape = SHAPE, steps: int = 4) -> Iterator[dict[st
     torch.set_num_threads(1)
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder), shape.tower, shape.decoder, shape.decoder_layers, shape.tower_layers)
+        model = save_even_model(Path(folder), shape.tower, shape.decoder, shape.decoder_layers, shape.tower_layers)
         data = deal(model, Degrees(), Degrees(), make_samples(MICRO_BATCHES, shape.side, shape.words), MICRO_BATCHES)
         with join_alone():
             units = measure_units(model, shape, "", as_batch(data))
@@ -232,12 +229,7 @@ def _replays(plan: RunPlan, batch: Batch, steps: int) -> list[float]:
 
 def run_plan(plan: RunPlan, data: StepData, steps: int) -> list[float]:
     """Wall seconds of each step that counts. As in a run, the next step is submitted while one runs."""
-    graph = plan.graph
-    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(graph, folder, LOCAL)) as cluster:
-        for stage in graph.stages:
-            settings = stage_settings(plan.config, graph, stage, "cpu", STEPS, rules=plan.rules)
-            cluster.groups[stage.name].start(ENGINES[stage.part], settings)
-        wait_all([w for group in cluster.groups.values() for w in group.take_watched()], TIMEOUT_S)
-        stages = make_stages(graph, cluster.groups)
-        seconds, _ = _train(graph, stages, as_batch(data, ray.put), steps, MICRO_BATCHES)
-    return list(seconds)
+    graph, schedule = plan.graph, make_schedule(SCHEDULE, plan.graph, MICRO_BATCHES)
+    settings = {s.name: stage_settings(plan.config, graph, s, "cpu", STEPS, rules=plan.rules) for s in graph.stages}
+    with started(graph, ENGINES, settings) as stages:
+        return list(timed(graph, stages, schedule, as_batch(data, ray.put), steps)[0])

@@ -15,7 +15,7 @@ from dhp.planner.rates import Channel, Rates
 from dhp.trainer.forecast.machine import FORMATS, Machine
 from dhp.trainer.recompute import activation_bytes
 from experiments.plan_accuracy.cases import CASES, Case
-from experiments.plan_accuracy.layout import Layout, running, save_model
+from experiments.plan_accuracy.layout import Layout, running, save_shape
 from experiments.plan_accuracy.seconds import errors_of
 
 FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
@@ -91,7 +91,7 @@ def any_machine() -> Machine:
 
 def layout_of(case: Case, models: Path) -> Layout:
     """models: folder of those that were made."""
-    return Layout(save_model(models, case.shape), case.load, (MEASURED, *case.settings))
+    return Layout(save_shape(models, case.shape), case.load, (MEASURED, *case.settings))
 
 
 def memory_rows(models: Path, names: list[str] | None = None) -> Iterator[Row]:

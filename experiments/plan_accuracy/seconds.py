@@ -14,7 +14,7 @@ from dhp.engine.kinds import make_rank
 from dhp.planner.measured_rates import MeasuredRates
 from dhp.trainer.forecast.here import CPU, measure_here, measured_machine
 from experiments.plan_accuracy.cases import GROUPS, Group, settings_of
-from experiments.plan_accuracy.layout import Layout, running, save_model
+from experiments.plan_accuracy.layout import Layout, running, save_shape
 
 
 def errors_of(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ ALIKE = 0.02  # two layouts whose measured steps differ by less have no order
 
 def layouts_of(group: Group, models: Path) -> dict[str, Layout]:
     """By name. models: folder of those that were made."""
-    model = save_model(models, group.shape)
+    model = save_shape(models, group.shape)
     cache = f"data.cache_dir={models / 'cache'}"
     return {name: Layout(model, group.load, (*settings_of(group, name), cache)) for name in group.layouts}
 

@@ -33,7 +33,7 @@ from dhp.step.step import train_step
 from dhp.trainer.recompute import arrange
 from dhp.trainer.run_shape import usage_of
 from experiments.pair import ONE, TEXT, VISION, Here, as_batch, join_alone, keep_freed_memory, pair_of, settings_of
-from experiments.recompute.work import deal, make_model, make_samples
+from experiments.small import deal, make_samples, save_even_model
 
 TRAINERS = {VISION: EncoderEngine, TEXT: TextEngine}
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
@@ -90,9 +90,9 @@ def measure(rounds: int) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)  # so that this process's seconds of CPU are those of the work
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder), TOWER, DECODER, LAYERS)
+        model = save_even_model(Path(folder), TOWER, DECODER, LAYERS)
         with in_this_process(model) as run:
-            run.take(deal(model, ONE, ONE, make_samples(SAMPLES, SIDE, WORDS), 1))
+            run.take(deal(model, ONE, ONE, make_samples(SAMPLES, SIDE, WORDS)))
             costs = _measure_costs(run)
             budget = predicted_bytes(costs, _half(run), run.arrangement)
             plans = _plan(run, costs, budget)

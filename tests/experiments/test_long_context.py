@@ -22,7 +22,7 @@ from experiments.long_context.steps import PEER, _require_same
 from experiments.long_context.work import make_model, make_row
 from experiments.pair import TEXT, VISION
 from experiments.ranks import on_ranks
-from experiments.recompute.work import START
+from experiments.small import START
 from tests.helpers.figures import Sentences, missing, rows
 
 BUDGET = 3 << 19

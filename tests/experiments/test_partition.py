@@ -27,7 +27,7 @@ from experiments.partition.published import (
 )
 from experiments.partition.replay import Setting, Shape, measure_units, run_in_turn
 from experiments.partition.shapes import BMP_LAYERS, INTERNLM2_20B, INTERNVIT, MODELS, STAGES, model_named
-from experiments.recompute.work import deal, make_model, make_samples
+from experiments.small import deal, make_samples, save_even_model
 from tests.helpers.rows import slow
 
 MAIN = "InternViT 6B + InternLM2 20B"
@@ -95,7 +95,7 @@ def test_published_cuts_have_all_layers() -> None:
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("partition")
-    return make_model(folder, SMALL.tower, SMALL.decoder, SMALL.decoder_layers, SMALL.tower_layers)
+    return save_even_model(folder, SMALL.tower, SMALL.decoder, SMALL.decoder_layers, SMALL.tower_layers)
 
 
 def test_a_cut_is_the_stages_of_both_parts(small_model: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from dhp.parallel.recompute.live_storages import LiveStorages
 from experiments.plan_accuracy.__main__ import draw
 from experiments.plan_accuracy.cases import CASES, GROUPS, settings_of
-from experiments.plan_accuracy.layout import SHAPES, Layout, Load, make_samples, save_model
+from experiments.plan_accuracy.layout import SHAPES, Layout, Load, make_samples, save_shape
 from experiments.plan_accuracy.memory import any_machine, layout_of, memory_scores
 from experiments.plan_accuracy.seconds import kendall, regret
 from tests.helpers.rows import slow_but
@@ -64,7 +64,7 @@ def test_a_case_resolves_and_a_plan_knows_its_bytes(name: str, models: Path) -> 
 @pytest.mark.parametrize("group", GROUPS)
 def test_layouts_of_a_group_resolve_and_do_the_same_work(group: str, models: Path) -> None:
     own = GROUPS[group]
-    model = save_model(models, own.shape)
+    model = save_shape(models, own.shape)
     layouts = [Layout(model, own.load, settings_of(own, name)) for name in own.layouts]
     assert len(layouts) >= 5
     assert len({layout.plan.config.training.batch_size for layout in layouts}) == 1

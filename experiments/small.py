@@ -1,0 +1,147 @@
+"""What experiments train: small models with random weights, samples of one picture, and steps of them by actors."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+from dhp.batch.encoder_shards import Split
+from dhp.batch.reader import BatchReader
+from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.watch import wait_all
+from dhp.core.axes import Degrees
+from dhp.core.batch import IGNORED, Batch, StepData
+from dhp.core.graph import StageGraph
+from dhp.core.reports import StageReport
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import StepSamples
+from dhp.data.sampling.sampler import BatchLayout, slots
+from dhp.models.registry import load_family
+from dhp.step.schedule import Schedule
+from dhp.step.stages import Stages, make_stages
+from dhp.step.step import train_step
+from experiments.pair import VISION
+
+IMAGE, START, END, VIDEO, WORDS = 2040, 2041, 2042, 2043, 2000
+PATCH_VALUES = 3 * 2 * 14 * 14
+TIMEOUT_S = 900.0
+
+
+def save_model(
+    path: Path, text: Mapping[str, Any], vision: Mapping[str, Any], kind: str = "qwen2_5_vl", **changes: Any
+) -> str:
+    """A model of that type and these sizes, with random weights; the same each time. Eight heads where text has no
+    other number, half as many of keys. changes: of the configuration of both."""
+    heads = text.get("num_attention_heads", 8)
+    third = text["hidden_size"] // heads // 2 // 3
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    rope["mrope_section"] = [text["hidden_size"] // heads // 2 - 2 * third, third, third]
+    decoder = {"vocab_size": 2048, "num_attention_heads": heads, "num_key_value_heads": heads // 2}
+    decoder |= {"rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    tower = {"num_heads": 4, "out_hidden_size": text["hidden_size"]}
+    places = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
+    parts = {"text_config": decoder | dict(text), "vision_config": tower | dict(vision)}
+    places |= {"vision_end_token_id": END, "tie_word_embeddings": False}
+    config = CONFIG_MAPPING[kind](**parts, **places | changes)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+def save_even_model(folder: Path, tower: int, decoder: int, layers: int, tower_layers: int | None = None) -> str:
+    """A Qwen2.5-VL whose parts are `tower` and `decoder` wide with four heads each, with `layers` layers each or
+    `tower_layers` in the tower, of which every fourth one has full attention."""
+    depth = tower_layers or layers
+    text = {"hidden_size": decoder, "intermediate_size": 11 * decoder // 4, "num_hidden_layers": layers}
+    vision = {"hidden_size": tower, "intermediate_size": 11 * tower // 4, "depth": depth}
+    vision["fullatt_block_indexes"] = list(range(3, depth, 4))
+    return save_model(folder / f"{tower}-{decoder}-{depth}-{layers}", text | {"num_attention_heads": 4}, vision)
+
+
+def make_sample(seed: int, grid: tuple[int, int, int], words: int, targets: int) -> Sample:
+    """One picture of that grid, frames × rows × columns of patches, and words, the last of which are targets."""
+    rng, patches = np.random.default_rng(seed), int(np.prod(grid))
+    text = rng.integers(3, WORDS, words)
+    ids = np.concatenate([[5], np.full(patches // 4, IMAGE), text])
+    labels = np.concatenate([np.full(len(ids) - targets, IGNORED), text[words - targets :]])
+    pixels = rng.standard_normal((patches, PATCH_VALUES), dtype=np.float32)
+    return Sample("made", seed, ids, labels, (ids == IMAGE).astype(np.int64), (pixels,), (grid,))
+
+
+def make_samples(count: int, side: int, words: int) -> list[Sample]:
+    """Samples with a picture of side × side patches and so many words each, half of them targets."""
+    return [make_sample(seed, (1, side, side), words, (words + 1) // 2) for seed in range(count)]
+
+
+def dealer(make: Callable[..., BatchReader], samples: Sequence[Sample], layout: BatchLayout) -> StepData:
+    """A step's samples dealt out as by that layout. make: a reader of a source of steps."""
+
+    def step(k: int) -> StepSamples:
+        return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in slots(list(samples), layout)), ())
+
+    return make(SimpleNamespace(step=step)).step(0)
+
+
+def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample], micro_batches: int = 1) -> StepData:
+    """The step's samples dealt out to the ranks of both parts, packed."""
+    layout = BatchLayout(text.data, micro_batches, -(-len(samples) // (text.data * micro_batches)))
+    encoders = {VISION: Split(vision.data, vision.sequence, stages=2 if micro_batches > 1 else 1)}
+
+    def make(source: Any) -> BatchReader:
+        return BatchReader(source, load_family(model), 0, encoders, packing=True, text=text)
+
+    return dealer(make, samples, layout)
+
+
+def wait_for(groups: Iterable[Any]) -> None:
+    """All that was called on these groups."""
+    wait_all([watched for group in groups for watched in group.take_watched()], TIMEOUT_S)
+
+
+def layout_of(graph: StageGraph, folder: str, **changes: Any) -> Layout:
+    """The graph's actors, on CPUs of this host and a Ray of their own, one thread each."""
+    given = {"address": "local", "threads": 1, "log_dir": folder, "checkpoint_dir": folder} | changes
+    return Layout(graph=graph, device="cpu", start_timeout_s=TIMEOUT_S, step_timeout_s=TIMEOUT_S, **given)
+
+
+@contextmanager
+def started(
+    graph: StageGraph, engines: Mapping[str, Callable[..., Any]], settings: Mapping[str, Any], **changes: Any
+) -> Iterator[Stages]:
+    """The graph's stages, loaded. engines: by part; settings: by stage; changes: of the layout."""
+    with tempfile.TemporaryDirectory() as folder, Cluster(layout_of(graph, folder, **changes)) as cluster:
+        for stage in graph.stages:
+            cluster.groups[stage.name].start(engines[stage.part], settings[stage.name])
+        wait_for(cluster.groups.values())
+        yield make_stages(graph, cluster.groups)
+
+
+def timed(
+    graph: StageGraph, stages: Stages, schedule: Schedule, batch: Batch, steps: int
+) -> tuple[tuple[float, ...], dict[str, list[StageReport]]]:
+    """Seconds from the end of each step to the end of the next one, after one that does not count, and what all ranks
+    tell of the last. As in a run, the next step is submitted while one runs."""
+
+    def submit() -> tuple[list[Any], Mapping[str, Sequence[Any]]]:
+        reports = train_step(stages, schedule, graph.ties, batch).reports
+        return [watched for stage in stages.values() for watched in stage.group.take_watched()], reports
+
+    ends, following = [], submit()
+    for step in range(steps + 1):
+        watched, reports = following
+        if step < steps:
+            following = submit()
+        wait_all(watched, TIMEOUT_S)
+        ends.append(time.perf_counter())
+    return tuple(end - begin for begin, end in pairwise(ends)), {name: ray.get(refs) for name, refs in reports.items()}
