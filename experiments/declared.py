@@ -90,7 +90,6 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("dhp's kernels {}", "dhp's kernels", column("ratio", question="kernels")),
         Figure("a step of replicas that share experts out takes {} that of tensor ranks", "shared out",
                column("step_ratio", question="experts", text="expert 2")),
-        Figure("5 million lines are indexed in {}", "index, s", column("seconds", question="jsonl_index"), " s"),
     ),
     "needle_frames": (
         Figure("a model of videos of up to 64 frames finds {} of the needles in 512", "long, 512 frames",

@@ -11,15 +11,13 @@ from random import Random
 from types import MappingProxyType
 from typing import TypeVar
 
-import torch
 from PIL import Image, ImageDraw
-from transformers import Qwen2_5_VLForConditionalGeneration
 from transformers.utils import logging
 
-from dhp.models.pretrained import load_tokenizer
 from dhp.observe.metrics import StepMetrics, read_metrics
-from dhp.tiny.model import make_tiny_model, tiny_config
+from dhp.tiny.model import make_tiny_model
 from experiments.commands import run_module
+from experiments.small import grow
 
 Choice = TypeVar("Choice")
 
@@ -114,21 +112,7 @@ TOWER = {"hidden_size": 128, "intermediate_size": 352, "depth": 8, "fullatt_bloc
 def make_model(folder: Path, corpus: Iterable[str]) -> Path:
     """A model directory in `folder`, with a tokenizer that learned `corpus`; return it."""
     logging.disable_progress_bar()  # one small file
-    tiny = make_tiny_model(folder / "tiny", corpus)
-    config = tiny_config(load_tokenizer(str(tiny)))
-    for part, sizes in ((config.text_config, DECODER), (config.vision_config, TOWER)):
-        for key, value in sizes.items():
-            setattr(part, key, value)
-    config.text_config.layer_types = ["full_attention"] * DECODER["num_hidden_layers"]
-    config.text_config.rope_parameters["mrope_section"] = [4, 6, 6]  # half of a head's 32
-    config.vision_config.out_hidden_size = DECODER["hidden_size"]
-    torch.manual_seed(0)
-    model = folder / "model"
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(model)
-    for file in tiny.iterdir():
-        if file.name != "config.json" and file.suffix != ".safetensors":
-            (model / file.name).write_bytes(file.read_bytes())
-    return model
+    return grow(make_tiny_model(folder / "tiny", corpus), folder / "model", DECODER, TOWER)
 
 
 LIMIT_S = 900.0

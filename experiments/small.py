@@ -27,10 +27,12 @@ from dhp.core.reports import StageReport
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
+from dhp.models.pretrained import load_tokenizer
 from dhp.models.registry import load_family
 from dhp.step.schedule import Schedule
 from dhp.step.stages import Stages, make_stages
 from dhp.step.step import train_step
+from dhp.tiny.model import tiny_config
 from experiments.pair import VISION
 
 IMAGE, START, END, VIDEO, WORDS = 2040, 2041, 2042, 2043, 2000
@@ -67,6 +69,24 @@ def save_even_model(folder: Path, tower: int, decoder: int, layers: int, tower_l
     vision = {"hidden_size": tower, "intermediate_size": 11 * tower // 4, "depth": depth}
     vision["fullatt_block_indexes"] = list(range(3, depth, 4))
     return save_model(folder / f"{tower}-{decoder}-{depth}-{layers}", text | {"num_attention_heads": 4}, vision)
+
+
+def grow(tiny: Path, folder: Path, text: Mapping[str, Any], vision: Mapping[str, Any]) -> Path:
+    """A model of these sizes in `folder`, beside the tokenizer and the image processor of dhp's tiny one."""
+    config = tiny_config(load_tokenizer(str(tiny)))
+    for part, sizes in ((config.text_config, text), (config.vision_config, vision)):
+        for key, value in sizes.items():
+            setattr(part, key, value)
+    half = config.text_config.hidden_size // config.text_config.num_attention_heads // 2
+    config.text_config.layer_types = ["full_attention"] * text["num_hidden_layers"]
+    config.text_config.rope_parameters["mrope_section"] = [half // 4, 3 * half // 8, 3 * half // 8]
+    config.vision_config.out_hidden_size = text["hidden_size"]
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    for file in tiny.iterdir():
+        if file.name != "config.json" and file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
 
 
 def make_sample(seed: int, grid: tuple[int, int, int], words: int, targets: int) -> Sample:

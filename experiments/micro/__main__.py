@@ -39,7 +39,6 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=256, help="of a sample of experts")
     parser.add_argument("--mb", type=int, default=500, help="of checkpoint")
-    parser.add_argument("--lines", type=int, default=5_000_000, help="of jsonl_index")
     given = parser.parse_args()
     for question in given.only:
         for row in QUESTIONS[question](given):

@@ -1,23 +1,18 @@
-"""Files: what saving costs a step beside torch's distributed checkpoint, and a large JSONL file before training."""
+"""What saving costs a step, beside torch's distributed checkpoint."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
-import resource
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -25,8 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dhp.core.parameters import Group
-from dhp.data.read.annotations import read_annotations
-from dhp.data.sampling.sampler import epoch_order
 from dhp.engine.saving import ShareSaver
 from dhp.parallel.optim.base import make_adamw
 from dhp.parallel.optim.replicated import Replicated
@@ -34,7 +27,6 @@ from experiments.pair import join_alone
 
 WIDTH = 1024
 STATES = ("exp_avg", "exp_avg_sq")
-BATCH, READS = 50_000, 2_000  # lines that are written at once, and samples that are read
 
 
 @dataclass(frozen=True)
@@ -134,50 +126,3 @@ def save_torch(state: dict[str, Tensor], folder: Path, stager: DefaultStager | N
         os.close(handle)
     done = time.perf_counter() - begun
     return Saved(done if stall is None else stall, done)
-
-
-def jsonl_index(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Seconds and memory of opening a file of so many samples of about 300 bytes, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "samples.jsonl"
-        with path.open("w", encoding="utf-8") as file:
-            for begin in range(0, given.lines, BATCH):
-                file.writelines(_line(number) for number in range(begin, min(begin + BATCH, given.lines)))
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield pool.submit(open_lines, path).result()
-
-
-def _line(number: int) -> str:
-    talk = [
-        {"from": "human", "value": f"<image>\nWhat is at the bottom of receipt {number}, and what does that mean?"},
-        {"from": "gpt", "value": f"The total, {number % 9973} crowns." + " Thank you for your visit." * (number % 4)},
-    ]
-    return json.dumps({"id": number, "image": f"receipts/{number // 1000}/{number}.jpg", "conversations": talk}) + "\n"
-
-
-def open_lines(path: Path) -> dict[str, float]:
-    """Open the file as a run does, make the order of an epoch, read lines at random."""
-    times, peaks = [time.perf_counter()], [_peak_mib()]
-    annotations = read_annotations("set", path, path.parent)
-    times.append(time.perf_counter())
-    peaks.append(_peak_mib())
-    order = epoch_order(len(annotations), 0, 0, True)
-    times.append(time.perf_counter())
-    for index in order[:READS]:
-        annotations.record(int(index))
-    opened, ordered, read = np.diff([*times, time.perf_counter()]).tolist()
-    return {
-        "lines": len(annotations),
-        "file_mib": round(path.stat().st_size / 2**20, 1),
-        "seconds": round(opened, 2),
-        "order_s": round(ordered, 2),
-        "us_a_record": round(read / min(READS, len(annotations)) * 1e6, 1),
-        "rss_before_mib": round(peaks[0], 1),
-        "peak_rss_opened_mib": round(peaks[1], 1),
-        "peak_rss_mib": round(_peak_mib(), 1),
-        "index_mib": round(len(annotations) * np.dtype(np.int64).itemsize / 2**20, 1),
-    }
-
-
-def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -16,7 +16,7 @@ import ray
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from dhp.batch.build import make_reader
 from dhp.cluster.host import keep_freed_memory
@@ -27,46 +27,26 @@ from dhp.core.graph import StageGraph
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import StageSettings
 from dhp.engine.text import TextEngine
-from dhp.models.pretrained import load_tokenizer
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Stages
 from dhp.step.step import train_step
 from dhp.tiny.assets import make_tiny_assets
-from dhp.tiny.model import tiny_config
 from dhp.trainer.graph import make_graph
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings, stage_settings
 from experiments.pair import TEXT, VISION, as_batch
-from experiments.small import started, wait_for
+from experiments.small import grow, started, wait_for
 
 TEXT_SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
 VISION_SIZE = {"hidden_size": 256, "intermediate_size": 704, "depth": 8, "fullatt_block_indexes": [3, 7]}
 ENGINES = {VISION: EncoderEngine, TEXT: TextEngine}
 
 
-def make_model(folder: Path, tiny: Path) -> None:
-    """A medium model beside the tiny one's tokenizer and image processor."""
-    folder.mkdir()
-    for file in tiny.iterdir():
-        if file.suffix != ".safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
-    config = tiny_config(load_tokenizer(str(tiny)))
-    for key, value in TEXT_SIZE.items():
-        setattr(config.text_config, key, value)
-    for key, value in VISION_SIZE.items():
-        setattr(config.vision_config, key, value)
-    config.text_config.layer_types = ["full_attention"] * TEXT_SIZE["num_hidden_layers"]
-    config.text_config.rope_parameters["mrope_section"] = [8, 12, 12]
-    config.vision_config.out_hidden_size = TEXT_SIZE["hidden_size"]
-    torch.manual_seed(0)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
-
-
 def configure(folder: Path, micro_batches: int, more: Sequence[str] = ()) -> Config:
     """One actor a part, 16 samples a step. more: overrides that beat these."""
     make_tiny_assets(folder)
-    make_model(folder / "medium", folder / "model")
+    grow(folder / "model", folder / "medium", TEXT_SIZE, VISION_SIZE)
     size = 16
     overrides = [
         f"tiny_assets={folder}",

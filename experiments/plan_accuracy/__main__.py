@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
@@ -53,29 +50,6 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     canvas.save(path)
 
 
-INSIDE = "PLAN_ACCURACY_INSIDE"  # set where the namespace is there
-BURST_BYTES, QUEUE_BYTES = 1 << 20, 32 << 20
-
-
-def run_inside(arguments: Sequence[str]) -> None:
-    """Begin the command again in a namespace that ends with it. Does not return, unless it is in there already; ends
-    the process where this is not root, or the kernel makes none."""
-    if os.environ.get(INSIDE):
-        return
-    if os.geteuid():
-        sys.exit("--mbit needs root: a network namespace of its own is made, so that nothing else is slowed down")
-    command = ["unshare", "--net", "--kill-child", sys.executable, "-m", "experiments.plan_accuracy", *arguments]
-    os.environ[INSIDE] = "1"
-    os.execvp(command[0], command)
-
-
-def limit(mbit: int) -> None:
-    """So many millions of bits a second over this namespace's loopback, which is taken up."""
-    bucket = f"rate {mbit}mbit burst {BURST_BYTES} limit {QUEUE_BYTES}"
-    for line in ("ip link set lo up", f"tc qdisc replace dev lo root tbf {bucket}"):
-        subprocess.run(line.split(), check=True)
-
-
 MEMORY, TIME = MODES = ("memory", "time")
 
 
@@ -90,9 +64,8 @@ def all_rows(asked: argparse.Namespace, models: Path) -> Iterator[dict[str, Any]
     if asked.only != MEMORY:
         timed = []
         for row in time_rows(models, asked.groups, asked.rounds):
-            slow = {} if asked.mbit is None else {"mbit": asked.mbit, "group": f"{row['group']}, slow link"}
-            timed.append(row | slow)
-            yield timed[-1]
+            timed.append(row)
+            yield row
         yield from time_scores(timed)
 
 
@@ -105,11 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of time: visits of each layout")
     parser.add_argument("--out", type=Path, help="file to which the same lines are added")
     parser.add_argument("--plot", type=Path, help="PNG of predicted figures over measured ones; of all rows of --out")
-    parser.add_argument("--mbit", type=int, help="of time, as root: a link of so many Mbit/s between ranks")
     asked = parser.parse_args(arguments)
-    if asked.mbit is not None:
-        run_inside(sys.argv[1:] if arguments is None else arguments)
-        limit(asked.mbit)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for row in all_rows(asked, Path(folder)):
