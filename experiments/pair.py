@@ -55,15 +55,9 @@ def settings_of(
     changes: of any other setting."""
     spec = graph.stage(stage)
     given = {
-        "dtype": "float32",
-        "device": "cpu",
-        "measure": False,
-        "zero_stage": 0,
-        "zero_engine": "deepspeed",
-        "autotp": False,
-        "packing": True,
-        "seed": 0,
-    }
+        "dtype": "float32", "device": "cpu", "measure": False, "zero_stage": 0, "zero_engine": "deepspeed",
+        "autotp": False, "packing": True, "seed": 0,
+    }  # fmt: skip
     choices = read_choices(recompute, len(spec.layers))
     return StageSettings(spec=spec, graph=graph, model_name=model, recompute=choices, update=update, **given | changes)
 

@@ -134,12 +134,9 @@ def machine() -> Row:
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
-        "cores": count_cores(),
-        "cpu": model or platform.processor() or "unnamed",
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
+        "cores": count_cores(), "cpu": model or platform.processor() or "unnamed", "python": platform.python_version(),
+        "torch": version("torch"), "date": datetime.now(UTC).date().isoformat(),
+    }  # fmt: skip
 
 
 def store(experiment: Experiment, rows: Sequence[Row], made: Row, folder: Path) -> Path:

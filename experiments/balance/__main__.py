@@ -39,15 +39,11 @@ def rows(
             seconds = time.perf_counter() - begin
             found = measure_balance(packs, loads, dp, padded=name in PADDED, dispatched=name == PER_MODALITY)
             yield {
-                "method": name,
-                "source": source,
-                "dp": dp,
+                "method": name, "source": source, "dp": dp,
                 **{key: round(value, 5) if isinstance(value, float) else value for key, value in asdict(found).items()},
-                **row_columns(packs, loads, dp, name in PADDED),
-                "samples_a_pack": round(len(loads) / len(packs), 2),
-                "seconds": round(seconds, 2),
-                "lower_bound": least,
-            }
+                **row_columns(packs, loads, dp, name in PADDED), "samples_a_pack": round(len(loads) / len(packs), 2),
+                "seconds": round(seconds, 2), "lower_bound": least,
+            }  # fmt: skip
 
 
 def main() -> None:

@@ -39,14 +39,10 @@ def compare(config: Config, device: str) -> dict[str, Any]:
     return {
         "loss_error": max(abs(m.loss / p.loss - 1) for m, p in zip(metrics, taken, strict=True)),
         "norm_error": max(abs(m.grad_norm / p.norm - 1) for m, p in zip(metrics, taken, strict=True)),
-        "update_error": _distance(trained, end) / _distance(start, end),
-        "dhp_step_s": step_s,
-        "plain_step_s": plain_step_s,
-        "ratio": step_s / plain_step_s,
-        "steps": len(metrics),
-        "vision_tokens": metrics[-1].vision_tokens,
-        "tokens": metrics[-1].tokens,
-    }
+        "update_error": _distance(trained, end) / _distance(start, end), "dhp_step_s": step_s,
+        "plain_step_s": plain_step_s, "ratio": step_s / plain_step_s, "steps": len(metrics),
+        "vision_tokens": metrics[-1].vision_tokens, "tokens": metrics[-1].tokens,
+    }  # fmt: skip
 
 
 def _plain(config: Config, device: str, steps: int) -> tuple[dict, list[Step], list[float], dict]:

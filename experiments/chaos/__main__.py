@@ -39,13 +39,9 @@ def strike_at_random(laboratory: Laboratory, count: int, seed: int, only: str) -
         if only not in ("", fault.kind, fault.target):
             continue
         found = laboratory.run(
-            LONG,
-            lambda fired, of=fault: of.environment or {},
-            names_rank=fault.names_rank,
-            small_disk=fault.kind == FULL,
-            strike=strike(fault),
-            between=partial(harm, fault),
-        )
+            LONG, lambda fired, of=fault: of.environment or {}, names_rank=fault.names_rank,
+            small_disk=fault.kind == FULL, strike=strike(fault), between=partial(harm, fault),
+        )  # fmt: skip
         about: Row = {"fault": fault.kind, "process": fault.target, "after_steps": fault.after_steps, "seed": seed}
         yield about | _row(*found)
 
@@ -57,13 +53,9 @@ def cut_link(laboratory: Laboratory) -> Iterator[Row]:
     with two_nodes() as nodes:
         more = [f"cluster.address={nodes.address}", "cluster.collocate=false", "cluster.collective_timeout_s=10"]
         found = laboratory.run(
-            LONG,
-            lambda fired: nodes.environment,
-            names_rank=False,
-            more=more,
-            strike=cut_and_mend(nodes, after),
+            LONG, lambda fired: nodes.environment, names_rank=False, more=more, strike=cut_and_mend(nodes, after),
             apart=nodes.pids,
-        )
+        )  # fmt: skip
     yield {"fault": "partition", "process": "the link", "after_steps": after} | _row(*found)
 
 

@@ -72,12 +72,9 @@ def draw(seed: int, count: int, steps: int) -> list[Fault]:
 def strike(fault: Fault) -> Strike:
     """What brings the fault about, called while a run runs."""
     acts: dict[str, Callable[[Fault, Watch], Mapping[str, Any] | None]] = {
-        KILL: _signal,
-        STOP: _signal,
-        DAMAGE: _end_all,
-        FULL: _fill,
+        KILL: _signal, STOP: _signal, DAMAGE: _end_all, FULL: _fill,
         MESSAGES: lambda fault, watch: {"at": time.time(), "process": fault.target, "pid": 0},
-    }
+    }  # fmt: skip
 
     def act(watch: Watch) -> Mapping[str, Any] | None:
         if watch.fired is not None:

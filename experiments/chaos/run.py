@@ -188,14 +188,9 @@ def _command(
     """Exit status of one command; what it prints is added to `lines`."""
     command = [sys.executable, "-m", "dhp.train_ray", *arguments]
     process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+        command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    )  # fmt: skip
     watch.process = process
     reading = threading.Thread(
         target=lambda: lines.extend(Line(time.time(), text) for text in process.stdout or ()), daemon=True

@@ -69,17 +69,12 @@ def _summary(method: str, rows: Sequence[Row]) -> Row:
     differences = [row["heldout_loss"] - base[row["seed"]] for row in ends if row["seed"] in base]
     difference = mean(differences) if differences else None
     return {
-        "summary": method,
-        "seeds": [row["seed"] for row in ends],
-        "steps": [row["step"] for row in ends],
-        "samples": [row["samples"] for row in ends],
-        "train_loss": _rounded(mean(row["train_loss"] for row in ends)),
-        "heldout_mean": _rounded(mean(losses)),
-        "heldout_sd": _rounded(stdev(losses)) if len(losses) > 1 else None,
-        "differences": [_rounded(value) for value in differences],
-        "difference": _rounded(difference),
+        "summary": method, "seeds": [row["seed"] for row in ends], "steps": [row["step"] for row in ends],
+        "samples": [row["samples"] for row in ends], "train_loss": _rounded(mean(row["train_loss"] for row in ends)),
+        "heldout_mean": _rounded(mean(losses)), "heldout_sd": _rounded(stdev(losses)) if len(losses) > 1 else None,
+        "differences": [_rounded(value) for value in differences], "difference": _rounded(difference),
         "difference_in_sd": _rounded(difference / noise) if differences and noise else None,
-    }
+    }  # fmt: skip
 
 
 def _rounded(value: float | None) -> float | None:

@@ -109,14 +109,10 @@ def run(method: str, seed: int, work: Work) -> Iterator[dict[str, Any]]:
         for checkpoint in sorted((run_dir / "checkpoints").iterdir(), key=step_of):
             step = step_of(checkpoint)
             yield {
-                "method": method,
-                "seed": seed,
-                "step": step,
-                "epoch": round(steps[step - 1].epoch, 3),
-                "samples": sum(s.samples for s in steps[:step]),
-                "train_loss": round(_mean_loss(steps[last:step]), 5),
+                "method": method, "seed": seed, "step": step, "epoch": round(steps[step - 1].epoch, 3),
+                "samples": sum(s.samples for s in steps[:step]), "train_loss": round(_mean_loss(steps[last:step]), 5),
                 "heldout_loss": round(work.held_out.loss(checkpoint), 5),
-            }
+            }  # fmt: skip
             last = step
             shutil.rmtree(checkpoint)
 

@@ -97,14 +97,11 @@ def _judged(setting: Setting, times: dict[str, float], info: StepInfo, device: D
     seconds, flops = times["step_ms"] / 1e3, sum(info.flops.values())
     peak = known_peaks().get((device.name, device.format))
     return {
-        **times,
-        "tokens_per_s": round(info.tokens / seconds),
-        "patches_per_s": round(info.vision_tokens / seconds),
-        "tflop": round(flops / 1e12, 6),
-        "mfu": None if peak is None else round(flops / seconds / peak, 4),
+        **times, "tokens_per_s": round(info.tokens / seconds), "patches_per_s": round(info.vision_tokens / seconds),
+        "tflop": round(flops / 1e12, 6), "mfu": None if peak is None else round(flops / seconds / peak, 4),
         "reserved_bytes": torch.cuda.max_memory_reserved() if setting.cuda else None,
         "allocated_bytes": torch.cuda.max_memory_allocated() if setting.cuda else None,
-    }
+    }  # fmt: skip
 
 
 def _tensor_bytes(trainer: Any) -> int:
@@ -128,14 +125,11 @@ def check_answer(setting: Setting, new_tokens: int) -> dict[str, Any]:
     decoding = answer.seconds - answer.prefill_s
     return {
         "ok": len(answer.token_ids) == new_tokens and answer.token_ids == first.token_ids,
-        "prompt_tokens": answer.prompt_tokens,
-        "new_tokens": len(answer.token_ids),
-        "prefill_ms": round(answer.prefill_s * 1e3, 3),
-        "ms_a_token": round(decoding * 1e3 / (new_tokens - 1), 3),
-        "tokens_per_s": round((new_tokens - 1) / decoding, 2),
-        "cache_bytes": answer.cache_bytes,
+        "prompt_tokens": answer.prompt_tokens, "new_tokens": len(answer.token_ids),
+        "prefill_ms": round(answer.prefill_s * 1e3, 3), "ms_a_token": round(decoding * 1e3 / (new_tokens - 1), 3),
+        "tokens_per_s": round((new_tokens - 1) / decoding, 2), "cache_bytes": answer.cache_bytes,
         "peak_bytes": answer.peak_bytes,
-    }
+    }  # fmt: skip
 
 
 LAYERS, STEPS = 2, 2
@@ -151,13 +145,9 @@ def check_bits(setting: Setting, deterministic: bool) -> dict[str, Any]:
     differing = sorted(name for name in first if not torch.equal(first[name], second[name]))
     equal = not differing and losses == others
     return {
-        "ok": equal or not deterministic,
-        "equal": equal,
-        "losses": [losses, others],
-        "differing_weights": len(differing),
-        "first_differing": differing[:3],
-        "step_ms": round(seconds * 1e3, 3),
-    }
+        "ok": equal or not deterministic, "equal": equal, "losses": [losses, others],
+        "differing_weights": len(differing), "first_differing": differing[:3], "step_ms": round(seconds * 1e3, 3),
+    }  # fmt: skip
 
 
 def _run(setting: Setting, folder: str, data: Any, deterministic: bool) -> tuple[dict[str, Any], list[float], float]:

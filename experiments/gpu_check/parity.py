@@ -169,13 +169,10 @@ def stage_settings(setting: Setting, graph: StageGraph, stage: str, layout: Layo
     """Of one stage of the layout. dtype: a torch dtype's name."""
     folder = make_tiny(setting, layout.family).folder
     own = {
-        "dtype": dtype,
-        "device": setting.device,
-        "zero_stage": layout.zero_stage,
-        "zero_engine": layout.engine,
+        "dtype": dtype, "device": setting.device, "zero_stage": layout.zero_stage, "zero_engine": layout.engine,
         "rules": _rules(load_family(folder), layout),
         "adapters": layout.adapters if graph.stage(stage).part == TEXT else None,
-    }
+    }  # fmt: skip
     return settings_of(graph, stage, folder, UPDATE, layout.recompute, **own)
 
 

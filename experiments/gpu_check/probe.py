@@ -19,15 +19,9 @@ from experiments.gpu_check.setting import Setting
 LAYERS = 2  # of the parts that are asked which kernels they got
 NEEDED = ("torch", "transformers")
 USED = (
-    "dhp.engine.encoder",
-    "dhp.engine.text",
-    "dhp.batch.shard",
-    "dhp.planner.planner",
-    "dhp.trainer.memory",
-    "dhp.doctor.trial",
-    "experiments.gpu_check.stand_ins",
-    "dhp.cluster.worker",
-)
+    "dhp.engine.encoder", "dhp.engine.text", "dhp.batch.shard", "dhp.planner.planner", "dhp.trainer.memory",
+    "dhp.doctor.trial", "experiments.gpu_check.stand_ins", "dhp.cluster.worker",
+)  # fmt: skip
 PACKAGES = (
     "transformers", "tokenizers", "safetensors", "numpy", "triton", "deepspeed", "ray", "hydra-core", "av", "peft",
     "bitsandbytes",
@@ -41,31 +35,20 @@ def check_machine(setting: Setting) -> dict[str, Any]:
     if lacking is not None:
         return {"error": lacking, "serves": False}
     found = {
-        "ok": True,
-        "serves": True,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "wanted": _wanted(),
-        "packages": {name: _version(name) for name in PACKAGES},
-    }
+        "ok": True, "serves": True, "python": platform.python_version(), "torch": torch.__version__,
+        "wanted": _wanted(), "packages": {name: _version(name) for name in PACKAGES},
+    }  # fmt: skip
     if not setting.cuda:
         return found | {"device": "cpu"}
     about = torch.cuda.get_device_properties(0)
     unused, whole = torch.cuda.mem_get_info()
     driver, mode = _ask_driver("driver_version", "compute_mode")
     return found | {
-        "ok": mode in ("Default", ""),
-        "device": about.name,
-        "capability": f"{about.major}.{about.minor}",
-        "memory_bytes": whole,
-        "free_bytes": unused,
-        "multiprocessors": about.multi_processor_count,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "driver": driver,
-        "compute_mode": mode,
-    }
+        "ok": mode in ("Default", ""), "device": about.name, "capability": f"{about.major}.{about.minor}",
+        "memory_bytes": whole, "free_bytes": unused, "multiprocessors": about.multi_processor_count,
+        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())), "driver": driver, "compute_mode": mode,
+    }  # fmt: skip
 
 
 def check_registry(setting: Setting) -> dict[str, Any]:

@@ -51,13 +51,10 @@ def watch(setting: Setting, call: Callable[[], Any]) -> dict[str, Any]:
     busy, whole = union(span for _, span in kernels), union(span for _, span in done)
     spent, copied = total(whole), total(union(copies))
     return {
-        "kernels": _longest(kernels),
-        "launches": len(kernels),
-        "kernels_ms": round(total(busy) / 1e3, 3),
-        "idle_percent": round(100 * (1 - spent / (whole[-1][1] - whole[0][0])), 2),
-        "copies_ms": round(copied / 1e3, 3),
+        "kernels": _longest(kernels), "launches": len(kernels), "kernels_ms": round(total(busy) / 1e3, 3),
+        "idle_percent": round(100 * (1 - spent / (whole[-1][1] - whole[0][0])), 2), "copies_ms": round(copied / 1e3, 3),
         "copies_hidden_percent": round(100 * overlap(busy, union(copies)) / copied, 2) if copied else None,
-    }
+    }  # fmt: skip
 
 
 def _longest(done: Iterable[tuple[str, Interval]]) -> list[dict[str, Any]]:
@@ -126,13 +123,9 @@ def check_plan(setting: Setting, samples: int) -> dict[str, Any]:
     measured = tried.measured_bytes({TEXT: text.step().usage})
     error = measured / tried.predicted_bytes() - 1
     return {
-        "ok": abs(error) < NEAR,
-        "peak_error": round(error, 5),
-        "predicted_bytes": round(tried.predicted_bytes()),
-        "measured_bytes": measured,
-        "budget_bytes": round(budget),
-        "plan": as_text(tried.asked[TEXT]),
-    }
+        "ok": abs(error) < NEAR, "peak_error": round(error, 5), "predicted_bytes": round(tried.predicted_bytes()),
+        "measured_bytes": measured, "budget_bytes": round(budget), "plan": as_text(tried.asked[TEXT]),
+    }  # fmt: skip
 
 
 _STARTED: dict[tuple[Setting, int], Text] = {}

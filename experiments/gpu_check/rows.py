@@ -58,35 +58,19 @@ def _beside(samples: int, recompute: str) -> Row:
 
 # What `experiments.gpu_check.parity.Layout` has of each; degrees as keywords.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "1+1": {},
-    "2+2": {"vision": {"ulysses": 2}, "text": {"tensor": 2}},
-    "text ring 2": {"text": {"ring": 2}},
-    "FSDP2 data 2": {"vision": {"data": 2}, "text": {"data": 2}, "zero_stage": 3},
-    "pipeline 2": {"pipeline": 2},
-    "LoRA": {"lora": 4},
-    "QLoRA": {"lora": 4, "quantization": "nf4", "recompute": "none"},
-    "experts": {"family": "qwen3_vl_moe"},
-    "experts, all visited": {"family": "qwen3_vl_moe, all experts"},
-    "deepstack": {"family": "qwen3_vl"},
-    "generic": {"family": "gemma3"},
+    "1+1": {}, "2+2": {"vision": {"ulysses": 2}, "text": {"tensor": 2}}, "text ring 2": {"text": {"ring": 2}},
+    "FSDP2 data 2": {"vision": {"data": 2}, "text": {"data": 2}, "zero_stage": 3}, "pipeline 2": {"pipeline": 2},
+    "LoRA": {"lora": 4}, "QLoRA": {"lora": 4, "quantization": "nf4", "recompute": "none"},
+    "experts": {"family": "qwen3_vl_moe"}, "experts, all visited": {"family": "qwen3_vl_moe, all experts"},
+    "deepstack": {"family": "qwen3_vl"}, "generic": {"family": "gemma3"},
     "DeepSpeed ZeRO-1": {"zero_stage": 1, "engine": "deepspeed"},
-}
+}  # fmt: skip
 PARITY = (
-    ("1+1", "bfloat16"),
-    ("2+2", "bfloat16"),
-    ("1+1", "float32"),
-    ("2+2", "float32"),
-    ("text ring 2", "bfloat16"),
-    ("FSDP2 data 2", "bfloat16"),
-    ("pipeline 2", "bfloat16"),
-    ("LoRA", "bfloat16"),
-    ("QLoRA", "bfloat16"),
-    ("experts, all visited", "bfloat16"),
-    ("experts", "float32"),
-    ("deepstack", "bfloat16"),
-    ("generic", "bfloat16"),
+    ("1+1", "bfloat16"), ("2+2", "bfloat16"), ("1+1", "float32"), ("2+2", "float32"), ("text ring 2", "bfloat16"),
+    ("FSDP2 data 2", "bfloat16"), ("pipeline 2", "bfloat16"), ("LoRA", "bfloat16"), ("QLoRA", "bfloat16"),
+    ("experts, all visited", "bfloat16"), ("experts", "float32"), ("deepstack", "bfloat16"), ("generic", "bfloat16"),
     ("DeepSpeed ZeRO-1", "bfloat16"),
-)
+)  # fmt: skip
 IN_ONE_PROCESS = ("1+1", "LoRA", "QLoRA", "experts", "deepstack", "generic")
 KINDS = ("none", "light", "mlp", "linear", "all", "offload")
 

@@ -18,25 +18,13 @@ from experiments.gpu_check.setting import Setting
 
 LAYERS = 2
 TEXT = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "bos_token_id": 0, "eos_token_id": 1,
     "pad_token_id": 2,
-}
+}  # fmt: skip
 TOWER = {
-    "depth": 4,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 4,
-    "patch_size": 14,
-    "out_hidden_size": 64,
-}
+    "depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 14, "out_hidden_size": 64,
+}  # fmt: skip
 TOKENS = {"image_token_id": 505, "video_token_id": 506, "vision_start_token_id": 503, "vision_end_token_id": 504}
 DEEP = TOWER | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]}
 WHOLE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

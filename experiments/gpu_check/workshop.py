@@ -83,13 +83,9 @@ class Workshop:
         command = [sys.executable, "-m", "experiments.gpu_check", "--device", self._device, SERVE, str(self._folder)]
         with self._said.open("ab") as said:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=said,
-                env=os.environ | ENVIRONMENT | OF_DEVICE[self._device],
-                start_new_session=True,
-            )
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
+                env=os.environ | ENVIRONMENT | OF_DEVICE[self._device], start_new_session=True,
+            )  # fmt: skip
 
     def _last_words(self) -> str:
         return "it said last: " + self._said.read_text(errors="replace")[-TAIL:]

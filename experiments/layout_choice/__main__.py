@@ -72,14 +72,10 @@ DEVICE, NODE = "h100", 8
 def words_of(model: str, devices: int, tokens: int) -> list[str]:
     """`dhp plan`'s arguments: rows of one sample, half of it a picture, an eighth learned; a million tokens a step."""
     return [
-        f"--config-name=qwen2_5_vl_{model}",
-        f"devices={-(-devices // NODE)}x{min(devices, NODE)}",
-        f"device={DEVICE}",
-        "free=all",
-        f"length=tokens:{tokens},picture:{tokens // 2},targets:{tokens // 8}",
-        "data.limits.text=null",
+        f"--config-name=qwen2_5_vl_{model}", f"devices={-(-devices // NODE)}x{min(devices, NODE)}", f"device={DEVICE}",
+        "free=all", f"length=tokens:{tokens},picture:{tokens // 2},targets:{tokens // 8}", "data.limits.text=null",
         f"training.batch_size={TOKENS_A_STEP // tokens}",
-    ]
+    ]  # fmt: skip
 
 
 def plan(model: str, devices: int, tokens: int) -> dict[str, Any]:

@@ -65,18 +65,13 @@ def compare(
         seconds = {name: [s for found in timed for s in found[name][size].seconds] for name in names}
         for name in names:
             yield {
-                "layout": name,
-                "peer": name in PEERS,
-                "shape": shape,
-                "patches": SIDES[size] ** 2,
+                "layout": name, "peer": name in PEERS, "shape": shape, "patches": SIDES[size] ** 2,
                 "step_s": round(median(seconds[name]), 4),
                 "tokens_per_s": round(count_tokens(batches[size]) / median(seconds[name]), 1),
                 "efficiency": round(median(seconds[LIMIT]) / median(seconds[name]), 3),
-                "peak_activation_bytes": measured[name][size].peak_bytes,
-                "comm_bytes": measured[name][size].sent_bytes,
-                "steps": len(seconds[name]),
-                "loss": losses[size][name],
-            }
+                "peak_activation_bytes": measured[name][size].peak_bytes, "comm_bytes": measured[name][size].sent_bytes,
+                "steps": len(seconds[name]), "loss": losses[size][name],
+            }  # fmt: skip
 
 
 def require_equal(losses: Mapping[str, float], tolerance: float) -> None:

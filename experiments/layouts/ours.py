@@ -43,15 +43,11 @@ class Spread:
 # The last two have four ranks a part: torch cuts the states of replicas beside tensor parallelism, or nobody does.
 FOUR = Degrees(data=2, ulysses=2), Degrees(data=2, tensor=2)
 LAYOUTS = {
-    "DP": Spread(TWO["data"], TWO["data"]),
-    "SP+TP": Spread(TWO["ulysses"], TWO["tensor"]),
-    "TP": Spread(TWO["tensor"], TWO["tensor"]),
-    "DP+TP": Spread(TWO["data"], TWO["tensor"]),
-    "SP+DP": Spread(TWO["ulysses"], TWO["data"]),
-    "ZeRO-3": Spread(TWO["data"], TWO["data"], 3, 3),
-    "TP+replicas": Spread(*FOUR),
-    "TP+FSDP": Spread(*FOUR, text_stage=3, text_engine=FSDP),
-}
+    "DP": Spread(TWO["data"], TWO["data"]), "SP+TP": Spread(TWO["ulysses"], TWO["tensor"]),
+    "TP": Spread(TWO["tensor"], TWO["tensor"]), "DP+TP": Spread(TWO["data"], TWO["tensor"]),
+    "SP+DP": Spread(TWO["ulysses"], TWO["data"]), "ZeRO-3": Spread(TWO["data"], TWO["data"], 3, 3),
+    "TP+replicas": Spread(*FOUR), "TP+FSDP": Spread(*FOUR, text_stage=3, text_engine=FSDP),
+}  # fmt: skip
 CHAIN = "chain"  # of two stages of a tower and a decoder, cut as a run cuts them
 NAMES = (*LAYOUTS, CHAIN)
 UPDATE = OptimizerSettings(LEARNING_RATE, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, None)

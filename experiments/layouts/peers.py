@@ -140,12 +140,9 @@ def zero3(model_name: str) -> Step:
     objective = Objective(load(model_name), split_head=False)
     (optimizer,) = adamw(objective)
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**31 - 1,
-    }
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False, "steps_per_print": 2**31 - 1,
+    }  # fmt: skip
     engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
 
     def step(rows: list[Inputs], targets: int) -> Tensor:

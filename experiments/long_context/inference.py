@@ -56,18 +56,14 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for way, of_way in told.items():
                 pairs = list(zip(told[PLAIN], of_way, strict=True))
                 yield {
-                    "ranks": ranks,
-                    "way": way,
-                    "layers": given.layers,
-                    "tokens": tokens,
-                    "rounds": rounds,
+                    "ranks": ranks, "way": way, "layers": given.layers, "tokens": tokens, "rounds": rounds,
                     "first_token_s": round(median(first for _, first, _, _ in of_way), 4),
                     "tokens_per_s": round(1 / median(each for _, _, each, _ in of_way), 2),
                     "first_token_speed_to_plain": round(median(plain[1] / own[1] for plain, own in pairs), 3),
                     "decode_speed_to_plain": round(median(plain[2] / own[2] for plain, own in pairs), 3),
                     "cache_bytes": of_way[0][3],
                     "same_tokens": sum(a == b for a, b in zip(wanted, of_way[0][0], strict=True)),
-                }
+                }  # fmt: skip
 
 
 def _measure(model: str, tokens: int, ranks: int, rounds: int) -> dict[str, list[Told]]:
@@ -222,13 +218,9 @@ def measure_schedule(model: str, given: argparse.Namespace) -> Iterator[dict[str
         for rank, spans in enumerate(ranks):
             busy = sum(min(end, seconds) - begin for _, begin, end in spans if begin < seconds)
             yield {
-                "way": way,
-                "rank": rank,
-                "tokens": WATCHED_TOKENS,
-                "first_token_s": round(seconds, 4),
-                "busy_share": round(busy / seconds, 4),
-                "layers": len({layer for layer, _, _ in spans}),
-            }
+                "way": way, "rank": rank, "tokens": WATCHED_TOKENS, "first_token_s": round(seconds, 4),
+                "busy_share": round(busy / seconds, 4), "layers": len({layer for layer, _, _ in spans}),
+            }  # fmt: skip
     if given.plot is not None:
         draw(found, given.plot)
 

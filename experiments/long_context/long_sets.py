@@ -81,17 +81,11 @@ def measure(_: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             found = measure_balance(packs, loads, REPLICAS, padded, dispatched=way.startswith("balanced"))
             by_token, evenly = sp_ratios(packs, loads, way)
             yield {
-                "set": made.name,
-                "way": way,
-                "ave_bs": round(len(loads) / len(packs), 2),
-                "pad": round(found.pad, 4),
-                "dist_vision": round(found.dist_vision, 4),
-                "dist_text": round(found.dist_text, 4),
-                "sp_ratio_by_token": round(by_token, 4),
-                "sp_ratio": round(evenly, 4),
-                **row_columns(packs, loads, REPLICAS, padded),
-                "published": made.published.get(way),
-            }
+                "set": made.name, "way": way, "ave_bs": round(len(loads) / len(packs), 2), "pad": round(found.pad, 4),
+                "dist_vision": round(found.dist_vision, 4), "dist_text": round(found.dist_text, 4),
+                "sp_ratio_by_token": round(by_token, 4), "sp_ratio": round(evenly, 4),
+                **row_columns(packs, loads, REPLICAS, padded), "published": made.published.get(way),
+            }  # fmt: skip
 
 
 def make_packs(way: str, made: LongSet, loads: Loads) -> Packs:

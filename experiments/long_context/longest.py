@@ -66,13 +66,9 @@ def measure(model: str, budget_mib: int) -> Iterator[dict[str, Any]]:
         plain = plain or tokens
         of_one = alone.setdefault(way.name.rpartition(", ")[0] if way.degrees.world > 1 else way.name, tokens)
         yield {
-            "way": way.name,
-            "ranks": way.degrees.world,
-            "budget_mib": budget_mib,
-            "tokens": tokens,
-            "to_plain": round(tokens / plain, 3),
-            "to_one_rank": round(tokens / of_one, 3),
-        }
+            "way": way.name, "ranks": way.degrees.world, "budget_mib": budget_mib, "tokens": tokens,
+            "to_plain": round(tokens / plain, 3), "to_one_rank": round(tokens / of_one, 3),
+        }  # fmt: skip
 
 
 def _longest(model: str, way: Way, budget: int) -> int:
@@ -153,13 +149,10 @@ def measure_prompts(model: str, budget_mib: int) -> Iterator[dict[str, Any]]:
         found |= on_ranks(ranks, longest_prompts, model, ways, budget_mib * MIB)
         for way in ways:
             yield {
-                "way": way,
-                "ranks": ranks,
-                "budget_mib": budget_mib,
-                "tokens": found[way],
+                "way": way, "ranks": ranks, "budget_mib": budget_mib, "tokens": found[way],
                 "to_one_rank": round(found[way] / found[ALONE if way in SHARED else PLAIN], 3),
                 "to_plain": round(found[way] / found[PLAIN], 3),
-            }
+            }  # fmt: skip
 
 
 def longest_prompts(model: str, ways: Sequence[str], budget: int) -> dict[str, int]:

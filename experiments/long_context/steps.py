@@ -123,12 +123,9 @@ def _name_of(model: Any, wanted: Tensor) -> str:
 RANKS = 4
 PEER = "transformers + DeepSpeed Ulysses 4"
 WAYS = {
-    "ulysses 4": Degrees(ulysses=4),
-    "ring 4": Degrees(ring=4),
-    "ring 4, each the next part": Degrees(ring=4),
-    "ring 2 × ulysses 2": Degrees(ring=2, ulysses=2),
-    "ring 2 × tensor 2": Degrees(ring=2, tensor=2),
-}
+    "ulysses 4": Degrees(ulysses=4), "ring 4": Degrees(ring=4), "ring 4, each the next part": Degrees(ring=4),
+    "ring 2 × ulysses 2": Degrees(ring=2, ulysses=2), "ring 2 × tensor 2": Degrees(ring=2, tensor=2),
+}  # fmt: skip
 LONG = 1 << 16  # tokens from which on the first round counts: what it does once is nothing beside minutes
 SAME = 2e-5  # relative, of losses in float32
 
@@ -141,13 +138,9 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for way, of_way in seconds.items():
             ratios = [peer / own for peer, own in zip(seconds[PEER], of_way, strict=True)]
             yield {
-                "way": way,
-                "layers": given.layers,
-                "tokens": tokens,
-                "rounds": rounds,
-                "seconds": round(median(of_way), 3),
-                "speed_to_peer": round(median(ratios), 3),
-            }
+                "way": way, "layers": given.layers, "tokens": tokens, "rounds": rounds,
+                "seconds": round(median(of_way), 3), "speed_to_peer": round(median(ratios), 3),
+            }  # fmt: skip
 
 
 def _measure(model: str, tokens: int, rounds: int) -> dict[str, list[float]]:

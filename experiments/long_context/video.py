@@ -61,18 +61,13 @@ def _settings(folder: Path, minutes: int) -> BatchReaderSettings:
     return BatchReaderSettings(
         model_name=str(folder / "tiny" / "model"),
         data=DataConfig(
-            ["v"],
-            data_registry={"v": DatasetEntry(str(folder / "a.jsonl"), str(folder))},
-            shuffle=False,
-            max_pixels=SIDE * SIDE,
-            cache_dir=str(folder),
-            video_fps=float(FPS),
-            video_max_frames=1 << 20,
+            ["v"], data_registry={"v": DatasetEntry(str(folder / "a.jsonl"), str(folder))}, shuffle=False,
+            max_pixels=SIDE * SIDE, cache_dir=str(folder), video_fps=float(FPS), video_max_frames=1 << 20,
         ),
         layout=BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1),
         encoders={VISION: Split()},
         seed=0,
-    )
+    )  # fmt: skip
 
 
 def _write_video(path: Path, frames: int) -> None:

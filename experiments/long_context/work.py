@@ -18,11 +18,8 @@ INSIDE = 338  # of an MLP, 5.3 × HIDDEN, as 18,944 to 3,584
 def make_model(folder: Path, layers: int = LAYERS) -> str:
     """A Qwen2.5-VL with random weights; its tower is as small as one can be."""
     text: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INSIDE,
-        "num_hidden_layers": layers,
-    }
+        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INSIDE, "num_hidden_layers": layers,
+    }  # fmt: skip
     text |= {"num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "max_position_embeddings": 1 << 20}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "fullatt_block_indexes": [0]}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}

@@ -31,15 +31,10 @@ def rows(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             one = one or found
             for counted, patches in found.items():
                 yield {
-                    "layout": name,
-                    "ranks": ranks,
-                    "counted": counted,
-                    "recompute": given.recompute,
-                    "shape": given.shape,
-                    "budget_mib": given.budget_mib,
-                    "patches": patches,
+                    "layout": name, "ranks": ranks, "counted": counted, "recompute": given.recompute,
+                    "shape": given.shape, "budget_mib": given.budget_mib, "patches": patches,
                     "ratio_to_one_rank": round(patches / one[counted], 3),
-                }
+                }  # fmt: skip
 
 
 def main() -> None:

@@ -19,14 +19,10 @@ from experiments.micro import actors, elementwise, experts, files
 
 # From the arguments to the lines. A further question is a function and a line here.
 QUESTIONS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
-    "compile": elementwise.compiled,
-    "kernels": elementwise.kernels,
-    "handoff": actors.handoff,
-    "tensor_host": elementwise.tensor_host,
-    "checkpoint": files.checkpoint,
-    "experts": lambda given: iter(experts.compare(given.rounds or 15, given.tokens)),
-    "jsonl_index": files.jsonl_index,
-}
+    "compile": elementwise.compiled, "kernels": elementwise.kernels, "handoff": actors.handoff,
+    "tensor_host": elementwise.tensor_host, "checkpoint": files.checkpoint,
+    "experts": lambda given: iter(experts.compare(given.rounds or 15, given.tokens)), "jsonl_index": files.jsonl_index,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -115,12 +115,8 @@ def _measure(model: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
 def _row(name: str, way: Way, times: Mapping[str, list[float]], sent: Mapping[str, int], tokens: int) -> dict[str, Any]:
     pairs = list(zip(times[name][1:], times[TENSOR][1:], strict=True))
     return {
-        "text": name,
-        "step_ratio": round(median(own / tensor for own, tensor in pairs), 3),
-        "step_s": round(median(own for own, _ in pairs), 4),
-        "all_reduce_mb": round(sent.get(ALL_REDUCE, 0) / 1e6, 2),
-        "all_to_all_mb": round(sent.get(ALL_TO_ALL, 0) / 1e6, 2),
-        "expert_mb": round(way.expert_bytes() / 1e6, 2),
-        "tokens": tokens * SAMPLES,
-        "rounds": len(pairs),
-    }
+        "text": name, "step_ratio": round(median(own / tensor for own, tensor in pairs), 3),
+        "step_s": round(median(own for own, _ in pairs), 4), "all_reduce_mb": round(sent.get(ALL_REDUCE, 0) / 1e6, 2),
+        "all_to_all_mb": round(sent.get(ALL_TO_ALL, 0) / 1e6, 2), "expert_mb": round(way.expert_bytes() / 1e6, 2),
+        "tokens": tokens * SAMPLES, "rounds": len(pairs),
+    }  # fmt: skip

@@ -83,14 +83,10 @@ def _found(table: Row, model: str, seed: int) -> Iterator[Row]:
     for at, frames in enumerate(table["frames"]):
         of_depths = [shares[at] for shares in table["found"]]
         yield {
-            "trained_on": model,
-            "trained_frames": list(TRAINED_ON[model]),
-            "seed": seed,
-            "frames": frames,
-            "found": round(sum(of_depths) / len(of_depths), 4),
-            "depths": table["depths"],
+            "trained_on": model, "trained_frames": list(TRAINED_ON[model]), "seed": seed, "frames": frames,
+            "found": round(sum(of_depths) / len(of_depths), 4), "depths": table["depths"],
             "by_depth": [round(share, 4) for share in of_depths],
-        }
+        }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -49,19 +49,12 @@ def configure(folder: Path, micro_batches: int, more: Sequence[str] = ()) -> Con
     grow(folder / "model", folder / "medium", TEXT_SIZE, VISION_SIZE)
     size = 16
     overrides = [
-        f"tiny_assets={folder}",
-        f"run_dir={folder / 'run'}",
+        f"tiny_assets={folder}", f"run_dir={folder / 'run'}",
         *(f"{part}.{key}" for part in ("vision", "text") for key in ("parallelism=none", "num_actors=1")),
-        *(f"{part}.model_name={folder / 'medium'}" for part in ("vision", "text")),
-        "vision.zero_stage=0",
-        f"training.batch_size={size}",
-        f"training.micro_batch_size={size // micro_batches}",
-        "training.warmup_ratio=0",
-        "data.min_pixels=40000",
-        "data.max_pixels=60000",
-        f"cluster.threads_per_actor={os.cpu_count()}",
-        *more,
-    ]
+        *(f"{part}.model_name={folder / 'medium'}" for part in ("vision", "text")), "vision.zero_stage=0",
+        f"training.batch_size={size}", f"training.micro_batch_size={size // micro_batches}", "training.warmup_ratio=0",
+        "data.min_pixels=40000", "data.max_pixels=60000", f"cluster.threads_per_actor={os.cpu_count()}", *more,
+    ]  # fmt: skip
     return prepare(compose_config("tiny", overrides=overrides))
 
 
@@ -132,14 +125,9 @@ def measure(rounds: int, micro_batches: int) -> dict[str, Any]:
     hf_s, dhp_s = (median(times[kind][1:]) for kind in ("hf", "dhp"))
     ratio = median(d / h for d, h in zip(times["dhp"][1:], times["hf"][1:], strict=True))
     return {
-        "hf_step_s": hf_s,
-        "dhp_step_s": dhp_s,
-        "ratio": ratio,
-        "micro_batches": micro_batches,
-        "rounds": rounds,
-        "hf_loss": theirs,
-        "dhp_loss": ours,
-    }
+        "hf_step_s": hf_s, "dhp_step_s": dhp_s, "ratio": ratio, "micro_batches": micro_batches, "rounds": rounds,
+        "hf_loss": theirs, "dhp_loss": ours,
+    }  # fmt: skip
 
 
 def _by_micro_batch(named: dict[str, Tensor], micro_batches: int) -> list[dict[str, Tensor]]:

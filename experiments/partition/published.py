@@ -78,12 +78,9 @@ def cuts_of(problem: PartitionProblem) -> dict[str, Cuts]:
     """By rule, without a budget."""
     free = replace(problem, budget_bytes=float("inf"))
     return {
-        "parameters": by_parameters(free.units, free.runs),
-        "layers": by_layers(free.units, free.runs),
-        "profile": by_profile(free.units, free.runs),
-        "bmp": bmp(free).cuts,
-        "bmp by work": bmp(free, by="work").cuts,
-    }
+        "parameters": by_parameters(free.units, free.runs), "layers": by_layers(free.units, free.runs),
+        "profile": by_profile(free.units, free.runs), "bmp": bmp(free).cuts, "bmp by work": bmp(free, by="work").cuts,
+    }  # fmt: skip
 
 
 def with_layers(problem: PartitionProblem, layers: Sequence[int]) -> Cuts:
@@ -129,12 +126,9 @@ def variances() -> Rows:
     for method in (*COLUMNS, "exact"):
         own, reference = found[method], "layers" if method == "bmp" else "parameters"
         ours = {
-            "VAR(param)": own.parameters / unit,
-            "VAR(layers)": own.layers,
-            "VAR(fwd_time)": own.forward_ms,
-            "SUM(comm)": own.hand_overs - found[reference].hand_overs,
-            "step": own.step_s / found["bmp"].step_s,
-        }
+            "VAR(param)": own.parameters / unit, "VAR(layers)": own.layers, "VAR(fwd_time)": own.forward_ms,
+            "SUM(comm)": own.hand_overs - found[reference].hand_overs, "step": own.step_s / found["bmp"].step_s,
+        }  # fmt: skip
         for column, value in ours.items():
             published = _published(method, column)
             row = {

@@ -102,12 +102,9 @@ def _of_setting(model: str, shape: Shape, setting: Setting, rounds: int) -> Iter
 def cuts_of(problem: PartitionProblem) -> dict[str, tuple[int, ...]]:
     """By method, cuts by position."""
     return {
-        "parameters": by_parameters(problem.units, problem.runs),
-        "layers": by_layers(problem.units, problem.runs),
-        "bmp by forward": bmp(problem).cuts,
-        "bmp by work": bmp(problem, by="work").cuts,
-        "exact": exact(problem).cuts,
-    }
+        "parameters": by_parameters(problem.units, problem.runs), "layers": by_layers(problem.units, problem.runs),
+        "bmp by forward": bmp(problem).cuts, "bmp by work": bmp(problem, by="work").cuts, "exact": exact(problem).cuts,
+    }  # fmt: skip
 
 
 def measure_units(model: str, shape: Shape, frozen: str, batch: Batch, steps: int = 3) -> tuple[Unit, ...]:

@@ -108,19 +108,15 @@ def memory_rows(models: Path, names: list[str] | None = None) -> Iterator[Row]:
         for stage, own in expected.items():
             fullest = max((peak for (peak,) in answers[stage]), key=lambda one: one.nbytes)
             yield {
-                "mode": "memory",
-                "case": name,
-                "stage": stage,
+                "mode": "memory", "case": name, "stage": stage,
                 "saved_predicted": round(own.activations) if saved.get(stage) else None,
                 "saved_measured": saved.get(stage) or None,
                 "saved_error": round(own.activations / saved[stage] - 1, 6) if saved.get(stage) else None,
-                "live_predicted": round(own.peak.total),
-                "live_measured": fullest.nbytes,
-                "live_error": round(own.peak.total / fullest.nbytes - 1, 6),
-                "moment_predicted": own.peak.name,
+                "live_predicted": round(own.peak.total), "live_measured": fullest.nbytes,
+                "live_error": round(own.peak.total / fullest.nbytes - 1, 6), "moment_predicted": own.peak.name,
                 "moment_measured": fullest.moment,
                 "predicted": {what: round(nbytes) for what, nbytes in own.peak.taken.items() if nbytes},
-            }
+            }  # fmt: skip
 
 
 def memory_scores(rows: list[Row]) -> Iterator[Row]:

@@ -80,15 +80,10 @@ def time_rows(models: Path, names: Sequence[str] | None = None, rounds: int = RO
             machine = measured_machine(layout.plan.config, rates, CPU, DEVICES, float("inf"))
             found, took = layout.expected(machine), median(seconds[own])
             yield {
-                "mode": "time",
-                "group": name,
-                "layout": own,
-                "predicted_s": round(found.step_s, 4),
-                "measured_s": round(took, 4),
-                "error": round(found.step_s / took - 1, 4),
-                "steps": len(seconds[own]),
+                "mode": "time", "group": name, "layout": own, "predicted_s": round(found.step_s, 4),
+                "measured_s": round(took, 4), "error": round(found.step_s / took - 1, 4), "steps": len(seconds[own]),
                 "kinds": {kind: round(value, 4) for kind, value in found.kinds().items() if value},
-            }
+            }  # fmt: skip
 
 
 def time_scores(rows: Sequence[Row]) -> Iterator[Row]:

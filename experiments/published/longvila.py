@@ -141,15 +141,8 @@ def longest_rows(fitted: Fitted) -> list[Row]:
 
 def _longest_row(row: Row, fits: bool) -> Row:
     return {
-        "source": LONGEST["source"],
-        "group": "longest",
-        "row": row["row"],
-        "published": FITS,
-        "predicted": FITS if fits else OVER,
-        "error": None,
-        "role": HELD_OUT,
-        "unit": LONGEST["unit"],
-        "device": row["device"],
-        "devices": row["devices"],
+        "source": LONGEST["source"], "group": "longest", "row": row["row"], "published": FITS,
+        "predicted": FITS if fits else OVER, "error": None, "role": HELD_OUT, "unit": LONGEST["unit"],
+        "device": row["device"], "devices": row["devices"],
         "tokens_a_device": row["thousands"] * THOUSAND // row["devices"],
-    }
+    }  # fmt: skip

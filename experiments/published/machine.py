@@ -91,14 +91,9 @@ def decoder_named(name: str) -> Decoder:
         config = LlamaConfig(**models["decoders"][name])
     width = config.hidden_size // config.num_attention_heads
     return Decoder(
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.num_key_value_heads * width,
-        config.intermediate_size,
-        config.vocab_size,
-        width,
-        text_work(config),
-    )
+        config.num_hidden_layers, config.hidden_size, config.num_key_value_heads * width, config.intermediate_size,
+        config.vocab_size, width, text_work(config),
+    )  # fmt: skip
 
 
 @cache

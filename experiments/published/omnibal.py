@@ -146,12 +146,9 @@ def layer_seconds(tower: Tower, decoder: Decoder, ranks: int, rates: Rates) -> S
     token += _sums(decoder.layers, decoder.hidden, ranks)
     head = Work(OPERATIONS * decoder.work.target / ranks, elementwise=LOSS_FORWARD * decoder.words / ranks)
     return Seconds(
-        TABLE["launch_us"] / 1e6,
-        spend(tile, rates).total / tower.layers,
-        spend(token, rates).total / decoder.layers,
-        spend(decoder.forward(0, 1) * (1 / ranks), rates).total / decoder.layers,
-        spend(head, rates).total,
-    )
+        TABLE["launch_us"] / 1e6, spend(tile, rates).total / tower.layers, spend(token, rates).total / decoder.layers,
+        spend(decoder.forward(0, 1) * (1 / ranks), rates).total / decoder.layers, spend(head, rates).total,
+    )  # fmt: skip
 
 
 def _sums(layers: int, values: float, ranks: int) -> Work:

@@ -27,16 +27,11 @@ def compared(table: Row, row: Row, predicted: float | None, **more: Any) -> Row:
     published = row["published"]
     error = None if published is None or predicted is None else predicted / published - 1
     return {
-        "source": table["source"],
-        "group": row["group"],
-        "row": row["row"],
+        "source": table["source"], "group": row["group"], "row": row["row"],
         "published": "OOM" if published is None else published,
         "predicted": "OOM" if predicted is None else float(f"{predicted:.5g}"),
-        "error": None if error is None else round(error, 4) + 0.0,
-        "role": row["role"],
-        "unit": table["unit"],
-        **more,
-    }
+        "error": None if error is None else round(error, 4) + 0.0, "role": row["role"], "unit": table["unit"], **more,
+    }  # fmt: skip
 
 
 def errors(rows: Sequence[Row], group: str | None = None) -> list[float]:

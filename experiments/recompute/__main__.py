@@ -183,20 +183,14 @@ def _row(
     bound = operations[FULL] / operations[name]
     ratio = _ratio(times[FULL], times[name], 1)
     return {
-        "mode": "speed",
-        "plan": name,
-        "auto_vs_full": round(ratio, 3),
-        "bound": round(bound, 3),
-        "of_bound": round(ratio / bound, 3),
-        "auto_vs_full_clock": round(_ratio(times[FULL], times[name], 0), 3),
+        "mode": "speed", "plan": name, "auto_vs_full": round(ratio, 3), "bound": round(bound, 3),
+        "of_bound": round(ratio / bound, 3), "auto_vs_full_clock": round(_ratio(times[FULL], times[name], 0), 3),
         "none_vs_full": round(_ratio(times[FULL], times[NONE], 1), 3),
         "none_bound": round(operations[FULL] / operations[NONE], 3),
-        "full_step_s": round(median(cpu for _, cpu in times[FULL]), 3),
-        "budget_mib": round(budget / 2**20, 1),
-        "peak_mib": round(peak / 2**20, 1),
-        **{part: as_text(choices) for part, choices in plan.items()},
+        "full_step_s": round(median(cpu for _, cpu in times[FULL]), 3), "budget_mib": round(budget / 2**20, 1),
+        "peak_mib": round(peak / 2**20, 1), **{part: as_text(choices) for part, choices in plan.items()},
         "rounds": len(times[name]),
-    }
+    }  # fmt: skip
 
 
 def _ratio(of: list[tuple[float, float]], to: list[tuple[float, float]], which: int) -> float:

@@ -75,35 +75,17 @@ def config_of(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLConfig:
     end, turn_end = ids["<|endoftext|>"], ids["<|im_end|>"]
     ends = {"bos_token_id": end, "eos_token_id": turn_end, "pad_token_id": end}
     text = {
-        "vocab_size": (len(tokenizer) // 16 + 1) * 16,
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
-        **ends,
-    }
+        "vocab_size": (len(tokenizer) // 16 + 1) * 16, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}, **ends,
+    }  # fmt: skip
     vision = {
-        "hidden_size": TOWER_WIDTH,
-        "intermediate_size": 2 * TOWER_WIDTH,
-        "depth": 2,
-        "num_heads": 4,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
+        "hidden_size": TOWER_WIDTH, "intermediate_size": 2 * TOWER_WIDTH, "depth": 2, "num_heads": 4, "patch_size": 14,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 56, "fullatt_block_indexes": [1],
         "out_hidden_size": WIDTH,
-    }
+    }  # fmt: skip
     return Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=False,
-        **ends,
-    )
+        text_config=text, vision_config=vision, image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=False, **ends,
+    )  # fmt: skip

@@ -10,17 +10,10 @@ from random import Random
 from PIL import Image, ImageDraw, ImageFont
 
 PALETTE = {
-    "red": (215, 30, 35),
-    "green": (30, 150, 60),
-    "blue": (35, 70, 215),
-    "yellow": (240, 210, 30),
-    "black": (20, 20, 20),
-    "orange": (245, 125, 15),
-    "purple": (130, 20, 150),
-    "brown": (115, 65, 30),
-    "grey": (110, 110, 110),
-    "teal": (0, 115, 125),
-}
+    "red": (215, 30, 35), "green": (30, 150, 60), "blue": (35, 70, 215), "yellow": (240, 210, 30),
+    "black": (20, 20, 20), "orange": (245, 125, 15), "purple": (130, 20, 150), "brown": (115, 65, 30),
+    "grey": (110, 110, 110), "teal": (0, 115, 125),
+}  # fmt: skip
 COLOURS = tuple(PALETTE)
 SHAPES = ("circle", "square", "triangle", "cross", "bar", "ring", "frame", "diamond", "pole", "corner")
 COUNTS = ("one", "two", "three", "four")

@@ -24,14 +24,11 @@ LAYOUTS = {
     "data2": [*_BOTH, *_part("vision", "data"), *_part("text", "data")],
     "pipeline2": [*_BOTH, *_part("text", "pipeline", "pipeline=2"), *_PIPELINED],
     "chain2": [
-        *_BOTH,
-        *_part("vision", "pipeline", "pipeline=2"),
-        *_part("text", "pipeline", "pipeline=2"),
-        *_PIPELINED,
+        *_BOTH, *_part("vision", "pipeline", "pipeline=2"), *_part("text", "pipeline", "pipeline=2"), *_PIPELINED,
         "cluster.chain=true",
     ],
     "ring2": [*_BOTH, *_part("vision", "sequence", "ring=2", "ulysses=1")],
-}
+}  # fmt: skip
 
 
 def apart(curve: Sequence[float], other: Sequence[float]) -> float:

@@ -119,15 +119,11 @@ def row_of(way: str, seed: int, run_dir: Path) -> Row:
     last = run_dir / f"{len(stages)}_{LAST}"
     found = {one.dataset.removeprefix(HELD_OUT): one for one in _evaluations(last) if one.dataset}
     return {
-        "way": way,
-        "stage_3": 3 not in WAYS[way],
-        "stage_4": 4 not in WAYS[way],
-        "seed": seed,
-        "steps": stages,
+        "way": way, "stage_3": 3 not in WAYS[way], "stage_4": 4 not in WAYS[way], "seed": seed, "steps": stages,
         "loss": {name: round(_known(one.loss), 4) for name, one in found.items()},
         "accuracy": {name: round(_known(one.accuracy), 4) for name, one in found.items()},
         "samples": {name: one.samples for name, one in found.items()},
-    }
+    }  # fmt: skip
 
 
 def _evaluations(run_dir: Path) -> list[EvalMetrics]:

@@ -89,14 +89,10 @@ def rows(given: Sequence[Case], free: list, limited: list) -> Iterator[dict[str,
 def _row(case: Case, direction: str, free: dict[str, float], limited: dict[str, float]) -> dict[str, float]:
     over_link = case.bytes_over_link(direction)
     return {
-        "counted_bytes": limited["counted_bytes"],
-        "formula_bytes": round(case.bytes_sent(direction)),
-        "link_formula_bytes": round(over_link),
-        "bytes_over_link": limited["bytes_over_link"],
-        "unlimited_s": free["seconds"],
-        "expected_s": over_link * 8 / (MBIT * 1e6),
-        "measured_s": limited["seconds"],
-    }
+        "counted_bytes": limited["counted_bytes"], "formula_bytes": round(case.bytes_sent(direction)),
+        "link_formula_bytes": round(over_link), "bytes_over_link": limited["bytes_over_link"],
+        "unlimited_s": free["seconds"], "expected_s": over_link * 8 / (MBIT * 1e6), "measured_s": limited["seconds"],
+    }  # fmt: skip
 
 
 def compare(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
