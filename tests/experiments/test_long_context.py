@@ -77,7 +77,7 @@ def test_a_rank_is_drawn_by_what_it_has(tmp_path: Path) -> None:
 def test_one_stage_keeps_text_beside_its_frames_or_frames_beside_their_tokens(tmp_path: Path) -> None:
     """Row 2 of the experiment: frames are even by pictures, tokens by tokens, and both in two stages."""
     sample, degrees = two_stages._row(2), Degrees(ulysses=2)
-    made = two_stages.make_model(tmp_path, **two_stages.WIDTHS)
+    made = two_stages.save_even_model(tmp_path, **two_stages.WIDTHS)
 
     def counts(way: str) -> tuple[list[int], list[int], int]:
         work = two_stages._dealt(made, degrees, degrees, sample, way).work

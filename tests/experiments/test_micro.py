@@ -10,7 +10,6 @@ import torch
 
 from experiments.micro import elementwise
 from experiments.micro.experts import compare
-from experiments.micro.files import open_lines
 from tests.helpers.tiny_families import save_family
 
 
@@ -50,11 +49,3 @@ def test_each_way_holds_half_of_the_experts_and_sends_what_it_must() -> None:
     assert rows["tensor 2"]["all_to_all_mb"] == rows["data 2"]["all_to_all_mb"] == 0 < rows["expert 2"]["all_to_all_mb"]
     # Replicas do not sum the experts that they share out.
     assert rows["data 2"]["all_reduce_mb"] - rows["expert 2"]["all_reduce_mb"] > 0.95 * experts
-
-
-def test_lines_are_opened_as_a_run_does(tmp_path: Path) -> None:
-    from experiments.micro.files import _line
-
-    (tmp_path / "samples.jsonl").write_text("".join(_line(number) for number in range(50)))
-    row = open_lines(tmp_path / "samples.jsonl")
-    assert row["lines"] == 50 and row["peak_rss_mib"] >= row["peak_rss_opened_mib"] >= row["rss_before_mib"] > 0
