@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import values
+from experiments import figures
 from experiments.figures import Figure, column, percent
 
 RAY, LONG, OMNI = "Ray system, README", "LongVILA", "OmniBal"
@@ -15,19 +15,19 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                f".144, {OMNI}, table 3, on another set"),
     ),
     "chaos": (
-        Figure("{} faults end to the bit as if nothing had been", "ends to the bit, %", values.intact, share=True),
-        Figure("a step follows {} after a kill", "s to the next step", values.first_steps, " s"),
+        Figure("{} faults end to the bit as if nothing had been", "ends to the bit, %", figures.intact, share=True),
+        Figure("a step follows {} after a kill", "s to the next step", figures.first_steps, " s"),
     ),
     "convergence": (
         Figure("held-out loss of `balanced` packs ends {} below random batches'", "balanced",
-               values.differences("balanced"), ""),
-        Figure("ISF's {} below", "ISF", values.differences("isf"), ""),
-        Figure("a split tower's {} below", "split tower", values.differences("sequence"), "",
+               figures.differences("balanced"), ""),
+        Figure("ISF's {} below", "ISF", figures.differences("isf"), ""),
+        Figure("a split tower's {} below", "split tower", figures.differences("sequence"), "",
                f"curves of equal loss, {LONG}, figure 12, of the decoder"),
     ),
     "driver_scale": (
         Figure("at the most ranks a step with sparse routes takes {} the dense one's time",
-               "sparse over dense", values.sparse),
+               "sparse over dense", figures.sparse),
     ),
     "finetuning": (
         Figure("a step with a frozen tower is {} as fast as full training", "frozen tower",
@@ -38,26 +38,26 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                column("to_plain", question="lora", train="lora_text")),
     ),
     "gpu_check": (
-        Figure("{} kernels that ran on a GPU are right", "right kernels, %", values.right_kernels, share=True),
+        Figure("{} kernels that ran on a GPU are right", "right kernels, %", figures.right_kernels, share=True),
     ),
     "imbalance": (
-        *values.uneven("random batches", f"1.09, {OMNI}, table 1", "1.14 of the first stage"),
-        *values.uneven("balanced batches and cut"),
+        *figures.uneven("random batches", f"1.09, {OMNI}, table 1", "1.14 of the first stage"),
+        *figures.uneven("balanced batches and cut"),
     ),
     "layout_choice": (
-        Figure("{} of models, GPUs and row lengths have a layout that fits", "have a layout, %", values.fitting,
+        Figure("{} of models, GPUs and row lengths have a layout that fits", "have a layout, %", figures.fitting,
                share=True),
         Figure("the first one reaches {} of the peak by data sheets", "planned MFU", column("mfu", fits=True), ""),
     ),
     "layouts": (
         Figure("in one host's memory TP takes {} SP+TP's step", "TP over SP+TP",
-               values.layouts("TP", "SP+TP", False), " ×", f"1.26 to 1.37 × on 8 H100, {RAY}"),
-        Figure("with links as slow as a GPU's {}", "TP over SP+TP, slow links", values.layouts("TP", "SP+TP", True)),
-        Figure("DP takes {} DDP's", "DP over DDP", values.layouts("DP", "ddp", False)),
+               figures.layouts("TP", "SP+TP", False), " ×", f"1.26 to 1.37 × on 8 H100, {RAY}"),
+        Figure("with links as slow as a GPU's {}", "TP over SP+TP, slow links", figures.layouts("TP", "SP+TP", True)),
+        Figure("DP takes {} DDP's", "DP over DDP", figures.layouts("DP", "ddp", False)),
     ),
     "long_context": (
         Figure("the first token of two ranks comes {} as soon as of one process", "first token, two ranks",
-               values.answers, " ×", f"8.2 × with eight GPUs beside a split by layers, {LONG}, table 3"),
+               figures.answers, " ×", f"8.2 × with eight GPUs beside a split by layers, {LONG}, table 3"),
         Figure("steps by Ulysses are {} as fast as DeepSpeed's", "Ulysses over DeepSpeed's",
                column("speed_to_peer", question="steps", way="ulysses 4")),
         Figure("four ranks of a ring hold rows {} as long as one", "longest row, ring 4",
@@ -70,9 +70,9 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                column("dist_flops", question="sampler", way="balanced"), ""),
     ),
     "longest_sequence": (
-        Figure("SP+TP on 4 ranks takes images {} as long as one rank", "SP+TP", values.longest("SP+TP")),
-        Figure("TP {}", "TP", values.longest("TP")),
-        Figure("ZeRO-3 {}", "ZeRO-3", values.longest("ZeRO-3"), " ×",
+        Figure("SP+TP on 4 ranks takes images {} as long as one rank", "SP+TP", figures.longest("SP+TP")),
+        Figure("TP {}", "TP", figures.longest("TP")),
+        Figure("ZeRO-3 {}", "ZeRO-3", figures.longest("ZeRO-3"), " ×",
                f"out of memory from 16k patches on, where SP+TP goes on to 65k, {RAY}"),
     ),
     "micro": (
@@ -108,7 +108,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                f"42.2 days beside 29.0 of the balanced cut, {OMNI}, table 4"),
         Figure("by layers {}", "by layers", column("to_exact", question="replay", frozen="nothing", method="layers"),
                " ×", "30.6 beside 29.0"),
-        Figure("{} published figures agree", "published that agree, %", values.agreeing, share=True),
+        Figure("{} published figures agree", "published that agree, %", figures.agreeing, share=True),
     ),
     "plan_accuracy": (
         Figure("what autograd keeps of a stage is {} off", "kept bytes, % off",
@@ -133,13 +133,13 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     ),
     "sight": (
         Figure("on combinations that training never had, {} of the answers are exact with right pictures",
-               "right pictures", values.seen("right"), ""),
-        Figure("with exchanged ones they are {} off chance", "exchanged, points", values.seen("exchanged"), " points"),
-        Figure("{} answers of plain transformers are the same", "exported, %", values.same, share=True),
+               "right pictures", figures.seen("right"), ""),
+        Figure("with exchanged ones they are {} off chance", "exchanged, points", figures.seen("exchanged"), " points"),
+        Figure("{} answers of plain transformers are the same", "exported, %", figures.same, share=True),
         Figure("losses of layouts are {} off one actor's", "layouts", column("off", what="layout"), ""),
     ),
     "stages_on_off": tuple(
-        Figure(f"{way}: held-out loss on long videos {{}}", way, values.held_out(way), "")
+        Figure(f"{way}: held-out loss on long videos {{}}", way, figures.held_out(way), "")
         for way in ("all stages", "without 3", "without 4", "without 3 and 4")
     ),
     "two_hosts": (

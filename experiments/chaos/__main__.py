@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dhp.supervise.driver import adopt_orphans
-from experiments.chaos.judge import Judged
-from experiments.chaos.laboratory import FULL, KILL, Laboratory, draw, harm, strike
-from experiments.chaos.partition import cut_and_mend, two_nodes
+from experiments.chaos.laboratory import FULL, KILL, Laboratory, cut_and_mend, draw, harm, strike, two_nodes
 from experiments.chaos.points import LONG, lengths_of, points
-from experiments.chaos.run import Observed
+from experiments.chaos.run import Judged, Observed
 from experiments.commands import command_of
 
 Row = dict[str, Any]

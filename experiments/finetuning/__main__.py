@@ -19,13 +19,13 @@ import torch
 from transformers.utils import logging
 
 from dhp.cluster.host import keep_freed_memory
-from experiments.finetuning import frozen, lora
+from experiments.finetuning import ways
 
 # What is asked: from a number of rounds to its lines. A further comparison is a module and a line here.
 QUESTIONS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
-    "frozen": frozen.measure,
-    "lora": lora.measure,
-    "lora_even": partial(lora.measure, even=True),
+    "frozen": ways.measure,
+    "lora": ways.measure_lora,
+    "lora_even": partial(ways.measure_lora, even=True),
 }
 
 

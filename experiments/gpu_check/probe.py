@@ -59,8 +59,7 @@ def check_registry(setting: Setting) -> dict[str, Any]:
     """
     from dhp.parallel.attention.choose import choose_kernel, has_varlen
     from dhp.parallel.tensor.chunk import CHUNK_ROWS
-    from experiments.gpu_check.pair import start
-    from experiments.gpu_check.shape import make_shape
+    from experiments.gpu_check.pair import make_shape, start
 
     device, folder = torch.device(setting.device), make_shape(setting, LAYERS)
     uses = {

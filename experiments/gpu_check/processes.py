@@ -28,10 +28,20 @@ from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from experiments.gpu_check.pair import UPDATE, free, start_pair
+from experiments.gpu_check.pair import (
+    UPDATE,
+    agree,
+    built_on,
+    deal,
+    footprint_of,
+    free,
+    make_samples,
+    make_shape,
+    sizes,
+    start_pair,
+)
 from experiments.gpu_check.ranks import Ranks
 from experiments.gpu_check.setting import Setting
-from experiments.gpu_check.shape import agree, built_on, deal, footprint_of, make_samples, make_shape, sizes
 from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
 
 LAYERS, STEPS = 2, 3

@@ -28,11 +28,9 @@ from dhp.engine.text import TextEngine
 from dhp.models.decoder import having, unchanged
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from experiments.long_context.steps import UPDATE
-from experiments.long_context.work import make_row
-from experiments.pair import ONE, TEXT, pair_of, settings_of
+from experiments.long_context.work import UPDATE, make_row
+from experiments.pair import ONE, TEXT, on_ranks, pair_of, settings_of
 from experiments.published.canvas import SIDE, TOP, Canvas
-from experiments.ranks import on_ranks
 
 NEW = 33  # tokens: one behind the prompt, and 32 that are timed
 LONG = 1 << 14  # tokens, of which there is one round

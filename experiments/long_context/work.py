@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from dhp.data.sample.sample import Sample
+from dhp.engine.settings import OptimizerSettings
 from experiments.small import save_model
 
 HIDDEN, LAYERS, HEADS, KEY_HEADS = 64, 4, 8, 4
 VOCABULARY = 2688  # 42 × HIDDEN, as 152,064 to 3,584
+UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.0, "constant", 0, 10**6, None)
 INSIDE = 338  # of an MLP, 5.3 × HIDDEN, as 18,944 to 3,584
 
 

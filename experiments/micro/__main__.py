@@ -5,7 +5,6 @@ handoff: a tensor from a vision to a text actor, against one copy of it; all of 
 tensor_host: what a decoder layer costs the host, cut and whole.
 checkpoint: how long saving holds training up, beside torch's distributed checkpoint.
 experts: experts shared out among two replicas, or cut over two tensor ranks.
-jsonl_index: what a large JSONL file costs before training.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from experiments.micro import actors, elementwise, experts, files
+from experiments.micro import layers, transfers
 
 # From the arguments to the lines. A further question is a function and a line here.
 QUESTIONS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
-    "compile": elementwise.compiled, "kernels": elementwise.kernels, "handoff": actors.handoff,
-    "tensor_host": elementwise.tensor_host, "checkpoint": files.checkpoint,
-    "experts": lambda given: iter(experts.compare(given.rounds or 15, given.tokens)), "jsonl_index": files.jsonl_index,
+    "compile": layers.compiled, "kernels": layers.kernels, "handoff": transfers.handoff,
+    "tensor_host": layers.tensor_host, "checkpoint": transfers.checkpoint,
+    "experts": lambda given: iter(layers.compare(given.rounds or 15, given.tokens)),
 }  # fmt: skip
 
 

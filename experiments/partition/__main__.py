@@ -19,7 +19,7 @@ def published(rounds: int) -> Rows:
 
 def replay(rounds: int) -> Rows:
     """Seconds of a step of a small model's chain, by replay."""
-    from experiments.partition.replay import replayed
+    from experiments.partition.chain import replayed
 
     return replayed(rounds)
 
@@ -33,7 +33,7 @@ def chains(rounds: int) -> Rows:
 
 def wall(rounds: int) -> Rows:
     """Wall time of real chains of two devices, beside their replay."""
-    from experiments.partition.replay import walls
+    from experiments.partition.chain import walls
 
     return walls(rounds)
 

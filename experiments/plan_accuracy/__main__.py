@@ -10,9 +10,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from experiments.plan_accuracy.cases import CASES, GROUPS
-from experiments.plan_accuracy.memory import memory_rows, memory_scores
-from experiments.plan_accuracy.seconds import ROUNDS, time_rows, time_scores
+from experiments.plan_accuracy.layout import CASES, GROUPS
+from experiments.plan_accuracy.measured import ROUNDS, memory_rows, memory_scores, time_rows, time_scores
 from experiments.published.canvas import TOP, Canvas, beside_panel
 
 COLOURS = ("#00798c", "#d1495b", "#edae49", "#66a182", "#2e4057")

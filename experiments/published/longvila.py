@@ -9,8 +9,22 @@ from functools import partial
 
 from dhp.config.devices import GIB, find_device
 from dhp.planner.rates import Sent, Work, soft_maximum, spend
-from experiments.published.machine import PASSES, VALUE, Fitted, decoder_named, fit, head_of, rates_of, trained
-from experiments.published.tables import HELD_OUT, UNEXPLAINED, Row, compared, read_table, score
+from experiments.published.machine import (
+    HELD_OUT,
+    PASSES,
+    UNEXPLAINED,
+    VALUE,
+    Fitted,
+    Row,
+    compared,
+    decoder_named,
+    fit,
+    head_of,
+    rates_of,
+    read_table,
+    score,
+    trained,
+)
 
 TABLE = read_table("longvila")
 PROFILES = read_table("profiles")

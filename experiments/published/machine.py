@@ -1,13 +1,17 @@
-"""What a device does in a second, and towers and decoders by their shapes.
+"""Published tables, and what a device does in a second, by dhp's tables and by factors that a fit changes.
 
 Operations are those that dhp counts; a matrix has as many parameters as a token takes multiply-adds of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 from transformers import LlamaConfig, Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
@@ -17,7 +21,47 @@ from dhp.models.families.grid import grid_work
 from dhp.models.flops import OPERATIONS, TextWork, VisionWork, text_work
 from dhp.planner import rates
 from dhp.planner.rates import Rates, Work
-from experiments.published.tables import read_table
+
+FOLDER = Path(__file__).parent / "data"
+FIT, HELD_OUT, UNEXPLAINED = "fit", "held_out", "unexplained"
+ROLES = (FIT, HELD_OUT, UNEXPLAINED)
+Row = dict[str, Any]
+
+
+@cache
+def read_table(name: str) -> dict[str, Any]:
+    """data/NAME.json."""
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def compared(table: Row, row: Row, predicted: float | None, **more: Any) -> Row:
+    """A published row beside what the simulator has. error: by the published figure; None: out of memory, either."""
+    published = row["published"]
+    error = None if published is None or predicted is None else predicted / published - 1
+    return {
+        "source": table["source"], "group": row["group"], "row": row["row"],
+        "published": "OOM" if published is None else published,
+        "predicted": "OOM" if predicted is None else float(f"{predicted:.5g}"),
+        "error": None if error is None else round(error, 4) + 0.0, "role": row["role"], "unit": table["unit"], **more,
+    }  # fmt: skip
+
+
+def errors(rows: Sequence[Row], group: str | None = None) -> list[float]:
+    """Absolute errors of what is held out, of one group or of all."""
+    own = [row for row in rows if row["role"] == HELD_OUT and group in (None, row["group"])]
+    return [abs(row["error"]) for row in own if row["error"] is not None]
+
+
+def score(table: Row, rows: Sequence[Row], group: str, goal: Row | None, **more: Any) -> Row:
+    """The errors of a group's rows that are held out, beside the goal where there is one, with what was inferred."""
+    found = errors(rows, group)
+    reached = {"median": round(median(found), 4), "max": round(max(found), 4)}
+    met = None if goal is None else all(reached[key] <= goal[key] for key in reached)
+    counts = {"fitted": sum(row["role"] == FIT and row["group"] == group for row in rows), "held_out": len(found)}
+    line = {"source": table["source"], "score": group, **counts, **reached, "goal": goal, "met": met}
+    return {**line, **more, "inferred": table["inferred"]}
+
 
 VALUE = 2  # bytes of a bf16 number
 MERGED = 4  # patches that become one token

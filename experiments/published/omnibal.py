@@ -23,13 +23,16 @@ from experiments.published.machine import (
     VALUE,
     Decoder,
     Fitted,
+    Row,
     Tower,
+    compared,
     decoder_named,
     fit,
     rates_of,
+    read_table,
+    score,
     tower_named,
 )
-from experiments.published.tables import Row, compared, read_table, score
 
 
 def pipeline_seconds(forward: Numbers, backward: Numbers, hop: Numbers) -> Numbers:

@@ -12,18 +12,24 @@ from dhp.config.devices import find_device
 from dhp.models.flops import OPERATIONS
 from dhp.planner.rates import Rates, Sent, Work, spend
 from experiments.published.machine import (
+    FIT,
+    HELD_OUT,
     MERGED,
     PASSES,
     VALUE,
     Fitted,
+    Row,
+    compared,
     decoder_named,
+    errors,
     fit,
     head_of,
     rates_of,
+    read_table,
+    score,
     tower_named,
     trained,
 )
-from experiments.published.tables import FIT, HELD_OUT, Row, compared, errors, read_table, score
 
 WINDOW = 64  # patches, of which pictures of these sizes have whole ones only
 BATCHES = (8, 4, 2, 1)

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from experiments.commands import command_of
-from experiments.sight.scores import Row, goal, sentence
-from experiments.sight.ways import WAYS, Seed, Size
+from experiments.sight.ways import WAYS, Row, Seed, Size, goal, sentence
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:

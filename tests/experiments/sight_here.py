@@ -20,7 +20,7 @@ from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings
 from experiments.pair import TEXT, VISION, join_alone, pair_of, settings_of
 from experiments.sight.datasets import Sets
-from experiments.sight.runs import CONFIG
+from experiments.sight.ways import CONFIG
 
 
 class Pair:

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from experiments.chaos.__main__ import summary
-from experiments.chaos.judge import judge
 from experiments.chaos.laboratory import ACTORS, DAMAGE, FULL, KILL, STOP, Fault, draw, harm
 from experiments.chaos.points import USERS_FILES, Point, flip_bit, names, points
-from experiments.chaos.run import INJECT, Observed, Watch
+from experiments.chaos.run import INJECT, Observed, Watch, judge
 from tests.helpers.runs import ROOT, Outcome
 
 VERDICT = {"part": "text", "rank": 1, "step": 3, "action": "grad_norm_sq", "state": "training", "at": 12.5}

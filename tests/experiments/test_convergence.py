@@ -11,9 +11,7 @@ from PIL import Image
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.state_forms import FORMS
-from experiments.convergence.__main__ import main
-from experiments.convergence.summary import METHODS, Row, summaries
-from experiments.convergence.trained import CONFIG
+from experiments.convergence.__main__ import CONFIG, METHODS, Row, main, summaries
 
 
 def rows(method: str, ends: dict[int, float]) -> list[Row]:

@@ -20,7 +20,7 @@ from torch.nn.attention import varlen
 from dhp.cluster import host
 from dhp.parallel import traffic
 from dhp.parallel.attention import choose as kernels
-from experiments.gpu_check import parity, probe, recompute, stand_ins
+from experiments.gpu_check import full_depth, parity, probe, stand_ins
 from experiments.gpu_check.__main__ import (
     LIMIT_S,
     NO_DEVICE,
@@ -32,8 +32,7 @@ from experiments.gpu_check.__main__ import (
     last_run,
     main,
 )
-from experiments.gpu_check.parity import read_layout
-from experiments.gpu_check.plain import Trained
+from experiments.gpu_check.parity import Trained, read_layout
 from experiments.gpu_check.rows import IN_ONE_PROCESS, LAYOUTS, PARITY, SECTIONS, Row, Section
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.workshop import Workshop
@@ -238,9 +237,9 @@ def test_parity_sees_another_model(tmp_path: Path) -> None:
 
 
 def test_intervals_on_a_stream() -> None:
-    kernels, copies = recompute.union([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]), recompute.union([(2.5, 5.5)])
+    kernels, copies = full_depth.union([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]), full_depth.union([(2.5, 5.5)])
     assert kernels == [(0.0, 3.0), (5.0, 6.0)]
-    assert (recompute.total(kernels), recompute.overlap(kernels, copies)) == (4.0, 1.0)
+    assert (full_depth.total(kernels), full_depth.overlap(kernels, copies)) == (4.0, 1.0)
 
 
 def test_a_rank_starts_where_ray_is_missing() -> None:

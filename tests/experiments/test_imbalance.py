@@ -15,10 +15,8 @@ from PIL import Image
 
 from dhp.config.command_line import compose_config
 from dhp.observe.ranks import RankLine
-from experiments.imbalance.__main__ import main
-from experiments.imbalance.inject.sitecustomize import FUNCTIONS, timed
-from experiments.imbalance.measured import CONFIG, make_work, tokens_of
-from experiments.imbalance.spread import (
+from experiments.imbalance.__main__ import (
+    CONFIG,
     IN_FLIGHT,
     REPLICAS,
     VISION_STAGES,
@@ -28,11 +26,15 @@ from experiments.imbalance.spread import (
     device_of,
     device_tokens,
     forward_ms,
+    main,
+    make_work,
     moments,
     overrides,
     published_rows,
     spreads,
+    tokens_of,
 )
+from experiments.imbalance.inject.sitecustomize import FUNCTIONS, timed
 from experiments.pair import join_alone
 from tests.helpers.figures import Sentences, missing, one, rows
 

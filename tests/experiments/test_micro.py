@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.micro import elementwise
-from experiments.micro.experts import compare
+from experiments.micro import layers
+from experiments.micro.layers import compare
 from tests.helpers.tiny_families import save_family
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "save_model", lambda name, folder: str(save_family(name, folder)))
+    monkeypatch.setattr(layers, "save_model", lambda name, folder: str(save_family(name, folder)))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_row_has_both_times_and_how_far_the_losses_are() -> None:
-    plain = {"kernels": dict.fromkeys(elementwise.KERNELS, "plain")}
-    row, ours = elementwise.in_turn("qwen2_5_vl", 1, 1, "kernels", plain, {})
+    plain = {"kernels": dict.fromkeys(layers.KERNELS, "plain")}
+    row, ours = layers.in_turn("qwen2_5_vl", 1, 1, "kernels", plain, {})
     assert row["ratio"] == pytest.approx(row["plain_step_s"] / row["kernels_step_s"], rel=0.2)
     served = {use.kind: use.kernel for one in ours.trainers.values() for use in one.describe_kernels()}
     assert {"norm": "written", "rotary": "written", "gate": "plain"}.items() <= served.items()
@@ -33,7 +32,7 @@ def test_a_row_has_both_times_and_how_far_the_losses_are() -> None:
 @pytest.mark.usefixtures("tiny")
 def test_compiled_layers_have_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # graphs without kernels: seconds
-    row, _ = elementwise.in_turn("llava_clip", 1, 1, "compiled", {}, {"compiled": True})
+    row, _ = layers.in_turn("llava_clip", 1, 1, "compiled", {}, {"compiled": True})
     assert row["ratio"] == pytest.approx(row["plain_step_s"] / row["compiled_step_s"], rel=0.2)
     assert row["warm_up_s"] > 0 and row["steps"] == 1 and row["deviation"] < 1e-5
 

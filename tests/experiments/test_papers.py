@@ -14,7 +14,7 @@ from dhp.cli.commands import COMMANDS, subcommands
 from dhp.cli.completion import FLAGS, KEYS
 from dhp.config.keys import schema_keys
 from dhp.config.shipped import shipped_directory
-from experiments import values
+from experiments.figures import layouts
 from tests.helpers.experiments import accepts, folders
 from tests.helpers.figures import ROOT, Sentences, fixed, missing, one, rows, short, span
 
@@ -141,7 +141,7 @@ def simulated(in_row: InRow) -> Sentences:
     yield in_row("A16", f"{cells['SP+TP 65k']['predicted']:,.0f} patches/s by SP+TP")
     score = one("published", score="18 cells")
     yield in_row("A18", f"{score['median']:.1%} off in the median over {score['held_out']} held-out cells")
-    ratios = values.layouts("TP", "SP+TP", False)(rows("layouts"))
+    ratios = layouts("TP", "SP+TP", False)(rows("layouts"))
     yield in_row("A18", f"TP takes {span(ratios)} × SP+TP's step")
     yield in_row("A19", f"right in {score['batches_right']} of {score['cells']} cells, the 3 out of memory among them")
     assert sum(row["predicted"] == "OOM" for row in cells.values()) == 3

@@ -13,7 +13,18 @@ from dhp.planner.partition.exact import exact
 from dhp.planner.partition.problem import PartitionProblem
 from dhp.trainer.programs import pipeline_programs
 from experiments.pair import TEXT, VISION, as_batch, join_alone
-from experiments.partition.chain import Asked, Chain, Stages, chains, plan_chain, stages_of
+from experiments.partition.chain import (
+    Asked,
+    Chain,
+    Setting,
+    Shape,
+    Stages,
+    chains,
+    measure_units,
+    plan_chain,
+    run_in_turn,
+    stages_of,
+)
 from experiments.partition.published import (
     at,
     columns,
@@ -25,7 +36,6 @@ from experiments.partition.published import (
     variances,
     with_layers,
 )
-from experiments.partition.replay import Setting, Shape, measure_units, run_in_turn
 from experiments.partition.shapes import BMP_LAYERS, INTERNLM2_20B, INTERNVIT, MODELS, STAGES, model_named
 from experiments.small import deal, make_samples, save_even_model
 from tests.helpers.rows import slow

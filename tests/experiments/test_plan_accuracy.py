@@ -9,10 +9,8 @@ import torch
 
 from dhp.parallel.recompute.live_storages import LiveStorages
 from experiments.plan_accuracy.__main__ import draw
-from experiments.plan_accuracy.cases import CASES, GROUPS, settings_of
-from experiments.plan_accuracy.layout import SHAPES, Layout, Load, make_samples, save_shape
-from experiments.plan_accuracy.memory import any_machine, layout_of, memory_scores
-from experiments.plan_accuracy.seconds import kendall, regret
+from experiments.plan_accuracy.layout import CASES, GROUPS, SHAPES, Layout, Load, make_samples, save_shape, settings_of
+from experiments.plan_accuracy.measured import any_machine, kendall, layout_of, memory_scores, regret
 from tests.helpers.rows import slow_but
 
 

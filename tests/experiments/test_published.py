@@ -15,9 +15,18 @@ from dhp.models.flops import NO_BACKWARD
 from dhp.models.types import ImageLayout
 from experiments.published import longvila, ray_cells
 from experiments.published.__main__ import all_rows, main
-from experiments.published.machine import Fitted, decoder_named, fit, tower_named
+from experiments.published.machine import (
+    FIT,
+    HELD_OUT,
+    ROLES,
+    UNEXPLAINED,
+    Fitted,
+    decoder_named,
+    fit,
+    read_table,
+    tower_named,
+)
 from experiments.published.omnibal import least_slowest, pipeline_seconds, stage_layers
-from experiments.published.tables import FIT, HELD_OUT, ROLES, UNEXPLAINED, read_table
 
 TABLES = ("ray_cells", "longvila", "omnibal")
 

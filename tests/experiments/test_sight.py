@@ -11,11 +11,24 @@ import pytest
 
 from dhp.engine.encoder import EncoderEngine
 from experiments.sight.__main__ import main
-from experiments.sight.datasets import RENAMED, Sets, exchanged, held_out_answers, make_sets, named, round_of_pairs
+from experiments.sight.datasets import (
+    COLOURS,
+    KINDS,
+    PALETTE,
+    RENAMED,
+    Scene,
+    Sets,
+    draw,
+    draw_scene,
+    exchanged,
+    held_out_answers,
+    make_model,
+    make_sets,
+    named,
+    round_of_pairs,
+)
 from experiments.sight.inject import sitecustomize
-from experiments.sight.model import make_model
-from experiments.sight.pictures import COLOURS, KINDS, PALETTE, Scene, draw, draw_scene
-from experiments.sight.scores import CANARIES, Row, apart, by_kind, chances, goal, missed
+from experiments.sight.ways import CANARIES, Row, apart, by_kind, chances, goal, missed
 from tests.experiments.sight_here import shares
 
 
