@@ -9,7 +9,6 @@ from statistics import mean, median
 from typing import Any
 
 from dhp.report.charts import Bar
-from experiments.sight.ways import AIMED
 
 Row = dict[str, Any]
 Values = Callable[[Sequence[Row]], list[float]]
@@ -98,6 +97,7 @@ def ratio(key: str, above: Row, below: Row, group: Sequence[str]) -> Values:
 
 
 ALIKE = ("command", "shape", "patches")
+AIMED = ("shape", "colour", "place", "count")  # kinds of questions that the goal of sight is about
 
 
 def layouts(above: str, below: str, links: bool) -> Values:

@@ -91,7 +91,6 @@ def _exchange(random: Random, words: int, index: int, turns: int) -> list[dict[s
 
 
 def _image(random: Random) -> Image.Image:
-    """A coloured ellipse on another colour."""
     width, height = (_choose(random, SIDES) * TOKEN_SIDE for _ in range(2))
     ground, colour = (tuple(random.randrange(256) for _ in range(3)) for _ in range(2))
     image = Image.new("RGB", (width, height), ground)
@@ -134,9 +133,7 @@ def train(
 def place(model: Path, data: Path, annotations: str) -> list[str]:
     """Overrides that say where the model and the dataset `made` lie; lengths are kept beside the latter."""
     return [
-        f"vision.model_name={model}",
-        f"text.model_name={model}",
-        f"data.data_registry.made.annotation_path={data / annotations}",
-        f"data.data_registry.made.data_path={data}",
+        f"vision.model_name={model}", f"text.model_name={model}",
+        f"data.data_registry.made.annotation_path={data / annotations}", f"data.data_registry.made.data_path={data}",
         f"data.cache_dir={data / 'lengths'}",
-    ]
+    ]  # fmt: skip

@@ -93,7 +93,6 @@ def _shown(lines: Iterator[str] | Any) -> Iterator[str]:
 
 
 def _row(line: str) -> Row | None:
-    """The JSON object of a line; None for what is none."""
     try:
         found = json.loads(line)
     except ValueError:

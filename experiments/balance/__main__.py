@@ -53,11 +53,9 @@ SAMPLES, SIZES = 100_000, 2_000  # of the set; different sizes in it
 PUBLISHED = ("random", "isf", "balanced")
 # Share, mean width and height in pixels, σ of the logarithm of their sides and of the aspect.
 KINDS = (
-    (0.55, 640, 480, 0.15, 0.25),
-    (0.20, 1024, 768, 0.40, 0.30),
-    (0.15, 900, 1250, 0.30, 0.10),
+    (0.55, 640, 480, 0.15, 0.25), (0.20, 1024, 768, 0.40, 0.30), (0.15, 900, 1250, 0.30, 0.10),
     (0.10, 400, 400, 0.4, 0.5),
-)
+)  # fmt: skip
 TEXT_MEAN, TEXT_SIGMA, WITHOUT_PICTURE = 250, 0.7, 0.05
 PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 PATCH, SIDE = 14, 336  # pixels, of LLaVA-1.6's tower
@@ -186,7 +184,6 @@ def rows(
 
 
 def main() -> None:
-    """Print a JSON line for each row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", nargs="+", type=Path, default=[])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))

@@ -56,7 +56,6 @@ def row_columns(packs: Packs, loads: Loads, replicas: int, padded: bool) -> dict
 
 
 def _operations(lengths: np.ndarray) -> np.ndarray:
-    """Of each sample, in tokens: matrices, and attention to itself."""
     found: np.ndarray = lengths * (1.0 + lengths / QUADRATIC_TOKENS)
     return found
 

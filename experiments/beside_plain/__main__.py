@@ -64,7 +64,6 @@ def _distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 
 def main() -> None:
-    """Print one JSON object: deviations from the plain model, and both step times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config-name", default="tiny")
     parser.add_argument("--config-path")

@@ -61,14 +61,12 @@ def summary(rows: Sequence[Row], command: str) -> Row:
     """All faults of a command in one row; seconds as [median, largest], of those that were killed."""
     killed = [row for row in rows if row.get("fault", KILL) == KILL]
     found: Row = {
-        "runs": len(rows),
-        "completed": sum(row["completed"] for row in rows),
-        "identical": sum(row["identical"] for row in rows),
-        "samples_lost": sum(row["samples_lost"] for row in rows),
+        "runs": len(rows), "completed": sum(row["completed"] for row in rows),
+        "identical": sum(row["identical"] for row in rows), "samples_lost": sum(row["samples_lost"] for row in rows),
         "samples_repeated": sum(row["samples_repeated"] for row in rows),
         "lost_steps": max((row["lost_steps"] or 0 for row in rows), default=0),
         "problems": sum(bool(row["problems"]) for row in rows),
-    }
+    }  # fmt: skip
     for key in _SECONDS:
         known = [row[key] for row in killed if row[key] is not None]
         found[key] = [round(statistics.median(known), 2), max(known)] if known else None
@@ -82,7 +80,6 @@ def _row(observed: Observed, judged: Judged) -> Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Strike, judge, print; 1 where a fault has problems."""
     parser = argparse.ArgumentParser(prog="python -m experiments.chaos")
     parser.add_argument("--points", nargs="?", const="", metavar="NAME", help="every named point, or those of a name")
     parser.add_argument("--runs", type=int, metavar="N", help="so many faults from outside, drawn by --seed")

@@ -62,12 +62,10 @@ def _start() -> list[Point]:
         *_driver("put_aside.after", "dhp.checkpoint.resume:quarantine", "after", scenario=DAMAGED),
         *_driver("ray.up", "dhp.cluster.cluster:reserve", "before"),
         *_driver("group.reserved", "dhp.cluster.cluster:reserve", "after"),
-        *_driver("actors.some", f"{group}.__init__", "after"),
-        *_driver("actors.all", f"{group}.__init__", "after", 1),
-        *_ranks("rank.listen", f"{worker}._join", "before"),
-        *_ranks("rank.joined", f"{worker}._join", "after"),
+        *_driver("actors.some", f"{group}.__init__", "after"), *_driver("actors.all", f"{group}.__init__", "after", 1),
+        *_ranks("rank.listen", f"{worker}._join", "before"), *_ranks("rank.joined", f"{worker}._join", "after"),
         *_ranks("rank.built", f"{worker}.build", "after"),
-    ]
+    ]  # fmt: skip
 
 
 def _load() -> list[Point]:

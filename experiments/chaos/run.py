@@ -383,7 +383,6 @@ def _newest_differs(run_dir: Path, reference: Path) -> Iterator[str]:
 
 
 def _damaged(run_dir: Path) -> Iterator[str]:
-    """Complete checkpoints that do not pass their checksums."""
     for checkpoint in checkpoints(run_dir / "checkpoints"):
         try:
             check_checkpoint(checkpoint)
@@ -399,7 +398,6 @@ def _leftovers(run_dir: Path, ends_killed: bool) -> Iterator[str]:
 
 
 def _samples(run_dir: Path, reference: Path, batch: int) -> tuple[int, int]:
-    """Samples of steps that are not there, and of steps that are there twice."""
     digests = [_digests(folder) for folder in (run_dir, reference)]
     ours, theirs = digests
     lost = sum(max(0, theirs.count(one) - ours.count(one)) for one in set(theirs))
@@ -429,7 +427,6 @@ def _unnamed(verdict: Mapping[str, Any], process: str) -> Sequence[str]:
 
 
 def _resumed_at(observed: Observed, verdict: Mapping[str, Any]) -> int:
-    """The step after which the attempt behind the fault went on."""
     followed = str(verdict.get("followed_by", ""))
     name = followed.rpartition("step_")[2]
     return int(name) if "step_" in followed and name.isdigit() else 0

@@ -46,12 +46,10 @@ def _form(nbytes: int) -> list[str]:
 
 
 METHODS = {
-    RANDOM: ["data.balance=random"],
-    "isf": ["data.balance=isf"],
-    "balanced": ["data.balance=balanced"],
+    RANDOM: ["data.balance=random"], "isf": ["data.balance=isf"], "balanced": ["data.balance=balanced"],
     "sequence": ["data.balance=random", "vision.parallelism=sequence", "vision.ulysses=2"],
     **{f"bytes_{nbytes}": _form(nbytes) for nbytes in FORMS},
-}
+}  # fmt: skip
 BASES = {f"bytes_{nbytes}": f"bytes_{FORMS[0]}" for nbytes in FORMS}  # of others it is random batches
 
 
@@ -133,7 +131,6 @@ class HeldOut:
 
 @torch.inference_mode()
 def _loss_sum(model: torch.nn.Module, batch: Inputs) -> tuple[float, int]:
-    """Σ token losses of a padded batch, and its target tokens."""
     named = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits = model(**named, use_cache=False).logits[:, :-1].flatten(0, 1)
     targets = batch["labels"][:, 1:].flatten()
@@ -196,7 +193,6 @@ def run(method: str, seed: int, work: Work) -> Iterator[dict[str, Any]]:
 
 
 def _mean_loss(steps: Sequence[StepMetrics]) -> float:
-    """Nats a target token over several steps."""
     return sum(s.loss * s.target_tokens for s in steps) / sum(s.target_tokens for s in steps)
 
 
@@ -241,7 +237,6 @@ def train_all(given: argparse.Namespace) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a JSON line for each checkpoint, and a summary of each method, earlier rows included."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only what was read")

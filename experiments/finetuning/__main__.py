@@ -30,7 +30,6 @@ QUESTIONS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
 
 
 def main() -> None:
-    """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS), metavar="QUESTION")

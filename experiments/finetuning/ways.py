@@ -191,15 +191,13 @@ def measure(rounds: int, widths: Mapping[str, int] = WIDTHS, side: int = SIDE) -
 def _row(train: str, way: Way, taken: Sequence[Mapping[str, Step]], left: Left) -> dict[str, Any]:
     of_vision = {phase: median(r[train].vision[phase] for r in taken) for phase in (FORWARD, BACKWARD, OPTIMIZER)}
     return {
-        "train": train,
-        "speed_ratio": round(median(r[ALL].seconds / r[train].seconds for r in taken), 3),
+        "train": train, "speed_ratio": round(median(r[ALL].seconds / r[train].seconds for r in taken), 3),
         "bound_ratio": round(median(1 / share_left(r[ALL], left) for r in taken), 3),
         "step_s": round(median(r[train].seconds for r in taken), 4),
         **{f"vision_{phase}_s": round(seconds, 4) for phase, seconds in of_vision.items()},
-        "optimizer_bytes": way.vision.optimizer_bytes(),
-        "gradient_bytes": way.vision.gradient_bytes,
+        "optimizer_bytes": way.vision.optimizer_bytes(), "gradient_bytes": way.vision.gradient_bytes,
         "rounds": len(taken),
-    }
+    }  # fmt: skip
 
 
 def share_left(full: Step, left: Left) -> float:
@@ -288,13 +286,11 @@ def _lora_row(train: str, way: Way, plain: Plain, taken: Sequence[Sequence[Mappi
     stages = way.stages.values()
     of_plain = sum(weight.nbytes for weight in plain.model.parameters() if weight.requires_grad)
     return {
-        "train": train,
-        "speed_ratio": round(median(ours[FULL] / ours[train] for ours, _ in taken), 3),
+        "train": train, "speed_ratio": round(median(ours[FULL] / ours[train] for ours, _ in taken), 3),
         "to_plain": round(median(ours[train] / theirs[train] for ours, theirs in taken), 3),
         "step_s": round(median(ours[train] for ours, _ in taken), 4),
         "plain_step_s": round(median(theirs[train] for _, theirs in taken), 4),
         "gradient_bytes": sum(stage.gradient_bytes for stage in stages),
-        "optimizer_bytes": sum(stage.optimizer_bytes() for stage in stages),
-        "plain_optimizer_bytes": STATES * of_plain,
+        "optimizer_bytes": sum(stage.optimizer_bytes() for stage in stages), "plain_optimizer_bytes": STATES * of_plain,
         "rounds": len(taken),
-    }
+    }  # fmt: skip

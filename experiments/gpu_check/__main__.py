@@ -109,7 +109,6 @@ def _kind(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", nargs="+", default=[""], help="rows that begin so, as `RMS`, `waits` or `waits: 1+1`")

@@ -79,7 +79,6 @@ def _dense_by_segment(states: Sequence[Tensor], lengths: Sequence[int], block: B
 
 
 def _states(setting: Setting, dim: int, queries: int, keys: int) -> list[Tensor]:
-    """Query, key, value, and a gradient of the output."""
     torch.manual_seed(0)
     heads, kv_heads = HEADS[dim]
     shapes = [(queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)]

@@ -72,10 +72,8 @@ def check_registry(setting: Setting) -> dict[str, Any]:
     return {
         "ok": not setting.cuda or (varlen and all(set(found) >= best for found in uses.values())),
         "attention": f"one call for all segments ({stand_ins.WAY})" if varlen else "SDPA, length by length",
-        "ring_block": type(block).__name__,
-        "loss": f"in chunks of {CHUNK_ROWS} rows",
-        "kernels": uses,
-    }
+        "ring_block": type(block).__name__, "loss": f"in chunks of {CHUNK_ROWS} rows", "kernels": uses,
+    }  # fmt: skip
 
 
 def _find_lacking() -> str | None:
@@ -106,7 +104,6 @@ def _version(name: str) -> str | None:
 
 
 def _ask_driver(*fields: str) -> tuple[str, ...]:
-    """By nvidia-smi; empty where it is not installed."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

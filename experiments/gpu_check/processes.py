@@ -195,7 +195,6 @@ def _backend(setting: Setting) -> str:
 
 
 def _used(setting: Setting) -> int | None:
-    """Of the device, by all processes."""
     if not setting.cuda:
         return None
     torch.cuda.synchronize()

@@ -106,7 +106,6 @@ def _figures(row: Row) -> str:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=ROOT / "results" / "gpu.jsonl")
     parser.add_argument("--page", type=Path, default=PAGE, help="a page with the marks between which the table goes")

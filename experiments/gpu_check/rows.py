@@ -37,7 +37,6 @@ class Section:
 
 
 def _row(name: str, place: str, *arguments: Any, fresh: bool = False) -> Row:
-    """place: `module` or `module.function`."""
     module, _, function = place.partition(".")
     return Row(name, f"{HERE}.{module}", function or "check", arguments, fresh)
 

@@ -98,7 +98,6 @@ def end_with_parent() -> None:
 
 
 def _ask(process: subprocess.Popen[bytes], question: bytes, limit_s: float) -> bytes | None:
-    """The answer, as `_read_line` gives it."""
     try:
         process.stdin.write(question)
         process.stdin.flush()

@@ -250,7 +250,6 @@ def measured_rows(ways: Sequence[str], steps: int) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a JSON line for each row."""
     parser = argparse.ArgumentParser(prog="python -m experiments.imbalance", description=__doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=" | ".join(WAYS))
     parser.add_argument("--steps", type=int, default=STEPS, help="of 32 samples; in the first nothing is timed")

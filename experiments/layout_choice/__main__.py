@@ -54,7 +54,6 @@ def _line(row: Row) -> str:
 
 
 def _short(recompute: str) -> str:
-    """A recompute as its key has it; a long one by the kinds in it."""
     if len(recompute) <= _LONGEST:
         return recompute
     return "mixed: " + ", ".join(dict.fromkeys(one.partition(":")[0] for one in recompute.split(",")))
@@ -95,12 +94,10 @@ def plan(model: str, devices: int, tokens: int) -> dict[str, Any]:
     return row | {
         **{part: layout_text(best.settings, part) for part in ("vision", "text")},
         **{f"{part}_recompute": best.settings[f"{part}.recompute"] for part in ("vision", "text")},
-        "step_s": round(best.found.step_s, 3),
-        "tokens_s_device": round(best.found.tokens_s / outcome.machine.count),
-        "mfu": round(used["total"], 3) if used else None,
-        "gib": round(best.found.peak.total / GIB, 1),
+        "step_s": round(best.found.step_s, 3), "tokens_s_device": round(best.found.tokens_s / outcome.machine.count),
+        "mfu": round(used["total"], 3) if used else None, "gib": round(best.found.peak.total / GIB, 1),
         "sure": outcome.sure(best),
-    }
+    }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

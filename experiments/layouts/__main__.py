@@ -107,7 +107,6 @@ def slow_links(model: str) -> str:
 
 
 def main() -> None:
-    """Print a JSON line for each row."""
     given = read_arguments()
     names = [LIMIT, *(name for name in given.only if name != LIMIT)]
     try:

@@ -46,11 +46,9 @@ def make_hosts(rate_mbit: float) -> str:
         command = [os.path.join(os.path.dirname(sys.executable), "ray"), "start", *size]
         inside = [*f"ip netns exec rank{host}".split(), *command, *joining]
         done = subprocess.run(
-            [*inside, f"--node-ip-address={network.address(host)}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            [*inside, f"--node-ip-address={network.address(host)}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True,
-        )
+        )  # fmt: skip
         if done.returncode:
             raise SystemExit(f"layouts: no Ray on host {host}: {done.stdout}")
     enter(0)

@@ -135,7 +135,6 @@ class _Batch(_Rows):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """[1, tokens, heads, width] each; all tokens, and the rank's own heads."""
     states = (one.transpose(1, 2) for one in (query, key, value))
     return F.scaled_dot_product_attention(*states, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
 
@@ -342,7 +341,6 @@ def serve_peer(
 
 
 def _timed(step: Step, rows: list[Inputs], targets: int) -> tuple[float, float]:
-    """Seconds until all ranks have done the step, and its loss."""
     dist.barrier()
     begin = time.perf_counter()
     loss = step(rows, targets)

@@ -36,7 +36,6 @@ QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]
 
 
 def main() -> None:
-    """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS), metavar="QUESTION")
     parser.add_argument("--budget-mib", type=int, default=8, help="for activations of a rank, or for a prompt")

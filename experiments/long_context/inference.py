@@ -183,7 +183,6 @@ def load_plain(model: str) -> Any:
 
 
 def _bytes(cache: DynamicCache) -> int:
-    """Of keys and values, where there are some."""
     held = [layer for layer in cache.layers if layer.is_initialized]
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in held)
 

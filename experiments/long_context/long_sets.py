@@ -210,15 +210,13 @@ def measure_sampler(model: str, given: argparse.Namespace) -> Iterator[dict[str,
             drawn["long ones apart" if long else "long ones in any row"] = packs
         balance = measure_balance(packs, loads, REPLICAS, padded=False, dispatched=True)
         yield {
-            "way": name if long is None else f"{name}, long ones apart",
-            "rows": len(packs),
-            "dist_text": round(balance.dist_text, 4),
-            "dist_flops": round(balance.dist_flops, 4),
+            "way": name if long is None else f"{name}, long ones apart", "rows": len(packs),
+            "dist_text": round(balance.dist_text, 4), "dist_flops": round(balance.dist_flops, 4),
             "sp_ratio_one": round(_of_rows(packs, loads, auto=False)[0], 4),
             "sp_ratio_step": round(_of_steps(packs, loads), 4),
             "sp_ratio_auto": round(_of_rows(packs, loads, auto=True)[0], 4),
             "busiest_rank_auto": round(_of_rows(packs, loads, auto=True)[1], 4),
-        }
+        }  # fmt: skip
     if given.plot is not None:
         draw(drawn, loads, REPLICAS, RANKS, CROSSOVER, given.plot)
 

@@ -82,11 +82,9 @@ class Peer:
             name, dtype=torch.float32, trust_remote_code=False
         ).train()
         UlyssesSPAttentionHF.register_with_transformers(
-            model_name_or_path=self._model,
-            core_attn_implementation="sdpa",
-            sequence_parallel_size=dist.get_world_size(),
-            micro_batch_size=1,
-        )
+            model_name_or_path=self._model, core_attn_implementation="sdpa",
+            sequence_parallel_size=dist.get_world_size(), micro_batch_size=1,
+        )  # fmt: skip
         trained = [
             parameter for parameter in self._model.parameters() if "visual" not in _name_of(self._model, parameter)
         ]
@@ -174,7 +172,6 @@ def _takes(model: str, tokens: int) -> Iterator[tuple[str, Callable[[], float]]]
 
 
 def _contiguous(decoder: Decoder, tokens: int) -> StepData:
-    """A row cut as rings that are not balanced cut it."""
 
     def plan(lengths: Sequence[int], ring: int, ulysses: int, groups: SequenceGroups) -> ShardPlan:
         return contiguous_plan(lengths, ring, ulysses)
@@ -213,9 +210,7 @@ class Way:
 
 
 LENGTH_WAYS = [
-    Way("plain transformers, full checkpointing", plain=True),
-    Way("full"),
-    Way("full, mlp_chunks 16", mlp_chunks=16),
+    Way("plain transformers, full checkpointing", plain=True), Way("full"), Way("full, mlp_chunks 16", mlp_chunks=16),
     Way("offload, mlp_chunks 16", recompute="offload", mlp_chunks=16),
     *(
         Way(f"{name}, {axis} {ranks}", Degrees(**{axis: ranks}), recompute, chunks)
@@ -224,7 +219,7 @@ LENGTH_WAYS = [
         for ranks in (2, 4)
     ),
     Way("full, ring 2 × ulysses 2", Degrees(ring=2, ulysses=2)),
-]
+]  # fmt: skip
 
 
 def measure_longest(model: str, budget_mib: int) -> Iterator[dict[str, Any]]:
@@ -359,7 +354,6 @@ def count(model: nn.Module, answer: Callable[[], Any]) -> int:
 
 
 def _prompt_peak(model: str, way: str) -> Peak:
-    """From a number of tokens to the bytes that this rank takes at most."""
     if way in SHARED:
         return _of_shared(model, SHARED[way])
     return _of_plain(model) if way == PLAIN else _of_cut(model)

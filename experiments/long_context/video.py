@@ -93,7 +93,6 @@ def _write_video(path: Path, frames: int) -> None:
 
 
 def _alone(task: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
-    """What a fresh process answers."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(task, *given).result()
 
@@ -128,7 +127,6 @@ def _measured(make: Callable[[], VisionInput]) -> dict[str, Any]:
 
 
 def _resident(name: str) -> int:
-    """Bytes, by the kernel's name for them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return KIB * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
@@ -165,12 +163,10 @@ def measure_two_stages(_: str, given: argparse.Namespace) -> Iterator[dict[str, 
                 for way, of_rows in ratios.items():
                     of_rows.append(median(one / two for one, two in zip(seconds[way], seconds[TWO], strict=True)))
                 yield {
-                    "row": seed,
-                    "patches": patches,
-                    "tokens": tokens,
+                    "row": seed, "patches": patches, "tokens": tokens,
                     "seconds": {way: round(median(of), 3) for way, of in seconds.items()},
                     "one_to_two": {way: round(of_rows[-1], 3) for way, of_rows in ratios.items()},
-                }
+                }  # fmt: skip
     yield {"way": "all rows", "one_to_two": {way: round(median(of_rows), 3) for way, of_rows in ratios.items()}}
 
 

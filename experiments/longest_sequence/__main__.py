@@ -70,12 +70,10 @@ def layouts(ranks: int) -> dict[str, Layout]:
     split, copies = Degrees(tensor=ranks), Degrees(data=ranks)
     return {
         "SP+TP": Layout(Degrees(ulysses=ranks), split),
-        "SP+TP, sharded norms": Layout(Degrees(ulysses=ranks), split, sharded_norms=True),
-        "TP": Layout(split, split),
-        "TP, sharded norms": Layout(split, split, sharded_norms=True),
-        "ZeRO-3": Layout(copies, copies, 3),
+        "SP+TP, sharded norms": Layout(Degrees(ulysses=ranks), split, sharded_norms=True), "TP": Layout(split, split),
+        "TP, sharded norms": Layout(split, split, sharded_norms=True), "ZeRO-3": Layout(copies, copies, 3),
         "FSDP2": Layout(copies, copies, 3, "fsdp"),
-    }
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,6 @@ class Device:
 
 
 def _received(route: Route, given: Sequence[Sequence[Bundle]], target: int) -> list[Bundle]:
-    """What a shard gets of what each source sends, along the route."""
     return [given[source][route.targets[source].index(target)] for source in route.sources.get(target, ())]
 
 
@@ -169,7 +166,6 @@ def rows(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print a JSON line for each row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="the first is what ratios refer to")
     parser.add_argument("--only", nargs="+", choices=layouts(1), help="these layouts")

@@ -25,7 +25,6 @@ QUESTIONS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] =
 
 
 def main() -> None:
-    """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS), metavar="QUESTION")
     parser.add_argument("--rounds", type=int, help="or steps; each question's own by default")

@@ -126,7 +126,6 @@ def share_of_step(transport: str, rounds: int) -> dict[str, Any]:
 
 
 def _spans(groups: Mapping[str, Any]) -> dict[str, list[Span]]:
-    """What both actors did since the last time."""
     return {name: ray.get(group.take_spans_async()[0]) for name, group in groups.items()}
 
 
@@ -135,7 +134,6 @@ def _last(found: list[Span], kind: str) -> Span:
 
 
 def _gaps(found: Mapping[str, list[Span]]) -> Iterator[float]:
-    """Seconds on the way there and on the way back."""
     for kind, sender, receiver in ((FORWARD, "vision", "text"), (BACKWARD, "text", "vision")):
         yield (_last(found[receiver], kind).start_ns - _last(found[sender], kind).end_ns) / 1e9
 

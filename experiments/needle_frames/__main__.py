@@ -90,7 +90,6 @@ def _found(table: Row, model: str, seed: int) -> Iterator[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a JSON line for each seed, model and number of frames."""
     parser = argparse.ArgumentParser(prog="python -m experiments.needle_frames", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=TRAINED_ON, default=["short", "long"], help="by what they learn")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0], help="none: only what was read")

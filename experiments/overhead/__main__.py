@@ -138,7 +138,6 @@ def _by_micro_batch(named: dict[str, Tensor], micro_batches: int) -> list[dict[s
 
 
 def main() -> None:
-    """Print the figures as one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--micro-batches", type=int, default=1)

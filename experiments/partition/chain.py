@@ -20,7 +20,6 @@ import ray
 import torch
 
 from dhp.config.command_line import compose_config
-from dhp.config.parts import model_name
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.axes import Degrees
@@ -30,7 +29,6 @@ from dhp.core.graph import Node, StageGraph
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import StageSettings
 from dhp.engine.text import TextEngine
-from dhp.models.pretrained import config_source
 from dhp.planner.partition.bmp import bmp
 from dhp.planner.partition.even import by_layers, by_parameters
 from dhp.planner.partition.exact import exact
@@ -40,11 +38,9 @@ from dhp.step.schedule import Action, Backward, Forward, Schedule, make_programs
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
 from dhp.step.timed import play
-from dhp.trainer.expected_step import expected_step
 from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.programs import pipeline_programs
 from dhp.trainer.settings import stage_settings
-from experiments import baselines  # noqa: F401  it registers profile and layers
 from experiments.pair import TEXT, VISION, Here, as_batch, join_alone, keep_freed_memory
 from experiments.partition.published import at
 from experiments.small import deal, make_samples, save_even_model, started, timed
@@ -172,43 +168,6 @@ def by_stage(seconds: Mapping[Action, float]) -> dict[tuple[str, bool], list[flo
 def key_of(action: Action) -> tuple[str, bool]:
     """Its stage, and whether it is a backward."""
     return action.node.stage, isinstance(action, Backward)
-
-
-METHODS = ("exact", "bmp", "profile", "layers", "parameters")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Stages of the tower and of the decoder, of which two share a device, and the micro-batches of a step."""
-
-    vision: int
-    text: int
-    micro_batches: int
-
-
-CHAINS = (Asked(2, 3, 8), Asked(3, 4, 16), Asked(2, 6, 16))
-
-
-def chains(every: Sequence[Asked] = CHAINS, methods: Sequence[str] = METHODS) -> Iterator[dict[str, Any]]:
-    """A row for each chain and method: layers of each stage, and the step in assumed seconds."""
-    for asked in every:
-        given = [f"vision.num_actors={asked.vision}", f"vision.pipeline={asked.vision}", "vision.parallelism=pipeline"]
-        given += [f"text.num_actors={asked.text}", f"text.pipeline={asked.text}", "text.parallelism=pipeline"]
-        given += ["cluster.chain=true", "vision.zero_stage=0", "text.zero_stage=0", "training.schedule=1f1b"]
-        given += [f"training.batch_size={asked.micro_batches}", "training.micro_batch_size=1", "cluster.device=cuda"]
-        given += ["data.limits.text=null", "data.limits.vision=null"]  # a sample a micro-batch
-        for method in methods:
-            overrides = [*given, f"text.partition={method}"]
-            config = resolve(compose_config("qwen2_5_vl_7b", overrides=overrides))
-            plan = plan_run(config, config_source(model_name(config)))
-            step = expected_step(plan)
-            assert step is not None  # a tower that is known by its patches
-            layers = {part: [len(stage.layers) for stage in plan.graph.of_part(part)] for part in (VISION, TEXT)}
-            yield {
-                "question": "chains", "model": "Qwen2.5-VL 7B", "stages": f"{asked.vision}+{asked.text}",
-                "micro_batches": asked.micro_batches, "method": method, **layers, "step_s": round(step.step_s, 3),
-                "bubble": round(step.bubble, 3),
-            }  # fmt: skip
 
 
 EQUAL = 1e-4  # of losses of the first step, relative

@@ -21,7 +21,6 @@ from dhp.planner.partition.tables import all_cuts, choices_of, make_tables, step
 from dhp.planner.units import Unit
 from dhp.trainer.programs import pipeline_programs
 from experiments.baselines import by_profile
-from experiments.pair import TEXT, VISION
 from experiments.partition.shapes import (
     BMP_LAYERS,
     COLUMNS,
@@ -65,7 +64,7 @@ def at(problem: PartitionProblem, cuts: Cuts) -> float:
 
 def compared() -> Rows:
     """All rows."""
-    return chain(variances(), free_memory(), stages(), steps())
+    return chain(variances(), free_memory(), stages())
 
 
 def problem_of(model: Model, budget_gb: float = float("inf")) -> PartitionProblem:
@@ -141,7 +140,6 @@ def variances() -> Rows:
 
 
 def _counted(column: str, both: int, all_three: int) -> str:
-    """Why a column does not agree, by how many cuts have the published values."""
     if column == "VAR(param)":
         return f"{both} of all cuts have the published value with the published SUM(comm)"
     return f"{all_three} of the {both} cuts with the published VAR(param) and SUM(comm) have it"
@@ -256,17 +254,3 @@ def _free(problem: PartitionProblem, cuts: Cuts, choices: Sequence[str]) -> list
         taken = sum(unit.states_bytes for unit in own) + count * sum(one.held_bytes for one in saved)
         found.append(round(DEVICE_GB - (taken + max(one.replay_bytes for one in saved)) / 1e9, 1))
     return found
-
-
-def steps() -> Rows:
-    """What each rule's cut takes beside the best one, by simulation, also with frozen parts; nothing was published."""
-    for name in (MAIN, "InternViT 6B + Llama3 70B"):
-        for frozen in ("", VISION, TEXT):
-            problem = problem_of(model_named(name, frozen), BUDGET_GB)
-            best = exact(problem)
-            gaps = {method: at(problem, own) / best.step_s - 1 for method, own in cuts_of(problem).items()}
-            yield {
-                "question": "steps", "model": name, "frozen": frozen or "nothing",
-                "layers": layers_of(problem, best.cuts), "step_s": round(best.step_s, 3),
-                "gaps": {method: round(gap, 4) if np.isfinite(gap) else None for method, gap in gaps.items()},
-            }  # fmt: skip

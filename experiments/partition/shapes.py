@@ -24,11 +24,9 @@ class Columns:
 
 
 COLUMNS = {
-    "parameters": Columns(0.03, 13.4, 93.6, 0.0, 42.2),
-    "layers": Columns(0.64, 1.2, 20.1, 8.2, 30.6),
-    "profile": Columns(0.85, 2.1, 6.5, 16.6, 30.9),
-    "bmp": Columns(0.83, 1.5, 12.2, -21.0, 29.0),
-}
+    "parameters": Columns(0.03, 13.4, 93.6, 0.0, 42.2), "layers": Columns(0.64, 1.2, 20.1, 8.2, 30.6),
+    "profile": Columns(0.85, 2.1, 6.5, 16.6, 30.9), "bmp": Columns(0.83, 1.5, 12.2, -21.0, 29.0),
+}  # fmt: skip
 
 # GB, by stage of the same model, cut as BMP has it: everything recomputed, then what recompute was left out for.
 FREE = (58.2, 56.2, 32.5, 32.7)
@@ -190,7 +188,6 @@ def _head(model: Model) -> Unit:
 
 
 def _reduced(values: float, tensor: int) -> float:
-    """Seconds of the two sums over tensor ranks in a layer's forward."""
     return 2 * 2 * VALUE * values * (tensor - 1) / tensor / REDUCED
 
 

@@ -41,11 +41,9 @@ class Shape:
 
 
 SHAPES = {
-    "balanced": Shape((4, 128, 384), (4, 256, 704)),
-    "decoder": Shape((2, 64, 128), (6, 320, 1024)),
-    "tower": Shape((8, 192, 640), (2, 128, 320)),
-    "experts": Shape((3, 128, 384), (3, 128, 192), 4),
-}
+    "balanced": Shape((4, 128, 384), (4, 256, 704)), "decoder": Shape((2, 64, 128), (6, 320, 1024)),
+    "tower": Shape((8, 192, 640), (2, 128, 320)), "experts": Shape((3, 128, 384), (3, 128, 192), 4),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

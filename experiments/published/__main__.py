@@ -50,7 +50,6 @@ def all_rows() -> tuple[list[Row], list[Row]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a JSON line for each row, then one for each score."""
     parser = argparse.ArgumentParser(prog="python -m experiments.published", description=__doc__)
     parser.add_argument("--out", type=Path, help="file for the same lines")
     parser.add_argument("--plot", type=Path, help="PNG of predicted figures beside published ones")

@@ -38,11 +38,9 @@ def degrees(row: Row) -> tuple[int, int, int]:
     """Ranks of Ulysses, of a ring, and of tensors."""
     devices, tensor = row["devices"], TABLE["tensor"]
     ways = {
-        "ulysses": (devices, 1, 1),
-        "ring": (1, devices, 1),
-        "2d": (NODE, devices // NODE, 1),
+        "ulysses": (devices, 1, 1), "ring": (1, devices, 1), "2d": (NODE, devices // NODE, 1),
         "tensor": (1, devices // tensor, tensor),
-    }
+    }  # fmt: skip
     return ways[row["way"]]
 
 
@@ -144,11 +142,9 @@ def longest_rows(fitted: Fitted) -> list[Row]:
     for row in LONGEST["rows"]:
         free = find_device(row["device"]).memory.value - memory_bytes(row)
         sizes = {
-            "memory_gib": round(memory_bytes(row) / GIB, 1),
-            "free_gib": round(free / GIB, 1),
-            "step_s": round(step_seconds(row, fitted), 2),
-            "published_step_s": row["step_s"],
-        }
+            "memory_gib": round(memory_bytes(row) / GIB, 1), "free_gib": round(free / GIB, 1),
+            "step_s": round(step_seconds(row, fitted), 2), "published_step_s": row["step_s"],
+        }  # fmt: skip
         found.append(_longest_row(row, free >= 0) | sizes)
     return found
 

@@ -179,11 +179,9 @@ def rates_of(name: str, network: str, fitted: Fitted) -> Rates:
     host_s = fitted.host * read_table("profiles")["host_ms"] / 1e3 / PASSES
     plain = rates.rates_of(find_device(name), FORMAT, host_s, NODE, find_link(network))
     return replace(
-        plain,
-        products=plain.products / fitted.device,
-        attention=plain.attention / fitted.device / fitted.attention,
+        plain, products=plain.products / fitted.device, attention=plain.attention / fitted.device / fitted.attention,
         elementwise=plain.elementwise / fitted.device,
-    )
+    )  # fmt: skip
 
 
 def trained(forward: Work, recompute: float = 1.0) -> Work:

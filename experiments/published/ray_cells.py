@@ -203,12 +203,10 @@ def ray_rows() -> tuple[list[Row], Row, Fitted]:
     rows, all_choices = cell_rows(fitted, TABLE["fitted"]), choices()
     medians, maxima = ([one[key] for one in all_choices] for key in ("median", "max"))
     more = {
-        "batches_right": sum(row["batch"] == row["predicted_batch"] for row in rows),
-        "cells": len(rows),
-        "choices": len(all_choices),
-        "median_over_choices": round(median(medians), 4),
+        "batches_right": sum(row["batch"] == row["predicted_batch"] for row in rows), "cells": len(rows),
+        "choices": len(all_choices), "median_over_choices": round(median(medians), 4),
         "medians_of_choices": [round(min(medians), 4), round(max(medians), 4)],
         "max_of_choices": [round(min(maxima), 4), round(max(maxima), 4)],
         "factors": {key: round(getattr(fitted, key), 3) for key in ("device", "host", "gathered")},
-    }
+    }  # fmt: skip
     return rows, score(TABLE, rows, GROUP, TABLE["goal"], **more), fitted

@@ -104,7 +104,6 @@ def measure(rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def _measure_costs(run: Run) -> dict[str, StageCosts]:
-    """The planner's own measurements, without a budget."""
     planner = Planner(run.kinds, {}, run.arrangement, float("inf"))
     run.settle(planner)
     return planner.costs()
@@ -127,11 +126,9 @@ def _plan(run: Run, costs: Mapping[str, StageCosts], budget: float) -> dict[str,
     whole = {part: _whole_only(known) for part, known in costs.items()}
     everything, auto = run.everything("all"), frozenset(run.kinds)
     return {
-        FULL: everything,
-        NONE: run.everything("none"),
-        WHOLE: best_plan(whole, everything, auto, run.arrangement, budget),
-        SELECTED: planner.asked,
-    }
+        FULL: everything, NONE: run.everything("none"),
+        WHOLE: best_plan(whole, everything, auto, run.arrangement, budget), SELECTED: planner.asked,
+    }  # fmt: skip
 
 
 def _whole_only(costs: StageCosts) -> StageCosts:
@@ -150,7 +147,6 @@ def _time(run: Run, plans: Mapping[str, Plan], rounds: int) -> dict[str, list[tu
 
 
 def _count_operations(run: Run, plan: Plan) -> int:
-    """Of matrix products and attention in a step."""
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
         run.step(plan)
     return counter.get_total_flops()
@@ -198,7 +194,6 @@ def _ratio(of: list[tuple[float, float]], to: list[tuple[float, float]], which: 
 
 
 def main() -> None:
-    """Print the figures, a JSON object a line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     for row in measure(parser.parse_args().rounds):

@@ -30,7 +30,6 @@ def rows(given: argparse.Namespace) -> Iterator[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a JSON line for each seed and way, then whether the goal is met, and on stderr a sentence."""
     parser = argparse.ArgumentParser(prog="python -m experiments.sight")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only what was read")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))

@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImag
 
 from dhp.observe.metrics import StepMetrics, read_metrics
 from experiments.commands import ROOT, run_module
+from experiments.figures import AIMED
 from experiments.sight.datasets import RENAMED, Asked, Sets, make_model, make_sets
 from experiments.sight.inject.sitecustomize import MET, VARIABLE
 
@@ -118,7 +119,7 @@ def apart(curve: Sequence[float], other: Sequence[float]) -> float:
 
 Shares = dict[str, float]
 Row = Mapping[str, Any]
-AIMED = ("shape", "colour", "place", "count")  # kinds that the goal is about
+
 RIGHT, ABOVE_CHANCE = 0.9, 0.05  # shares
 CANARIES = ("zeroed", "misplaced", "no_gradient")
 ADAPTED = ("projector", "lora", "all")
@@ -259,7 +260,6 @@ class Seed:
         return row | {"chance": chances(self._sets.asked)}
 
     def _ask(self, model: Path, which: str, place: Sequence[str]) -> dict[str, float]:
-        """Exact answers of each kind to the held-out questions with either pictures."""
         lines = answers(model, which, self._folder / f"{model.name}-{which}.jsonl", place)
         if which == "right" and model == self._trained:
             self._said = [Said(line["answer"], line["tokens"]) for line in lines]

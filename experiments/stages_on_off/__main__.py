@@ -139,7 +139,6 @@ LAST_STEPS, SAMPLES = 60, 32
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a JSON line for each seed and way."""
     parser = argparse.ArgumentParser(prog="python -m experiments.stages_on_off", description=__doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=" | ".join(WAYS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])

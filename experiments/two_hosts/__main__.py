@@ -46,12 +46,10 @@ def run_ranks(given: Sequence[Case], rounds: int) -> list[list[list[dict[str, An
     processes = [
         subprocess.Popen(
             [*f"ip netns exec rank{rank}".split(), sys.executable, "-m", RANK_MODULE, str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
+            stdout=subprocess.PIPE, env=environment, text=True,
         )
         for rank in range(network.RANKS)
-    ]
+    ]  # fmt: skip
     said = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit("two_hosts: a rank failed; what it said is above")
@@ -106,7 +104,6 @@ def compare(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print a JSON line for each case and direction, then the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)

@@ -106,7 +106,6 @@ def mesh_positions(cases: list[Case]) -> dict[Case, MeshPosition]:
 
 
 def main() -> None:
-    """Run the cases in turn, round by round, the first of which does not count."""
     rank, rounds = int(sys.argv[1]), int(sys.argv[2])
     cases = [Case(**given) for given in json.loads(sys.argv[3])]
     torch.set_num_threads(1)

@@ -14,12 +14,10 @@ from dhp.planner.partition.problem import PartitionProblem
 from dhp.trainer.programs import pipeline_programs
 from experiments.pair import TEXT, VISION, as_batch, join_alone
 from experiments.partition.chain import (
-    Asked,
     Chain,
     Setting,
     Shape,
     Stages,
-    chains,
     measure_units,
     plan_chain,
     run_in_turn,
@@ -153,9 +151,3 @@ def test_a_problem_has_a_stage_for_each_device() -> None:
 def _batch(model: str, micro_batches: int):
     samples = make_samples(micro_batches, SMALL.side, SMALL.words)
     return as_batch(deal(model, Degrees(), Degrees(), samples, micro_batches))
-
-
-def test_a_large_model_is_planned_as_a_chain_by_every_method() -> None:
-    found = list(chains((Asked(2, 3, 8),), ("exact", "layers")))
-    assert [sum(row["vision"]) for row in found] == [32, 32] and [sum(row["text"]) for row in found] == [28, 28]
-    assert found[1]["vision"] == [16, 16] and found[0]["step_s"] < found[1]["step_s"]

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from dhp.parallel.recompute.live_storages import LiveStorages
-from experiments.plan_accuracy.__main__ import draw
+from experiments.plan_accuracy.__main__ import any_machine, draw, kendall, layout_of, memory_scores, regret
 from experiments.plan_accuracy.layout import CASES, GROUPS, SHAPES, Layout, Load, make_samples, save_shape, settings_of
-from experiments.plan_accuracy.measured import any_machine, kendall, layout_of, memory_scores, regret
 from tests.helpers.rows import slow_but
 
 

@@ -138,13 +138,6 @@ def convergence() -> Lines:
 
 def partition() -> Lines:
     yield from partition_published()
-    for row in rows("partition", question="steps"):
-        others = [row["gaps"][method] for method in ("parameters", "layers", "profile", "bmp", "bmp by work")]
-        gaps = ["-" if gap is None else f"+{gap:.1%}" for gap in others]
-        yield cells(row["model"], row["frozen"], listed(row["layers"]), *gaps)
-    for row in rows("partition", question="chains"):
-        asked = [row["stages"], row["micro_batches"], f"`{row['method']}`", listed(row["vision"]), listed(row["text"])]
-        yield cells(*asked, f"{row['step_s']:.3f}", f"{row['bubble']:.1%}")
     for row in rows("partition", question="replay"):
         chain = f"{row['stages']}, {row['micro_batches']}"
         times = [fixed(row["step_s"]), fixed(row["planned_s"]), fixed(row["to_exact"])]
