@@ -34,7 +34,7 @@ from dhp.tiny.model import make_tiny_model
 from dhp.tiny.pictures import ANNOTATIONS, make_dataset, texts
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings
-from experiments.made_set import place, train
+from experiments.small import place, train
 
 RANDOM = "random"
 FORMS = (18, 16, 12, 10)  # bytes a parameter

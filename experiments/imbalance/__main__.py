@@ -19,8 +19,8 @@ from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings
 from experiments.commands import ROOT
 from experiments.imbalance.inject.sitecustomize import VARIABLE
-from experiments.made_set import ANNOTATIONS, make_dataset, make_model, place, texts, train
 from experiments.published.canvas import BOTTOM, GAP, SIDE, TOP, Canvas
+from experiments.small import ANNOTATIONS, make_dataset, make_model, place, texts, train
 
 VISION_STAGES = 2  # of config.yaml; the decoder's first stage shares the device of the last one
 REPLICAS = 2

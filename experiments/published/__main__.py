@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.published.canvas import Canvas, beside_panel
-from experiments.published.longvila import longest_rows, longvila_rows
 from experiments.published.machine import FIT, HELD_OUT, UNEXPLAINED, Row
 from experiments.published.omnibal import omnibal_rows
-from experiments.published.ray_cells import ray_rows
+from experiments.published.sequences import longest_rows, longvila_rows, ray_rows
 
 COLOURS = {FIT: "#202020", HELD_OUT: "#00798c", UNEXPLAINED: "#d1495b"}
 

@@ -19,7 +19,7 @@ from dhp.models import lora as adapters
 from dhp.models.family import Family
 from dhp.models.lora import find_targets, first_values
 from experiments import loops
-from experiments.finetuning.ways import Ours, Trained
+from experiments.finetuning.__main__ import Ours, Trained
 from experiments.loops import Data, Plain
 from experiments.pair import TEXT, VISION, join_alone
 from tests.helpers.batches import awkward_steps, mixed_step

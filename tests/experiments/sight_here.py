@@ -19,8 +19,8 @@ from dhp.models.registry import load_family
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings
 from experiments.pair import TEXT, VISION, join_alone, pair_of, settings_of
+from experiments.sight.__main__ import CONFIG
 from experiments.sight.datasets import Sets
-from experiments.sight.ways import CONFIG
 
 
 class Pair:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.chaos.__main__ import summary
-from experiments.chaos.laboratory import ACTORS, DAMAGE, FULL, KILL, STOP, Fault, draw, harm
+from experiments.chaos.__main__ import ACTORS, DAMAGE, FULL, KILL, STOP, Fault, draw, harm, summary
 from experiments.chaos.points import USERS_FILES, Point, flip_bit, names, points
 from experiments.chaos.run import INJECT, Observed, Watch, judge
 from tests.helpers.runs import ROOT, Outcome
@@ -214,7 +213,7 @@ def test_a_rank_that_is_killed_amid_its_step_costs_nothing(tmp_path: Path) -> No
     script = (
         "from pathlib import Path; import sys\n"
         "from dhp.supervise.driver import adopt_orphans\n"
-        "from experiments.chaos.laboratory import Laboratory\n"
+        "from experiments.chaos.__main__ import Laboratory\n"
         "from experiments.chaos.points import points\n"
         "adopt_orphans()\n"
         "point = next(one for one in points() if (one.name, one.kind) == ('optimizer.one_part', 'vision'))\n"

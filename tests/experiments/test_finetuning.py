@@ -9,8 +9,8 @@ from transformers import AutoModelForImageTextToText
 
 from dhp.core.parameters import ADAPTER
 from dhp.models.registry import load_family
-from experiments.finetuning import ways
-from experiments.finetuning.ways import (
+from experiments.finetuning import __main__
+from experiments.finetuning.__main__ import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
@@ -47,13 +47,13 @@ def test_the_bound_leaves_what_is_trained() -> None:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "save_model", lambda name, folder: str(save_family(name, folder)))
+    monkeypatch.setattr(__main__, "save_model", lambda name, folder: str(save_family(name, folder)))
 
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.slow
 def test_adapters_alone_are_kept_and_the_plain_loop_keeps_as_much() -> None:
-    rows = {row["train"]: row for row in ways.measure_lora(1)}
+    rows = {row["train"]: row for row in __main__.measure_lora(1)}
     assert list(rows) == ["all", "lora_text", "lora_both"]
     kept = [row["optimizer_bytes"] for row in rows.values()]
     assert kept[1] < kept[2] < kept[0] and kept == [row["plain_optimizer_bytes"] for row in rows.values()]
@@ -65,15 +65,15 @@ def test_adapters_alone_are_kept_and_the_plain_loop_keeps_as_much() -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_a_step_that_is_not_the_same_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "CLOSE", -1.0)
+    monkeypatch.setattr(__main__, "CLOSE", -1.0)
     with pytest.raises(AssertionError, match="losses before any update differ"):
-        next(ways.measure_lora(1))
+        next(__main__.measure_lora(1))
 
 
 def test_peft_puts_the_plain_models_adapters_where_ours_are(tmp_path: Path) -> None:
-    model = str(save_family(ways.MODEL, tmp_path))
-    adapted = ways.add_peft(
-        AutoModelForImageTextToText.from_pretrained(model), load_family(model), ways.ADAPTED[ways.OF_TEXT]
+    model = str(save_family(__main__.MODEL, tmp_path))
+    adapted = __main__.add_peft(
+        AutoModelForImageTextToText.from_pretrained(model), load_family(model), __main__.ADAPTED[__main__.OF_TEXT]
     )
     trained = {name.removeprefix("base_model.model.") for name, p in adapted.named_parameters() if p.requires_grad}
     assert all(f".{ADAPTER}." in name and "language_model.layers" in name for name in trained)

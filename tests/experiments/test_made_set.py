@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments import loops
-from experiments.made_set import ANNOTATIONS, SOURCES, make_dataset
+from experiments.small import ANNOTATIONS, SOURCES, make_dataset
 
 
 def test_the_same_seed_gives_the_same_data(tmp_path: Path) -> None:

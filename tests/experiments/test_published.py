@@ -13,7 +13,7 @@ from PIL import Image
 from dhp.config.devices import find_device
 from dhp.models.flops import NO_BACKWARD
 from dhp.models.types import ImageLayout
-from experiments.published import longvila, ray_cells
+from experiments.published import sequences
 from experiments.published.__main__ import all_rows, main
 from experiments.published.machine import (
     FIT,
@@ -120,9 +120,9 @@ def test_a_fit_finds_its_factors() -> None:
 
 def test_memory_grows_with_samples_and_pictures() -> None:
     for layout in ("SP+TP", "TP", "ZeRO-3"):
-        sizes = [ray_cells.memory_bytes(layout, 8, patches) for patches in (1024, 4096, 65536)]
+        sizes = [sequences.memory_bytes(layout, 8, patches) for patches in (1024, 4096, 65536)]
         assert sizes == sorted(sizes)
-    assert ray_cells.memory_bytes("TP", 4, 25600) < ray_cells.memory_bytes("TP", 8, 25600)
+    assert sequences.memory_bytes("TP", 4, 25600) < sequences.memory_bytes("TP", 8, 25600)
 
 
 def test_half_the_network_costs_days_and_h100_takes_fewer(found: tuple) -> None:
@@ -136,11 +136,11 @@ def test_half_the_network_costs_days_and_h100_takes_fewer(found: tuple) -> None:
 def test_lengths_that_ran_fit_and_longer_ones_do_not(found: tuple) -> None:
     rows = [row for row in found[0] if row["group"] == "longest"]
     assert [row["predicted"] for row in rows] == ["fits"] * 4
-    largest = next(row for row in longvila.LONGEST["rows"] if row["devices"] == 256)
+    largest = next(row for row in sequences.LONGEST["rows"] if row["devices"] == 256)
     assert largest["thousands"] * 1024 == 2**21
     memory = find_device("a100").memory.value
-    assert longvila.memory_bytes(largest) < 0.8 * memory < longvila.memory_bytes({**largest, "thousands": 3072})
-    assert longvila.memory_bytes({**largest, "thousands": 3072}) > memory  # 12,288 tokens a device
+    assert sequences.sequence_bytes(largest) < 0.8 * memory < sequences.sequence_bytes({**largest, "thousands": 3072})
+    assert sequences.sequence_bytes({**largest, "thousands": 3072}) > memory  # 12,288 tokens a device
 
 
 def test_a_pipeline_with_equal_micro_batches_takes_the_known_time() -> None:

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from dhp.engine.encoder import EncoderEngine
-from experiments.sight.__main__ import main
+from experiments.sight.__main__ import CANARIES, Row, apart, by_kind, chances, goal, main, missed
 from experiments.sight.datasets import (
     COLOURS,
     KINDS,
@@ -28,7 +28,6 @@ from experiments.sight.datasets import (
     round_of_pairs,
 )
 from experiments.sight.inject import sitecustomize
-from experiments.sight.ways import CANARIES, Row, apart, by_kind, chances, goal, missed
 from tests.experiments.sight_here import shares
 
 

@@ -1,21 +1,23 @@
-"""A step of Qwen2.5-VL-32B on 8 H100 under three layouts, and the largest batch that fits: 18 published cells."""
+"""Steps of sequences: the Ray system's cells of Qwen2.5-VL-32B on 8 GPUs, and LongVILA's decoder on 32 and 64."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any
 
-from dhp.config.devices import find_device
+from dhp.config.devices import GIB, find_device
 from dhp.models.flops import OPERATIONS
-from dhp.planner.rates import Rates, Sent, Work, spend
+from dhp.planner.rates import Rates, Sent, Work, soft_maximum, spend
 from experiments.published.machine import (
     FIT,
     HELD_OUT,
     MERGED,
     PASSES,
+    UNEXPLAINED,
     VALUE,
     Fitted,
     Row,
@@ -210,3 +212,134 @@ def ray_rows() -> tuple[list[Row], Row, Fitted]:
         "factors": {key: round(getattr(fitted, key), 3) for key in ("device", "host", "gathered")},
     }  # fmt: skip
     return rows, score(TABLE, rows, GROUP, TABLE["goal"], **more), fitted
+
+
+LONGVILA = read_table("longvila")
+LLAMA = decoder_named(LONGVILA["model"])
+NODE: int = LONGVILA["node"]
+THOUSAND = 1024  # tokens
+TWO_RANKS = 2  # neighbours of a ring, on two nodes
+
+
+def degrees(row: Row) -> tuple[int, int, int]:
+    """Ranks of Ulysses, of a ring, and of tensors."""
+    devices, tensor = row["devices"], LONGVILA["tensor"]
+    ways = {
+        "ulysses": (devices, 1, 1), "ring": (1, devices, 1), "2d": (NODE, devices // NODE, 1),
+        "tensor": (1, devices // tensor, tensor),
+    }  # fmt: skip
+    return ways[row["way"]]
+
+
+def layers_work(row: Row, length: int) -> Work:
+    """Of one rank in all layers but attention's operations."""
+    ulysses, ring, tensor = degrees(row)
+    tokens, recompute = length / (ulysses * ring), float(tensor > 1)
+    norms, rotary, gate = PROFILES["elementwise"]["fused" if tensor > 1 else "eager"]["text"]
+    forward = LLAMA.forward(tokens, 0.0) * (1 / tensor)
+    forward += LLAMA.moved((norms, rotary, gate), tokens, tensor, norms_cut=tensor > 1)
+    sent = tuple(_layer_sent(ulysses, tensor, tokens))
+    return trained(forward, recompute) + Work(sent=sent) * LLAMA.layers
+
+
+def _layer_sent(ulysses: int, tensor: int, tokens: float) -> Iterator[Sent]:
+    """Of a layer's forward and backward: queries, outputs, keys and values, of which each rank gets a head at least."""
+    if ulysses > 1:
+        keys = max(LLAMA.keys, ulysses * LLAMA.head_width)
+        for width in (LLAMA.hidden, LLAMA.hidden, keys, keys):
+            yield Sent("all-to-all", VALUE * tokens * width, ulysses, times=2)
+    if tensor > 1:
+        yield Sent("all-reduce", VALUE * tokens * LLAMA.hidden, tensor, times=4)
+
+
+def attention_work(row: Row, length: int) -> Work:
+    """Of one rank in all layers; a ring sends keys and values beside it, and their gradients with them."""
+    ulysses, ring, tensor = degrees(row)
+    forward = LLAMA.forward(0.0, float(length) ** 2) * (1 / row["devices"])
+    width = max(LLAMA.head_width, LLAMA.keys / max(ulysses, tensor))
+    nbytes = 2 * VALUE * length / ring * width
+    hops = (
+        Sent("send", nbytes, TWO_RANKS, NODE, times=LLAMA.layers * (ring - 1)),
+        Sent("send", 3 * nbytes, TWO_RANKS, NODE, times=LLAMA.layers * ring),
+    )
+    return replace(trained(forward, float(tensor > 1)), hidden=hops if ring > 1 else ())
+
+
+def weights_sent(row: Row) -> Sent:
+    """What goes on beside the passes: weights and gradients of FSDP, or sums of gradients."""
+    devices, tensor = row["devices"], degrees(row)[2]
+    if row["fsdp"]:
+        return Sent("all-gather", VALUE * LLAMA.parameters, devices, times=3)
+    return Sent("all-reduce", VALUE * LLAMA.parameters / tensor, devices // tensor, tensor)
+
+
+def sequence_seconds(row: Row, fitted: Fitted) -> float:
+    """Of a step with one sequence."""
+    length = row["thousands"] * THOUSAND
+    rates = rates_of(row.get("device", LONGVILA["device"]), row.get("network", LONGVILA["network"]), fitted)
+    ulysses, ring, tensor = degrees(row)
+    rows = length / (ulysses * ring)
+    work = layers_work(row, length) + head_of(LLAMA, rows, tensor)
+    device = spend(work, rates).total + spend(attention_work(row, length), rates).total
+    launched = LLAMA.layers * (PASSES - 1 + float(tensor > 1)) * (1 + 0.05 * ring)
+    host = spend(Work(launched=launched), rates).total
+    beside = weights_sent(row).seconds(rates)
+    return soft_maximum((device, beside, host)) + fitted.fixed
+
+
+def longvila_rows(start: Fitted) -> tuple[list[Row], list[Row], Fitted]:
+    """Rows, scores, and what was fitted. start: of the Ray system's cells."""
+    start = replace(start, fixed=float(LONGVILA["fixed_s"]))
+    factors = LONGVILA["fitted"]
+    wanted = {
+        factors[row["row"]]: (row["published"], partial(sequence_seconds, row))
+        for row in LONGVILA["rows"]
+        if row["row"] in factors
+    }
+    fitted, rows = fit(start, wanted), []
+    for row in LONGVILA["rows"]:
+        why = {"why": LONGVILA["why_unexplained"][row["group"]]} if row["role"] == UNEXPLAINED else {}
+        rows.append(compared(LONGVILA, row, sequence_seconds(row, fitted), **why))
+    names = {"attention": round(fitted.attention, 3), "fixed_s": round(fitted.fixed, 3)}
+    main = score(LONGVILA, rows, "sequence parallel", LONGVILA["goal"], factors=names)
+    others = [score(LONGVILA, rows, group, None) for group in ("Megatron CP+TP", "with ZeRO-3")]
+    return rows, [main, *others], fitted
+
+
+LONGEST = LONGVILA["longest"]
+FITS, OVER = "fits", "OOM"
+
+
+def sequence_bytes(row: Row) -> float:
+    """Of a rank at its peak, the end of forward: states, two layers that are gathered, with gradients, and the head's
+    weights, what layers keep of its tokens, and their logits."""
+    room, counted, tokens = PROFILES["memory"], LONGVILA["memory"], row["thousands"] * THOUSAND / row["devices"]
+    layer = LLAMA.work.token / LLAMA.layers
+    states = counted["bytes"] * LLAMA.parameters / row["devices"]
+    whole = VALUE * (2 * counted["whole_layers"] * layer + LLAMA.work.target)
+    of_hidden, of_keys, of_inner = counted["kept"]
+    kept = LLAMA.layers * (of_hidden * LLAMA.hidden + of_keys * LLAMA.keys + of_inner * LLAMA.inner)
+    held = states + whole + tokens * (kept + counted["logits"] * LLAMA.words)
+    return float(room["fragments"] * held + room["process_gb"] * 1e9)
+
+
+def longest_rows(fitted: Fitted) -> list[Row]:
+    """Of each published length, the bytes beside a device's, and seconds. fitted: of LongVILA's steps."""
+    found = []
+    for row in LONGEST["rows"]:
+        free = find_device(row["device"]).memory.value - sequence_bytes(row)
+        sizes = {
+            "memory_gib": round(sequence_bytes(row) / GIB, 1), "free_gib": round(free / GIB, 1),
+            "step_s": round(sequence_seconds(row, fitted), 2), "published_step_s": row["step_s"],
+        }  # fmt: skip
+        found.append(_longest_row(row, free >= 0) | sizes)
+    return found
+
+
+def _longest_row(row: Row, fits: bool) -> Row:
+    return {
+        "source": LONGEST["source"], "group": "longest", "row": row["row"], "published": FITS,
+        "predicted": FITS if fits else OVER, "error": None, "role": HELD_OUT, "unit": LONGEST["unit"],
+        "device": row["device"], "devices": row["devices"],
+        "tokens_a_device": row["thousands"] * THOUSAND // row["devices"],
+    }  # fmt: skip
