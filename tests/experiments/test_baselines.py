@@ -102,6 +102,7 @@ def test_every_sample_is_in_one_pack_as_the_seed_says(method: Any, replicas: int
     assert np.array_equal(one, same) and not np.array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_as_a_plugin_it_adds_choices_to_both_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     import_plugins(["experiments.baselines"])
     assert BALANCE_METHODS["length_group"] is length_group

@@ -66,6 +66,7 @@ def test_forms_of_states_are_compared_with_the_exact_one_and_their_noise_is_thei
     assert found["random"]["difference"] == 0.0
 
 
+@pytest.mark.slow
 def test_every_form_of_states_has_a_method() -> None:
     for nbytes in FORMS:
         config = resolve(compose_config(CONFIG.stem, str(CONFIG.parent), METHODS[f"bytes_{nbytes}"]))

@@ -25,6 +25,7 @@ from experiments.pair import VISION
 from tests.helpers.tiny_families import save_family
 
 
+@pytest.mark.slow
 def test_what_is_not_trained_takes_no_bytes() -> None:
     rows = {row["train"]: row for row in measure(1, {"tower": 32, "decoder": 32, "layers": 2}, side=8)}
     assert list(rows) == ["all", "projector", "nothing"]
@@ -63,6 +64,7 @@ def test_adapters_alone_are_kept_and_the_plain_loop_keeps_as_much() -> None:
         assert row["to_plain"] == pytest.approx(row["step_s"] / row["plain_step_s"], rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_step_that_is_not_the_same_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(__main__, "CLOSE", -1.0)

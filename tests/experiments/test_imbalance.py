@@ -130,6 +130,7 @@ def test_the_published_table_has_our_columns() -> None:
     assert (stage["memory_gb"], stage["memory_gb_sd"], stage["memory_gb_spread"]) == (73, 6, 0.082)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_has_the_batches_and_the_cut_of_its_way(way: str) -> None:
     config = compose_config(CONFIG.stem, str(CONFIG.parent), overrides(way, 3))

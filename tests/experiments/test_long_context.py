@@ -72,6 +72,7 @@ def test_a_rank_is_drawn_by_what_it_has(tmp_path: Path) -> None:
         assert image.size[0] > 300
 
 
+@pytest.mark.slow
 def test_one_stage_keeps_text_beside_its_frames_or_frames_beside_their_tokens(tmp_path: Path) -> None:
     """Row 2 of the experiment: frames are even by pictures, tokens by tokens, and both in two stages."""
     sample, degrees = video._row(2), Degrees(ulysses=2)

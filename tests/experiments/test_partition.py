@@ -53,6 +53,7 @@ def test_a_published_model_has_its_parameters_layers_and_hand_overs() -> None:
     assert by_name["text 0"].output_bytes == 2 * 4096 * 6144
 
 
+@pytest.mark.slow
 def test_hand_overs_are_the_published_ones() -> None:
     rows = {row["method"]: row for row in variances() if row["column"] == "SUM(comm)"}
     assert {method: row["ours"] for method, row in rows.items()} == {
@@ -106,6 +107,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_even_model(folder, SMALL.tower, SMALL.decoder, SMALL.decoder_layers, SMALL.tower_layers)
 
 
+@pytest.mark.slow
 def test_a_cut_is_the_stages_of_both_parts(small_model: str) -> None:
     with join_alone():
         batch = _batch(small_model, 2)
@@ -129,6 +131,7 @@ def test_cuts_of_a_chain_have_the_same_loss(small_model: str, frozen: str) -> No
     assert list(times) == cuts and all(own > 0 for own in chain(*times.values()))
 
 
+@pytest.mark.slow
 def test_a_replay_is_the_simulated_step_where_no_device_is_shared(small_model: str) -> None:
     stages, micro_batches = Stages(1, 2, (), (2,), shared=False), 6
     plan = plan_chain(small_model, stages, micro_batches)

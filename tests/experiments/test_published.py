@@ -38,6 +38,7 @@ def found() -> tuple[list[dict], dict[str, dict]]:
     return rows, {one["score"]: one for one in scores}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fitted", "held_out", "middle", "most"),
     [
@@ -57,6 +58,7 @@ def test_scores(found: tuple, name: str, fitted: int, held_out: int, middle: flo
     assert score["met"] is not False and score["inferred"]
 
 
+@pytest.mark.slow
 def test_every_batch_and_every_cell_without_memory_is_right(found: tuple) -> None:
     score = found[1]["18 cells"]
     assert score["batches_right"] == score["cells"] == 18
@@ -66,6 +68,7 @@ def test_every_batch_and_every_cell_without_memory_is_right(found: tuple) -> Non
     assert all((row["published"] == "OOM") == (row["predicted"] == "OOM") for row in cells)
 
 
+@pytest.mark.slow
 def test_roles_are_disjoint_and_only_what_the_table_names_is_fitted(found: tuple) -> None:
     names = {role: {(row["source"], row["row"]) for row in found[0] if row["role"] == role} for role in ROLES}
     assert sum(map(len, names.values())) == len(found[0]) == len(set.union(*names.values()))
@@ -78,6 +81,7 @@ def test_roles_are_disjoint_and_only_what_the_table_names_is_fitted(found: tuple
     assert all(row["error"] < -0.5 and row["why"] for row in found[0] if row["role"] == UNEXPLAINED)
 
 
+@pytest.mark.slow
 def test_rings_take_time_by_length_and_devices_as_their_reason_says(found: tuple) -> None:
     rows = [row for row in read_table("longvila")["rows"] if row["group"] == "ring"]
     each = [row["published"] / row["thousands"] / row["devices"] for row in rows]
@@ -125,6 +129,7 @@ def test_memory_grows_with_samples_and_pictures() -> None:
     assert sequences.memory_bytes("TP", 4, 25600) < sequences.memory_bytes("TP", 8, 25600)
 
 
+@pytest.mark.slow
 def test_half_the_network_costs_days_and_h100_takes_fewer(found: tuple) -> None:
     days = {row["row"]: row["predicted"] for row in found[0] if row["group"] in ("chain of rows", "hardware")}
     balanced = "data, model and memory balanced"
@@ -133,6 +138,7 @@ def test_half_the_network_costs_days_and_h100_takes_fewer(found: tuple) -> None:
     assert days["balanced, H100, 8 × 400 Gbit/s"] < days[balanced] / 2
 
 
+@pytest.mark.slow
 def test_lengths_that_ran_fit_and_longer_ones_do_not(found: tuple) -> None:
     rows = [row for row in found[0] if row["group"] == "longest"]
     assert [row["predicted"] for row in rows] == ["fits"] * 4
@@ -160,6 +166,7 @@ def test_cuts() -> None:
     assert least_slowest([1, 1, 1, 1, 4, 4], 3) == [4, 1, 1]
 
 
+@pytest.mark.slow
 def test_lines_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "rows.jsonl", tmp_path / "rows.png"
     main(["--out", str(out), "--plot", str(plot)])

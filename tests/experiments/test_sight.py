@@ -155,6 +155,7 @@ def test_a_small_run_learns_from_its_pictures(small: tuple[Path, Sets]) -> None:
     assert found["exchanged"] <= CHANCE + 0.05
 
 
+@pytest.mark.slow
 def test_with_a_fault_it_does_not(small: tuple[Path, Sets], monkeypatch: pytest.MonkeyPatch) -> None:
     module, function, put_in = sitecustomize.FAULTS["zeroed"]
     assert module == EncoderEngine.__module__
