@@ -36,7 +36,6 @@ from experiments.partition.published import (
 )
 from experiments.partition.shapes import BMP_LAYERS, INTERNLM2_20B, INTERNVIT, MODELS, STAGES, model_named
 from experiments.small import deal, make_samples, save_even_model
-from tests.helpers.rows import slow
 
 MAIN = "InternViT 6B + InternLM2 20B"
 SMALL = Shape(tower=32, tower_layers=3, decoder=32, decoder_layers=4, side=8, words=6)
@@ -119,7 +118,8 @@ def test_a_cut_is_the_stages_of_both_parts(small_model: str) -> None:
     assert stages_of(units, [1, 3]) == Stages(2, 1, (1,), (), shared=False)
 
 
-@pytest.mark.parametrize("frozen", ["", slow(VISION), TEXT])
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", ["", VISION, TEXT])
 def test_cuts_of_a_chain_have_the_same_loss(small_model: str, frozen: str) -> None:
     setting = Setting(stages=3, micro_batches=3, frozen=frozen)
     with join_alone():
