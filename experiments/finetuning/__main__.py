@@ -49,7 +49,6 @@ from dhp.step.stages import make_stages
 from dhp.step.step import train_step
 from dhp.trainer.model_shapes import ModelShapes
 from dhp.trainer.trainable import trained_stage, training_rules
-from experiments.finetuning import __main__
 from experiments.loops import MICRO_BATCHES, Data, MicroBatches, Plain, save_model
 from experiments.pair import TEXT, VISION, Here, as_batch, join_alone, pair_of, settings_of
 from experiments.small import deal, make_samples, save_even_model
@@ -194,10 +193,10 @@ def measure(rounds: int, widths: Mapping[str, int] = WIDTHS, side: int = SIDE) -
         taken = [{train: ways[train].step(data) for train in orders[number % 2]} for number in range(rounds + 1)]
         if len({step.loss for step in taken[0].values()}) > 1:
             raise AssertionError(f"losses before any update differ: {taken[0]}")
-        for train, way in __main__.items():
+        for train, way in ways.items():
             require_bytes(f"train={train}", {VISION: way.vision})
         left = what_is_left(model, data, side, ways)
-        for train, way in __main__.items():
+        for train, way in ways.items():
             yield _row(train, way, taken[1:], left[train])
 
 
@@ -311,9 +310,9 @@ def _lora_row(train: str, way: Way, plain: Plain, taken: Sequence[Sequence[Mappi
 
 # What is asked: from a number of rounds to its lines. A further comparison is a module and a line here.
 QUESTIONS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
-    "frozen": __main__.measure,
-    "lora": __main__.measure_lora,
-    "lora_even": partial(__main__.measure_lora, even=True),
+    "frozen": measure,
+    "lora": measure_lora,
+    "lora_even": partial(measure_lora, even=True),
 }
 
 
