@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dhp.config.schema import Config as Config
     from dhp.core.errors import DhpError as DhpError
+    from dhp.data.balance.methods import BALANCE_METHODS as BALANCE_METHODS
     from dhp.objectives.objective import OBJECTIVES as OBJECTIVES
     from dhp.objectives.objective import Objective as Objective
+    from dhp.plan.cut.bmp import PARTITION_METHODS as PARTITION_METHODS
     from dhp.trainer.run_loop import Run as Run
     from dhp.trainer.run_loop import load_config as load_config
     from dhp.trainer.run_loop import train as train
 
 _HOMES = {
+    "BALANCE_METHODS": "dhp.data.balance.methods",
     "Config": "dhp.config.schema",
     "DhpError": "dhp.core.errors",
     "OBJECTIVES": "dhp.objectives.objective",
     "Objective": "dhp.objectives.objective",
+    "PARTITION_METHODS": "dhp.plan.cut.bmp",
     "Run": "dhp.trainer.run_loop",
     "load_config": "dhp.trainer.run_loop",
     "train": "dhp.trainer.run_loop",

@@ -16,7 +16,6 @@ from experiments.running import MADE, RESULTS, ROOT, Outcome, run
 
 
 def main(arguments: Sequence[str]) -> int:
-    """List or run experiments; the exit status: that of the first command that failed."""
     asked, more = read_arguments(arguments)
     if asked.what == "list":
         print("\n".join(listed()))

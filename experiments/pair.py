@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from transformers.utils import logging
 
 from dhp.config.layout import read_choices
+from dhp.config.schema import Config, PartConfig
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
 from dhp.core.dispatch import PerRank, spread
@@ -51,20 +58,14 @@ def settings_of(
     graph: StageGraph, stage: str, model: str, update: OptimizerSettings, recompute: str = "none", **changes: Any
 ) -> StageSettings:
     """Of one stage: float32 on a CPU, packed rows, all of it trained, nothing cut. recompute: as a part's key says it;
-    changes: of any other setting."""
+    changes: of any other setting, or of the part's section."""
     spec = graph.stage(stage)
-    given = {
-        "dtype": "float32",
-        "device": "cpu",
-        "measure": False,
-        "zero_stage": 0,
-        "zero_engine": "deepspeed",
-        "autotp": False,
-        "packing": True,
-        "seed": 0,
-    }
-    choices = read_choices(recompute, len(spec.layers))
-    return StageSettings(spec=spec, graph=graph, model_name=model, recompute=choices, update=update, **given | changes)
+    given: dict[str, Any] = {"device": "cpu", "recompute": read_choices(recompute, len(spec.layers))}
+    of_stage = {key: value for key, value in changes.items() if key in StageSettings.__dataclass_fields__}
+    of_part = {key: value for key, value in changes.items() if key not in of_stage}
+    section = replace(PartConfig(model_name=model, zero_engine="deepspeed"), **of_part)
+    config = Config(**{spec.part: section})
+    return StageSettings(config=config, spec=spec, graph=graph, update=update, **given | of_stage)
 
 
 def as_batch(data: StepData, put: Callable[[Any], Any] = lambda value: value) -> Batch:
@@ -91,6 +92,13 @@ class Here(RankGroup):
         return [[] if count == 0 else list(result) if isinstance(result, tuple) else [result]]
 
 
+def keep_freed_memory() -> None:
+    """As allocators of GPUs do, so that no action pays for another's new pages. For glibc."""
+    library = ctypes.CDLL(None)
+    library.mallopt(-4, 0)  # M_MMAP_MAX: no mapping for a tensor
+    library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing goes back
+
+
 @contextmanager
 def join_alone() -> Iterator[None]:
     """A process group of this process alone."""
@@ -100,3 +108,23 @@ def join_alone() -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
+
+
+def on_ranks(ranks: int, task: Callable[..., Any], *given: Any) -> Any:
+    """What rank 0's `task(*given)` answers, when so many processes have run it together."""
+    answers = multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_run, (ranks, str(Path(folder) / "store"), task, given, answers), nprocs=ranks)
+    return answers.get()
+
+
+def _run(rank: int, ranks: int, store: str, task: Callable[..., Any], given: tuple[Any, ...], answers: Any) -> None:
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu")
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    found = task(*given)
+    if rank == 0:
+        answers.put(found)
+    dist.barrier()  # the others may still need this rank
+    dist.destroy_process_group()

@@ -42,7 +42,6 @@ class Experiment:
 
 
 _LINKS = "--sizes 1k 4k --shapes vision-dominated --rounds 1 --only ddp DP SP+TP TP --links"
-_FUSED = "'norms and gates' compiled written all none"
 _LONG = (
     *("longest", "longest_prompt", "video", f"sampler --plot {PICTURE}"),
     *("long_sets", "schedule", "two_stages", "steps"),
@@ -50,146 +49,60 @@ _LONG = (
 
 EXPERIMENTS = (
     Experiment("balance", "How evenly can samples be put into packs and steps?", 1, quick="--dp 8", processes=1),
-    Experiment(
-        "balance_effect", "How many more samples a second do whole steps make with balanced packs?", 20,
-        ("--rounds 2 --steps 16 --only random_packed isf balanced",), "--rounds 1 --steps 2 --warm-up 1 --only isf",
-        0.6, 4,
-    ),
-    Experiment(
-        "beside_plain", "Does a layout give the plain model's numbers on given data?", 2, processes=4,
+    Experiment("beside_plain", "Does a layout give the plain model's numbers on given data?", 2, processes=4,
         needs="a configuration and its data: --config-name=NAME",
-        says="a tool: its figures belong to the data it is given",
-    ),
-    Experiment("bound", "Does a report name what bounds a run, with the true gain?", 30, processes=4),
-    Experiment(
-        "chaos", "What does a run keep of itself when it is killed, cut off, damaged?", 60,
+        says="a tool: its figures belong to the data it is given"),
+    Experiment("chaos", "What does a run keep of itself when it is killed, cut off, damaged?", 60,
         ("--points", "--runs 20", "--partition"), "--points put_aside.before", 0.7, 4, "root, for the link that is cut",
     ),
-    Experiment("checkpoint", "How long does training wait for a checkpoint?", 3, ("--mb 500",), "--mb 50 --rounds 2"),
-    Experiment("compile", "What does a step save when each layer is compiled?", 12, ("--steps 15",), processes=1),
-    Experiment(
-        "convergence", "Does a model learn as well from balanced packs and a split tower?", 90,
+    Experiment("convergence", "Does a model learn as well from balanced packs and a split tower?", 90,
         ("", "--methods bytes_18 bytes_16 bytes_12 bytes_10 --save-steps 48"),
         "--methods random balanced --seeds 0 --epochs 2 --samples 32 --held-out 16 --save-steps 4", 1, 4,
-        draws=f"--seeds --read {ROWS} --plot {PICTURE}",
-    ),
-    Experiment(
-        "driver_scale", "What does a step cost the driver and Ray, by ranks and routes?", 20,
-        ("--ranks 8 16 32 64 --rounds 7",), "--ranks 8 --rounds 1", processes=4,
-    ),
-    Experiment("experts", "Experts shared out among replicas, or cut over tensor ranks?", 5, quick="--rounds 2"),
-    Experiment(
-        "families", "Of each family, how many samples a second against a plain loop?", 40,
-        quick="--only qwen2_5_vl --steps 1", processes=1, file="families_speed",
-    ),
-    Experiment(
-        "finetuning", "What does a step save that trains some of a model?", 25, ("--rounds 15",),
-        "--rounds 1 --only frozen",
-    ),
+        draws=f"--seeds --read {ROWS} --plot {PICTURE}"),
+    Experiment("driver_scale", "What does a step cost the driver and Ray, by ranks and routes?", 20,
+        ("--ranks 8 16 32 64 --rounds 7",), "--ranks 8 --rounds 1", processes=4),
+    Experiment("finetuning", "What does a step save that trains some of a model?", 25, ("--rounds 15",),
+        "--rounds 1 --only frozen"),
     Experiment("gpu_check", "On one GPU: right kernels, step times, memory, waits?", 8, needs="a GPU", file="gpu"),
-    Experiment(
-        "handoff", "How long is a tensor on its way between the parts?", 5, quick="--rounds 2 --steps 1",
-        quick_minutes=1.2,
-    ),
-    Experiment(
-        "host_memory", "What does keeping freed memory save a rank on a CPU?", 5, quick="--rounds 1 --steps 4",
-        says="an elementwise operation takes 0.47 × its time with half the page faults, without growth; mixed steps "
-        "about the same",
-    ),
-    Experiment(
-        "imbalance", "How uneven are tokens, time and memory of stages, replicas and steps?", 15,
+    Experiment("imbalance", "How uneven are tokens, time and memory of stages, replicas and steps?", 15,
         quick="--ways 'random batches' --steps 2", quick_minutes=0.8, processes=8,
-        draws=f"--read {ROWS} --plot {PICTURE}",
-    ),
-    Experiment("jsonl_index", "What do 5 million lines of JSONL cost before training?", 3, quick="--lines 20000"),
-    Experiment(
-        "kernels", "What does a step save with dhp's kernels for norms, rotary, gates?", 15,
-        quick="--only qwen2_5_vl --steps 1", processes=1,
-    ),
-    Experiment(
-        "layout_choice", "Which layout when: by model, GPUs and length of a row?", 10,
-        quick="--models 3b --devices 8 --tokens 4096", processes=1,
-    ),
-    Experiment(
-        "layouts", "How fast are dhp's layouts and their peers on the same work?", 60,
+        draws=f"--read {ROWS} --plot {PICTURE}"),
+    Experiment("layout_choice", "Which layout when: by model, GPUs and length of a row?", 10,
+        quick="--models 3b --devices 8 --tokens 4096", processes=1),
+    Experiment("layouts", "How fast are dhp's layouts and their peers on the same work?", 60,
         ("--sizes 1k 4k --rounds 2 --steps 4", "--sizes 9k 16k --rounds 1 --steps 2", _LINKS),
         "--sizes 1k --shapes vision-dominated --rounds 1 --steps 1 --only ddp DP SP+TP TP", 1.6, 4,
-        "root, for the slow link of its last command",
-    ),
-    Experiment(
-        "long_context", "How long may a row of the decoder be, and how fast are such rows?", 180,
+        "root, for the slow link of its last command"),
+    Experiment("long_context", "How long may a row of the decoder be, and how fast are such rows?", 180,
         (*(f"--only {one}" for one in _LONG), "--only inference --tokens 8192 16384 32768 65536"), "--only sampler",
-        processes=4,
-    ),
-    Experiment(
-        "longest_sequence", "How long an image fits into given bytes of activations, by layout?", 60,
+        processes=4),
+    Experiment("longest_sequence", "How long an image fits into given bytes of activations, by layout?", 60,
         ("--budget-mib 128", "--recompute full --budget-mib 24"),
-        "--ranks 1 2 --only SP+TP TP --budget-mib 24", 1, 4,
-    ),
-    Experiment(
-        "mutants", "Which one-line mistakes do the tests of a file's folder see?", 240, ("--seed 2026",),
-        says="of 30 drawn by seed 2026 25 were seen, 5 survived (1 equivalent); of 2027's 21 were seen, 9 survived or "
-        "gave no answer (4 equivalent)",
-    ),
-    Experiment(
-        "needle_frames", "Does training on longer videos find needles in longer ones?", 15,
+        "--ranks 1 2 --only SP+TP TP --budget-mib 24", 1, 4),
+    Experiment("micro", "What do single parts of a step cost, each beside what it could be instead?", 45,
+        (
+            *(f"--only {one}" for one in ("kernels", "handoff", "tensor_host", "checkpoint", "experts")),
+            "--only compile --rounds 15", "--only experts --tokens 32",
+        ),
+        "--only tensor_host experts --rounds 2", processes=4),
+    Experiment("needle_frames", "Does training on longer videos find needles in longer ones?", 15,
         (f"--plot {PICTURE}", "--models longest --samples 16 --steps 2 --frames 1024 --needles 1"),
         "--models short --samples 16 --steps 2 --frames 8 16 --needles 1", 1, 4,
-        draws=f"--seeds --read {ROWS} --plot {PICTURE}",
-    ),
-    Experiment(
-        "overhead", "What do actors, refs and the split cost against a plain loop?", 10,
-        ("--rounds 5", "--rounds 5 --micro-batches 4"), "--rounds 1",
-    ),
-    Experiment(
-        "overlap", "Is it faster to sum gradients while backward runs?", 3, quick="--rounds 2",
-        says="on two CPU cores neither faster nor slower",
-    ),
-    Experiment(
-        "partition", "Where should a tower and a decoder be cut into one chain of stages?", 20,
-        quick="--only published", draws=f"--read {ROWS} --plot {PICTURE}",
-    ),
-    Experiment(
-        "partition_search", "Is the search for cuts as good as trying every cut?", 3,
-        ("--chains 500 --seed 2026",), "--chains 20", processes=1,
-    ),
-    Experiment(
-        "plan_accuracy", "How near does a plan come to what a run takes?", 30,
-        quick="--only memory --cases plain", processes=4,
-    ),
-    Experiment(
-        "published", "How near do counted operations and bytes come to published step times?", 8,
-        (f"--plot {PICTURE}",), "--without-plans", processes=1,
-    ),
-    Experiment(
-        "recompute", "What does recompute=auto save with memory for half of the layers?", 20,
-        ("speed", "peaks", "sequence"), "speed --rounds 1", 1.1,
-    ),
-    Experiment(
-        "ring_or_gather", "When is it faster to gather keys and values than to pass them on?", 5,
-        quick="--rounds 2 --rings 2 --tokens 256", processes=4,
-        says="faster up to a few hundred tokens; from 1,024 on both take the same",
-    ),
-    Experiment(
-        "roofline", "Of a step on one GPU, what would take the time? (simulated)", 5,
-        (f"--samples 8 1 --fused {_FUSED} --out {ROWS}",),
-        f"--samples 8 --grid 1 16 16 --device H100 --out {ROWS}", processes=1,
-    ),
+        draws=f"--seeds --read {ROWS} --plot {PICTURE}"),
+    Experiment("overhead", "What do actors, refs and the split cost against a plain loop?", 10,
+        ("--rounds 5", "--rounds 5 --micro-batches 4"), "--rounds 1"),
+    Experiment("partition", "Where should a tower and a decoder be cut into one chain of stages?", 15,
+        quick="--only published"),
+    Experiment("plan_accuracy", "How near does a plan come to what a run takes?", 30,
+        quick="--only memory --cases plain", processes=4),
+    Experiment("published", "How near do counted operations and bytes come to published step times?", 1,
+        (f"--plot {PICTURE}",), "", processes=1),
+    Experiment("recompute", "What does recompute=auto save with memory for half of the layers?", 8, ("--rounds 7",),
+        quick="--rounds 1", quick_minutes=1.1),
     Experiment("sight", "Does a run learn from the picture, in every layout alike?", 90, processes=4),
-    Experiment("soak", "How do a run's processes grow while it trains?", 90, ("--steps 3000",), "--steps 40", 0.5, 4),
-    Experiment(
-        "stages_on_off", "What do stages 3 and 4 of a curriculum give on held-out samples?", 25,
-        quick="--ways 'without 3 and 4' --steps 2 --last-steps 4 --samples 8", quick_minutes=0.8, processes=4,
-    ),
-    Experiment("tensor_host", "What does a layer cost the host, cut and whole?", 2, quick="--rounds 2 --layers 4"),
-    Experiment(
-        "throughput", "How many patches a second, by a picture's length, with the largest batch that fits?", 90,
-        (f"--plot {PICTURE}",), "--models 3B --sizes 1k 4k --layouts SP+TP ZeRO-3 --rounds 1 --no-check", 1.7, 4,
-        draws=f"--read {ROWS} --plot {PICTURE}",
-    ),
-    Experiment(
-        "two_hosts", "With slow links between hosts: ring, Ulysses or both?", 15, ("--rounds 5",), "--rounds 1", 1.8, 4,
-        "root, for hosts of network namespaces",
-    ),
+    Experiment("stages_on_off", "What do stages 3 and 4 of a curriculum give on held-out samples?", 25,
+        quick="--ways 'without 3 and 4' --steps 2 --last-steps 4 --samples 8", quick_minutes=0.8, processes=4),
+    Experiment("two_hosts", "With slow links between hosts: ring, Ulysses or both?", 15,
+        ("--rounds 5",), "--rounds 1", 1.8, 4, "root, for hosts of network namespaces"),
 )  # fmt: skip
 BY_NAME = {one.name: one for one in EXPERIMENTS}

@@ -93,7 +93,6 @@ def _shown(lines: Iterator[str] | Any) -> Iterator[str]:
 
 
 def _row(line: str) -> Row | None:
-    """The JSON object of a line; None for what is none."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -134,12 +133,9 @@ def machine() -> Row:
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
-        "cores": count_cores(),
-        "cpu": model or platform.processor() or "unnamed",
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
+        "cores": count_cores(), "cpu": model or platform.processor() or "unnamed", "python": platform.python_version(),
+        "torch": version("torch"), "date": datetime.now(UTC).date().isoformat(),
+    }  # fmt: skip
 
 
 def store(experiment: Experiment, rows: Sequence[Row], made: Row, folder: Path) -> Path:

@@ -245,7 +245,7 @@ def test_experiments_take_the_arguments_that_are_shown(monkeypatch: pytest.Monke
     asked = [shlex.split(line)[2:] for line in shown if not re.search(r"\|| (NAME|N|FILE\S*|KIND|key=value)\b", line)]
     modules = [(module.removeprefix("experiments."), words) for module, *words in asked]
     found = [one for one in modules if (ROOT / "experiments" / one[0] / "__main__.py").exists()]
-    assert len(found) >= 60
+    assert len(found) >= 45
     assert [one for one in found if not accepts(monkeypatch, *one)] == []
 
 

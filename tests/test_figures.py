@@ -15,29 +15,6 @@ CHECKPOINTS = "docs/checkpoints.md"
 CHAOS, CHAOS_PAGE = "python -m experiments.chaos", "experiments/chaos/README.md"
 
 
-def roofline() -> Sentences:
-    def step(samples: int, device: str, fused: str = "compiled") -> float:
-        return one("roofline", phase="step", samples=samples, device=device, fused=fused)["mfu"]
-
-    yield PERFORMANCE, f"{step(8, 'H100'):.0%} MFU on an H100, {step(8, 'H200'):.0%} on an H200"
-    yield PERFORMANCE, f"{step(8, 'H100', 'none'):.0%} and {step(8, 'H200', 'none'):.0%}"
-    for fused, before in (("written", "compiled "), ("all", "bring it to ")):
-        yield PERFORMANCE, f"{before}{step(8, 'H100', fused):.0%} and {step(8, 'H200', fused):.0%}"
-    of_passes = [row for row in rows("roofline", samples=8, device="H100", fused="compiled") if "0" in row["phase"]]
-    share = sum(row["elementwise_ms"] for row in of_passes) / sum(row["ms"] for row in of_passes)
-    yield PERFORMANCE, f"{share:.0%} of the time is elementwise work"
-
-
-def bound() -> Sentences:
-    page = "experiments/bound/README.md"
-    for row in rows("bound"):
-        if row["kind"]:
-            figures = f"{row['expected']:.0%} | {row['gained']:.0%} | {row['ratio']:.2f}"
-            yield page, f"| {row['case']} | {row['named']} | {figures} |"
-    assert all(row["named"] == row["kind"] for row in rows("bound"))
-    assert all(1 / 1.5 <= row["ratio"] <= 1.5 for row in rows("bound") if row["kind"])
-
-
 def overhead() -> Sentences:
     single, four = ([row["ratio"] for row in rows("overhead", micro_batches=n)] for n in (1, 4))
     yield PERFORMANCE, f"over all rounds on record {span(single)} ×"
@@ -53,26 +30,27 @@ def overhead() -> Sentences:
 
 
 def checkpoint() -> Sentences:
-    saved = one("checkpoint", kind="save")
+    saved = one("micro", question="checkpoint")
     own = f"For {saved['mb']} MB a rank training waits {saved['dhp_background_stall_s']:.3f} s"
     yield CHECKPOINTS, f"{own}, and the files are on the disk after {saved['dhp_background_done_s']:.2f} s"
     yield CHECKPOINTS, f"takes {saved['torch_async_stall_s']:.3f} s and {saved['torch_async_done_s']:.2f} s"
 
 
 def kernels() -> Sentences:
-    found = [row["ratio"] for row in rows("kernels")]
-    yield "experiments/kernels/README.md", f"{span(found)} × as fast as the library's own code"
+    found = [row["ratio"] for row in rows("micro", question="kernels")]
+    yield "experiments/micro/README.md", f"{span(found)} × as fast as the library's own code"
 
 
 def tensor_host() -> Sentences:
-    ratio = {(row["recompute"], row["way"]): row["ratio"] for row in rows("tensor_host")}
+    ratio = {(row["recompute"], row["way"]): row["ratio"] for row in rows("micro", question="tensor_host")}
     ours, theirs = ([ratio[how, way] for how in ("none", "all")] for way in ("tensor 2", "tensor 2, library's styles"))
     told = f"by transformers' own styles {theirs[0]:.1f} × ({theirs[1]:.1f} ×)"
     yield PERFORMANCE, f"{ours[0]:.2f} × ({ours[1]:.2f} × with everything recomputed); {told}"
 
 
 def experts() -> Sentences:
-    yield PERFORMANCE, f"a step took {rows('experts', text='expert 2')[0]['step_ratio']:.2f} of the time"
+    found = rows("micro", question="experts", text="expert 2")
+    yield PERFORMANCE, f"a step took {found[0]['step_ratio']:.2f} of the time"
 
 
 def finetuning() -> Sentences:
@@ -81,11 +59,6 @@ def finetuning() -> Sentences:
     bounds = [f"{frozen[name]['bound_ratio']:.2f}" for name in ("nothing", "projector")]
     yield PERFORMANCE, f"tower frozen {speeds[0]} × as fast, its projector alone trained {speeds[1]} × "
     yield PERFORMANCE, f"({bounds[0]} × and {bounds[1]} × by what must remain)"
-    features = {row["train"]: row for row in rows("finetuning", question="features")}
-    still, cached = features["nothing"], features["nothing, cached"]
-    yield (PERFORMANCE, f"{still['speed_ratio']:.2f} × as fast as full training ({still['bound_ratio']:.2f} × by what ")
-    yield PERFORMANCE, f"read from disk {cached['speed_ratio']:.2f} × ({cached['bound_ratio']:.2f} ×)"
-    yield PERFORMANCE, f"{one('finetuning', question='evaluation')['evaluation_to_step']:.2f} × the time of a step"
     text, both = (one("finetuning", question="lora", train=f"lora_{part}") for part in ("text", "both"))
     even, both_even = (one("finetuning", question="lora_even", train=f"lora_{part}") for part in ("text", "both"))
     plain = [f"{row['to_plain']:.2f}" for row in (text, even, both, both_even)]
@@ -103,8 +76,8 @@ def driver_scale() -> Sentences:
 
 
 def handoff() -> Sentences:
-    shared, store = rows("handoff", megabytes=64)
-    step = one("handoff", transport="shared_memory", patches=17356)
+    shared, store = rows("micro", question="handoff", megabytes=64)
+    step = one("micro", question="handoff", transport="shared_memory", patches=17356)
     yield PERFORMANCE, f"{shared['ratio']:.1f} × one copy of them ({1000 * shared['handoff_s']:.1f} ms)"
     yield PERFORMANCE, f"object store {store['ratio']:.1f} ×"
     yield PERFORMANCE, f"at 17,356 patches: {step['transfer_share']:.1%} of it"
@@ -171,10 +144,6 @@ def recompute() -> Sentences:
     alone = f"with whole layers alone {whole['auto_vs_full']:.2f} × ({whole['bound']:.2f} ×)"
     yield PERFORMANCE, f"keeping everything gives {chosen['none_vs_full']:.2f} ×); {alone}"
     yield PERFORMANCE, f"{chosen['auto_vs_full']:.2f} × as fast (operations allow {chosen['bound']:.2f} ×"
-    shares = [row["of_a_share"] for row in rows("recompute", mode="sequence")]
-    yield PERFORMANCE, f"the fullest keeps {span(shares)} × a quarter"
-    assert [row["peak_error"] for row in rows("recompute", mode="peaks", configs=10)] == [0.0]
-    yield PERFORMANCE, "10 configurations with batches that stay the same: equal"
 
 
 def layouts() -> Sentences:
@@ -215,18 +184,6 @@ def layouts() -> Sentences:
     yield PERFORMANCE, f"transformers' TP {by_ddp['transformers-tp']} (two idle cores"
 
 
-def soak() -> Sentences:
-    found = {name: one("soak", process=name) for name in ("reader", "driver", "rank")}
-    reader, driver, rank = found.values()
-    growth = {name: f"{row['growth_bytes_a_step']:,}" for name, row in found.items()}
-    page = "experiments/soak/README.md"
-    yield page, f"one run of {driver['steps']} steps, the first {driver['warm_steps']} of which do not count"
-    yield page, f"{growth['driver']} bytes a step ({driver['warm_mib']} MiB large behind the first steps"
-    yield page, f"and {driver['end_mib']} at the end), the rank that grows most of four by {growth['rank']}"
-    yield page, f"{reader['warm_mib']} to {reader['end_mib']} MiB, {growth['reader']} bytes a step"
-    yield page, f"{reader['floor_bytes_a_step']:,} by its floor"
-
-
 def chaos() -> Sentences:
     points, outside = rows("chaos", command=f"{CHAOS} --points"), rows("chaos", command=f"{CHAOS} --runs 20")
     (hopeless,) = [row for row in outside if row["process"] == "lost"]
@@ -236,10 +193,6 @@ def chaos() -> Sentences:
     names = len({row["point"] for row in points})
     counted = f"{len(points)} kills at {names} named points, {len(outside)} faults from outside and a cut link"
     yield CHAOS_PAGE, counted
-    rate = one("chaos", command=f"{CHAOS} --rate 15 --faults 8")
-    yield CHAOS_PAGE, f"trained {rate['effective_time']} that stayed, by the"
-    yield CHAOS_PAGE, f"formula {rate['by_formula']}, 1% apart"
-    yield CHAOS_PAGE, f"the formula gives {rate['gpus_1024']} at 1,024"
     assert not hopeless["completed"]
     yield CHAOS_PAGE, f"goes on {hopeless['attempts'] - 1} times and then ends"
     idle = [row for row in points if row["machine"] == "idle"]
@@ -290,8 +243,8 @@ def make_train() -> Sentences:
 
 
 HELD: list[Callable[[], Sentences]] = [
-    overhead, bound, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
-    longest_sequence, recompute, layouts, roofline, checkpoint, soak, chaos, sight, gpu_check,
+    overhead, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
+    longest_sequence, recompute, layouts, checkpoint, chaos, sight, gpu_check,
     make_train,
 ]  # fmt: skip
 
@@ -307,7 +260,7 @@ def test_a_figure_that_the_rows_do_not_have_is_seen() -> None:
 
 
 def test_every_file_of_results_has_a_sentence_of_its_rows() -> None:
-    # Those of families' samples of one length, and what PAPERS.md's test holds of balance.
-    elsewhere = {"families", "families_speed_even", "balance_sweeps", "balance_preprocessing"}
+    # The page of families is made of the first; PAPERS.md's test holds the others.
+    elsewhere = {"families", "balance_sweeps", "balance_preprocessing"}
     files = {file.stem for file in (ROOT / "results").glob("*.jsonl")}
     assert files - elsewhere == {BY_NAME[name].result for name in FIGURES}

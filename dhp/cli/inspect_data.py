@@ -13,12 +13,13 @@ import numpy as np
 from dhp.batch.assign_images import SAME_DEVICE, Locality, assign_longest_first, assign_near
 from dhp.batch.reader import BatchReader, BatchReaderSettings, make_reader, open_datasets
 from dhp.config.parts import resolved
-from dhp.config.ranges import BALANCE
+from dhp.config.ranges import BALANCE, with_plugins
 from dhp.config.resolve import micro_batches
+from dhp.config.rules import FILLING
 from dhp.config.schema import Config
 from dhp.core.errors import DataError
 from dhp.core.text import aligned
-from dhp.data.balance.methods import PADDED, choose_method
+from dhp.data.balance.methods import choose_method
 from dhp.data.balance.packs import BalanceMetrics, Limits, Loads, Packs, measure_balance
 from dhp.data.sampling.length_table import RowChunk
 from dhp.data.sampling.probe import count_unread
@@ -343,14 +344,14 @@ def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterat
     """Each method on this data, rows assigned to this configuration's replicas."""
     rows, replicas = _rows(config), resolved(config.text.data)
     few = Loads(loads.vision[:100], loads.text[:100])
-    for name in BALANCE:
+    for name in with_plugins("data.balance", BALANCE):
         limits = replace(balancing, method=name).limits(loads, config.training.micro_batch_size)
         method = choose_method(name, None if name == "random" else config.data.long_tokens)
         method(few, limits, rows, config.seed)  # compiled now, so that seconds are those of planning
         start = time.perf_counter()
         packs = method(loads, limits, rows, config.seed)
         seconds = time.perf_counter() - start
-        padded = name in PADDED and not config.data.packing
+        padded = name not in FILLING and not config.data.packing
         balance: BalanceMetrics = measure_balance(packs, loads, replicas, padded, dispatched=True)
         yield {"method": name, "steps": -(-len(packs) // rows), **asdict(balance), "seconds": round(seconds, 3)}
 

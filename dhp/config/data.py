@@ -108,11 +108,11 @@ class DataConfig:
     a row a sample, padded to the longest."""
 
     balance: str = key("random", resume=HELD)
-    """Which samples share a row and which rows a step, so that devices do not wait for one another: random |
-    length_group (samples of like length in a row) | device_group (on the devices of a step), all three of
-    training.micro_batch_size samples a row; isf (iterative sampling and filtering: packs of constant vision and text) |
-    balanced (packs of constant text, steps of constant vision), of about so many samples in the mean. All but random
-    need every sample's length, measured once from file headers and kept in cache_dir."""
+    """Which samples share a row and which rows a step, so that devices do not wait for one another: random
+    (training.micro_batch_size samples a row) | isf (iterative sampling and filtering: packs of constant vision and
+    text) | balanced (packs of constant text, steps of constant vision), of about so many samples in the mean; or one
+    that a module of plugins registers. All but random need every sample's length, measured once from file headers and
+    kept in cache_dir."""
 
     limits: LimitsConfig = key(factory=LimitsConfig, resume=HELD)
 
@@ -124,10 +124,6 @@ class DataConfig:
     balance_window: Optional[int] = key(None, resume=HELD)
     """Samples of a random order that are balanced together, each window measured while the one before it is trained on:
     for datasets too large to be measured before the first step; needs training.max_steps. Null: an epoch."""
-
-    group_window: int = key(50, resume=HELD)
-    """length_group and device_group: steps whose samples are sorted together, by their image tokens and among equal
-    ones by all tokens, within a random order. The more, the more alike are rows, and the less random."""
 
     isf_passes: int = key(10, resume=HELD)
     """isf: most passes of sampling and filtering; the packs of the last one are kept, however full they are."""

@@ -191,6 +191,6 @@ def check_layout(part: PartConfig, remedy: str) -> None:
 
 def unbalanced(data: DataConfig) -> DataConfig:
     """The data settings with equally many samples in each row, and without keys of balanced rows."""
-    balancing = ("balance", "balance_window", "long_tokens", "isf_passes", "group_window")
+    balancing = ("balance", "balance_window", "long_tokens", "isf_passes")
     defaults = {key: getattr(DataConfig, key) for key in balancing}
     return replace(data, limits=LimitsConfig(), fullest_first=False, **defaults)

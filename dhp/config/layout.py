@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from dhp.config.ranges import check_lora, require_choice, require_positive, resolve_lora
+from dhp.config.ranges import check_lora, require_choice, require_positive, resolve_lora, with_plugins
 from dhp.config.rules import DEEPSPEED, FSDP, PART_RULES, check_formats, check_rules, check_state_bytes
 from dhp.config.schema import PartConfig
 from dhp.core.errors import ConfigError
@@ -127,10 +127,10 @@ NAMES = {"tensor": "tensor", "ulysses": "sequence", "ring": "sequence", "pipelin
 PLAINEST = ("data", "ulysses", "tensor", "ring", "pipeline")  # first, of layouts that are as good as each other
 FREE = ("data", "pipeline", "ulysses", "tensor")  # degrees of which one may take what the others leave
 SEQUENCE_GROUPS = ("auto", "one")
-EXACT, BMP, PROFILE, LAYERS, PARAMETERS = PARTITIONS = ("exact", "bmp", "profile", "layers", "parameters")
+EXACT, BMP, PARAMETERS = PARTITIONS = ("exact", "bmp", "parameters")
+LAYERS = "layers"  # how interleaved runs are cut; no choice
 # Other names of a partition.
 _MEANT_PARTITIONS = {
-    **dict.fromkeys(("even", "uniform", "layer"), LAYERS),
     **dict.fromkeys(("parameter", "params"), PARAMETERS),
     **dict.fromkeys(("auto", "balanced", "dp"), EXACT),
     "omnibal": BMP,
@@ -242,7 +242,7 @@ def _check_partition(name: str, part: PartConfig) -> None:
     """Refuse ways to cut layers that do not exist, or beside cuts by hand."""
     if part.partition is None:
         return
-    require_choice(f"{name}.partition", part.partition, PARTITIONS, _MEANT_PARTITIONS)
+    require_choice(f"{name}.partition", part.partition, with_plugins("text.partition", PARTITIONS), _MEANT_PARTITIONS)
     if name != "text":
         raise ConfigError(
             f"{name}.partition={part.partition} does not exist: text.partition says how the stages of all parts are "

@@ -12,6 +12,7 @@ from dhp.config.parts import HEARING, read_datasets, split_share
 from dhp.config.schema import ClusterConfig, LoraConfig, MemoryConfig, PartConfig
 from dhp.config.training import TrainingConfig
 from dhp.core.errors import ConfigError
+from dhp.core.kinds import names
 from dhp.core.parameters import NF4
 from dhp.core.text import did_you_mean, nearest
 
@@ -102,7 +103,7 @@ COLUMNS = (
     *("messages", "conversations", "conversation", "system", "image", "images", "video", "videos", "audio", "audios"),
     *("instruction", "input", "output", "query", "response", "history", "text", *TURN_COLUMNS),
 )
-BALANCE = ("random", "length_group", "device_group", "isf", "balanced")
+BALANCE = ("random", "isf", "balanced")
 MEAN, PAPER = LIMIT_RULES = ("mean", "paper")
 TRANSPORTS = ("auto", "shared_memory", "object_store", "cuda_ipc")
 SEQUENTIAL, VISION_AHEAD, GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = (
@@ -134,6 +135,11 @@ def require_choice(field: str, value: str, choices: Sequence[str], meant: Mappin
         known = (meant or {}).get(value.lower())
         suggestion = did_you_mean([known if known in choices else nearest(value, choices)])
         raise ConfigError(f"{field}={value} does not exist; choose from {', '.join(choices)}{suggestion}")
+
+
+def with_plugins(key: str, choices: Sequence[str]) -> tuple[str, ...]:
+    """The choices of a key, and behind them those that plugins registered."""
+    return (*choices, *(name for name in names(key) if name not in choices))
 
 
 def check_seed(seed: int) -> None:
@@ -211,7 +217,7 @@ def check_data(data: DataConfig, reads: bool = True) -> None:
     have."""
     require_choice("data.positions", data.positions, ("published", "library"))
     require_choice("data.on_bad_sample", data.on_bad_sample, ("error", "skip"))
-    require_choice("data.balance", data.balance, BALANCE)
+    require_choice("data.balance", data.balance, with_plugins("data.balance", BALANCE))
     _require_not_negative("data", data, "locality_slack")
     require(data.num_workers >= 0, "data.num_workers", data.num_workers, "num_workers >= 0")
     if data.prefetch is not None:
@@ -219,7 +225,7 @@ def check_data(data: DataConfig, reads: bool = True) -> None:
     require_choice("data.limits.rule", data.limits.rule, LIMIT_RULES)
     _require_positive("data.limits", data.limits, "text", "vision", "full_text", "full_vision")
     sizes = ("min_pixels", "max_pixels", "max_tiles", "video_max_pixels", "video_whole_frames", "max_tokens")
-    balance = ("group_window", "isf_passes", "balance_window", "long_tokens")
+    balance = ("isf_passes", "balance_window", "long_tokens")
     fetching = ("cache_gib", "fetch_tries", "fetch_s")
     _require_positive("data", data, *balance, "video_fps", "cache_features_gib", *sizes, *fetching)
     require(data.video_max_frames >= 2, "data.video_max_frames", data.video_max_frames, "video_max_frames >= 2")

@@ -203,7 +203,7 @@ RUN_RULES: tuple[Rule, ...] = (
 BALANCE_RULES: tuple[Rule, ...] = (
     Rule("data.balance data.packing", lambda p, c: c.data.balance in FILLING and not c.data.packing,
          ": it fills rows with samples of any length, which padding would undo. Set data.packing=true, or "
-         "data.balance=length_group"),
+         "data.balance=random"),
     Rule("data.balance data.shuffle", lambda p, c: c.data.balance != "random" and not c.data.shuffle,
          ": which samples share a step is the method's to say. Set data.shuffle=true, or data.balance=random"),
     Rule("data.long_tokens data.balance", lambda p, c: c.data.long_tokens is not None and c.data.balance == "random",
@@ -275,10 +275,8 @@ def check_balance(config: Config) -> None:
     data, method = config.data, config.data.balance
     check_rules(BALANCE_RULES, DECODER, config.text, config)
     _check_limits(data.limits, method, method in FILLING)
-    for key, methods in (("isf_passes", ("isf",)), ("group_window", ("length_group", "device_group"))):
-        value = getattr(data, key)
-        if method not in methods and value != getattr(DataConfig, key):
-            raise ConfigError(f"data.{key}={value} with data.balance={method}: that is for {' and '.join(methods)}")
+    if method != "isf" and data.isf_passes != DataConfig.isf_passes:
+        raise ConfigError(f"data.isf_passes={data.isf_passes} with data.balance={method}: that is for isf")
     if data.balance_window is not None:
         check_rules(WINDOW_RULES, DECODER, config.text, config)
 

@@ -70,10 +70,11 @@ class PartConfig:
     partition: Optional[str] = None
     """How layers are cut into stages: exact (the shortest step, by operations and the schedule simulated; with
     recompute=auto and memory.budget_gib, together with what is recomputed) | bmp (OmniBal's balanced model partition,
-    by forward) | profile (even forward times) | layers | parameters (embedding and head counted). Of text, without
+    by forward) | parameters (embedding and head counted), or one that a module of plugins registers. Of text, without
     cuts; a tower's stages follow it too: with cluster.chain=true, and cuts in neither part, both parts are cut together
-    as one chain, else each by itself; an audio tower's have like numbers of layers. Null: exact; layers with
-    virtual_stages; parameters with training.schedule=sequential, under which every cut takes as long."""
+    as one chain, else each by itself; an audio tower's have like numbers of layers. Null: exact; like
+    numbers of layers with virtual_stages; parameters with training.schedule=sequential, under which every cut takes as
+    long."""
 
     virtual_stages: int = key(1, layout=FOLLOWS)
     """Runs of layers that each stage holds, for training.schedule=interleaved: stage 0 of 2 has the first and the third
@@ -259,11 +260,11 @@ class Config:
     keeps the layout that it had."""
 
     plugins: list[str] = field(default_factory=list)
-    """Python modules of your own that register a model family with transformers, or an objective in dhp.OBJECTIVES, by
-    their names as in an import. Each must be importable here and on every node: installed, or in a folder of
-    PYTHONPATH. Nothing that lies in a model's directory or in a checkpoint is run, and what a run recorded, evaluate,
-    generate and plan --from import only if the command names it; a configuration that you start from is trusted. Empty:
-    none."""
+    """Python modules of your own that register a model family with transformers, or add to dhp.OBJECTIVES,
+    dhp.BALANCE_METHODS or dhp.PARTITION_METHODS, by their names as in an import. Each must be importable here and on
+    every node: installed, or in a folder of PYTHONPATH. Nothing that lies in a model's directory or in a checkpoint is
+    run, and what a run recorded, evaluate, generate and plan --from import only if the command names it; a
+    configuration that you start from is trusted. Empty: none."""
 
     tiny_assets: Optional[str] = None
     """Directory in which the tiny model and dataset are made when absent. Null: nothing is made."""

@@ -1,6 +1,6 @@
 """The kinds of stages, and what a user's modules may register: a record each."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,19 @@ def tokens_of(part: str, kinds: Any, parts: Collection[str]) -> Any:
     return found
 
 
-_TAKEN: dict[str, Callable[[], Iterable[type]]] = {}
+_TABLES: dict[str, Mapping[str, Any]] = {}
 
 
-def takes(what: str, classes: Callable[[], Iterable[type]]) -> None:
-    """A room takes classes of modules. what: it is, in a word. classes: gives all that are registered now."""
-    _TAKEN[what] = classes
+def takes(key: str, table: Mapping[str, Any]) -> None:
+    """A table takes entries of modules. key: of the configuration, whose value names an entry."""
+    _TABLES[key] = table
 
 
-def registered() -> list[type]:
-    """All classes that are registered in the rooms that are imported by now."""
-    return [kind for classes in _TAKEN.values() for kind in classes()]
+def registered() -> list[Any]:
+    """All entries of the tables whose modules are imported by now."""
+    return [entry for table in _TABLES.values() for entry in table.values()]
+
+
+def names(key: str) -> tuple[str, ...]:
+    """The names of a table's entries; none where its module is not imported, since then nobody added any."""
+    return tuple(_TABLES.get(key, ()))

@@ -108,7 +108,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
 def import_plugins(names: Sequence[str], said: str = "plugins") -> None:
-    """Import modules, each of which registers a vision-language model with transformers, or an objective with dhp.
+    """Import modules, each of which registers a vision-language model with transformers, or adds to a table of dhp.
     said: the key or the option that names them.
 
     Raises ConfigError for what is no module's name, ModelError for one that cannot be imported, and for one that
@@ -122,10 +122,10 @@ def import_plugins(names: Sequence[str], said: str = "plugins") -> None:
             )
         if not _registers(_imported(name, said)):
             raise ModelError(
-                f"{said}={name}: the module registers no vision-language model and no objective. When it is imported "
-                "it should call AutoConfig.register(model_type, Config) and "
+                f"{said}={name}: the module registers no vision-language model and nothing with dhp. When it is "
+                "imported it should call AutoConfig.register(model_type, Config) and "
                 "AutoModelForImageTextToText.register(Config, Model), as examples/new_family/mixer_vl.py does, or add "
-                "to dhp.OBJECTIVES"
+                "to dhp.OBJECTIVES, dhp.BALANCE_METHODS or dhp.PARTITION_METHODS"
             )
 
 
@@ -159,7 +159,7 @@ def _not_found(missing: str) -> str:
 
 
 def _registers(module: ModuleType) -> bool:
-    """Whether a registered class is the module's, or of another module of its package."""
+    """Whether something registered is the module's, or of another module of its package."""
     from transformers import AutoModelForImageTextToText
 
     own = {id(value) for value in vars(module).values()}

@@ -133,7 +133,7 @@ def find_targets(targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"sft": CrossEntropy}
-takes("objective", OBJECTIVES.values)
+takes("training.objective", OBJECTIVES)
 
 
 def find_objective(name: str) -> Objective:

@@ -39,7 +39,6 @@ def balance_settings(config: Config) -> BalanceSettings:
         window=data.balance_window,
         long=data.long_tokens,
         isf_passes=data.isf_passes,
-        group_window=data.group_window,
         fullest_first=bool(data.fullest_first),
         **asdict(data.limits),
     )

@@ -1,25 +1,160 @@
-"""`python -m experiments.balance [--lengths FILE.csv …] [--methods NAME …]`: balancing methods beside one another.
-With `--sweep passes filters` ISF alone, by its own settings.
-"""
+"""ISF by its own settings, as OmniBal sweeps them: passes (figure 4) and from what on a pack is full (table 6)."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from dhp.data.balance.methods import METHODS, PADDED
+import numpy as np
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from dhp.data.balance.methods import BALANCE_METHODS as METHODS
 from dhp.data.balance.packs import Limits, Loads, measure_balance
-from experiments.balance.bounds import least_packs
-from experiments.balance.columns import row_columns
-from experiments.balance.preprocessing import passes_rows, preprocessing_rows
-from experiments.balance.sets import made, read
-from experiments.balance.sweeps import SWEEPS, sweep_rows
+from experiments.balance.sets import LONGEST, least_packs, made, read, row_columns
+from experiments.baselines import PADDED
+
+SWEEPS = ("passes", "filters")
+PASSES = (1, 2, 3, 5, 10)
+LESS_TEXT, LESS_VISION = (0, 64, 128, 256), (0, 1, 2)  # than a pack may hold: then it is full
+
+
+def settings(sweep: str, limits: Limits) -> Iterator[tuple[dict[str, int], Limits]]:
+    """What each row changes, and its limits. As published a pack is full at all of vision, or 128 tokens below text."""
+    if sweep == "passes":
+        yield from (({"passes": passes}, replace(limits, passes=passes)) for passes in PASSES)
+        return
+    less = [*((0, text) for text in LESS_TEXT), *((vision, 128) for vision in LESS_VISION[1:])]
+    for vision, text in less:
+        full = {"full_vision": limits.vision - vision, "full_text": limits.text - text}
+        yield full, replace(limits, **full)
+
+
+def sweep_rows(sweep: str, source: str, loads: Loads, limits: Limits, dp: int, seed: int) -> Iterator[dict[str, Any]]:
+    """A row for each setting, at so many replicas."""
+    for changed, own in settings(sweep, limits):
+        packs = METHODS["isf"](loads, own, dp, seed)
+        found = measure_balance(packs, loads, dp, padded=False, dispatched=False)
+        dist = {"dist_vision": round(found.dist_vision, 5), "dist_text": round(found.dist_text, 5)}
+        yield {"sweep": sweep, "source": source, "dp": dp, **changed, **dist, "packs": len(packs)}
+
+
+SAMPLES, SIZES = 100_000, 2_000  # of the set; different sizes in it
+PUBLISHED = ("random", "isf", "balanced")
+# Share, mean width and height in pixels, σ of the logarithm of their sides and of the aspect.
+KINDS = (
+    (0.55, 640, 480, 0.15, 0.25), (0.20, 1024, 768, 0.40, 0.30), (0.15, 900, 1250, 0.30, 0.10),
+    (0.10, 400, 400, 0.4, 0.5),
+)  # fmt: skip
+TEXT_MEAN, TEXT_SIGMA, WITHOUT_PICTURE = 250, 0.7, 0.05
+PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+PATCH, SIDE = 14, 336  # pixels, of LLaVA-1.6's tower
+Size = tuple[int, int]  # height and width in pixels
+Counts = tuple[int, int]  # of a picture: the tower's load, and the decoder's tokens
+
+
+@dataclass(frozen=True)
+class Way:
+    """A preprocessing. table: OmniBal's. unit: of the tower's load. count: of a picture."""
+
+    name: str
+    table: int
+    unit: str
+    count: Callable[[Size], Counts]
+
+
+def tiles(size: Size, most: int, side: int = 448) -> Counts:
+    """InternVL's: up to so many tiles and a thumbnail beside several; a token for each 28 × 28 pixels of a tile."""
+    columns, rows = get_optimal_tiled_canvas(size, (side, side), 1, most)
+    count = columns * rows + (columns * rows > 1)
+    return count, count * (side // 28) ** 2
+
+
+def anyres(size: Size) -> Counts:
+    """LLaVA-1.6's: the best of five canvases of tiles, and the whole picture; padding is left out of the tokens."""
+    height, width = select_best_resolution(size, PINPOINTS)
+    rows, columns, each = height // SIDE, width // SIDE, SIDE // PATCH
+    shown, newlines = LlavaNextProcessor._get_unpadded_features(None, *size, each, each, rows, columns)
+    return rows * columns + 1, int(shown + newlines + each**2)
+
+
+def own_size(size: Size) -> Counts:
+    """Qwen2-VL's: the picture in about its own size; the load is patches, of which four make a token."""
+    height, width = smart_resize(*size)
+    patches = height * width // PATCH**2
+    return patches, patches // 4
+
+
+WAYS = (
+    *(Way(f"InternVL, at most {most} tiles", 10, "tiles", partial(tiles, most=most)) for most in (1, 4, 6, 12)),
+    *(Way(f"InternVL, tiles of {side}", 12, "tiles", partial(tiles, most=4, side=side)) for side in (224, 336, 448)),
+    Way("LLaVA-1.6", 13, "tiles", anyres),
+    Way("Qwen2-VL", 14, "patches", own_size),
+)
+
+
+def made_sizes(rng: np.random.Generator) -> list[Size]:
+    """Heights and widths, none below 56 pixels."""
+    shares = [kind[0] for kind in KINDS]
+    found = []
+    for number in rng.choice(len(KINDS), SIZES, p=shares):
+        _, width, height, spread, aspect = KINDS[number]
+        scale, turn = np.exp(rng.normal(0, spread)), np.exp(rng.normal(0, aspect) / 2)
+        found.append((max(56, round(height * scale / turn)), max(56, round(width * scale * turn))))
+    return found
+
+
+def made_loads(way: Way, seed: int) -> Loads:
+    """The same pictures and texts for every way."""
+    rng = np.random.default_rng(seed)
+    counted = np.array([way.count(size) for size in made_sizes(rng)], dtype=np.int64)
+    shown, kept = rng.integers(0, SIZES, SAMPLES), rng.random(SAMPLES) >= WITHOUT_PICTURE
+    vision, tokens = (np.where(kept, column[shown], 0) for column in counted.T)
+    text = rng.lognormal(np.log(TEXT_MEAN) - TEXT_SIGMA**2 / 2, TEXT_SIGMA, SAMPLES).round().astype(np.int64)
+    return Loads(vision, (text + tokens).clip(16))
+
+
+def limits_of(loads: Loads) -> Limits:
+    """Rows of the decoder as long as its longest sample, but 4,096 at least; the tower's limit goes with it, as both
+    means do."""
+    text = max(LONGEST, int(loads.text.max()))
+    return Limits(max(int(loads.vision.max()), round(text * float(loads.vision.mean() / loads.text.mean()))), text)
+
+
+def passes_rows(dp: int, seed: int) -> Iterator[dict[str, Any]]:
+    """ISF's Dist by its passes, for each number of tiles and each resolution: two panels of OmniBal's figure 4."""
+    for way in (way for way in WAYS if way.table in (10, 12)):
+        loads = made_loads(way, seed)
+        for row in sweep_rows("passes", way.name, loads, limits_of(loads), dp, seed):
+            kept = {key: row[key] for key in ("passes", "packs", "dist_vision", "dist_text")}
+            yield {"preprocessing": way.name, "table": way.table, "sweep": "passes", "dp": dp} | kept
+
+
+def preprocessing_rows(dp: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Of each way and method the paper's columns."""
+    for way in WAYS:
+        loads = made_loads(way, seed)
+        limits = limits_of(loads)
+        for name in PUBLISHED:
+            packs = METHODS[name](loads, limits, dp, seed)
+            found = measure_balance(packs, loads, dp, padded=name in PADDED, dispatched=name == "balanced")
+            yield {
+                "preprocessing": way.name, "table": way.table, "unit": way.unit, "method": name, "dp": dp,
+                "mean_vision": round(float(loads.vision.mean()), 2), "mean_text": round(float(loads.text.mean()), 1),
+                "pad": round(found.pad, 4), "dist_vision": round(found.dist_vision, 4),
+                "dist_text": round(found.dist_text, 4), "samples_a_pack": round(len(loads) / len(packs), 2),
+                **row_columns(packs, loads, dp, name in PADDED),
+            }  # fmt: skip
+
 
 MADE = "made 1.2M"
 COMMAND = "python -m experiments.balance --dp 8 --preprocessing"
@@ -40,19 +175,14 @@ def rows(
             seconds = time.perf_counter() - begin
             found = measure_balance(packs, loads, dp, padded=name in PADDED, dispatched=name == PER_MODALITY)
             yield {
-                "method": name,
-                "source": source,
-                "dp": dp,
+                "method": name, "source": source, "dp": dp,
                 **{key: round(value, 5) if isinstance(value, float) else value for key, value in asdict(found).items()},
-                **row_columns(packs, loads, dp, name in PADDED),
-                "samples_a_pack": round(len(loads) / len(packs), 2),
-                "seconds": round(seconds, 2),
-                "lower_bound": least,
-            }
+                **row_columns(packs, loads, dp, name in PADDED), "samples_a_pack": round(len(loads) / len(packs), 2),
+                "seconds": round(seconds, 2), "lower_bound": least,
+            }  # fmt: skip
 
 
 def main() -> None:
-    """Print a JSON line for each row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", nargs="+", type=Path, default=[])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))

@@ -125,15 +125,12 @@ def _step(stages: Any, groups: dict[str, EmptyGroup], schedule: Any, batch: Batc
     wait_all([entry for group in groups.values() for entry in group.take_watched()], TIMEOUT_S)
     end = time.perf_counter()
     return {
-        "calls": sum(group.calls for group in groups.values()),
-        "refs": sum(group.refs for group in groups.values()),
-        "submit_s": submitted - begin,
-        "step_s": end - begin,
-    }
+        "calls": sum(group.calls for group in groups.values()), "refs": sum(group.refs for group in groups.values()),
+        "submit_s": submitted - begin, "step_s": end - begin,
+    }  # fmt: skip
 
 
 def main() -> None:
-    """Print the lines."""
     parser = argparse.ArgumentParser(prog="python -m experiments.driver_scale", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64], help="of each part; multiples of 8")
     parser.add_argument("--rounds", type=int, default=5)

@@ -67,11 +67,7 @@ def choose(only: Sequence[str], begin: str | None) -> list[Section]:
 
 
 def check_sections(
-    sections: Sequence[Section],
-    device: str,
-    results: Results,
-    limit_s: float = LIMIT_S,
-    patience: float | None = None,
+    sections: Sequence[Section], device: str, results: Results, limit_s: float = LIMIT_S, patience: float | None = None
 ) -> int:
     """Run the rows in order, write them, what no GPU alone can answer, and totals; the status to exit with. limit_s:
     seconds for all of them. patience: times a section's limit; None: the device's."""
@@ -113,7 +109,6 @@ def _kind(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", nargs="+", default=[""], help="rows that begin so, as `RMS`, `waits` or `waits: 1+1`")

@@ -1,15 +1,26 @@
-"""Rows: attention kernels against the dense reference in float32, forward and backward, and how long they take."""
+"""Rows: kernels against references in float32, forward and backward, and how long they take."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm, Qwen2MLP, apply_rotary_pos_emb_vision
 
+from dhp.config.rules import COMPILED
+from dhp.models.tower import project_as_product
 from dhp.parallel.attention.attention_kernels import Block, Dense, attend_varlen, choose_kernel, has_varlen
-from experiments.gpu_check.setting import Setting, error_of, spend
+from dhp.parallel.kernels.replace import replace_kernels
+from dhp.parallel.kernels.rotary import in_one_pass
+from experiments.gpu_check.pair import join
+from experiments.gpu_check.setting import NotHere, Setting, error_of, spend
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # bfloat16 rounds a single value by up to 4e-3
 HEADS = {80: (16, 16), 128: (16, 2)}  # by head dim: queries', and keys' and values'; the tower's and the decoder's
@@ -67,7 +78,6 @@ def _dense_by_segment(states: Sequence[Tensor], lengths: Sequence[int], block: B
 
 
 def _states(setting: Setting, dim: int, queries: int, keys: int) -> list[Tensor]:
-    """Query, key, value, and a gradient of the output."""
     torch.manual_seed(0)
     heads, kv_heads = HEADS[dim]
     shapes = [(queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)]
@@ -77,3 +87,138 @@ def _states(setting: Setting, dim: int, queries: int, keys: int) -> list[Tensor]
 def _judged(setting: Setting, errors: dict[str, float]) -> dict[str, Any]:
     limit = LIMITS[setting.dtype]
     return {"ok": all(error < limit for error in errors.values()), "limit": limit, "errors": errors}
+
+
+ROWS, WIDTH, INNER = 12192, 2048, 11008  # of "8" samples in the text part
+PATCHES, TOWER_HEADS, DIM = 39168, 16, 80
+LENGTHS = (1524, 1200, 1524, 900)  # SDPA's, one behind another
+
+
+def check_gate(setting: Setting) -> dict[str, Any]:
+    """In a process that compiled nothing before: the seconds that a rank takes to put in the fused gate and to prove
+    it, and a gated MLP's milliseconds with its own gate and with that one, taken in turns."""
+    setting.require_cuda("a fused gate")
+    if find_spec("triton") is None:
+        raise NotHere("triton, by which torch.compile makes kernels, is not installed")
+    join()
+    config = SimpleNamespace(hidden_size=WIDTH, intermediate_size=INNER, hidden_act="silu")
+    mlp = nn.ModuleList([Qwen2MLP(config).to(setting.device, setting.dtype)])
+    plain, states = mlp[0].forward, torch.randn(ROWS, WIDTH, device=setting.device).to(setting.dtype)
+    slopes, wanted = torch.randn_like(states), plain(states).double()
+    begin = time.perf_counter()
+    (use,) = replace_kernels(mlp, torch.device(setting.device), setting.dtype, dist.group.WORLD)
+    seconds = time.perf_counter() - begin
+    ways = {"own": plain, "fused": mlp[0].forward}
+    error, made = error_of(ways["fused"](states), wanted), [way(states) for way in ways.values()]
+    ahead = [lambda way=way: way(states) for way in ways.values()]
+    weights = list(mlp.parameters())
+    back = [lambda out=out: torch.autograd.grad(out, weights, slopes, retain_graph=True) for out in made]
+    times: dict[str, float] = {}
+    for name, forward, backward in zip(ways, spend(setting, *ahead), spend(setting, *back), strict=True):
+        times |= forward.told(name) | backward.told(f"{name}_backward")
+    limit = LIMITS[setting.dtype]
+    found = {"ok": use.kernel == COMPILED and error < limit, "limit": limit, "kernel": use.kernel}
+    return found | {"errors": {"output": error}, "proof_s": round(seconds, 3)} | times
+
+
+def check_norm(setting: Setting) -> dict[str, Any]:
+    """torch's fused RMS norm beside the model's own."""
+    rows, width = (ROWS, WIDTH) if setting.cuda else (64, 64)
+    states = torch.randn(rows, width, device=setting.device).to(setting.dtype)
+    own = Qwen2_5_VLRMSNorm(width).to(setting.device, setting.dtype)
+    fused = lambda: F.rms_norm(states, own.weight.shape, own.weight, own.variance_epsilon)
+    limit, error = LIMITS[setting.dtype], error_of(fused(), own(states).double())
+    ours, theirs = spend(setting, fused, lambda: own(states))
+    return {"ok": error < limit, "limit": limit, "errors": {"output": error}} | ours.told("fused") | theirs.told("own")
+
+
+def check_rotary(setting: Setting) -> dict[str, Any]:
+    """The tower's rotary positions in one pass, compiled where triton is there and written out, beside the library's
+    own code: forward and backward, and the bytes that they must move."""
+    patches, device = PATCHES if setting.cuda else 64, torch.device(setting.device)
+    query, key = (
+        torch.randn(patches, TOWER_HEADS, DIM, device=device).to(setting.dtype).requires_grad_() for _ in range(2)
+    )
+    cos, sin = (torch.randn(patches, DIM, device=device) for _ in range(2))
+    ways: dict[str, Any] = {"own": apply_rotary_pos_emb_vision}
+    for name, compiled in (("compiled", True), ("written", False)):
+        if not compiled or (setting.cuda and find_spec("triton")):
+            ways[name] = in_one_pass(apply_rotary_pos_emb_vision, device, setting.dtype, compiled)
+    lacking = [name for name, way in ways.items() if way is None]
+    if lacking:
+        return {"ok": False, "not_proved": lacking}
+    outputs = {name: way(query, key, cos, sin) for name, way in ways.items()}
+    slopes = [torch.randn(query.shape, device=device).to(setting.dtype) for _ in range(2)]
+    ahead = [lambda way=way: way(query, key, cos, sin) for way in ways.values()]
+    back = [
+        lambda made=made: torch.autograd.grad(made, (query, key), slopes, retain_graph=True)
+        for made in outputs.values()
+    ]
+    spent = zip(ways, spend(setting, *ahead), spend(setting, *back), strict=True)
+    errors = {name: error_of(made[0], outputs["own"][0].double()) for name, made in outputs.items() if name != "own"}
+    limit, found = LIMITS[setting.dtype], {}
+    for name, forward, backward in spent:
+        found |= forward.told(f"{name}_forward") | backward.told(f"{name}_backward")
+    told = {"patches": patches, "least_bytes": 4 * query.nbytes}  # both read and written once
+    return {"ok": max(errors.values()) < limit, "limit": limit, "errors": errors} | told | found
+
+
+def check_sdpa(setting: Setting) -> dict[str, Any]:
+    """One segment after another: what the first call with a new length costs, and what a later one does."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as the parts do
+    heads, dim = (16, 128) if setting.cuda else (4, 16)
+    first, second = [], []
+    for length in LENGTHS if setting.cuda else (36, 20):
+        states = [torch.randn(1, heads, length, dim, device=setting.device).to(setting.dtype) for _ in range(3)]
+        first.append(_attend_ms(setting, states))
+        second.append(_attend_ms(setting, states))
+    told = {"lengths": list(LENGTHS) if setting.cuda else [36, 20], "first_ms": first, "second_ms": second}
+    return {"ok": True, **told}
+
+
+def _attend_ms(setting: Setting, states: list[Tensor]) -> float:
+    setting.wait()
+    begin = time.perf_counter()
+    F.scaled_dot_product_attention(*states, is_causal=True)
+    setting.wait()
+    return round((time.perf_counter() - begin) * 1e3, 4)
+
+
+KERNEL = (2, 14, 14)  # Qwen2.5-VL's: frames, rows, columns
+
+
+def check_patches(setting: Setting) -> dict[str, Any]:
+    """Errors of output and weight gradient against the product in float32. What the convolution raises is told."""
+    torch.backends.cudnn.allow_tf32 = False
+    patches, width = (4896, 1280) if setting.cuda else (64, 32)
+    torch.manual_seed(0)
+    pixels = torch.randn(patches, 3, *KERNEL, device=setting.device)
+    weight = 0.02 * torch.randn(width, 3, *KERNEL, device=setting.device)
+    grad = torch.randn(patches, width, device=setting.device)
+    rounded = [tensor.to(setting.dtype) for tensor in (pixels, weight, grad)]
+    flat = [tensor.float().flatten(1) for tensor in rounded]
+    wanted = (flat[0] @ flat[1].T, flat[2].T @ flat[0])
+    product = _measure_patches(setting, rounded, wanted, as_product=True)
+    try:
+        convolution = _measure_patches(setting, rounded, wanted, as_product=False)
+    except RuntimeError as error:
+        convolution = {"error": f"{type(error).__name__}: {error}"}
+    limit = LIMITS[setting.dtype]
+    ok = max(product["errors"].values()) < limit
+    return {"ok": ok, "limit": limit, "patches": patches, "product": product, "convolution": convolution}
+
+
+def _measure_patches(
+    setting: Setting, given: list[Tensor], wanted: tuple[Tensor, Tensor], as_product: bool
+) -> dict[str, Any]:
+    pixels, weight, grad = given
+    module = nn.Conv3d(3, len(weight), KERNEL, stride=KERNEL, bias=False, device=setting.device, dtype=setting.dtype)
+    module.weight.data.copy_(weight)
+    if as_product:
+        project_as_product(module)
+    forward = lambda: module(pixels).flatten(1)
+    output = forward()
+    backward = lambda: torch.autograd.grad(output, module.weight, grad, retain_graph=True)[0]
+    errors = {"output": error_of(output, wanted[0]), "weight": error_of(backward().flatten(1), wanted[1])}
+    first, second = spend(setting, forward, backward)
+    return {"errors": errors} | first.told("forward") | second.told("backward")

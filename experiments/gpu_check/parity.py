@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import Split
@@ -21,25 +24,227 @@ from dhp.batch.shard import BatchSharder
 from dhp.checkpoint.folder import OPTIMIZER
 from dhp.checkpoint.shard_reader import ShardReader, read_shards
 from dhp.core.axes import Degrees
-from dhp.core.batch import StepData
+from dhp.core.batch import IGNORED, StepData
 from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph
 from dhp.core.parameters import MASTER, AdapterSettings, Selector, TrainingRules
+from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
+from dhp.doctor.trial import SampleMaker, plain_inputs
 from dhp.engine.build import DEEPSPEED
 from dhp.engine.engines import make_rank
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
+from dhp.models.contract.twin import ProbeModel, exact_experts
 from dhp.models.family import Family
+from dhp.models.lora import add_adapters, find_targets
+from dhp.models.quantized import quantize
 from dhp.models.registry import load_family
+from dhp.models.tower import project_as_product
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from experiments.gpu_check.plain import Trained, Weights, train_plain
 from experiments.gpu_check.ranks import Ranks
 from experiments.gpu_check.rows import LAYOUTS
 from experiments.gpu_check.setting import NotHere, Setting
-from experiments.gpu_check.tiny import make_tiny
 from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
+
+LAYERS = 2
+DECODER = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": 2,
+}  # fmt: skip
+TOWER = {
+    "depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 14, "out_hidden_size": 64,
+}  # fmt: skip
+TOKENS = {"image_token_id": 505, "video_token_id": 506, "vision_start_token_id": 503, "vision_end_token_id": 504}
+DEEP = TOWER | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]}
+WHOLE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def _turned(sections: list[int]) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}}
+
+
+EXPERTS: dict[str, Any] = {
+    "text_config": DECODER
+    | _turned([2, 1, 1])
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []},
+    "vision_config": DEEP,
+    **TOKENS,
+}
+# By model type, and what is said behind it.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "text_config": DECODER | _turned([1, 1, 2]),
+        "vision_config": TOWER | {"window_size": 56, "fullatt_block_indexes": [1, 3]},
+        **TOKENS,
+    },
+    "qwen3_vl": {"text_config": DECODER | _turned([2, 1, 1]), "vision_config": DEEP, **TOKENS},
+    "qwen3_vl_moe": EXPERTS,
+    # Each token visits each expert: which two it visits is decided by rounding where they are nearly as good.
+    "qwen3_vl_moe, all experts": EXPERTS | {"text_config": EXPERTS["text_config"] | {"num_experts_per_tok": 4}},
+    # By the generic contract, with windows in its decoder.
+    "gemma3": {
+        "text_config": DECODER
+        | {
+            "model_type": "gemma3_text",
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": WHOLE | {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14},
+        "image_token_index": 505,
+        "image_token_id": 505,
+        "boi_token_index": 503,
+        "eoi_token_index": 504,
+        "mm_tokens_per_image": 4,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """folder: of the model, in float32. steps: the samples of each."""
+
+    folder: str
+    steps: tuple[Sequence[Sample], ...]
+
+
+@cache
+def make_tiny(setting: Setting, family: str) -> Tiny:
+    """The same each time; its files are written once for all processes."""
+    twin = ProbeModel(AutoConfig.for_model(family.partition(",")[0], tie_word_embeddings=False, **FAMILIES[family]))
+    folder = setting.folder / family
+    if not folder.exists():
+        partial = setting.folder / f"{family}_unfinished"
+        twin.model.to(torch.float32).save_pretrained(partial)
+        twin.model.to(torch.float64)
+        partial.rename(folder)
+    maker = SampleMaker(twin, load_family(str(folder)))
+    first = [maker.sample([0], 4, 1), maker.sample([], 3, 2), maker.sample([1, 2], 5, 3), maker.sample([1], 6, 4)]
+    second = [maker.sample([], 9, 5), maker.sample([2], 2, 6), maker.sample([], 4, 7), maker.sample([0, 1], 7, 8)]
+    return Tiny(str(folder), (first, second))
+
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """losses and norms of each step, the norms before clipping; weights before and after all of them, on the host."""
+
+    losses: list[float]
+    norms: list[float]
+    start: Weights
+    end: Weights
+
+    def moved(self) -> dict[str, float]:
+        """By how much each weight that is trained moved."""
+        by = {name: float((self.end[name].double() - start.double()).norm()) for name, start in self.start.items()}
+        return {name: distance for name, distance in by.items() if distance}
+
+
+def train_plain(
+    folder: str,
+    dtype: torch.dtype,
+    device: str,
+    update: OptimizerSettings,
+    steps: Sequence[Sequence[Sample]],
+    lora: AdapterSettings | None = None,
+    trains: Callable[[str], bool] = lambda _: True,
+) -> Trained:
+    """Steps of torch's AdamW. In 16 bits beside master weights and gradient sums in float32. lora: adapters of the
+    decoder, beside which nothing of it is trained. trains: which parameters, by name."""
+    family = load_family(folder)
+    model = _load(folder, dtype, device, family, lora, trains)
+    exact = torch.float32 if dtype == torch.bfloat16 else dtype
+    # The model as it was written, rounded to what computes only behind these.
+    masters = {n: p.detach().to(exact, copy=True).requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
+    for parameter in model.parameters():  # buffers stay: rounded frequencies would turn positions
+        parameter.data = parameter.data.to(dtype)
+    trained = [master for master in masters.values() if master.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, update.learning_rate, update.betas, update.eps, update.weight_decay, fused=True
+    )
+    start, losses, norms = _on_host(masters), [], []
+    for samples in steps:
+        losses.append(_accumulate(model, family, samples, masters))
+        norms.append(float(nn.utils.clip_grad_norm_(trained, update.max_grad_norm or math.inf)))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(masters[name])
+    return Trained(losses, norms, start, _on_host(masters))
+
+
+def _load(
+    folder: str,
+    dtype: torch.dtype,
+    device: str,
+    family: Family,
+    lora: AdapterSettings | None,
+    trains: Callable[[str], bool],
+) -> PreTrainedModel:
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=exact, attn_implementation="sdpa", trust_remote_code=False
+    ).train()
+    if dtype == torch.float64:
+        exact_experts(model)
+    for parameter in model.parameters():  # some of which the library keeps in float32
+        parameter.data = parameter.data.to(exact)
+    if lora is not None:
+        add_adapters(model, find_targets(model, family.parts["text"], lora), lora, seed=0)
+        if lora.quantization is not None:
+            layers, put = family.decoder.layers, torch.device(device)
+            quantize(model, layers, lora, trains, torch.bfloat16, put, "text.lora.quantization")
+            _write_out(model, exact)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains(name))
+    for module in model.modules():
+        if device == "cuda" and isinstance(module, nn.Conv2d | nn.Conv3d) and module.stride == module.kernel_size:
+            project_as_product(module)  # in 16 bits libraries lack kernels for it, or take seconds
+    return model.to(device)
+
+
+def _write_out(model: nn.Module, dtype: torch.dtype) -> None:
+    """Matrices in four bits as the numbers that they stand for, which torch multiplies in any format."""
+    import bitsandbytes
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            weight = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            owner, _, own = name.rpartition(".")
+            plain = nn.Linear(module.in_features, module.out_features, module.bias is not None)
+            plain.weight, plain.bias = nn.Parameter(weight.to(dtype)), module.bias
+            setattr(model.get_submodule(owner), own, plain)
+
+
+def _accumulate(model: PreTrainedModel, family: Family, samples: Sequence[Sample], masters: dict[str, Tensor]) -> float:
+    """Σ token losses / targets; gradients are added up where the masters are."""
+    targets, loss = sum(sample.target_tokens for sample in samples), 0.0
+    for sample in samples:
+        inputs = plain_inputs(family, type(model).forward, sample, model.dtype)
+        moved = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+        logits = model(**moved, use_cache=False).logits[0, :-1]
+        labels = torch.from_numpy(sample.labels)[1:].to(model.device)
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        share = F.cross_entropy(exact, labels, ignore_index=IGNORED, reduction="sum") / targets
+        share.backward()
+        loss += float(share.detach())
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                master, gradient = masters[name], parameter.grad.to(masters[name].dtype)
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                parameter.grad = None
+    return loss
+
+
+def _on_host(weights: dict[str, Tensor]) -> Weights:
+    return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
+
 
 MICRO_BATCHES = 2
 EXACT = {"loss": 1e-5, "norm": 1e-5, "update": 1e-3}  # relative, of a float32 layout to the plain float32 model
@@ -167,13 +372,10 @@ def stage_settings(setting: Setting, graph: StageGraph, stage: str, layout: Layo
     """Of one stage of the layout. dtype: a torch dtype's name."""
     folder = make_tiny(setting, layout.family).folder
     own = {
-        "dtype": dtype,
-        "device": setting.device,
-        "zero_stage": layout.zero_stage,
-        "zero_engine": layout.engine,
+        "dtype": dtype, "device": setting.device, "zero_stage": layout.zero_stage, "zero_engine": layout.engine,
         "rules": _rules(load_family(folder), layout),
         "adapters": layout.adapters if graph.stage(stage).part == TEXT else None,
-    }
+    }  # fmt: skip
     return settings_of(graph, stage, folder, UPDATE, layout.recompute, **own)
 
 

@@ -13,21 +13,15 @@ from typing import Any
 
 import torch
 
-from experiments.gpu_check import older_torch
+from experiments.gpu_check import stand_ins
 from experiments.gpu_check.setting import Setting
 
 LAYERS = 2  # of the parts that are asked which kernels they got
 NEEDED = ("torch", "transformers")
 USED = (
-    "dhp.engine.encoder_engine",
-    "dhp.engine.text_engine",
-    "dhp.batch.shard",
-    "dhp.plan.recompute.planner",
-    "dhp.plan.count.state_bytes",
-    "dhp.doctor.trial",
-    "experiments.gpu_check.ray_stand_in",
-    "dhp.cluster.worker",
-)
+    "dhp.engine.encoder_engine", "dhp.engine.text_engine", "dhp.batch.shard", "dhp.plan.recompute.planner",
+    "dhp.plan.count.state_bytes", "dhp.doctor.trial", "experiments.gpu_check.stand_ins", "dhp.cluster.worker",
+)  # fmt: skip
 PACKAGES = (
     "transformers", "tokenizers", "safetensors", "numpy", "triton", "deepspeed", "ray", "hydra-core", "av", "peft",
     "bitsandbytes",
@@ -41,31 +35,20 @@ def check_machine(setting: Setting) -> dict[str, Any]:
     if lacking is not None:
         return {"error": lacking, "serves": False}
     found = {
-        "ok": True,
-        "serves": True,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "wanted": _wanted(),
-        "packages": {name: _version(name) for name in PACKAGES},
-    }
+        "ok": True, "serves": True, "python": platform.python_version(), "torch": torch.__version__,
+        "wanted": _wanted(), "packages": {name: _version(name) for name in PACKAGES},
+    }  # fmt: skip
     if not setting.cuda:
         return found | {"device": "cpu"}
     about = torch.cuda.get_device_properties(0)
     unused, whole = torch.cuda.mem_get_info()
     driver, mode = _ask_driver("driver_version", "compute_mode")
     return found | {
-        "ok": mode in ("Default", ""),
-        "device": about.name,
-        "capability": f"{about.major}.{about.minor}",
-        "memory_bytes": whole,
-        "free_bytes": unused,
-        "multiprocessors": about.multi_processor_count,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "driver": driver,
-        "compute_mode": mode,
-    }
+        "ok": mode in ("Default", ""), "device": about.name, "capability": f"{about.major}.{about.minor}",
+        "memory_bytes": whole, "free_bytes": unused, "multiprocessors": about.multi_processor_count,
+        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())), "driver": driver, "compute_mode": mode,
+    }  # fmt: skip
 
 
 def check_registry(setting: Setting) -> dict[str, Any]:
@@ -74,10 +57,9 @@ def check_registry(setting: Setting) -> dict[str, Any]:
     Deviates on a GPU where attention is not in one call, or norms, rotary positions and gates lack the fastest kernel
     that can be there.
     """
-    from dhp.core.batch import CHUNK_ROWS
     from dhp.parallel.attention.attention_kernels import choose_kernel, has_varlen
-    from experiments.gpu_check.pair import start
-    from experiments.gpu_check.shape import make_shape
+    from dhp.parallel.tensor.loss import CHUNK_ROWS
+    from experiments.gpu_check.pair import make_shape, start
 
     device, folder = torch.device(setting.device), make_shape(setting, LAYERS)
     uses = {
@@ -89,11 +71,9 @@ def check_registry(setting: Setting) -> dict[str, Any]:
     block = choose_kernel(torch.empty(1, 16, 128, device=device, dtype=setting.dtype))
     return {
         "ok": not setting.cuda or (varlen and all(set(found) >= best for found in uses.values())),
-        "attention": f"one call for all segments ({older_torch.WAY})" if varlen else "SDPA, length by length",
-        "ring_block": type(block).__name__,
-        "loss": f"in chunks of {CHUNK_ROWS} rows",
-        "kernels": uses,
-    }
+        "attention": f"one call for all segments ({stand_ins.WAY})" if varlen else "SDPA, length by length",
+        "ring_block": type(block).__name__, "loss": f"in chunks of {CHUNK_ROWS} rows", "kernels": uses,
+    }  # fmt: skip
 
 
 def _find_lacking() -> str | None:
@@ -124,7 +104,6 @@ def _version(name: str) -> str | None:
 
 
 def _ask_driver(*fields: str) -> tuple[str, ...]:
-    """By nvidia-smi; empty where it is not installed."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

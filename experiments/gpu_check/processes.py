@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import experiments.gpu_check.ray_stand_in  # noqa: F401
+import experiments.gpu_check.stand_ins  # noqa: F401
 from dhp.cluster.transport.shared_memory import CUDA_IPC, RemoteValue, pin, unpin
 from dhp.core.batch import Bundle
 from dhp.core.tracing import TRANSFER
@@ -27,12 +27,20 @@ from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from experiments.gpu_check.dry_run import agree, footprint_of
-from experiments.gpu_check.pair import UPDATE, free, start_pair
+from experiments.gpu_check.pair import (
+    UPDATE,
+    agree,
+    built_on,
+    deal,
+    free,
+    make_samples,
+    make_shape,
+    sizes,
+    start_pair,
+    states_of,
+)
 from experiments.gpu_check.ranks import Ranks
-from experiments.gpu_check.samples import deal, make_samples, sizes
 from experiments.gpu_check.setting import Setting
-from experiments.gpu_check.shape import built_on, make_shape
 from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
 
 LAYERS, STEPS = 2, 3
@@ -186,7 +194,6 @@ def _backend(setting: Setting) -> str:
 
 
 def _used(setting: Setting) -> int | None:
-    """Of the device, by all processes."""
     if not setting.cuda:
         return None
     torch.cuda.synchronize()
@@ -207,7 +214,7 @@ def _judged(
 ) -> dict[str, Any]:
     error = max(abs(one / other - 1) for one, other in zip(losses, wanted, strict=True))
     found: dict[str, Any] = {"ok": error < ALIKE[setting.dtype], "loss_error": error, "losses": losses}
-    dry = {part: footprint_of(setting, folder, part) for part in (VISION, TEXT)}
+    dry = {part: states_of(setting, folder, part) for part in (VISION, TEXT)}
     found["dry_run_bytes"] = sum(one.total for one in dry.values())
     for part, said in dry.items():
         if memory[part] is not None:

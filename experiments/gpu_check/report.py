@@ -32,35 +32,20 @@ def _gigabytes(value: float) -> str:
 
 # By field of a row: what it is called, and how its value is written.
 FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "step_ms": ("ms a step", "{:.1f}".format),
-    "mfu": ("MFU", _percent),
-    "tokens_per_s": ("tokens/s", "{:,.0f}".format),
-    "overhead_percent": ("beside plain", "{:+.1f}%".format),
-    "reserved_bytes": ("reserved", _gigabytes),
-    "between_steps_bytes": ("between steps", _gigabytes),
-    "dry_run_most_bytes": ("dry run", _gigabytes),
-    "dry_run_bytes": ("dry run without activations", _gigabytes),
-    "idle_percent": ("idle", "{:.1f}%".format),
-    "copies_hidden_percent": ("copies hidden", "{:.0f}%".format),
-    "launches": ("launches", "{:,}".format),
-    "send_ms": ("ms to send", "{:.2f}".format),
-    "take_ms": ("ms to take", "{:.2f}".format),
-    "send_gb_s": ("GB/s sent", "{:.1f}".format),
-    "used_bytes": ("of the device", _gigabytes),
-    "peak_bytes": ("activations' peak", _gigabytes),
-    "peak_error": ("peak to the plan's", "{:+.1%}".format),
-    "prefill_ms": ("ms to the first token", "{:.0f}".format),
-    "ms_a_token": ("ms a token", "{:.2f}".format),
-    "count": ("waits", "{}".format),
-    "equal": ("equal bits", "{}".format),
-    "loss": ("loss", "{:.2g}".format),
-    "update": ("update", "{:.2g}".format),
-    "proof_s": ("s to prove", "{:.1f}".format),
-    "forward_ms": ("ms forward", "{:.3f}".format),
-    "backward_ms": ("ms backward", "{:.3f}".format),
-    "fused_ms": ("ms fused", "{:.3f}".format),
-    "own_ms": ("ms the model's own", "{:.3f}".format),
-}
+    "step_ms": ("ms a step", "{:.1f}".format), "mfu": ("MFU", _percent), "tokens_per_s": ("tokens/s", "{:,.0f}".format),
+    "overhead_percent": ("beside plain", "{:+.1f}%".format), "reserved_bytes": ("reserved", _gigabytes),
+    "between_steps_bytes": ("between steps", _gigabytes), "dry_run_most_bytes": ("dry run", _gigabytes),
+    "dry_run_bytes": ("dry run without activations", _gigabytes), "idle_percent": ("idle", "{:.1f}%".format),
+    "copies_hidden_percent": ("copies hidden", "{:.0f}%".format), "launches": ("launches", "{:,}".format),
+    "send_ms": ("ms to send", "{:.2f}".format), "take_ms": ("ms to take", "{:.2f}".format),
+    "send_gb_s": ("GB/s sent", "{:.1f}".format), "used_bytes": ("of the device", _gigabytes),
+    "peak_bytes": ("activations' peak", _gigabytes), "peak_error": ("peak to the plan's", "{:+.1%}".format),
+    "prefill_ms": ("ms to the first token", "{:.0f}".format), "ms_a_token": ("ms a token", "{:.2f}".format),
+    "count": ("waits", "{}".format), "equal": ("equal bits", "{}".format), "loss": ("loss", "{:.2g}".format),
+    "update": ("update", "{:.2g}".format), "proof_s": ("s to prove", "{:.1f}".format),
+    "forward_ms": ("ms forward", "{:.3f}".format), "backward_ms": ("ms backward", "{:.3f}".format),
+    "fused_ms": ("ms fused", "{:.3f}".format), "own_ms": ("ms the model's own", "{:.3f}".format),
+}  # fmt: skip
 
 
 def read_latest(file: Path) -> list[Row]:
@@ -121,7 +106,6 @@ def _figures(row: Row) -> str:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=ROOT / "results" / "gpu.jsonl")
     parser.add_argument("--page", type=Path, default=PAGE, help="a page with the marks between which the table goes")

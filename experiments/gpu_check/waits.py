@@ -19,9 +19,8 @@ from dhp.core.reports import StageReport
 from dhp.engine.engines import make_rank
 from dhp.models.registry import load_family
 from experiments.gpu_check.pair import Mark, Pair, join, no_mark
-from experiments.gpu_check.parity import deal_step, read_layout, require_packages, stage_settings
+from experiments.gpu_check.parity import deal_step, make_tiny, read_layout, require_packages, stage_settings
 from experiments.gpu_check.setting import Setting
-from experiments.gpu_check.tiny import make_tiny
 from experiments.pair import TEXT, VISION, pair_of
 
 SAYS = "called a synchronizing"  # CUDA operation

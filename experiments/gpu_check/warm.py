@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import experiments.gpu_check.older_torch
-import experiments.gpu_check.ray_stand_in  # noqa: F401
+import experiments.gpu_check.stand_ins  # noqa: F401
 
 # isort: split
 import dhp.cluster.worker

@@ -83,13 +83,9 @@ class Workshop:
         command = [sys.executable, "-m", "experiments.gpu_check", "--device", self._device, SERVE, str(self._folder)]
         with self._said.open("ab") as said:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=said,
-                env=os.environ | ENVIRONMENT | OF_DEVICE[self._device],
-                start_new_session=True,
-            )
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
+                env=os.environ | ENVIRONMENT | OF_DEVICE[self._device], start_new_session=True,
+            )  # fmt: skip
 
     def _last_words(self) -> str:
         return "it said last: " + self._said.read_text(errors="replace")[-TAIL:]
@@ -102,7 +98,6 @@ def end_with_parent() -> None:
 
 
 def _ask(process: subprocess.Popen[bytes], question: bytes, limit_s: float) -> bytes | None:
-    """The answer, as `_read_line` gives it."""
     try:
         process.stdin.write(question)
         process.stdin.flush()
@@ -139,7 +134,7 @@ def _answer(row: Mapping[str, Any], device: str, folder: Path) -> dict[str, Any]
     try:
         import torch
 
-        import experiments.gpu_check.older_torch  # noqa: F401  before dhp
+        import experiments.gpu_check.stand_ins  # noqa: F401  before dhp
         from experiments.gpu_check.setting import NotHere, Setting
 
         try:

@@ -15,8 +15,7 @@ from typing import Any
 import torch.multiprocessing as multiprocessing
 
 from dhp.data.sample.sample import Sample
-from experiments.layouts.hosts import HOSTS, become_private, make_hosts
-from experiments.layouts.links import H100, match
+from experiments.layouts.links import H100, HOSTS, become_private, make_hosts, match
 from experiments.layouts.ours import LAYOUTS, LOCAL, NAMES, run_layout
 from experiments.layouts.peers import PEERS, serve_peer
 from experiments.layouts.work import DECODERS, SIDES, Run, count_tokens, make_batch, make_model
@@ -66,18 +65,13 @@ def compare(
         seconds = {name: [s for found in timed for s in found[name][size].seconds] for name in names}
         for name in names:
             yield {
-                "layout": name,
-                "peer": name in PEERS,
-                "shape": shape,
-                "patches": SIDES[size] ** 2,
+                "layout": name, "peer": name in PEERS, "shape": shape, "patches": SIDES[size] ** 2,
                 "step_s": round(median(seconds[name]), 4),
                 "tokens_per_s": round(count_tokens(batches[size]) / median(seconds[name]), 1),
                 "efficiency": round(median(seconds[LIMIT]) / median(seconds[name]), 3),
-                "peak_activation_bytes": measured[name][size].peak_bytes,
-                "comm_bytes": measured[name][size].sent_bytes,
-                "steps": len(seconds[name]),
-                "loss": losses[size][name],
-            }
+                "peak_activation_bytes": measured[name][size].peak_bytes, "comm_bytes": measured[name][size].sent_bytes,
+                "steps": len(seconds[name]), "loss": losses[size][name],
+            }  # fmt: skip
 
 
 def require_equal(losses: Mapping[str, float], tolerance: float) -> None:
@@ -113,7 +107,6 @@ def slow_links(model: str) -> str:
 
 
 def main() -> None:
-    """Print a JSON line for each row."""
     given = read_arguments()
     names = [LIMIT, *(name for name in given.only if name != LIMIT)]
     try:

@@ -3,44 +3,29 @@ chain over two devices, of which the second has the tower's last stage and the d
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import ray
 
-from dhp.batch.encoder_shards import Split
-from dhp.batch.reader import BatchReader
-from dhp.cluster.cluster import Cluster, ClusterSpec
-from dhp.cluster.hangs.watch import Watched, wait_all
 from dhp.config.layout import DEEPSPEED, FSDP
 from dhp.core.axes import Degrees
-from dhp.core.batch import Batch, StepData
 from dhp.core.graph import StageGraph
 from dhp.core.reports import StageReport, StageUsage
 from dhp.data.sample.sample import Sample
-from dhp.data.sampling.dataset import StepSamples
-from dhp.data.sampling.sampler import BatchLayout, slots
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.registry import load_family
-from dhp.plan.count.costs import arrange
 from dhp.plan.recompute.profile import usage_of
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Stages as GraphStages
-from dhp.step.stages import make_stages
-from dhp.step.step import train_step
+from dhp.trainer.recomputing import arrange
 from dhp.trainer.settings import stage_settings
 from experiments.layouts.peers import LEARNING_RATE
 from experiments.layouts.work import SAMPLES, Run
 from experiments.pair import ONE, TEXT, VISION, as_batch, pair_of, settings_of
 from experiments.partition.chain import ENGINES, SCHEDULE, STEPS, Stages, plan_chain
+from experiments.small import deal, started, timed
 
 LOCAL = "local"
-TIMEOUT_S = 900.0
 TWO = {name: Degrees(**{name: 2}) for name in ("data", "ulysses", "tensor")}
 
 
@@ -58,15 +43,11 @@ class Spread:
 # The last two have four ranks a part: torch cuts the states of replicas beside tensor parallelism, or nobody does.
 FOUR = Degrees(data=2, ulysses=2), Degrees(data=2, tensor=2)
 LAYOUTS = {
-    "DP": Spread(TWO["data"], TWO["data"]),
-    "SP+TP": Spread(TWO["ulysses"], TWO["tensor"]),
-    "TP": Spread(TWO["tensor"], TWO["tensor"]),
-    "DP+TP": Spread(TWO["data"], TWO["tensor"]),
-    "SP+DP": Spread(TWO["ulysses"], TWO["data"]),
-    "ZeRO-3": Spread(TWO["data"], TWO["data"], 3, 3),
-    "TP+replicas": Spread(*FOUR),
-    "TP+FSDP": Spread(*FOUR, text_stage=3, text_engine=FSDP),
-}
+    "DP": Spread(TWO["data"], TWO["data"]), "SP+TP": Spread(TWO["ulysses"], TWO["tensor"]),
+    "TP": Spread(TWO["tensor"], TWO["tensor"]), "DP+TP": Spread(TWO["data"], TWO["tensor"]),
+    "SP+DP": Spread(TWO["ulysses"], TWO["data"]), "ZeRO-3": Spread(TWO["data"], TWO["data"], 3, 3),
+    "TP+replicas": Spread(*FOUR), "TP+FSDP": Spread(*FOUR, text_stage=3, text_engine=FSDP),
+}  # fmt: skip
 CHAIN = "chain"  # of two stages of a tower and a decoder, cut as a run cuts them
 NAMES = (*LAYOUTS, CHAIN)
 UPDATE = OptimizerSettings(LEARNING_RATE, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, None)
@@ -81,19 +62,6 @@ class Made:
     vision: Degrees
     text: Degrees
     micro_batches: int = 1
-
-
-def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample], micro_batches: int = 1) -> StepData:
-    """The step's samples dealt out to the ranks."""
-
-    def step(k: int) -> StepSamples:
-        layout = BatchLayout(text.data, micro_batches, -(-len(samples) // (text.data * micro_batches)))
-        dealt = slots(list(samples), layout)
-        return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
-
-    source: Any = SimpleNamespace(step=step)
-    encoders = {VISION: Split(vision.data, vision.sequence, stages=2 if micro_batches > 1 else 1)}
-    return BatchReader(source, load_family(model), 0, encoders, packing=True, text=text).step(0)
 
 
 def make_layout(name: str, model: str, measure: bool) -> Made:
@@ -128,18 +96,13 @@ def run_layout(
     address: str = LOCAL,
 ) -> dict[str, Run]:
     """Of every batch, `steps` steps after one that does not count. measure: bytes of the last. address: of a Ray."""
-    made = make_layout(name, model, measure)
+    made, found = make_layout(name, model, measure), {}
     graph = made.graph
-    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(graph, folder, address)) as cluster:
-        groups = cluster.groups
-        for stage in graph.stages:
-            groups[stage.name].start(ENGINES[stage.part], made.settings[stage.name])
-        wait_all([w for group in groups.values() for w in group.take_watched()], TIMEOUT_S)
-        stages = make_stages(graph, groups)
-        found = {}
+    schedule = make_schedule("sequential" if made.micro_batches == 1 else SCHEDULE, graph, made.micro_batches)
+    with started(graph, ENGINES, made.settings, address=address) as stages:
         for size, samples in batches.items():
             batch = as_batch(deal(model, made.vision, made.text, samples, made.micro_batches), ray.put)
-            seconds, reports = _train(graph, stages, batch, steps, made.micro_batches)
+            seconds, reports = timed(graph, stages, schedule, batch, steps)
             last = graph.stages[-1].name
             loss = sum(report.loss for report in stages[last].leaders(reports[last]))
             found[size] = Run(seconds, loss, *(_bytes(name, graph, reports) if measure else ()))
@@ -157,29 +120,6 @@ def device_bytes(graph: StageGraph, usages: Mapping[str, StageUsage]) -> int:
     return int(taking_turns.device_bytes(held, {stage: usage.peak_bytes for stage, usage in usages.items()}))
 
 
-def _train(
-    graph: StageGraph, stages: GraphStages, batch: Batch, steps: int, micro_batches: int = 1
-) -> tuple[tuple[float, ...], dict[str, list[StageReport]]]:
-    """Seconds from the end of each step to the end of the next one, and what all ranks tell of the last. As in a run,
-    the next step is submitted while one runs."""
-    ends, following = [], _submit(graph, stages, batch, micro_batches)
-    for step in range(steps + 1):
-        watched, reports = following
-        if step < steps:
-            following = _submit(graph, stages, batch, micro_batches)
-        wait_all(watched, TIMEOUT_S)
-        ends.append(time.perf_counter())
-    return tuple(end - begin for begin, end in pairwise(ends)), {name: ray.get(refs) for name, refs in reports.items()}
-
-
-def _submit(
-    graph: StageGraph, stages: GraphStages, batch: Batch, micro_batches: int
-) -> tuple[list[Watched], dict[str, list[Any]]]:
-    schedule = make_schedule("sequential" if micro_batches == 1 else SCHEDULE, graph, micro_batches)
-    submitted = train_step(stages, schedule, graph.ties, batch)
-    return [w for stage in stages.values() for w in stage.group.take_watched()], submitted.reports
-
-
 def _bytes(name: str, graph: StageGraph, reports: Mapping[str, Sequence[StageReport]]) -> tuple[int, int]:
     """Peak of activations on the fuller device, and bytes sent by all: device k has rank k of both parts. In a chain,
     as if all stages of a device had their most at once."""
@@ -190,16 +130,3 @@ def _bytes(name: str, graph: StageGraph, reports: Mapping[str, Sequence[StageRep
         ranks = zip(reports[VISION], reports[TEXT], strict=True)
         peak = max(device_bytes(graph, {VISION: vision.usage, TEXT: text.usage}) for vision, text in ranks)
     return peak, sum(sum(r.sent_bytes.values()) for of_stage in reports.values() for r in of_stage)
-
-
-def _layout(graph: StageGraph, folder: str, address: str) -> ClusterSpec:
-    return ClusterSpec(
-        graph=graph,
-        device="cpu",
-        address=address,
-        threads=1,
-        start_timeout_s=TIMEOUT_S,
-        step_timeout_s=TIMEOUT_S,
-        log_dir=folder,
-        checkpoint_dir=folder,
-    )

@@ -6,14 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-from dhp.core.batch import IGNORED
 from dhp.data.sample.sample import Sample
+from experiments.small import make_sample, save_model
 
-IMAGE, START, END, VIDEO = 2040, 2041, 2042, 2043
 SAMPLES, TEXT_TOKENS, TARGETS = 2, 48, 32
 SIDES = {"1k": 32, "4k": 64, "9k": 96, "16k": 128}  # patches along one side of the image
 
@@ -42,51 +37,13 @@ class Run:
 
 def make_model(folder: Path, shape: str) -> Path:
     """A Qwen2.5-VL of that shape with random weights."""
-    text = DECODERS[shape]
-    half = text["hidden_size"] // 8 // 2
-    decoder = {
-        "vocab_size": 2048,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
-        },
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=decoder | text,
-        vision_config=TOWER | {"out_hidden_size": text["hidden_size"]},
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder / shape)
-    return folder / shape
+    return Path(save_model(folder / shape, DECODERS[shape], TOWER))
 
 
 def make_batch(size: str) -> list[Sample]:
     """The samples of a step, with images of `size` patches each."""
     side = SIDES[size]
-    return [make_sample((1, side, side), seed) for seed in range(SAMPLES)]
-
-
-def make_sample(grid: tuple[int, int, int], seed: int) -> Sample:
-    """One sample whose only image has that grid: frames, rows, columns of patches."""
-    rng = np.random.default_rng(seed)
-    patches = grid[0] * grid[1] * grid[2]
-    text = rng.integers(3, 2000, TEXT_TOKENS)
-    ids = np.concatenate([[5], np.full(patches // 4, IMAGE), text])
-    labels = np.concatenate([np.full(len(ids) - TARGETS, IGNORED), text[-TARGETS:]])
-    kinds = (ids == IMAGE).astype(np.int64)
-    pixels = rng.standard_normal((patches, 3 * 2 * 14 * 14), dtype=np.float32)
-    return Sample("made", seed, ids.astype(np.int64), labels.astype(np.int64), kinds, (pixels,), (grid,))
+    return [make_sample(seed, (1, side, side), TEXT_TOKENS, TARGETS) for seed in range(SAMPLES)]
 
 
 def count_tokens(samples: Sequence[Sample]) -> int:

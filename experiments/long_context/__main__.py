@@ -23,35 +23,19 @@ from typing import Any
 
 from transformers.utils import logging
 
-from experiments.long_context import (
-    inference,
-    long_sets,
-    longest,
-    longest_prompt,
-    sampler,
-    schedule,
-    steps,
-    two_stages,
-    video,
-)
+from experiments.long_context import inference, long_sets, steps, video
 from experiments.long_context.work import LAYERS, make_model
 
 # What is asked: from a model and the arguments to its lines. A further question is a module and a line here.
 QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]]]] = {
-    "longest": lambda model, given: longest.measure(model, given.budget_mib),
-    "longest_prompt": lambda model, given: longest_prompt.measure(model, given.budget_mib),
-    "steps": steps.measure,
-    "inference": inference.measure,
-    "video": video.measure,
-    "sampler": sampler.measure,
-    "long_sets": long_sets.measure,
-    "schedule": schedule.measure,
-    "two_stages": two_stages.measure,
-}
+    "longest": lambda model, given: steps.measure_longest(model, given.budget_mib),
+    "longest_prompt": lambda model, given: steps.measure_prompts(model, given.budget_mib), "steps": steps.measure,
+    "inference": inference.measure, "video": video.measure, "sampler": long_sets.measure_sampler,
+    "long_sets": long_sets.measure, "schedule": inference.measure_schedule, "two_stages": video.measure_two_stages,
+}  # fmt: skip
 
 
 def main() -> None:
-    """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS), metavar="QUESTION")
     parser.add_argument("--budget-mib", type=int, default=8, help="for activations of a rank, or for a prompt")

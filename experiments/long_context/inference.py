@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, DynamicCache
 
 from dhp.batch.collate import Collator
@@ -27,9 +28,9 @@ from dhp.engine.text_engine import TextEngine
 from dhp.models.decoder import having, unchanged
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from experiments.long_context.ranks import UPDATE, on_ranks
-from experiments.long_context.work import make_row
-from experiments.pair import ONE, TEXT, pair_of, settings_of
+from experiments.long_context.work import UPDATE, make_row
+from experiments.pair import ONE, TEXT, on_ranks, pair_of, settings_of
+from experiments.published.canvas import SIDE, TOP, Canvas
 
 NEW = 33  # tokens: one behind the prompt, and 32 that are timed
 LONG = 1 << 14  # tokens, of which there is one round
@@ -53,18 +54,14 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for way, of_way in told.items():
                 pairs = list(zip(told[PLAIN], of_way, strict=True))
                 yield {
-                    "ranks": ranks,
-                    "way": way,
-                    "layers": given.layers,
-                    "tokens": tokens,
-                    "rounds": rounds,
+                    "ranks": ranks, "way": way, "layers": given.layers, "tokens": tokens, "rounds": rounds,
                     "first_token_s": round(median(first for _, first, _, _ in of_way), 4),
                     "tokens_per_s": round(1 / median(each for _, _, each, _ in of_way), 2),
                     "first_token_speed_to_plain": round(median(plain[1] / own[1] for plain, own in pairs), 3),
                     "decode_speed_to_plain": round(median(plain[2] / own[2] for plain, own in pairs), 3),
                     "cache_bytes": of_way[0][3],
                     "same_tokens": sum(a == b for a, b in zip(wanted, of_way[0][0], strict=True)),
-                }
+                }  # fmt: skip
 
 
 def _measure(model: str, tokens: int, ranks: int, rounds: int) -> dict[str, list[Told]]:
@@ -186,6 +183,90 @@ def load_plain(model: str) -> Any:
 
 
 def _bytes(cache: DynamicCache) -> int:
-    """Of keys and values, where there are some."""
     held = [layer for layer in cache.layers if layer.is_initialized]
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in held)
+
+
+WATCHED_RANKS, WATCHED_TOKENS = 2, 8_192
+COLOURS = ("#00798c", "#7fc4d1", "#d1495b", "#eda5ae")  # of layers, in turn
+Span = tuple[int, float, float]  # a layer, seconds of its begin and of its end
+
+
+class Watch:
+    """Spans of all layers of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.spans: list[Span] = []
+        self._begun: dict[int, float] = {}
+        lists = [one for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and "visual" not in name]
+        for number, layer in enumerate(max(lists, key=len)):
+            layer.register_forward_pre_hook(lambda *_, n=number: self._begun.__setitem__(n, time.perf_counter()))
+            layer.register_forward_hook(lambda *_, n=number: self._end(n))
+
+    def _end(self, number: int) -> None:
+        self.spans.append((number, self._begun[number], time.perf_counter()))
+
+
+def measure_schedule(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A line for each way and rank: seconds to the first token, and the share of them in which the rank is inside a
+    layer, which includes the exchanges of one that ranks share, and their waits. With --plot a picture."""
+    found = on_ranks(WATCHED_RANKS, _watched, model)
+    for way, (seconds, ranks) in found.items():
+        for rank, spans in enumerate(ranks):
+            busy = sum(min(end, seconds) - begin for _, begin, end in spans if begin < seconds)
+            yield {
+                "way": way, "rank": rank, "tokens": WATCHED_TOKENS, "first_token_s": round(seconds, 4),
+                "busy_share": round(busy / seconds, 4), "layers": len({layer for layer, _, _ in spans}),
+            }  # fmt: skip
+    if given.plot is not None:
+        draw(found, given.plot)
+
+
+def _watched(model: str) -> dict[str, tuple[float, list[list[Span]]]]:
+    """By way seconds to the first token and each rank's spans from its begin on, of a second answer."""
+    cut = CutByLayers(model, WATCHED_TOKENS)
+    ways: dict[str, tuple[Callable[[], Told], nn.Module]] = {CUT: (cut, cut.model)}
+    for name, degrees in WAYS[WATCHED_RANKS].items():
+        if "tensor" not in name:
+            ours = Ours(model, WATCHED_TOKENS, degrees)
+            ways[f"dhp, {name}"] = (ours, ours.engine.model)
+    found = {}
+    for name, (way, watched) in ways.items():
+        watch = Watch(watched)
+        for _ in range(2):
+            dist.barrier()
+            watch.spans.clear()
+            begins = [time.perf_counter()]  # the clock is one of all processes of a host
+            dist.broadcast_object_list(begins, 0)
+            (begin,) = begins
+            _, seconds, _, _ = way()
+        ranks: list[Any] = [None] * WATCHED_RANKS
+        dist.all_gather_object(ranks, [(layer, a - begin, b - begin) for layer, a, b in watch.spans])
+        found[name] = (seconds, ranks)
+    return found
+
+
+def draw(found: Mapping[str, tuple[float, list[list[Span]]]], path: Path) -> None:
+    """Write a PNG: a panel a way, a line a rank, from left to right the time to a little behind the first token."""
+    canvas = Canvas(len(found))
+    most = 1.05 * max(seconds for seconds, _ in found.values())
+    canvas.text(
+        canvas.left(0),
+        8,
+        f"a prompt of {WATCHED_TOKENS:,} tokens on {WATCHED_RANKS} ranks, {most:.2f} s from left to right",
+    )
+    canvas.text(canvas.left(0), 26, "a colour a layer; |: the first token")
+    for panel, (way, (seconds, ranks)) in enumerate(found.items()):
+        left, high = canvas.left(panel), SIDE / len(ranks)
+        canvas.text(left, TOP - 18, way.removeprefix("transformers, "))
+        canvas.frame(left)
+        for rank, spans in enumerate(ranks):
+            canvas.text(left - 46, TOP + (rank + 0.45) * high, f"rank {rank}")
+            for layer, begin, end in spans:
+                wide = (min(end, most) - begin) / most * SIDE
+                if wide > 0:
+                    top = TOP + (rank + 0.15) * high
+                    canvas.box(left + begin / most * SIDE, top, wide, 0.7 * high, COLOURS[layer % len(COLOURS)])
+        at = left + seconds / most * SIDE
+        canvas.line([(at, TOP), (at, TOP + SIDE)], "#202020")
+    canvas.save(path)

@@ -1,8 +1,4 @@
-"""What each process holds of a ten-minute video, when several vision ranks own its frames.
-
-Each role runs in a process of its own: who reads the step, and for each rank who decodes its share. A process's peak is
-that of its resident memory, less what it had before the step; bytes are those of the patches that leave it.
-"""
+"""Long videos: frames that are read and shared out, and rows whose frames are sharded before their tokens."""
 
 from __future__ import annotations
 
@@ -11,21 +7,35 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
+from unittest import mock
 
 import av
 import numpy as np
+import ray
 
-from dhp.batch.encoder_shards import VISION, Split
+from dhp.batch.assign_images import ImageWork, Piece, Pieces
+from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReader, BatchReaderSettings, make_reader
 from dhp.config.data import DataConfig, DatasetEntry
-from dhp.core.batch import VisionInput
+from dhp.core.axes import Degrees
+from dhp.core.batch import IGNORED, StepData, VisionInput
+from dhp.data.sample.sample import Sample
 from dhp.data.sampling.sampler import BatchLayout
+from dhp.models.registry import load_family
+from dhp.parallel.attention.shard_plan import even_counts
+from dhp.step.schedule import make_schedule
 from dhp.tiny.tiny_model import make_tiny_assets
+from experiments.layouts.ours import UPDATE
+from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
+from experiments.partition.chain import ENGINES
+from experiments.small import END, IMAGE, PATCH_VALUES, START, deal, save_even_model, started, timed
 
 MINUTES, FPS, SIDE = 10, 4, 196  # 2,400 frames
 RANKS = (1, 2, 4)
@@ -60,18 +70,13 @@ def _settings(folder: Path, minutes: int) -> BatchReaderSettings:
     return BatchReaderSettings(
         model_name=str(folder / "tiny" / "model"),
         data=DataConfig(
-            ["v"],
-            data_registry={"v": DatasetEntry(str(folder / "a.jsonl"), str(folder))},
-            shuffle=False,
-            max_pixels=SIDE * SIDE,
-            cache_dir=str(folder),
-            video_fps=float(FPS),
-            video_max_frames=1 << 20,
+            ["v"], data_registry={"v": DatasetEntry(str(folder / "a.jsonl"), str(folder))}, shuffle=False,
+            max_pixels=SIDE * SIDE, cache_dir=str(folder), video_fps=float(FPS), video_max_frames=1 << 20,
         ),
         layout=BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1),
         encoders={VISION: Split()},
         seed=0,
-    )
+    )  # fmt: skip
 
 
 def _write_video(path: Path, frames: int) -> None:
@@ -87,7 +92,6 @@ def _write_video(path: Path, frames: int) -> None:
 
 
 def _alone(task: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
-    """What a fresh process answers."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(task, *given).result()
 
@@ -122,6 +126,83 @@ def _measured(make: Callable[[], VisionInput]) -> dict[str, Any]:
 
 
 def _resident(name: str) -> int:
-    """Bytes, by the kernel's name for them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return KIB * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+SHARDS = 2
+TWO, BY_TOKEN, BY_PICTURE = "two stages", "one stage, by tokens", "one stage, by pictures"
+WIDTHS = {"tower": 128, "decoder": 256, "layers": 4}
+FRAME_SIDE = 8  # patches along a frame's side: 64 patches, 16 tokens
+SCENES, FRAMES, WORDS = 6, 12, 300  # of a row: so many times up to so many frames and words
+ROWS = 5
+
+
+def measure_two_stages(_: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A line for each row, and the median over rows of one-stage seconds to two-stage ones."""
+    vision, text = Degrees(ulysses=SHARDS), Degrees(ulysses=SHARDS)
+    ratios: dict[str, list[float]] = {BY_TOKEN: [], BY_PICTURE: []}
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_even_model(Path(folder), **WIDTHS)
+        graph = pair_of(load_family(model), vision, text)
+        settings = {part: settings_of(graph, part, model, UPDATE) for part in (VISION, TEXT)}
+        schedule = make_schedule("sequential", graph, 1)
+        with started(graph, ENGINES, settings) as stages:
+            for seed in range(ROWS):
+                sample = _row(seed)
+                seconds: dict[str, list[float]] = {TWO: [], BY_TOKEN: [], BY_PICTURE: []}
+                patches, tokens = {}, {}
+                for number in range(given.rounds):
+                    for way in list(seconds)[:: 1 if number % 2 else -1]:
+                        data = _dealt(model, vision, text, sample, way)
+                        patches[way] = [len(work.pixels) for work in data.work[VISION][0]]
+                        tokens[way] = [work.tensors["input_ids"].shape[-1] for work in data.work[TEXT][0]]
+                        taken, _ = timed(graph, stages, schedule, as_batch(data, ray.put), 1)
+                        seconds[way] += taken
+                for way, of_rows in ratios.items():
+                    of_rows.append(median(one / two for one, two in zip(seconds[way], seconds[TWO], strict=True)))
+                yield {
+                    "row": seed, "patches": patches, "tokens": tokens,
+                    "seconds": {way: round(median(of), 3) for way, of in seconds.items()},
+                    "one_to_two": {way: round(of_rows[-1], 3) for way, of_rows in ratios.items()},
+                }  # fmt: skip
+    yield {"way": "all rows", "one_to_two": {way: round(median(of_rows), 3) for way, of_rows in ratios.items()}}
+
+
+def _row(seed: int) -> Sample:
+    """Scenes of a random number of frames, each told of in a random number of words, half of which are learned."""
+    rng = np.random.default_rng(seed)
+    pixels: list[np.ndarray] = []
+    ids: list[np.ndarray] = []
+    for _ in range(SCENES):
+        frames = int(rng.integers(0, FRAMES + 1))
+        for _ in range(frames):
+            pixels.append(rng.standard_normal((FRAME_SIDE * FRAME_SIDE, PATCH_VALUES)).astype(np.float32))
+            ids += [np.array([START]), np.full(FRAME_SIDE * FRAME_SIDE // 4, IMAGE), np.array([END])]
+        ids.append(rng.integers(3, 2000, int(rng.integers(8, WORDS))))
+    row = np.concatenate(ids)
+    labels = np.where(row < 2000, row, IGNORED)
+    kinds = (row == IMAGE).astype(np.int64)
+    return Sample("made", seed, row, labels, kinds, tuple(pixels), ((1, FRAME_SIDE, FRAME_SIDE),) * len(pixels))
+
+
+def _dealt(model: str, vision: Degrees, text: Degrees, sample: Sample, way: str) -> StepData:
+    if way == TWO:
+        return deal(model, vision, text, [sample])
+    starts, length = np.flatnonzero(sample.input_ids == START), len(sample.input_ids)
+    counts = even_counts(length, SHARDS)
+    owners = starts * SHARDS // length
+    if way == BY_PICTURE:
+        owners = np.arange(len(starts)) * SHARDS // len(starts)
+        firsts = [0, *(int(starts[owners == rank][0]) for rank in range(1, SHARDS)), length]
+        counts = tuple(last - first for first, last in pairwise(firsts))
+
+    def as_owned(images: Sequence[ImageWork], *_: Any, **__: Any) -> list[list[Pieces]]:
+        whole = [Piece(number, 0, len(image.window_lengths)) for number, image in enumerate(images)]
+        return [[tuple(piece for piece in whole if owners[piece.image] == rank) for rank in range(SHARDS)]]
+
+    with (
+        mock.patch("dhp.batch.encoder_shards.shard_images", as_owned),
+        mock.patch("dhp.batch.row_shards.even_counts", lambda total, parts: counts),
+    ):
+        return deal(model, vision, text, [sample])

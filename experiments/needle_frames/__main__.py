@@ -6,16 +6,90 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
-from experiments.commands import command_of
-from experiments.needle_frames.plot import draw
-from experiments.needle_frames.runs import TRAINED_ON, Size, rows
+from dhp.tiny.made_pictures import NEEDLES, make_needles
+from experiments.commands import command_of, run_module
+from experiments.published.canvas import SIDE, TOP, Canvas
+
+FOUND, LOST = (110, 190, 200), (240, 240, 240)  # red, green and blue
+Row = dict[str, Any]
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Write a PNG; of several seeds the means."""
+    models = list(dict.fromkeys(row["trained_on"] for row in rows))
+    canvas = Canvas(len(models))
+    canvas.text(canvas.left(0), 8, "share of needles found, by frames of the video (across) and depth (down)")
+    for panel, model in enumerate(models):
+        own = [row for row in rows if row["trained_on"] == model]
+        left, frames, depths = canvas.left(panel), list(dict.fromkeys(row["frames"] for row in own)), own[0]["depths"]
+        canvas.text(left, TOP - 18, f"trained on {', '.join(map(str, own[0]['trained_frames']))} frames")
+        wide, high = SIDE / len(frames), SIDE / len(depths)
+        for down, depth in enumerate(depths):
+            canvas.text(left - 34, TOP + (down + 0.4) * high, f"{depth:g}")
+            for across, of in enumerate(frames):
+                share = mean(row["by_depth"][down] for row in own if row["frames"] == of)
+                colour = (round(low + share * (high_ - low)) for low, high_ in zip(LOST, FOUND, strict=True))
+                box = left + across * wide, TOP + down * high, wide - 1, high - 1
+                canvas.box(*box, "#" + "".join(f"{value:02x}" for value in colour))
+                canvas.text(box[0] + wide / 2 - 12, box[1] + high / 2 - 7, f"{share:.0%}")
+        for across, of in enumerate(frames):
+            canvas.text(left + (across + 0.3) * wide, TOP + SIDE + 4, str(of))
+    canvas.save(path)
+
+
+TRAINED_ON = {"short": (4, 8), "long": (16, 32, 48, 64), "longest": (1024,)}  # frames of the videos
+
+
+@dataclass(frozen=True)
+class Size:
+    """samples: to train on; steps: of training, None: those of the configuration; frames: of the videos with needles;
+    needles: at each length and depth."""
+
+    samples: int
+    steps: int | None
+    frames: Sequence[int]
+    needles: int
+
+
+def rows(models: Sequence[str], seeds: Sequence[int], size: Size, folder: Path) -> Iterator[Row]:
+    """A row for each seed, model and number of frames."""
+    for seed in seeds:
+        for model in models:
+            run_dir = folder / f"{model}-{seed}"
+            data = make_needles(folder / f"{model}-data-{seed}", size.samples, TRAINED_ON[model], seed)
+            run_module(_training(run_dir, data, seed, size))
+            frames = ",".join(map(str, size.frames))
+            asked = ["--frames", frames, "--needles", str(size.needles), "--seed", str(seed), "--out", str(run_dir)]
+            run_module(["dhp", "evaluate", "needle", str(run_dir), *asked])
+            yield from _found(json.loads((run_dir / "needle.json").read_text(encoding="utf-8")), model, seed)
+
+
+def _training(run_dir: Path, data: Path, seed: int, size: Size) -> list[str]:
+    entry = "data.data_registry.needles"
+    more = [] if size.steps is None else [f"training.max_steps={size.steps}"]
+    place = [f"{entry}.annotation_path={data / NEEDLES}", f"{entry}.data_path={data}"]
+    work = [f"data.video_max_frames={max(map(max, TRAINED_ON.values()))}", "cluster.threads_per_actor=1"]
+    return ["dhp.train_ray", "--config-name=needle_tiny", f"run_dir={run_dir}", f"seed={seed}", *place, *work, *more]
+
+
+def _found(table: Row, model: str, seed: int) -> Iterator[Row]:
+    """A row for each length: the share of needles that was found, over all depths and at each."""
+    for at, frames in enumerate(table["frames"]):
+        of_depths = [shares[at] for shares in table["found"]]
+        yield {
+            "trained_on": model, "trained_frames": list(TRAINED_ON[model]), "seed": seed, "frames": frames,
+            "found": round(sum(of_depths) / len(of_depths), 4), "depths": table["depths"],
+            "by_depth": [round(share, 4) for share in of_depths],
+        }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a JSON line for each seed, model and number of frames."""
     parser = argparse.ArgumentParser(prog="python -m experiments.needle_frames", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=TRAINED_ON, default=["short", "long"], help="by what they learn")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0], help="none: only what was read")

@@ -16,71 +16,45 @@ import ray
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from dhp.batch.reader import make_reader
-from dhp.cluster.cluster import Cluster, ClusterSpec
-from dhp.cluster.hangs.watch import wait_all
 from dhp.cluster.host import keep_freed_memory
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
 from dhp.core.batch import Batch
 from dhp.core.graph import StageGraph
 from dhp.engine.encoder_engine import EncoderEngine
+from dhp.engine.stage_settings import StageSettings
 from dhp.engine.text_engine import TextEngine
-from dhp.models.pretrained import load_tokenizer
 from dhp.plan.batches import feed_settings
 from dhp.plan.run_plan import plan_run
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Stages, make_stages
+from dhp.step.stages import Stages
 from dhp.step.step import train_step
-from dhp.tiny.tiny_model import make_tiny_assets, tiny_config
+from dhp.tiny.tiny_model import make_tiny_assets
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import stage_settings
 from experiments.pair import TEXT, VISION, as_batch
+from experiments.small import grow, started, wait_for
 
 TEXT_SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
 VISION_SIZE = {"hidden_size": 256, "intermediate_size": 704, "depth": 8, "fullatt_block_indexes": [3, 7]}
-TIMEOUT_S = 600.0
-
-
-def make_model(folder: Path, tiny: Path) -> None:
-    """A medium model beside the tiny one's tokenizer and image processor."""
-    folder.mkdir()
-    for file in tiny.iterdir():
-        if file.suffix != ".safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
-    config = tiny_config(load_tokenizer(str(tiny)))
-    for key, value in TEXT_SIZE.items():
-        setattr(config.text_config, key, value)
-    for key, value in VISION_SIZE.items():
-        setattr(config.vision_config, key, value)
-    config.text_config.layer_types = ["full_attention"] * TEXT_SIZE["num_hidden_layers"]
-    config.text_config.rope_parameters["mrope_section"] = [8, 12, 12]
-    config.vision_config.out_hidden_size = TEXT_SIZE["hidden_size"]
-    torch.manual_seed(0)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+ENGINES = {VISION: EncoderEngine, TEXT: TextEngine}
 
 
 def configure(folder: Path, micro_batches: int, more: Sequence[str] = ()) -> Config:
     """One actor a part, 16 samples a step. more: overrides that beat these."""
     make_tiny_assets(folder)
-    make_model(folder / "medium", folder / "model")
+    grow(folder / "model", folder / "medium", TEXT_SIZE, VISION_SIZE)
     size = 16
     overrides = [
-        f"tiny_assets={folder}",
-        f"run_dir={folder / 'run'}",
+        f"tiny_assets={folder}", f"run_dir={folder / 'run'}",
         *(f"{part}.{key}" for part in ("vision", "text") for key in ("parallelism=none", "num_actors=1")),
-        *(f"{part}.model_name={folder / 'medium'}" for part in ("vision", "text")),
-        "vision.zero_stage=0",
-        f"training.batch_size={size}",
-        f"training.micro_batch_size={size // micro_batches}",
-        "training.warmup_ratio=0",
-        "data.min_pixels=40000",
-        "data.max_pixels=60000",
-        f"cluster.threads_per_actor={os.cpu_count()}",
-        *more,
-    ]
+        *(f"{part}.model_name={folder / 'medium'}" for part in ("vision", "text")), "vision.zero_stage=0",
+        f"training.batch_size={size}", f"training.micro_batch_size={size // micro_batches}", "training.warmup_ratio=0",
+        "data.min_pixels=40000", "data.max_pixels=60000", f"cluster.threads_per_actor={os.cpu_count()}", *more,
+    ]  # fmt: skip
     return prepare(compose_config("tiny", overrides=overrides))
 
 
@@ -116,35 +90,15 @@ def graph_of(config: Config) -> StageGraph:
     return plan_run(config).graph
 
 
-def one_actor_each(graph: StageGraph, folder: str, transport: str = "auto", trace: bool = False) -> ClusterSpec:
-    """The chain's actors, one a stage, with all threads, on a Ray of their own."""
-    return ClusterSpec(
-        graph=graph,
-        device="cpu",
-        address="local",
-        threads=os.cpu_count(),
-        start_timeout_s=TIMEOUT_S,
-        step_timeout_s=TIMEOUT_S,
-        log_dir=folder,
-        checkpoint_dir=folder,
-        transport=transport,
-        trace=trace,
-    )
-
-
-def start(cluster: Cluster, graph: StageGraph, config: Config) -> Stages:
-    """Both stages, loaded."""
-    for stage, trainer in ((VISION, EncoderEngine), (TEXT, TextEngine)):
-        settings = stage_settings(config, graph, graph.stage(stage), cluster.device, 1000)
-        cluster.groups[stage].start(trainer, settings)
-    wait_all([w for group in cluster.groups.values() for w in group.take_watched()], TIMEOUT_S)
-    return make_stages(graph, cluster.groups)
+def settings_by_stage(config: Config, graph: StageGraph) -> dict[str, StageSettings]:
+    """Of both stages, for `experiments.small.started`."""
+    return {stage.name: stage_settings(config, graph, stage, "cpu", 1000) for stage in graph.stages}
 
 
 def dhp_step(graph: StageGraph, stages: Stages, batch: Batch, micro_batches: int) -> float:
     """One step, waited for; the loss. batch: in the object store, as the dataset actor leaves it there."""
     refs = train_step(stages, make_schedule("sequential", graph, micro_batches), graph.ties, batch)
-    wait_all([w for stage in stages.values() for w in stage.group.take_watched()], TIMEOUT_S)
+    wait_for(stage.group for stage in stages.values())
     return sum(report.loss for report in ray.get(refs.reports[TEXT]))
 
 
@@ -156,8 +110,7 @@ def measure(rounds: int, micro_batches: int) -> dict[str, Any]:
         plain = Plain(config.text.model_name, config.training.learning_rate)
         graph = graph_of(config)
         times: dict[str, list[float]] = {"hf": [], "dhp": []}
-        with Cluster(one_actor_each(graph, name)) as cluster:
-            stages = start(cluster, graph, config)
+        with started(graph, ENGINES, settings_by_stage(config, graph), threads=os.cpu_count()) as stages:
             for step in range(rounds + 1):
                 batch, named = (
                     as_batch(feed.step(step), ray.put),
@@ -172,14 +125,9 @@ def measure(rounds: int, micro_batches: int) -> dict[str, Any]:
     hf_s, dhp_s = (median(times[kind][1:]) for kind in ("hf", "dhp"))
     ratio = median(d / h for d, h in zip(times["dhp"][1:], times["hf"][1:], strict=True))
     return {
-        "hf_step_s": hf_s,
-        "dhp_step_s": dhp_s,
-        "ratio": ratio,
-        "micro_batches": micro_batches,
-        "rounds": rounds,
-        "hf_loss": theirs,
-        "dhp_loss": ours,
-    }
+        "hf_step_s": hf_s, "dhp_step_s": dhp_s, "ratio": ratio, "micro_batches": micro_batches, "rounds": rounds,
+        "hf_loss": theirs, "dhp_loss": ours,
+    }  # fmt: skip
 
 
 def _by_micro_batch(named: dict[str, Tensor], micro_batches: int) -> list[dict[str, Tensor]]:
@@ -190,7 +138,6 @@ def _by_micro_batch(named: dict[str, Tensor], micro_batches: int) -> list[dict[s
 
 
 def main() -> None:
-    """Print the figures as one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--micro-batches", type=int, default=1)

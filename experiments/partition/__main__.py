@@ -1,75 +1,30 @@
-"""`python -m experiments.partition [--only QUESTION] [--rounds 5] [--read FILE --plot FILE]`: cuts."""
+"""`python -m experiments.partition [--only QUESTION] [--rounds 5]`: cuts, beside published ones and as steps."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from experiments.partition.plot import draw
+from experiments.partition.chain import replayed, walls
+from experiments.partition.published import compared
 
-Rows = Iterator[dict[str, Any]]
-
-
-def published(rounds: int) -> Rows:
-    """The columns of OmniBal's tables from public shapes."""
-    from experiments.partition.published import compared
-
-    return compared()
-
-
-def replay(rounds: int) -> Rows:
-    """Seconds of a step of a small model's chain, by replay."""
-    from experiments.partition.replay import replayed
-
-    return replayed(rounds)
-
-
-def components(rounds: int) -> Rows:
-    """OmniBal's four rows on the same model, by replay."""
-    from experiments.partition.components import components as found
-
-    return found(rounds)
-
-
-def chains(rounds: int) -> Rows:
-    """A step of a large model's chain, as it is planned."""
-    from experiments.partition.chains import chains as planned
-
-    return planned()
-
-
-def wall(rounds: int) -> Rows:
-    """Wall time of real chains of two devices, beside their replay."""
-    from experiments.partition.wall import walls
-
-    return walls(rounds)
-
-
-QUESTIONS: Mapping[str, Callable[[int], Rows]] = {
-    "published": published, "chains": chains, "replay": replay, "components": components, "wall": wall
+PUBLISHED = "published"  # columns of OmniBal's tables from public shapes; its rows are the same in every round
+# From rounds to rows: seconds of a step of a small model's chain, by replay; wall time of real chains beside that.
+QUESTIONS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
+    PUBLISHED: lambda rounds: compared(), "replay": replayed, "wall": walls,
 }  # fmt: skip
-PLANNED = ("published", "chains")  # whose rows are the same in every round
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a JSON line for each row."""
     parser = argparse.ArgumentParser(prog="python -m experiments.partition", description=__doc__)
     parser.add_argument("--only", choices=QUESTIONS, help="one of the questions")
     parser.add_argument("--rounds", type=int, default=5, help="of replayed steps")
-    parser.add_argument("--read", type=Path, help="a file of rows to draw; nothing is computed")
-    parser.add_argument("--plot", type=Path, help="a PNG file to write from them")
     asked = parser.parse_args(arguments)
-    if (asked.read is None) != (asked.plot is None):
-        parser.error("--read FILE and --plot FILE go together")
-    if asked.read is not None:
-        draw([json.loads(line) for line in asked.read.read_text(encoding="utf-8").splitlines()], asked.plot)
-        return
     for name in [asked.only] if asked.only else QUESTIONS:
         command = f"python -m experiments.partition --only {name}"
-        command += f" --rounds {asked.rounds}" if name not in PLANNED else ""
+        command += f" --rounds {asked.rounds}" if name != PUBLISHED else ""
         for row in QUESTIONS[name](asked.rounds):
             print(json.dumps(row | {"command": command}), flush=True)
 

@@ -13,16 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
+from dhp.plan.cut.bmp import bmp, by_layers, by_parameters
 from dhp.plan.cut.exact import exact
+from dhp.plan.cut.partition import pipeline_programs
 from dhp.plan.cut.problem import PartitionProblem, bounds_of
-from dhp.plan.cut.run_tables import all_cuts, choices_of
-from dhp.plan.cut.simulate import pipeline_programs
+from dhp.plan.cut.run_tables import all_cuts, choices_of, make_tables, steps_of
 from dhp.plan.cut.units import Unit
-from experiments.pair import TEXT, VISION
-from experiments.partition.paper import BMP_LAYERS, COLUMNS, FREE, FREE_AT_LAST, STAGES
-from experiments.partition.shapes import LINK, MODELS, Model, model_named, units_of
-from experiments.partition_search.__main__ import at
+from experiments.baselines import by_profile
+from experiments.partition.shapes import (
+    BMP_LAYERS,
+    COLUMNS,
+    FREE,
+    FREE_AT_LAST,
+    LINK,
+    MODELS,
+    STAGES,
+    Model,
+    model_named,
+    units_of,
+)
 
 MAIN = "InternViT 6B + InternLM2 20B"
 MICRO_BATCHES = 32
@@ -46,9 +55,15 @@ class Columns:
     step_s: float
 
 
+def at(problem: PartitionProblem, cuts: Cuts) -> float:
+    """Seconds of a step with these cuts, simulated."""
+    index = np.searchsorted(problem.positions.at, cuts)[None, :]
+    return float(steps_of(problem, make_tables(problem), index)[0])
+
+
 def compared() -> Rows:
     """All rows."""
-    return chain(variances(), free_memory(), stages(), steps())
+    return chain(variances(), free_memory(), stages())
 
 
 def problem_of(model: Model, budget_gb: float = float("inf")) -> PartitionProblem:
@@ -61,12 +76,9 @@ def cuts_of(problem: PartitionProblem) -> dict[str, Cuts]:
     """By rule, without a budget."""
     free = replace(problem, budget_bytes=float("inf"))
     return {
-        "parameters": by_parameters(free.units, free.runs),
-        "layers": by_layers(free.units, free.runs),
-        "profile": by_profile(free.units, free.runs),
-        "bmp": bmp(free).cuts,
-        "bmp by work": bmp(free, by="work").cuts,
-    }
+        "parameters": by_parameters(free.units, free.runs), "layers": by_layers(free.units, free.runs),
+        "profile": by_profile(free.units, free.runs), "bmp": bmp(free).cuts, "bmp by work": bmp(free, by="work").cuts,
+    }  # fmt: skip
 
 
 def with_layers(problem: PartitionProblem, layers: Sequence[int]) -> Cuts:
@@ -112,12 +124,9 @@ def variances() -> Rows:
     for method in (*COLUMNS, "exact"):
         own, reference = found[method], "layers" if method == "bmp" else "parameters"
         ours = {
-            "VAR(param)": own.parameters / unit,
-            "VAR(layers)": own.layers,
-            "VAR(fwd_time)": own.forward_ms,
-            "SUM(comm)": own.hand_overs - found[reference].hand_overs,
-            "step": own.step_s / found["bmp"].step_s,
-        }
+            "VAR(param)": own.parameters / unit, "VAR(layers)": own.layers, "VAR(fwd_time)": own.forward_ms,
+            "SUM(comm)": own.hand_overs - found[reference].hand_overs, "step": own.step_s / found["bmp"].step_s,
+        }  # fmt: skip
         for column, value in ours.items():
             published = _published(method, column)
             row = {
@@ -130,7 +139,6 @@ def variances() -> Rows:
 
 
 def _counted(column: str, both: int, all_three: int) -> str:
-    """Why a column does not agree, by how many cuts have the published values."""
     if column == "VAR(param)":
         return f"{both} of all cuts have the published value with the published SUM(comm)"
     return f"{all_three} of the {both} cuts with the published VAR(param) and SUM(comm) have it"
@@ -245,17 +253,3 @@ def _free(problem: PartitionProblem, cuts: Cuts, choices: Sequence[str]) -> list
         taken = sum(unit.states_bytes for unit in own) + count * sum(one.held_bytes for one in saved)
         found.append(round(DEVICE_GB - (taken + max(one.replay_bytes for one in saved)) / 1e9, 1))
     return found
-
-
-def steps() -> Rows:
-    """What each rule's cut takes beside the best one, by simulation, also with frozen parts; nothing was published."""
-    for name in (MAIN, "InternViT 6B + Llama3 70B"):
-        for frozen in ("", VISION, TEXT):
-            problem = problem_of(model_named(name, frozen), BUDGET_GB)
-            best = exact(problem)
-            gaps = {method: at(problem, own) / best.step_s - 1 for method, own in cuts_of(problem).items()}
-            yield {
-                "question": "steps", "model": name, "frozen": frozen or "nothing",
-                "layers": layers_of(problem, best.cuts), "step_s": round(best.step_s, 3),
-                "gaps": {method: round(gap, 4) if np.isfinite(gap) else None for method, gap in gaps.items()},
-            }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,3 +44,20 @@ class Canvas:
     def save(self, path: Path) -> None:
         """As a PNG."""
         self._image.resize(self._size, Image.Resampling.LANCZOS).save(path)
+
+
+def beside_panel(canvas: Canvas, left: float, title: str, points: Sequence[tuple[float, float, str]]) -> None:
+    """A panel of predicted figures (up) beside real ones, on logarithmic axes. points: real, predicted, colour."""
+    figures = [value for point in points for value in point[:2]]
+    low, high = math.log(min(figures) / 1.15), math.log(max(figures) * 1.15)
+    across = lambda value: SIDE * (math.log(value) - low) / (high - low)
+    canvas.text(left, TOP - 20, title)
+    canvas.frame(left)
+    canvas.line([(left, TOP + SIDE), (left + SIDE, TOP)], GRID)
+    powers = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
+    for tick in (first * 10.0**power for power in powers for first in (1, 2, 5)):
+        if low < math.log(tick) < high:
+            canvas.text(left + across(tick) - 8, TOP + SIDE + 4, f"{tick:g}")
+            canvas.text(left - 38, TOP + SIDE - across(tick) - 7, f"{tick:g}")
+    for real, predicted, colour in points:
+        canvas.dot(left + across(real), TOP + SIDE - across(predicted), colour)

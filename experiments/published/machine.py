@@ -1,17 +1,160 @@
-"""What a device does in a second, from dhp's tables of devices and links, by factors that a fit changes; the passes of
-training from a forward."""
+"""Published tables, and what a device does in a second, by dhp's tables and by factors that a fit changes.
+
+Operations are those that dhp counts; a matrix has as many parameters as a token takes multiply-adds of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from transformers import LlamaConfig, Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
 from dhp.config.devices import find_device, find_link
-from dhp.models.flops import OPERATIONS
+from dhp.models.families.grid import grid_work
+from dhp.models.flops import OPERATIONS, TextWork, VisionWork, text_work
 from dhp.plan.count import rates
 from dhp.plan.count.rates import Operations, Rates
-from experiments.published.shapes import Decoder
-from experiments.published.tables import read_table
+
+FOLDER = Path(__file__).parent / "data"
+FIT, HELD_OUT, UNEXPLAINED = "fit", "held_out", "unexplained"
+ROLES = (FIT, HELD_OUT, UNEXPLAINED)
+Row = dict[str, Any]
+
+
+@cache
+def read_table(name: str) -> dict[str, Any]:
+    """data/NAME.json."""
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def compared(table: Row, row: Row, predicted: float | None, **more: Any) -> Row:
+    """A published row beside what the simulator has. error: by the published figure; None: out of memory, either."""
+    published = row["published"]
+    error = None if published is None or predicted is None else predicted / published - 1
+    return {
+        "source": table["source"], "group": row["group"], "row": row["row"],
+        "published": "OOM" if published is None else published,
+        "predicted": "OOM" if predicted is None else float(f"{predicted:.5g}"),
+        "error": None if error is None else round(error, 4) + 0.0, "role": row["role"], "unit": table["unit"], **more,
+    }  # fmt: skip
+
+
+def errors(rows: Sequence[Row], group: str | None = None) -> list[float]:
+    """Absolute errors of what is held out, of one group or of all."""
+    own = [row for row in rows if row["role"] == HELD_OUT and group in (None, row["group"])]
+    return [abs(row["error"]) for row in own if row["error"] is not None]
+
+
+def score(table: Row, rows: Sequence[Row], group: str, goal: Row | None, **more: Any) -> Row:
+    """The errors of a group's rows that are held out, beside the goal where there is one, with what was inferred."""
+    found = errors(rows, group)
+    reached = {"median": round(median(found), 4), "max": round(max(found), 4)}
+    met = None if goal is None else all(reached[key] <= goal[key] for key in reached)
+    counts = {"fitted": sum(row["role"] == FIT and row["group"] == group for row in rows), "held_out": len(found)}
+    line = {"source": table["source"], "score": group, **counts, **reached, "goal": goal, "met": met}
+    return {**line, **more, "inferred": table["inferred"]}
+
+
+VALUE = 2  # bytes of a bf16 number
+MERGED = 4  # patches that become one token
+TILE, CLASS_TOKEN, TILE_PATCH = 1024, 1, 14  # patches of a tile, tokens beside them, a patch's side in pixels
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """layers; hidden, keys, inner: widths; words: of the vocabulary; work: multiply-adds as dhp counts them."""
+
+    layers: int
+    hidden: int
+    keys: int
+    inner: int
+    words: int
+    head_width: int
+    work: TextWork
+
+    @property
+    def parameters(self) -> int:
+        """Of layers, embedding and head."""
+        return self.work.token + 2 * self.work.target
+
+    def forward(self, tokens: float, squares: float) -> Operations:
+        """Operations of all layers for so many tokens, whose samples' squared lengths sum up to `squares`."""
+        return Operations(OPERATIONS * self.work.token * tokens, OPERATIONS * self.work.pair * squares / 2)
+
+    def moved(self, per_token: tuple[float, float, float], tokens: float, ranks: int, norms_cut: bool) -> Operations:
+        """Elementwise bytes of all layers on one of so many tensor ranks. norms_cut: norms are divided as well."""
+        norms, rotary, gate = per_token
+        cut = (rotary * (self.hidden + self.keys) + gate * self.inner) / ranks
+        return Operations(elementwise=self.layers * tokens * (norms * self.hidden / (ranks if norms_cut else 1) + cut))
+
+
+@dataclass(frozen=True)
+class Tower:
+    """layers, of which `full` attend to whole pictures; hidden, inner: widths; out: the decoder's; work: multiply-adds
+    as dhp counts them."""
+
+    layers: int
+    full: int
+    hidden: int
+    inner: int
+    out: int
+    work: VisionWork
+
+    @property
+    def parameters(self) -> int:
+        """Of patch embedding, layers and merger."""
+        return self.work.patch + self.work.token + self.work.embedding
+
+    def forward(self, patches: float, windows: float, pictures: float) -> Operations:
+        """Operations of all layers. windows, pictures: sums of their squared lengths."""
+        seen = self.work.window_pair * windows + self.work.segment_pair * pictures
+        return Operations(OPERATIONS * self.work.token * patches, OPERATIONS * seen)
+
+    def moved(self, per_token: tuple[float, float, float], patches: float, ranks: int) -> Operations:
+        """Elementwise bytes of all layers on one of so many tensor ranks."""
+        norms, rotary, gate = per_token
+        cut = (rotary * self.hidden + gate * self.inner) / ranks
+        return Operations(elementwise=self.layers * patches * (norms * self.hidden + cut))
+
+
+@cache
+def decoder_named(name: str) -> Decoder:
+    """Of data/models.json."""
+    models = read_table("models")
+    if name in models["qwen2_5_vl"]:
+        config = Qwen2_5_VLTextConfig(**models["qwen2_5_vl"][name]["text"])
+    else:
+        config = LlamaConfig(**models["decoders"][name])
+    width = config.hidden_size // config.num_attention_heads
+    return Decoder(
+        config.num_hidden_layers, config.hidden_size, config.num_key_value_heads * width, config.intermediate_size,
+        config.vocab_size, width, text_work(config),
+    )  # fmt: skip
+
+
+@cache
+def tower_named(name: str, out: int = 0) -> Tower:
+    """Of data/models.json. out: the decoder's width, where the tower's configuration does not have it."""
+    models = read_table("models")
+    if name in models["qwen2_5_vl"]:
+        vision = Qwen2_5_VLVisionConfig(**models["qwen2_5_vl"][name]["vision"])
+        full = len(vision.fullatt_block_indexes)
+        work = grid_work(vision, gated=True, full=full)
+        return Tower(vision.depth, full, vision.hidden_size, vision.intermediate_size, vision.out_hidden_size, work)
+    layers, hidden, inner = (models["towers"][name][key] for key in ("layers", "hidden", "inner"))
+    matrices = 4 * hidden * hidden + 2 * hidden * inner
+    embedding = MERGED * hidden * out + out * out
+    own = VisionWork(3 * TILE_PATCH**2 * hidden, layers * matrices, 0, layers * 2 * hidden, embedding, CLASS_TOKEN)
+    return Tower(layers, layers, hidden, inner, out, own)
+
 
 FORMAT, NODE = "bfloat16", 8
 PASSES = 4  # forwards that a recomputed layer's launches are like: forward, again, and a backward of two
@@ -36,11 +179,9 @@ def rates_of(name: str, network: str, fitted: Fitted) -> Rates:
     host_s = fitted.host * read_table("profiles")["host_ms"] / 1e3 / PASSES
     plain = rates.rates_of(find_device(name), FORMAT, host_s, NODE, find_link(network))
     return replace(
-        plain,
-        products=plain.products / fitted.device,
-        attention=plain.attention / fitted.device / fitted.attention,
+        plain, products=plain.products / fitted.device, attention=plain.attention / fitted.device / fitted.attention,
         elementwise=plain.elementwise / fitted.device,
-    )
+    )  # fmt: skip
 
 
 def trained(forward: Operations, recompute: float = 1.0) -> Operations:

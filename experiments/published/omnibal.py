@@ -13,12 +13,72 @@ from dhp.data.balance.methods import isf, random_batches
 from dhp.data.balance.packs import Limits, Loads
 from dhp.models.flops import OPERATIONS
 from dhp.plan.count.rates import Channel, Operations, Rates, Transfer, spend
+from dhp.plan.cut import simulate
+from dhp.plan.cut.partition import pipeline_programs
 from dhp.plan.cut.units import Numbers
 from experiments.balance.sets import made
-from experiments.published.machine import Fitted, fit, rates_of
-from experiments.published.pipelines import least_slowest, pipeline_seconds, stage_layers
-from experiments.published.shapes import CLASS_TOKEN, TILE, VALUE, Decoder, Tower, decoder_named, tower_named
-from experiments.published.tables import Row, compared, read_table, score
+from experiments.published.machine import (
+    CLASS_TOKEN,
+    TILE,
+    VALUE,
+    Decoder,
+    Fitted,
+    Row,
+    Tower,
+    compared,
+    decoder_named,
+    fit,
+    rates_of,
+    read_table,
+    score,
+    tower_named,
+)
+
+
+def pipeline_seconds(forward: Numbers, backward: Numbers, hop: Numbers) -> Numbers:
+    """Of 1F1B, by replica. forward, backward: [stages, micro-batches, replicas] seconds; hop: of a hand-over,
+    [micro-batches, replicas]."""
+    stages, micro_batches, replicas = forward.shape
+    free = np.zeros((stages, replicas))
+    ends: dict[simulate.Work, Numbers] = {}
+    for work in simulate.merged(pipeline_programs("1f1b", stages, 1, micro_batches)):
+        run, back, number = work
+        before = run + 1 if back else run - 1
+        start = free[run]
+        if 0 <= before < stages:
+            start = np.maximum(start, ends.pop(simulate.Work(before, back, number)) + hop[number])
+        free[run] = ends[work] = start + (backward if back else forward)[run, number]
+    return np.asarray(free.max(axis=0))
+
+
+def stage_layers(cut: Sequence[int], tower: int) -> list[tuple[int, int]]:
+    """Of each stage, its layers of the tower and of the decoder."""
+    found, left = [], tower
+    for layers in cut:
+        own = min(layers, left)
+        found.append((own, layers - own))
+        left -= own
+    return found
+
+
+def least_slowest(seconds: Sequence[float], stages: int) -> list[int]:
+    """Layers a stage of the cut whose slowest stage is the fastest, by the seconds of each layer."""
+    ends = np.concatenate([[0.0], np.cumsum(seconds)])
+    count = len(seconds)
+    best = np.full((stages + 1, count + 1), np.inf)
+    best[0, 0] = 0.0
+    first = np.zeros((stages + 1, count + 1), dtype=int)
+    for stage in range(1, stages + 1):
+        for end in range(stage, count + 1):
+            slowest = np.maximum(best[stage - 1, :end], ends[end] - ends[:end])
+            first[stage, end] = int(slowest.argmin())
+            best[stage, end] = slowest.min()
+    cut, end = [], count
+    for stage in range(stages, 0, -1):
+        cut.append(int(end - first[stage, end]))
+        end = int(first[stage, end])
+    return cut[::-1]
+
 
 SHARE = 8  # of the samples one in so many is drawn
 DAY = 86_400.0
@@ -89,12 +149,9 @@ def layer_seconds(tower: Tower, decoder: Decoder, ranks: int, rates: Rates) -> S
     token += _sums(decoder.layers, decoder.hidden, ranks)
     head = Operations(OPERATIONS * decoder.work.target / ranks, elementwise=LOSS_FORWARD * decoder.words / ranks)
     return Seconds(
-        TABLE["launch_us"] / 1e6,
-        spend(tile, rates).total / tower.layers,
-        spend(token, rates).total / decoder.layers,
-        spend(decoder.forward(0, 1) * (1 / ranks), rates).total / decoder.layers,
-        spend(head, rates).total,
-    )
+        TABLE["launch_us"] / 1e6, spend(tile, rates).total / tower.layers, spend(token, rates).total / decoder.layers,
+        spend(decoder.forward(0, 1) * (1 / ranks), rates).total / decoder.layers, spend(head, rates).total,
+    )  # fmt: skip
 
 
 def _sums(layers: int, values: float, ranks: int) -> Operations:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from experiments.two_hosts import network
-from experiments.two_hosts.case import BACKWARD, FORWARD, Case
+from experiments.two_hosts.rank import BACKWARD, FORWARD, Case
 
 MBIT = 16.0  # so slow that computing, four processes on two cores, hardly counts
 HEADS, DIM, TOKENS = 32, 128, 512
@@ -46,12 +46,10 @@ def run_ranks(given: Sequence[Case], rounds: int) -> list[list[list[dict[str, An
     processes = [
         subprocess.Popen(
             [*f"ip netns exec rank{rank}".split(), sys.executable, "-m", RANK_MODULE, str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
+            stdout=subprocess.PIPE, env=environment, text=True,
         )
         for rank in range(network.RANKS)
-    ]
+    ]  # fmt: skip
     said = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit("two_hosts: a rank failed; what it said is above")
@@ -89,14 +87,10 @@ def rows(given: Sequence[Case], free: list, limited: list) -> Iterator[dict[str,
 def _row(case: Case, direction: str, free: dict[str, float], limited: dict[str, float]) -> dict[str, float]:
     over_link = case.bytes_over_link(direction)
     return {
-        "counted_bytes": limited["counted_bytes"],
-        "formula_bytes": round(case.bytes_sent(direction)),
-        "link_formula_bytes": round(over_link),
-        "bytes_over_link": limited["bytes_over_link"],
-        "unlimited_s": free["seconds"],
-        "expected_s": over_link * 8 / (MBIT * 1e6),
-        "measured_s": limited["seconds"],
-    }
+        "counted_bytes": limited["counted_bytes"], "formula_bytes": round(case.bytes_sent(direction)),
+        "link_formula_bytes": round(over_link), "bytes_over_link": limited["bytes_over_link"],
+        "unlimited_s": free["seconds"], "expected_s": over_link * 8 / (MBIT * 1e6), "measured_s": limited["seconds"],
+    }  # fmt: skip
 
 
 def compare(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -110,7 +104,6 @@ def compare(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print a JSON line for each case and direction, then the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)

@@ -106,7 +106,6 @@ def run(command: str) -> None:
 
 
 def _connect(first: int, second: int) -> None:
-    """Two ranks of one host reach each other directly, at their one address."""
     run(f"ip -n rank{first} link add {INNER} mtu {MTU} type veth peer name {INNER} mtu {MTU} netns rank{second}")
     for own in (first, second):
         run(f"ip -n rank{own} link set {INNER} up")

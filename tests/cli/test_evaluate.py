@@ -151,7 +151,10 @@ KINDS: dict[str, tuple[str, ...]] = {
         *ONE_TEXT,
     ),
     "a window": ("data.balance=isf", "data.balance_window=64", "training.max_steps=9", "text.parallelism=autotp"),
-    "like lengths, padded": ("data.packing=false", "data.balance=length_group", "training.num_epochs=2"),
+    "like lengths, padded": (
+        *("data.packing=false", "data.balance=length_group", "training.num_epochs=2"),
+        "plugins=[experiments.baselines]",
+    ),
     "kept features": ("data.cache_features={folder}/features", "data.cache_features_gib=1", *FROZEN),
     "evaluated": (
         *("training.eval_answers=2", "data.eval_datasets=[shapes]", "training.best_metric=eval_loss/shapes"),

@@ -116,11 +116,6 @@ def test_autotp_wants_whole_key_value_heads():
         ({"balance": "isf", "packing": False}, None, "data.balance=isf with data.packing=false"),
         ({"balance": "isf", "balance_window": 64}, 9, "training.save_epochs=2 with data.balance_window=64"),
         ({"isf_passes": 3}, None, "data.isf_passes=3 with data.balance=random: that is for isf"),
-        (
-            {"balance": "isf", "group_window": 3},
-            None,
-            "data.group_window=3 with data.balance=isf: that is for length_group",
-        ),
         ({"limits": LimitsConfig(rule="paper")}, None, "data.limits.rule=paper with data.balance=random"),
         ({"balance": "balanced", "shuffle": False}, None, "data.balance=balanced with data.shuffle=false"),
         ({"limits": LimitsConfig(vision=9)}, None, "data.limits.vision=9 with data.balance=random"),
@@ -149,7 +144,7 @@ def test_what_balanced_rows_need(data, steps, message):
     "data",
     [
         {},
-        {"balance": "length_group", "packing": False},
+        {"balance": "random", "packing": False},
         {"balance": "isf", "limits": LimitsConfig(text=4096)},
         {"balance": "isf", "limits": LimitsConfig(text=4096, full_text=4096, full_vision=9)},
         {"balance": "balanced", "balance_window": 64},

@@ -40,7 +40,7 @@ from dhp.parallel.tensor.styles import PARTIAL_OVER, with_fused
 from dhp.parallel.tensor.tensor_plan import local_plan
 from dhp.plan.model_checks import check_plan
 from dhp.trainer.settings import stage_settings
-from experiments.families.work import Ours
+from experiments.loops import Ours
 from experiments.pair import join_alone
 from tests.helpers.families import Maker
 from tests.helpers.flash_attention import flash_attn_interface

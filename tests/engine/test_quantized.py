@@ -15,10 +15,9 @@ from dhp.core.axes import Degrees
 from dhp.core.parameters import ADAPTER, NF4, AdapterSettings, is_adapter
 from dhp.models.family import Family
 from dhp.models.lora import find_targets, first_values
-from experiments.families import work
-from experiments.families.work import Data, Plain
-from experiments.finetuning.lora import Ours
-from experiments.finetuning.ways import Trained
+from experiments import loops
+from experiments.finetuning.__main__ import Ours, Trained
+from experiments.loops import Data, Plain
 from experiments.pair import TEXT, VISION, join_alone
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import Case, Running, make_reader, train
@@ -76,7 +75,7 @@ def test_equals_transformers_and_peft(name: str, tmp_path: Path, monkeypatch: py
     loader = type("Loader", (), {"from_pretrained": staticmethod(load)})
     with join_alone():
         ours = Ours(model, Trained((), BOTH), data)
-        monkeypatch.setattr(work, "AutoModelForImageTextToText", loader)
+        monkeypatch.setattr(loops, "AutoModelForImageTextToText", loader)
         plain = Plain(model, data, partial(with_adapters, family=data.family))
         for number in range(3):
             samples = data.step(number)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dhp.data.balance.packs import Limits, Loads
-from experiments.balance.bounds import least_packs
+from experiments.balance.sets import least_packs
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dhp.data.balance.packs import Loads, from_groups
-from experiments.balance.columns import row_columns
+from experiments.balance.sets import row_columns
 
 TOKENS = 36864  # whose attention costs as much as all the rest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from experiments.balance.preprocessing import SAMPLES, WAYS, anyres, made_loads, own_size, tiles
+from experiments.balance.__main__ import SAMPLES, WAYS, anyres, made_loads, own_size, tiles
 from tests.helpers.figures import rows
 
 

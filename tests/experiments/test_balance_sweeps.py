@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dhp.data.balance.packs import Limits, Loads
-from experiments.balance.sweeps import PASSES, settings, sweep_rows
+from experiments.balance.__main__ import PASSES, settings, sweep_rows
 
 
 def test_a_row_changes_one_setting_at_a_time() -> None:

@@ -14,13 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.chaos.__main__ import summary
-from experiments.chaos.faults import ACTORS, DAMAGE, FULL, KILL, STOP, Fault, draw, harm
-from experiments.chaos.formula import HOURS_1024, Times, of_1024_gpus
-from experiments.chaos.judge import judge
-from experiments.chaos.points import Point, names, points
-from experiments.chaos.run import INJECT, Observed, Watch
-from experiments.chaos.scenarios import USERS_FILES, flip_bit
+from experiments.chaos.__main__ import ACTORS, DAMAGE, FULL, KILL, STOP, Fault, draw, harm, summary
+from experiments.chaos.points import USERS_FILES, Point, flip_bit, names, points
+from experiments.chaos.run import INJECT, Observed, Watch, judge
 from tests.helpers.runs import ROOT, Outcome
 
 VERDICT = {"part": "text", "rank": 1, "step": 3, "action": "grad_norm_sq", "state": "training", "at": 12.5}
@@ -203,19 +199,6 @@ def test_a_file_is_harmed_as_the_fault_says(disturbed: Path) -> None:
     assert not (newest / "checkpoint.json").exists()
 
 
-def test_the_share_of_time_that_stays() -> None:
-    times = Times(between=100.0, step=1.0, interval=10, stall=0.0, detect=1.0, stop=2.0, start=17.0)
-    assert times.lost == 5.0
-    assert times.effective() == pytest.approx(95 / 120)
-    stalled = Times(100.0, 1.0, 10, 2.5, 1.0, 2.0, 17.0)
-    assert stalled.effective() == pytest.approx(95 * 10 / 12.5 / 120)
-    warm = Times(100.0, 1.0, 10, 0.0, 1.0, 2.0, 17.0, warm=3.0, written=2.0)
-    assert warm.lost == 7.0 and warm.effective() == pytest.approx(90 / 120)
-    large = of_1024_gpus(times)
-    assert large.between == HOURS_1024 * 3600 and (large.interval, large.lost, large.start) == (60, 300.0, 300.0)
-    assert large.effective() == pytest.approx((28440 - 300) / (28440 + 303))
-
-
 def test_a_summary_has_the_largest_seconds_of_kills() -> None:
     row = {"completed": True, "identical": True, "samples_lost": 0, "samples_repeated": 0, "lost_steps": 1}
     row |= {"problems": [], "detect_s": 0.5, "rebuild_s": 9.0, "first_step_s": 9.5}
@@ -230,7 +213,7 @@ def test_a_rank_that_is_killed_amid_its_step_costs_nothing(tmp_path: Path) -> No
     script = (
         "from pathlib import Path; import sys\n"
         "from dhp.supervise.supervisor import adopt_orphans\n"
-        "from experiments.chaos.laboratory import Laboratory\n"
+        "from experiments.chaos.__main__ import Laboratory\n"
         "from experiments.chaos.points import points\n"
         "adopt_orphans()\n"
         "point = next(one for one in points() if (one.name, one.kind) == ('optimizer.one_part', 'vision'))\n"

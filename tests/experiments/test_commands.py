@@ -37,11 +37,13 @@ def test_a_command_runs_where_the_tree_is_and_with_its_variables() -> None:
     assert run_module(["timeit", "-n1", "-r1", code], {"GIVEN": "7"}).splitlines()[0] == f"{ROOT} 7"
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_is_shown_to_its_end() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)-m dhp evaluate needle /no/file ended with 1:.*no directory"):
         run_module(["dhp", "evaluate", "needle", "/no/file"])
 
 
+@pytest.mark.slow
 def test_a_command_has_a_limit() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         run_module(["timeit", "-n1", "-r1", "import time; time.sleep(60)"], limit_s=2.0)

@@ -27,6 +27,7 @@ def test_every_image_owner_is_in_the_routes() -> None:
         assert list(route.pairs) == sorted(set(route.pairs))
 
 
+@pytest.mark.slow
 def test_pairs_grow_with_ranks_and_not_with_their_square() -> None:
     rng = np.random.default_rng(0)
     counts = {ranks: len(sparse(make_graph(ranks), rng).pairs) for ranks in (16, 64, 256)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,23 @@ from transformers import AutoModelForImageTextToText
 
 from dhp.core.parameters import ADAPTER
 from dhp.models.registry import load_family
-from experiments.finetuning import evaluation, features, lora
-from experiments.finetuning.frozen import Left, measure, share_left
-from experiments.finetuning.ways import BACKWARD, FORWARD, OPTIMIZER, Step, Timed, require_bytes
+from experiments.finetuning import __main__
+from experiments.finetuning.__main__ import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    Left,
+    Step,
+    Timed,
+    measure,
+    require_bytes,
+    share_left,
+)
 from experiments.pair import VISION
 from tests.helpers.tiny_families import save_family
 
 
+@pytest.mark.slow
 def test_what_is_not_trained_takes_no_bytes() -> None:
     rows = {row["train"]: row for row in measure(1, {"tower": 32, "decoder": 32, "layers": 2}, side=8)}
     assert list(rows) == ["all", "projector", "nothing"]
@@ -37,57 +46,15 @@ def test_the_bound_leaves_what_is_trained() -> None:
     assert share_left(full, Left(0.5, 0.0)) == pytest.approx(0.75)
 
 
-def test_evaluation_has_the_steps_loss_and_costs_less() -> None:
-    (row,) = evaluation.measure(1, {"tower": 32, "decoder": 32, "layers": 2}, side=8)
-    assert row["samples"] == evaluation.SAMPLES
-    assert row["evaluation_to_step"] == pytest.approx(row["evaluation_s"] / row["step_s"], rel=0.1)
-
-
-def test_features_from_disk_leave_the_tower_out() -> None:
-    rows = {row["train"]: row for row in features.measure(1, {"tower": 32, "decoder": 32, "layers": 2}, side=8)}
-    assert list(rows) == ["all", "nothing", "nothing, cached"]
-    assert rows["all"]["speed_ratio"] == rows["all"]["bound_ratio"] == 1
-    for row in rows.values():
-        assert row["step_s"] >= row["reading_s"] > 0 and row["text_s"] > 0
-    # The verb alone that asks the frozen tower for its norm and its report is left.
-    assert rows["nothing, cached"]["vision_s"] < rows["nothing"]["vision_s"] < rows["all"]["vision_s"]
-
-
-def test_what_features_leave_is_text() -> None:
-    spent = {FORWARD: 2.0, BACKWARD: 3.0, OPTIMIZER: 1.0}
-    full = features.Taken(Step(9.0, spent, 0.0), 1.0, 0)
-    assert features.share_left(full, "all") == 1
-    assert features.share_left(full, "nothing") == pytest.approx(0.6)
-    assert features.share_left(full, "nothing, cached") == pytest.approx(0.4)
-
-
-def test_a_step_that_reads_no_features_is_told() -> None:
-    idle = dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER), 0.0)
-    one = features.Taken(Step(1.0, idle, 2.0), 0.0, 0)
-    ways = dict.fromkeys(("all", "nothing", "nothing, cached"), one)
-    read = {**ways, "nothing, cached": replace(one, cached=1)}
-    features.require_same([ways, read])
-    for wrong, told in (
-        (ways, "read features of 0 pictures"),
-        ({**read, "nothing": replace(one, step=replace(one.step, loss=2.5))}, "with features from disk and without"),
-        ({**read, "nothing, cached": replace(one, cached=1, step=replace(one.step, vision={**idle, FORWARD: 1.0}))},
-         "the tower ran"),
-    ):  # fmt: skip
-        with pytest.raises(AssertionError, match=told):
-            features.require_same([ways, wrong])
-    with pytest.raises(AssertionError, match="losses before any update"):
-        features.require_same([{**ways, "all": replace(one, step=replace(one.step, loss=2.5))}])
-
-
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "save_model", lambda name, folder: str(save_family(name, folder)))
+    monkeypatch.setattr(__main__, "save_model", lambda name, folder: str(save_family(name, folder)))
 
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.slow
 def test_adapters_alone_are_kept_and_the_plain_loop_keeps_as_much() -> None:
-    rows = {row["train"]: row for row in lora.measure(1)}
+    rows = {row["train"]: row for row in __main__.measure_lora(1)}
     assert list(rows) == ["all", "lora_text", "lora_both"]
     kept = [row["optimizer_bytes"] for row in rows.values()]
     assert kept[1] < kept[2] < kept[0] and kept == [row["plain_optimizer_bytes"] for row in rows.values()]
@@ -97,17 +64,18 @@ def test_adapters_alone_are_kept_and_the_plain_loop_keeps_as_much() -> None:
         assert row["to_plain"] == pytest.approx(row["step_s"] / row["plain_step_s"], rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_step_that_is_not_the_same_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "CLOSE", -1.0)
+    monkeypatch.setattr(__main__, "CLOSE", -1.0)
     with pytest.raises(AssertionError, match="losses before any update differ"):
-        next(lora.measure(1))
+        next(__main__.measure_lora(1))
 
 
 def test_peft_puts_the_plain_models_adapters_where_ours_are(tmp_path: Path) -> None:
-    model = str(save_family(lora.MODEL, tmp_path))
-    adapted = lora.add_peft(
-        AutoModelForImageTextToText.from_pretrained(model), load_family(model), lora.TRAINED[lora.OF_TEXT]
+    model = str(save_family(__main__.MODEL, tmp_path))
+    adapted = __main__.add_peft(
+        AutoModelForImageTextToText.from_pretrained(model), load_family(model), __main__.ADAPTED[__main__.OF_TEXT]
     )
     trained = {name.removeprefix("base_model.model.") for name, p in adapted.named_parameters() if p.requires_grad}
     assert all(f".{ADAPTER}." in name and "language_model.layers" in name for name in trained)

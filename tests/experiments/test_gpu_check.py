@@ -20,7 +20,7 @@ from torch.nn.attention import varlen
 from dhp.cluster import host
 from dhp.parallel import traffic
 from dhp.parallel.attention import attention_kernels as kernels
-from experiments.gpu_check import older_torch, parity, probe, profile, ray_stand_in
+from experiments.gpu_check import full_depth, parity, probe, stand_ins
 from experiments.gpu_check.__main__ import (
     LIMIT_S,
     NO_DEVICE,
@@ -32,8 +32,7 @@ from experiments.gpu_check.__main__ import (
     last_run,
     main,
 )
-from experiments.gpu_check.parity import read_layout
-from experiments.gpu_check.plain import Trained
+from experiments.gpu_check.parity import Trained, read_layout
 from experiments.gpu_check.rows import IN_ONE_PROCESS, LAYOUTS, PARITY, SECTIONS, Row, Section
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.workshop import Workshop
@@ -194,10 +193,10 @@ def test_an_older_torch_gets_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None
     def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):  # noqa: ANN202
         raise AssertionError("called")
 
-    assert older_torch.WAY == "torch's own"
+    assert stand_ins.WAY == "torch's own"
     monkeypatch.setattr(kernels, "varlen_attn", of_2_10)
     monkeypatch.setattr(varlen, "varlen_attn", of_2_10)
-    assert older_torch._provide() == "a stand-in for torch's, which lacks enable_gqa, scale, window_size"
+    assert stand_ins._provide() == "a stand-in for torch's, which lacks enable_gqa, scale, window_size"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert kernels.has_varlen(torch.device("cuda"), torch.bfloat16)  # the product takes it
     make = lambda heads: torch.empty(9, heads, 128, device="meta", dtype=torch.bfloat16, requires_grad=True)
@@ -238,16 +237,16 @@ def test_parity_sees_another_model(tmp_path: Path) -> None:
 
 
 def test_intervals_on_a_stream() -> None:
-    kernels, copies = profile.union([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]), profile.union([(2.5, 5.5)])
+    kernels, copies = full_depth.union([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]), full_depth.union([(2.5, 5.5)])
     assert kernels == [(0.0, 3.0), (5.0, 6.0)]
-    assert (profile.total(kernels), profile.overlap(kernels, copies)) == (4.0, 1.0)
+    assert (full_depth.total(kernels), full_depth.overlap(kernels, copies)) == (4.0, 1.0)
 
 
 def test_a_rank_starts_where_ray_is_missing() -> None:
     hidden = (
         "import importlib.util as u, sys; find = u.find_spec;"
         "u.find_spec = lambda name, package=None: None if name == 'ray' else find(name, package);"
-        "import experiments.gpu_check.ray_stand_in; import dhp.cluster.worker as worker;"
+        "import experiments.gpu_check.stand_ins; import dhp.cluster.worker as worker;"
         "print(hasattr(worker.ray, '__file__'), issubclass(worker.ray.exceptions.RayError, Exception))"
     )
     done = subprocess.run([sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -257,7 +256,7 @@ def test_a_rank_starts_where_ray_is_missing() -> None:
 def test_a_stand_in_for_ray_has_what_a_rank_on_a_gpu_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its node's address, which errors name; on CPUs nothing asks for it."""
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    ray_stand_in._provide()
+    stand_ins._provide_ray()
     monkeypatch.setattr(host, "ray", sys.modules["ray"])
     assert host.whereabouts("vision rank 0") == "node 127.0.0.1, where vision rank 0 runs"
 

@@ -15,11 +15,26 @@ from PIL import Image
 
 from dhp.config.command_line import compose_config
 from dhp.observe.ranks import RankLine
-from experiments.imbalance.__main__ import main
+from experiments.imbalance.__main__ import (
+    CONFIG,
+    IN_FLIGHT,
+    REPLICAS,
+    VISION_STAGES,
+    WAYS,
+    Row,
+    activation_mib,
+    device_of,
+    device_tokens,
+    forward_ms,
+    main,
+    make_work,
+    moments,
+    overrides,
+    published_rows,
+    spreads,
+    tokens_of,
+)
 from experiments.imbalance.inject.sitecustomize import FUNCTIONS, timed
-from experiments.imbalance.measured import CONFIG, make_work, tokens_of
-from experiments.imbalance.spread import Row, activation_mib, device_of, device_tokens, forward_ms, moments, spreads
-from experiments.imbalance.ways import IN_FLIGHT, REPLICAS, VISION_STAGES, WAYS, overrides, published_rows
 from experiments.pair import join_alone
 from tests.helpers.figures import Sentences, missing, one, rows
 
@@ -115,6 +130,7 @@ def test_the_published_table_has_our_columns() -> None:
     assert (stage["memory_gb"], stage["memory_gb_sd"], stage["memory_gb_spread"]) == (73, 6, 0.082)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_has_the_batches_and_the_cut_of_its_way(way: str) -> None:
     config = compose_config(CONFIG.stem, str(CONFIG.parent), overrides(way, 3))

@@ -19,17 +19,18 @@ def test_the_table_is_that_of_the_rows() -> None:
 
 def test_other_rows_make_it_stale(tmp_path: Path) -> None:
     page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    rows = [{"ratio": 2.0}, {"ratio": 3.0}, {"made_on": {"ratio": 9.0}}]
-    (tmp_path / "compile.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"mode": "speed", "plan": "auto, whole layers", "auto_vs_full": ratio} for ratio in (2.0, 3.0)]
+    rows.append({"made_on": {"auto_vs_full": 9.0}})
+    (tmp_path / "recompute.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "overhead.jsonl").write_text("{}\n")  # rows without any of its figures
-    words = "compiled layers make a step 2.5 × (2 to 3 in 2 rows) as fast; nothing of it was published."
+    words = "whole layers alone 2.5 × (2 to 3 in 2 rows); nothing of it was published."
     made = indexed(page, tmp_path)
     assert made.startswith(f"before\n{BEGIN}\n| experiment | question |") and made.endswith(f" |\n{END}\nafter\n")
     lines = {line.split("]")[0].removeprefix("| ["): line for line in made.splitlines() if line.startswith("| [")}
     assert list(lines) == [one.name for one in EXPERIMENTS]
-    assert lines["compile"] == f"| [compile](compile/README.md) | {BY_NAME['compile'].question} | {words} |"
+    assert lines["recompute"] == f"| [recompute](recompute/README.md) | {BY_NAME['recompute'].question} | {words} |"
     assert lines["overhead"].endswith("| no sentence yet. |")
-    assert lines["overlap"].endswith("| on two CPU cores neither faster nor slower (no rows kept). |")
+    assert lines["beside_plain"].endswith("belong to the data it is given (no rows kept). |")
 
 
 @pytest.mark.parametrize("page", ["", BEGIN, END, f"{END} {BEGIN}"])

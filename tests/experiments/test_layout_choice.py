@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.layout_choice.__main__ import DEVICES, MODELS, TOKENS, words_of
-from experiments.layout_choice.table import BEGIN, END, PAGE, table, with_table
+from experiments.layout_choice.__main__ import BEGIN, DEVICES, END, MODELS, PAGE, TOKENS, table, with_table, words_of
 from tests.helpers.figures import rows
 
 ROW = {

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dhp.report.charts import Box
-from experiments.layouts import autosp, chart
+from experiments.layouts import chart, peers
 from experiments.layouts.peers import PEERS, Objective, inputs_of, load
 from experiments.layouts.work import make_batch, make_model
 from tests.helpers.figures import rows
@@ -22,7 +22,7 @@ from tests.helpers.ranks import run_on_ranks
 def _gradients(model: str, split: bool) -> dict[str, Tensor]:
     """Of one sample, summed over ranks."""
     (inputs, *_) = map(inputs_of, make_batch("1k"))
-    objective = autosp.SplitObjective(load(model)) if split else Objective(load(model), split_head=False)
+    objective = peers.SplitObjective(load(model)) if split else Objective(load(model), split_head=False)
     loss = objective(inputs, 0.5)
     loss.backward()
     found = {name.replace(".inner.attn.inner", ""): p.grad for name, p in objective.named_parameters()} | {"loss": loss}
@@ -65,7 +65,7 @@ def test_the_steps_of_peers_are_the_plain_models(tmp_path: Path) -> None:
 
 def _own_gather() -> list[bool]:
     """Whether what DeepSpeed's wrapper of a tower's attention gathers has gradients: by itself, and with our gather."""
-    autosp.join_deepspeed()
+    peers.join_deepspeed()
     import deepspeed.sequence.autosp_vit as library
 
     library.dist = deepspeed.comm  # a test before this one may have put ours there
@@ -74,7 +74,7 @@ def _own_gather() -> list[bool]:
         wrapped = library.UlyssesSPViTAttention(nn.Identity(), dist.group.WORLD, has_cls_token=False)
         answers.append(wrapped(torch.ones(1, 2, 4, requires_grad=True)).requires_grad)
         block = nn.ModuleDict({"attn": nn.Identity()})
-        autosp.split_tower(nn.ModuleDict({"blocks": nn.ModuleList([block]), "merger": nn.Identity()}))
+        peers.split_tower(nn.ModuleDict({"blocks": nn.ModuleList([block]), "merger": nn.Identity()}))
     return answers
 
 

@@ -14,16 +14,13 @@ from torch import nn
 from dhp.batch.row_shards import SequenceGroups, grouped_plan
 from dhp.core.axes import Degrees
 from dhp.data.balance.packs import Loads, from_groups
-from experiments.long_context import inference, schedule, two_stages
-from experiments.long_context.long_sets import SETS, TILE, _held, places, shared_row, sp_ratios
-from experiments.long_context.longest import Way, _longest
-from experiments.long_context.longest_prompt import ALONE, count, longest
-from experiments.long_context.ranks import on_ranks
-from experiments.long_context.sampler_picture import draw, kinds_of
-from experiments.long_context.steps import PEER, _require_same
+from experiments.long_context import inference, video
+from experiments.long_context.long_sets import SETS, TILE, _held, draw, kinds_of, places, shared_row, sp_ratios
+from experiments.long_context.steps import ALONE, PEER, Way, _longest, _require_same, count
+from experiments.long_context.steps import longest_prompts as longest
 from experiments.long_context.work import make_model, make_row
-from experiments.pair import TEXT, VISION
-from experiments.recompute.work import START
+from experiments.pair import TEXT, VISION, on_ranks
+from experiments.small import START
 from tests.helpers.figures import Sentences, missing, rows
 
 BUDGET = 3 << 19
@@ -75,26 +72,27 @@ def test_a_rank_is_drawn_by_what_it_has(tmp_path: Path) -> None:
         assert image.size[0] > 300
 
 
+@pytest.mark.slow
 def test_one_stage_keeps_text_beside_its_frames_or_frames_beside_their_tokens(tmp_path: Path) -> None:
     """Row 2 of the experiment: frames are even by pictures, tokens by tokens, and both in two stages."""
-    sample, degrees = two_stages._row(2), Degrees(ulysses=2)
-    made = two_stages.make_model(tmp_path, **two_stages.WIDTHS)
+    sample, degrees = video._row(2), Degrees(ulysses=2)
+    made = video.save_even_model(tmp_path, **video.WIDTHS)
 
     def counts(way: str) -> tuple[list[int], list[int], int]:
-        work = two_stages._dealt(made, degrees, degrees, sample, way).work
+        work = video._dealt(made, degrees, degrees, sample, way).work
         ids = [one.tensors["input_ids"] for one in work[TEXT][0]]
         return [len(one.pixels) for one in work[VISION][0]], [one.shape[-1] for one in ids], int(ids[1][0, 0])
 
-    assert counts(two_stages.BY_PICTURE) == ([1344, 1280], [542, 1055], START)
-    assert counts(two_stages.BY_TOKEN)[:2] == ([1664, 960], [798, 799])
-    assert counts(two_stages.TWO)[:2] == ([1344, 1280], [798, 799])
+    assert counts(video.BY_PICTURE) == ([1344, 1280], [542, 1055], START)
+    assert counts(video.BY_TOKEN)[:2] == ([1664, 960], [798, 799])
+    assert counts(video.TWO)[:2] == ([1344, 1280], [798, 799])
 
 
 def test_layers_of_the_decoder_are_watched() -> None:
     model = nn.Module()
     model.visual = nn.ModuleList([nn.Linear(2, 2) for _ in range(5)])
     model.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    watch = schedule.Watch(model)
+    watch = inference.Watch(model)
     for layer in (*model.visual, *model.layers, model.layers[0]):
         layer(torch.ones(2))
     assert [number for number, _, _ in watch.spans] == [0, 1, 0]
@@ -104,7 +102,7 @@ def test_layers_of_the_decoder_are_watched() -> None:
 @pytest.mark.slow
 def test_one_rank_works_at_a_time_where_layers_are_over_the_ranks(model: str, tmp_path: Path) -> None:
     picture = tmp_path / "schedule.png"
-    found = list(schedule.measure(model, argparse.Namespace(plot=picture)))
+    found = list(inference.measure_schedule(model, argparse.Namespace(plot=picture)))
     busy = {way: [row["busy_share"] for row in found if row["way"] == way] for way in {row["way"] for row in found}}
     assert sum(busy[inference.CUT]) < 1.05 < sum(busy["dhp, ulysses 2"])
     assert {row["layers"] for row in found if row["way"] == inference.CUT} == {2}

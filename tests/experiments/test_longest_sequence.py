@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from experiments.longest_sequence.search import largest_within
+from experiments.longest_sequence.__main__ import largest_within
 
 
 def watched(peak: Callable[[int], int]) -> tuple[Callable[[int], int], list[int]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from experiments.needle_frames import __main__, runs
-from experiments.needle_frames.plot import draw
+from experiments.needle_frames import __main__
+from experiments.needle_frames.__main__ import draw
 from tests.helpers.figures import Sentences, missing, rows
 
 PAGE = "experiments/needle_frames/README.md"
@@ -17,7 +17,7 @@ PAGE = "experiments/needle_frames/README.md"
 
 def test_a_row_is_of_a_length_over_all_depths(tmp_path: Path) -> None:
     table = {"frames": [8, 16], "depths": [0.0, 1.0], "found": [[1.0, 0.5], [1.0, 0.0]]}
-    found = list(runs._found(table, "short", 3))
+    found = list(__main__._found(table, "short", 3))
     assert [(row["frames"], row["found"], row["by_depth"]) for row in found] == [(8, 1.0, [1, 1]), (16, 0.25, [0.5, 0])]
     assert {(row["trained_on"], row["seed"]) for row in found} == {("short", 3)}
     other = [row | {"trained_on": "long", "trained_frames": [16]} for row in found]
@@ -36,8 +36,8 @@ def test_each_model_is_trained_on_its_own_videos(tmp_path: Path, monkeypatch: py
             Path(words[-1]).mkdir()
             (Path(words[-1]) / "needle.json").write_text(json.dumps(table))
 
-    monkeypatch.setattr(runs, "run_module", command)
-    found = list(runs.rows(["short", "long"], [0, 1], runs.Size(2, 5, [8], 1), tmp_path / "work"))
+    monkeypatch.setattr(__main__, "run_module", command)
+    found = list(__main__.rows(["short", "long"], [0, 1], __main__.Size(2, 5, [8], 1), tmp_path / "work"))
     assert [(row["seed"], row["trained_on"]) for row in found] == [(0, "short"), (0, "long"), (1, "short"), (1, "long")]
     training = commands[2]
     assert "training.max_steps=5" in training and "seed=0" in training

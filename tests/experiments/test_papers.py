@@ -13,6 +13,7 @@ import pytest
 from dhp.cli.completion import COMMANDS, FLAGS, KEYS, subcommands
 from dhp.config.devices import shipped_directory
 from dhp.config.keys import schema_keys
+from experiments.figures import layouts
 from tests.helpers.experiments import accepts, folders
 from tests.helpers.figures import ROOT, Sentences, fixed, missing, one, rows, short, span
 
@@ -139,11 +140,8 @@ def simulated(in_row: InRow) -> Sentences:
     yield in_row("A16", f"{cells['SP+TP 65k']['predicted']:,.0f} patches/s by SP+TP")
     score = one("published", score="18 cells")
     yield in_row("A18", f"{score['median']:.1%} off in the median over {score['held_out']} held-out cells")
-    timed = [row for row in rows("throughput") if row["steps"]]
-    speed = {(row["model"], row["size"], row["layout"]): row["patches_per_s"] for row in timed}
-    for than in ("TP", "ZeRO-3"):
-        ratios = [speed[model, size, "SP+TP"] / speed[model, size, than] for model, size, of in speed if of == than]
-        yield in_row("A18", f"{span(ratios)} × {than}")
+    ratios = layouts("TP", "SP+TP", False)(rows("layouts"))
+    yield in_row("A18", f"TP takes {span(ratios)} × SP+TP's step")
     yield in_row("A19", f"right in {score['batches_right']} of {score['cells']} cells, the 3 out of memory among them")
     assert sum(row["predicted"] == "OOM" for row in cells.values()) == 3
     days = {row["row"]: f"{row['predicted']:.1f}" for row in rows("published", group="chain of rows")}
@@ -238,9 +236,6 @@ def of_balance(in_row: InRow) -> Sentences:
 
 
 def of_layouts(in_row: InRow) -> Sentences:
-    chain = rows("partition", question="components")[1:]
-    speedups = ", ".join(f"{row['speedup']:.2f}" for row in chain)
-    yield in_row("B38", f"{speedups} × in replays")
     free = [row["ours"] for row in rows("partition", question="free memory", column="free GB")]
     yield in_row("B34", f"first row: {', '.join(map(str, free))} GB free")
     by = {row["method"]: row for row in rows("partition", question="replay", stages=4, frozen="nothing")}
@@ -260,7 +255,8 @@ def of_layouts(in_row: InRow) -> Sentences:
     yield in_row("B43", f"the projector alone {projector['speed_ratio']:.2f} ×")
     sparse, dense = (one("driver_scale", ranks=64, routes=name)["step_s"] for name in ("sparse", "dense"))
     yield in_row("A11", f"a step with sparse routes {sparse / dense:.2f} × the dense one's time")
-    yield in_row("A11", f"{one('handoff', transport='shared_memory', megabytes=64)['ratio']:.1f} × one copy")
+    handoff = one("micro", question="handoff", transport="shared_memory", megabytes=64)
+    yield in_row("A11", f"{handoff['ratio']:.1f} × one copy")
     step, regret = one("plan_accuracy", score="step"), one("plan_accuracy", score="regret")
     yield in_row("E6", f"{step['rows']} layouts {step['median']:.0%} off in the median")
     yield in_row("E6", f"{regret['mean']:.1%} slower than the fastest in the mean")

@@ -9,17 +9,22 @@ import numpy as np
 import pytest
 
 from dhp.core.axes import Degrees
-from dhp.data.balance.packs import Packs
 from dhp.plan.cut.exact import exact
-from dhp.plan.cut.problem import Partition, PartitionProblem
-from dhp.plan.cut.simulate import pipeline_programs
-from dhp.plan.cut.units import Unit
+from dhp.plan.cut.partition import pipeline_programs
+from dhp.plan.cut.problem import PartitionProblem
 from experiments.pair import TEXT, VISION, as_batch, join_alone
-from experiments.partition.chain import Chain, Stages, plan_chain, stages_of
-from experiments.partition.chains import Asked, chains
-from experiments.partition.components import deal_packs, draw_samples, recompute_of
-from experiments.partition.paper import BMP_LAYERS, STAGES
+from experiments.partition.chain import (
+    Chain,
+    Setting,
+    Shape,
+    Stages,
+    measure_units,
+    plan_chain,
+    run_in_turn,
+    stages_of,
+)
 from experiments.partition.published import (
+    at,
     columns,
     cuts_of,
     free_memory,
@@ -29,11 +34,8 @@ from experiments.partition.published import (
     variances,
     with_layers,
 )
-from experiments.partition.replay import Setting, Shape, measure_units, run_in_turn
-from experiments.partition.shapes import INTERNLM2_20B, INTERNVIT, MODELS, model_named
-from experiments.partition_search.__main__ import at
-from experiments.recompute.work import deal, make_model, make_samples
-from tests.helpers.rows import slow
+from experiments.partition.shapes import BMP_LAYERS, INTERNLM2_20B, INTERNVIT, MODELS, STAGES, model_named
+from experiments.small import deal, make_samples, save_even_model
 
 MAIN = "InternViT 6B + InternLM2 20B"
 SMALL = Shape(tower=32, tower_layers=3, decoder=32, decoder_layers=4, side=8, words=6)
@@ -50,6 +52,7 @@ def test_a_published_model_has_its_parameters_layers_and_hand_overs() -> None:
     assert by_name["text 0"].output_bytes == 2 * 4096 * 6144
 
 
+@pytest.mark.slow
 def test_hand_overs_are_the_published_ones() -> None:
     rows = {row["method"]: row for row in variances() if row["column"] == "SUM(comm)"}
     assert {method: row["ours"] for method, row in rows.items()} == {
@@ -100,9 +103,10 @@ def test_published_cuts_have_all_layers() -> None:
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("partition")
-    return make_model(folder, SMALL.tower, SMALL.decoder, SMALL.decoder_layers, SMALL.tower_layers)
+    return save_even_model(folder, SMALL.tower, SMALL.decoder, SMALL.decoder_layers, SMALL.tower_layers)
 
 
+@pytest.mark.slow
 def test_a_cut_is_the_stages_of_both_parts(small_model: str) -> None:
     with join_alone():
         batch = _batch(small_model, 2)
@@ -114,7 +118,8 @@ def test_a_cut_is_the_stages_of_both_parts(small_model: str) -> None:
     assert stages_of(units, [1, 3]) == Stages(2, 1, (1,), (), shared=False)
 
 
-@pytest.mark.parametrize("frozen", ["", slow(VISION), TEXT])
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", ["", VISION, TEXT])
 def test_cuts_of_a_chain_have_the_same_loss(small_model: str, frozen: str) -> None:
     setting = Setting(stages=3, micro_batches=3, frozen=frozen)
     with join_alone():
@@ -126,6 +131,7 @@ def test_cuts_of_a_chain_have_the_same_loss(small_model: str, frozen: str) -> No
     assert list(times) == cuts and all(own > 0 for own in chain(*times.values()))
 
 
+@pytest.mark.slow
 def test_a_replay_is_the_simulated_step_where_no_device_is_shared(small_model: str) -> None:
     stages, micro_batches = Stages(1, 2, (), (2,), shared=False), 6
     plan = plan_chain(small_model, stages, micro_batches)
@@ -138,21 +144,6 @@ def test_a_replay_is_the_simulated_step_where_no_device_is_shared(small_model: s
         assert found.replay(odd) > found.replay_alike(odd) == 2 * (micro_batches + 3 - 1)
 
 
-def test_recompute_is_written_as_the_keys_have_it() -> None:
-    units = [Unit(str(at), part, 1, 1.0, 2.0) for at, part in enumerate([VISION] * 3 + [TEXT] * 2)]
-    found = Partition((3,), 1.0, ("all", "none", "all", "none", "none"))
-    assert recompute_of(units, found) == {VISION: "all:0,2", TEXT: "none"}
-
-
-def test_packs_are_the_micro_batches_of_a_step(small_model: str) -> None:
-    samples = draw_samples(6, seed=3)
-    packs = Packs(np.array([5, 0, 1, 2, 4, 3]), np.array([1, 4, 6]))
-    batch = deal_packs(small_model, samples, packs, packing=True)
-    assert len(batch.work[TEXT]) == len(batch.work[VISION]) == 3
-    lengths = [tuple(len(samples[at].input_ids) for at in packs.pack(number)) for number in range(3)]
-    assert [shard.samples for (shard,) in batch.work[TEXT]] == lengths
-
-
 def test_a_problem_has_a_stage_for_each_device() -> None:
     problem = problem_of(model_named("InternViT 6B + Llama3 70B"), 74.0)
     assert isinstance(problem, PartitionProblem)
@@ -163,9 +154,3 @@ def test_a_problem_has_a_stage_for_each_device() -> None:
 def _batch(model: str, micro_batches: int):
     samples = make_samples(micro_batches, SMALL.side, SMALL.words)
     return as_batch(deal(model, Degrees(), Degrees(), samples, micro_batches))
-
-
-def test_a_large_model_is_planned_as_a_chain_by_every_method() -> None:
-    found = list(chains((Asked(2, 3, 8),), ("exact", "layers")))
-    assert [sum(row["vision"]) for row in found] == [32, 32] and [sum(row["text"]) for row in found] == [28, 28]
-    assert found[1]["vision"] == [16, 16] and found[0]["step_s"] < found[1]["step_s"]

@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from dhp.parallel.recompute.meter import LiveStorages
-from experiments.plan_accuracy.cases import CASES
-from experiments.plan_accuracy.groups import GROUPS, settings_of
-from experiments.plan_accuracy.layout import Layout
-from experiments.plan_accuracy.memory import any_machine, layout_of, memory_scores
-from experiments.plan_accuracy.models import SHAPES, Load, make_samples, save_model
-from experiments.plan_accuracy.plot import draw
-from experiments.plan_accuracy.scores import kendall, regret
+from experiments.plan_accuracy.__main__ import any_machine, draw, kendall, layout_of, memory_scores, regret
+from experiments.plan_accuracy.layout import CASES, GROUPS, SHAPES, Layout, Load, make_samples, save_shape, settings_of
 from tests.helpers.rows import slow_but
 
 
@@ -66,7 +61,7 @@ def test_a_case_resolves_and_a_plan_knows_its_bytes(name: str, models: Path) -> 
 @pytest.mark.parametrize("group", GROUPS)
 def test_layouts_of_a_group_resolve_and_do_the_same_work(group: str, models: Path) -> None:
     own = GROUPS[group]
-    model = save_model(models, own.shape)
+    model = save_shape(models, own.shape)
     layouts = [Layout(model, own.load, settings_of(own, name)) for name in own.layouts]
     assert len(layouts) >= 5
     assert len({layout.plan.config.training.batch_size for layout in layouts}) == 1

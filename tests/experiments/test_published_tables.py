@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.helpers.figures import Row, cells, fixed, missing, one, rows
+from tests.helpers.figures import cells, fixed, missing, one, rows
 
 PAGE = "experiments/published/README.md"
-SAME = "published degrees"
 Lines = Iterator[str]
 
 
@@ -46,55 +45,11 @@ def longest() -> Lines:
         yield cells(row["row"], row["device"].upper(), *sizes, *seconds)
 
 
-def planned() -> Lines:
-    for state_bytes in (16, 10):
-        for row in plans("planned", state_bytes):
-            figures = [f"{row[key]:.0f}" for key in ("published", "simulated", "predicted")]
-            ratios = [fixed(row[key]) for key in ("ratio", "ratio_simulated")]
-            others = [reached(of_length(f"planned, {name}", row)) for name in ("other cells", "eager", "slower")]
-            yield cells(row["patches"], row["beside"], *figures, *ratios, *others, fixed(row["memory_gib"], 1))
-
-
-def layouts() -> Lines:
-    for state_bytes in (16, 10):
-        for row in plans("planned", state_bytes):
-            divided = f"{row['micro_batches']} × {row['micro_batch_size']}"
-            again = [counted(row["recomputed"][part]) for part in ("text", "vision")]
-            yield cells(row["patches"], str(state_bytes), divided, row["text"], row["vision"], *again)
-
-
-def gains() -> Lines:
-    for state_bytes in (16, 10):
-        for row in plans("planned", state_bytes):
-            names = (f"{SAME}, all recomputed", SAME, f"{SAME}, norms divided", "planned", "planned, larger batch")
-            yield cells(row["patches"], str(state_bytes), *(reached(of_length(name, row)) for name in names))
-
-
-def plans(search: str, state_bytes: int) -> list[Row]:
-    return rows("published", search=search, state_bytes=state_bytes)
-
-
-def of_length(search: str, row: Row) -> Row | None:
-    found = [own for own in plans(search, row["state_bytes"]) if own["patches"] == row["patches"]]
-    return found[0] if found else None
-
-
-def reached(row: Row | None) -> str:
-    """Beside the best published figure; in brackets: it does not fit."""
-    if row is None:
-        return "-"
-    return fixed(row["ratio"]) if row["fits"] else f"({fixed(row['ratio'])})"
-
-
-def counted(choices: dict[str, int]) -> str:
-    return ", ".join(f"{count} {choice}" for choice, count in choices.items())
-
-
 def span(shares: list[float]) -> str:
     return f"{shares[0]:.1%} to {shares[1]:.1%}"
 
 
-TABLES: list[Callable[[], Lines]] = [scores, ray_cells, omnibal, longest, planned, layouts, gains]
+TABLES: list[Callable[[], Lines]] = [scores, ray_cells, omnibal, longest]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)

@@ -14,7 +14,7 @@ from tests.helpers.experiments import accepts, folders
 from tests.helpers.figures import ROOT, rows
 
 # No rows of them are kept: they say their result themselves.
-WITHOUT_ROWS = {"beside_plain", "host_memory", "mutants", "overlap", "ring_or_gather"}
+WITHOUT_ROWS = {"beside_plain"}
 
 
 def test_every_folder_that_can_be_run_is_named_once() -> None:
@@ -55,7 +55,7 @@ def test_sentences_have_the_figures_of_the_documents() -> None:
     assert "103 of 104 faults end to the bit" in words["chaos"]
     assert "16 of 34 published figures agree" in words["partition"]
     assert "are 5.67% (0.01 to 11.7 in 12 rows) off" in words["published"]
-    assert words["compile"].endswith("; nothing of it was published.")
+    assert words["micro"].endswith("; nothing of it was published.")
 
 
 def test_a_spread_is_the_median_the_least_and_the_most() -> None:

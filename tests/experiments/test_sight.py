@@ -10,14 +10,25 @@ from random import Random
 import pytest
 
 from dhp.engine.encoder_engine import EncoderEngine
-from experiments.sight.__main__ import main
-from experiments.sight.datasets import RENAMED, Sets, exchanged, held_out_answers, make_sets, named, round_of_pairs
-from experiments.sight.here import shares
+from experiments.sight.__main__ import CANARIES, Row, apart, by_kind, chances, goal, main, missed
+from experiments.sight.datasets import (
+    COLOURS,
+    KINDS,
+    PALETTE,
+    RENAMED,
+    Scene,
+    Sets,
+    draw,
+    draw_scene,
+    exchanged,
+    held_out_answers,
+    make_model,
+    make_sets,
+    named,
+    round_of_pairs,
+)
 from experiments.sight.inject import sitecustomize
-from experiments.sight.layouts import apart
-from experiments.sight.model import make_model
-from experiments.sight.pictures import COLOURS, KINDS, PALETTE, Scene, draw, draw_scene
-from experiments.sight.scores import CANARIES, Row, by_kind, chances, goal, missed
+from tests.experiments.sight_here import shares
 
 
 def scenes(kind: str, held_out: bool, count: int = 300) -> list[Scene]:
@@ -144,6 +155,7 @@ def test_a_small_run_learns_from_its_pictures(small: tuple[Path, Sets]) -> None:
     assert found["exchanged"] <= CHANCE + 0.05
 
 
+@pytest.mark.slow
 def test_with_a_fault_it_does_not(small: tuple[Path, Sets], monkeypatch: pytest.MonkeyPatch) -> None:
     module, function, put_in = sitecustomize.FAULTS["zeroed"]
     assert module == EncoderEngine.__module__

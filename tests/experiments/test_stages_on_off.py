@@ -13,8 +13,7 @@ from dhp.config.devices import shipped_directory
 from dhp.config.resolve import training_stages
 from dhp.core.text import json_safe
 from dhp.observe.metrics import EvalMetrics, Line, StepMetrics
-from experiments.stages_on_off.runs import row_of
-from experiments.stages_on_off.ways import (
+from experiments.stages_on_off.__main__ import (
     FIRST,
     LAST,
     PICTURES,
@@ -24,6 +23,7 @@ from experiments.stages_on_off.ways import (
     hold_out,
     kept_stages,
     lengths,
+    row_of,
     without,
 )
 from tests.helpers.figures import Sentences, missing, rows
@@ -44,6 +44,7 @@ def ended(run_dir: Path, stages: list[str]) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way_has_the_other_stages_and_is_asked_in_the_last_one(way: str, tmp_path: Path) -> None:
     asked = hold_out(tmp_path, 2)
@@ -59,6 +60,7 @@ def test_stage_4_is_two_entries_and_stage_3_one() -> None:
     assert [len(kept_stages(way)) for way in WAYS] == [6, 5, 4, 3]
 
 
+@pytest.mark.slow
 def test_stages_may_be_made_shorter() -> None:
     own = lengths(kept_stages("without 4"), 2, 5)
     config = compose_config("five_stages_tiny", None, [*without("without 4"), *own])
@@ -67,6 +69,7 @@ def test_stages_may_be_made_shorter() -> None:
     assert lengths(FIRST, None, 5) == []
 
 
+@pytest.mark.slow
 def test_all_ways_share_the_first_stages() -> None:
     config = compose_config("five_stages_tiny", None, first_alone())
     assert list(config.stages) == list(FIRST)

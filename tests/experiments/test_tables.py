@@ -11,39 +11,21 @@ from tests.helpers.figures import Row, cells, fixed, missing, one, rows, short
 Lines = Iterator[str]
 
 
-def families() -> Lines:
-    for row in rows("families_speed"):
-        speeds = [f"{row[key]:.2f}" for key in ("ratio", "dhp_samples_s", "plain_samples_s")]
-        tokens = (row["tokens"], row["image_tokens"], f"{row['padding']:.2f}")
-        yield cells(f"`{row['family']}`", *speeds, *tokens)
-    for row in rows("families_speed_even"):
-        yield f"`{row['family']}` {row['ratio']:.2f}"
-
-
-def compile_() -> Lines:
-    qwen, llava = (f"{one('compile', family=name)['ratio']:.2f}" for name in ("qwen2_5_vl", "llava_clip"))
+def micro() -> Lines:
+    found = (one("micro", question="compile", family=name) for name in ("qwen2_5_vl", "llava_clip"))
+    qwen, llava = (f"{row['ratio']:.2f}" for row in found)
     yield f"a step of Qwen2.5-VL is {qwen} times as fast, one of LLaVA {llava} times"
-
-
-def tensor_host() -> Lines:
-    for row in rows("tensor_host"):
+    for row in rows("micro", question="tensor_host"):
         times = [f"{row[f'{way}_ms_a_layer']:.2f}" for way in ("forward", "backward")]
         way = row["way"].replace("library's", "transformers'")
         yield cells(row["recompute"], way, *times, format(row["ratio"], ".3g"))
-
-
-def experts() -> Lines:
-    for row in rows("experts"):
+    for row in rows("micro", question="experts"):
         name = f"`{row['text'].replace('expert', 'data 2, expert')}`"
         sent = [f"{row['all_reduce_mb']:.1f} MB", f"{row['all_to_all_mb']:.1f} MB".replace("0.0 MB", "0")]
         yield cells(row["tokens"], name, format(row["step_ratio"], ".2g"), *sent, f"{row['expert_mb']:.1f} MB")
 
 
 def finetuning() -> Lines:
-    for row in rows("finetuning", question="features"):
-        speeds = [f"{row[key]:.2f}" if row["train"] != "all" else "1" for key in ("speed_ratio", "bound_ratio")]
-        seconds = [f"{row[key]:.3f} s" for key in ("step_s", "reading_s", "vision_s", "text_s")]
-        yield cells(row["train"], *speeds, *seconds)
     ways = {"all": "all", "lora_text": "text's adapters", "lora_both": "both parts' adapters"}
     for question, lengths in (("lora", "mixed"), ("lora_even", "one length")):
         for row in rows("finetuning", question=question):
@@ -154,89 +136,14 @@ def convergence() -> Lines:
             yield cells(f"`{row['summary']}`", len(row["seeds"]), steps, *ends)
 
 
-def roofline() -> Lines:
-    yield from roofline_phases()
-    yield from roofline_steps()
-    yield from roofline_beside()
-
-
-def roofline_phases() -> Lines:
-    """Of a micro-batch of 8 on an H100, in the order of the phases."""
-    found = [row for row in rows("roofline", samples=8, device="H100") if row["phase"] != "step"]
-    for phase in dict.fromkeys(row["phase"] for row in found):
-        for row in (row for row in found if row["phase"] == phase):
-            if row["fused"] != "compiled" and phase.endswith(("norm", "update")):
-                continue  # nothing there is fused
-            name = phase.removesuffix(" 0")
-            moved = fixed(row["elementwise_bytes"] / 1e9, 1)
-            if "assumed" in row:
-                yield cells(name, f"*assumed*: {row['assumed']}", "", "", fixed(row["ms"], 1), "", moved)
-            else:
-                kinds = ("product", "attention", "elementwise", "vocabulary")
-                yield cells(name, row["fused"], *(fixed(row[f"{kind}_ms"], 1) for kind in kinds), moved)
-
-
-EARLIER = {
-    "vision forward 0": "83 / 11 / 97",
-    "vision backward 0": "165 / 25 / 236",
-    "text forward 0": "113 / 9 / 31 + 11",
-    "text backward 0": "226 / 23 / 108 + 5",
-}
-
-
-def roofline_beside() -> Lines:
-    """Of the same step, as another simulation had it."""
-    for phase, earlier in EARLIER.items():
-        row = one("roofline", samples=8, device="H100", fused="norms and gates", phase=phase)
-        here = " / ".join(f"{row[f'{kind}_ms']:.0f}" for kind in ("product", "attention", "elementwise"))
-        here += f" + {row['vocabulary_ms']:.0f}" if row["vocabulary_ms"] else ""
-        yield cells(phase.removesuffix(" 0"), earlier, here)
-
-
-def roofline_steps() -> Lines:
-    for row in rows("roofline", phase="step"):
-        times = [fixed(row[key], 1) for key in ("passes_ms", "ms")]
-        yield cells(row["samples"], row["device"], row["fused"], *times, f"{row['mfu']:.1%}")
-
-
-def partition_search() -> Lines:
-    for row in rows("partition_search", question="chains"):
-        gaps = [f"{row[f'{which}_gap']:.2%}" for which in ("mean", "worst")]
-        yield cells(f"`{row['method']}`", row["equal"], row["fits"], *gaps, fixed(row["seconds"], 1))
-    brute = one("partition_search", question="brute force")
-    yield f"up to {brute['most_cuts']:,} cuts each, {brute['above']} of them with more than 130,000"
-    yield f"Brute force takes {brute['seconds']} s"
-    runs = one("partition_search", question="interleaved")
-    yield f"{runs['chains']} chains of up to {runs['most_cuts']:,} cuts"
-    yield f"as fast as brute force in {runs['equal']}, worst {runs['worst_gap']:.2%}"
-    for row in rows("partition_search", question="48 + 60 layers, 8 stages"):
-        asked = ["trained" if row["tower_trains"] else "frozen", row["micro_batches"]]
-        asked.append("-" if row["budget_gb"] is None else fixed(row["budget_gb"], 0))
-        others = [row[f"{name}_gap"] for name in ("bmp_by_forward", "bmp_by_work", "layers", "parameters")]
-        gaps = ["-" if gap is None else f"+{gap:.1%}" for gap in others]
-        yield cells(*asked, fixed(row["seconds"]), f"{row['proved_gap']:.2%}", row["recomputed"], *gaps)
-
-
 def partition() -> Lines:
     yield from partition_published()
-    for row in rows("partition", question="steps"):
-        others = [row["gaps"][method] for method in ("parameters", "layers", "profile", "bmp", "bmp by work")]
-        gaps = ["-" if gap is None else f"+{gap:.1%}" for gap in others]
-        yield cells(row["model"], row["frozen"], listed(row["layers"]), *gaps)
-    for row in rows("partition", question="chains"):
-        asked = [row["stages"], row["micro_batches"], f"`{row['method']}`", listed(row["vision"]), listed(row["text"])]
-        yield cells(*asked, f"{row['step_s']:.3f}", f"{row['bubble']:.1%}")
     for row in rows("partition", question="replay"):
         chain = f"{row['stages']}, {row['micro_batches']}"
         times = [fixed(row["step_s"]), fixed(row["planned_s"]), fixed(row["to_exact"])]
         method = [f"`{row['method']}`", listed(row["layers"])]
         yield cells(chain, row["frozen"], *method, *times, fixed(row["speed_to_parameters"]))
     yield from partition_said()
-    for row in rows("partition", question="components"):
-        recompute = [row["recompute"][part] for part in ("vision", "text")]
-        peak = fixed(row["peak_mib"], 0)
-        yield f"({row['budget_mib']:.0f} MiB, half of the way from everything"
-        yield cells(row["row"], row["micro_batches"], fixed(row["step_s"]), fixed(row["speedup"]), peak, *recompute)
 
 
 def partition_said() -> Lines:
@@ -282,8 +189,8 @@ def span(shares: list[float]) -> str:
 
 
 TABLES: list[Callable[[], Lines]] = [
-    families, compile_, tensor_host, experts, finetuning, driver_scale, two_hosts, long_context, longest_sequence,
-    layouts, balance, convergence, roofline, partition_search, partition,
+    micro, finetuning, driver_scale, two_hosts, long_context, longest_sequence,
+    layouts, balance, convergence, partition,
 ]  # fmt: skip
 
 

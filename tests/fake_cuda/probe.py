@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.fake_cuda.device import load_guard
+from tests.fake_cuda.device import load_guard
 
 
 def main() -> None:
@@ -25,9 +25,9 @@ def main() -> None:
 def probe(model: str, keys: list[str], parts: Sequence[str] = ("vision", "text"), read: int = 1) -> dict[str, Any]:
     """Two micro-batches and an optimizer step of each stage of the parts, then the control; synchronisations by phase.
     read: see `Watch`."""
-    from experiments.fake_cuda.drive import START, drive, fake_device
-    from experiments.fake_cuda.layout import Sizes, lay_out
-    from experiments.fake_cuda.watch import Watch
+    from tests.fake_cuda.drive import START, drive, fake_device
+    from tests.fake_cuda.layout import Sizes, lay_out
+    from tests.fake_cuda.watch import Watch
 
     layout = lay_out(model, keys)
     data = layout.shard(Sizes(2, (1, 8, 12), 24))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiments.fake_cuda.device import compile_guard
+from tests.fake_cuda.device import compile_guard
 from tests.helpers.rows import slow_but
 from tests.helpers.tiny import save_model, save_qwen3_vl_moe
 

@@ -127,7 +127,7 @@ def _axes(rng: random.Random, kind: str, family: str, vision_states: str, text_s
     whole = hears and axes["audio states"] == "whole"
     axes["audio stages"] = rng.choice(("1", "2", "2")) if whole else "1" if hears else "no such part"
     cut = "2" in (axes["stages"], axes["tower stages"])
-    axes["partition"] = rng.choice(("bmp", "profile", "layers", "parameters")) if cut else "null"
+    axes["partition"] = rng.choice(("bmp", "parameters")) if cut else "null"
     return axes
 
 

@@ -231,7 +231,7 @@ def test_every_key_of_both_sections_is_held_free_or_said() -> None:
         held, beside = (set(keys_with(own, resume=role)) for role in (HELD, BESIDE))
         assert held and beside and {key for key in keys if f"{section}.{key}" in said} == keys - held - beside
     # In the sampler's order, which it compares.
-    keys = ("balance_window", "long_tokens", "limits", "isf_passes", "group_window", "fullest_first")
+    keys = ("balance_window", "long_tokens", "limits", "isf_passes", "fullest_first")
     by_sampler = {f"data.{key}" for key in keys}
     sections = ("training", "data")
     held = {f"{name}.{key}" for name in sections for key in keys_with(getattr(Config(), name), resume=HELD)}

@@ -6,7 +6,7 @@ from math import ceil
 import numpy as np
 from numba import njit
 
-from dhp.data.balance.balanced_stages import balanced_stages
+from dhp.core.kinds import takes
 from dhp.data.balance.exchange import exchange
 from dhp.data.balance.filling import best_fit, exact_fill
 from dhp.data.balance.packs import (
@@ -170,34 +170,11 @@ def _even_steps(packs: np.ndarray, vision: np.ndarray, replicas: int) -> np.ndar
 
 def random_batches(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
     """Samples in random order, `limits.samples` a pack."""
-    return _cut(np.random.default_rng(seed).permutation(len(loads)), limits.samples)
+    return cut(np.random.default_rng(seed).permutation(len(loads)), limits.samples)
 
 
-def length_group(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
-    """Samples of like lengths in a pack: sorted inside windows of a random order, packs in random order again."""
-    rng = np.random.default_rng(seed)
-    order = _sorted_windows(loads, rng.permutation(len(loads)), limits.samples * replicas * limits.window)
-    packs = _cut(order, limits.samples)
-    return packs.reordered(rng.permutation(len(packs)))
-
-
-def device_group(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
-    """Samples of like lengths on the devices of a step: each takes one of `replicas` neighbours, several times."""
-    rng = np.random.default_rng(seed)
-    step = limits.samples * replicas
-    order = _sorted_windows(loads, rng.permutation(len(loads)), step * limits.window)
-    whole = len(order) // step * step
-    neighbours = order[:whole].reshape(-1, replicas)
-    grouped = rng.permutation(neighbours).reshape(-1, limits.samples, replicas).transpose(0, 2, 1)
-    return _cut(np.concatenate([grouped.reshape(-1), order[whole:]]), limits.samples)
-
-
-def _sorted_windows(loads: Loads, order: np.ndarray, size: int) -> np.ndarray:
-    windows = np.arange(len(order)) // size
-    return order[np.lexsort((loads.text[order], loads.vision[order], windows))]
-
-
-def _cut(order: np.ndarray, size: int) -> Packs:
+def cut(order: np.ndarray, size: int) -> Packs:
+    """Packs of `size` neighbours in this order each, the last of what is left."""
     ends = np.arange(size, len(order) + size, size).clip(max=len(order))
     return Packs(order.astype(np.int64), ends.astype(np.int64))
 
@@ -261,17 +238,11 @@ def _of_kind(method: Method, loads: Loads, limits: Limits, rows: int, seed: int,
     return Packs(samples[packs.samples], packs.ends)
 
 
-METHODS: dict[str, Method] = {
-    "random": random_batches,
-    "length_group": length_group,
-    "device_group": device_group,
-    "isf": isf,
-    "balanced": per_modality,
-    "balanced_stages": balanced_stages,
-}
-PADDED = ("random", "length_group", "device_group")  # as the trainers that use them do
+BALANCE_METHODS: dict[str, Method] = {"random": random_batches, "isf": isf, "balanced": per_modality}
+takes("data.balance", BALANCE_METHODS)
 
 
 def choose_method(name: str, long: int | None) -> Method:
     """The method of that name. long: tokens from which on samples are kept apart from shorter ones; None: none are."""
-    return METHODS[name] if long is None else partial(keep_apart, METHODS[name], long)
+    method = BALANCE_METHODS[name]
+    return method if long is None else partial(keep_apart, method, long)

@@ -37,7 +37,7 @@ class Limits:
 
     soft: `text` is a mean, not a bound: a pack may hold some tokens more if that makes all others even.
 
-    passes: of ISF, at most. window: steps whose samples are sorted together where like ones are put together.
+    passes: of ISF, at most.
     """
 
     vision: int
@@ -47,7 +47,6 @@ class Limits:
     full_text: int | None = None
     soft: bool = False
     passes: int = 10
-    window: int = 50
 
     @property
     def full(self) -> tuple[int, int]:

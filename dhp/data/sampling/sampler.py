@@ -221,7 +221,7 @@ class BalanceSettings:
 
     long: tokens from which on samples are kept apart from shorter ones; None: none are.
 
-    rule: where limits that are None come from, MEAN or PAPER. isf_passes, group_window: see `Limits`.
+    rule: where limits that are None come from, MEAN or PAPER. isf_passes: see `Limits`.
 
     fullest_first: the first window of the first epoch begins with its fullest steps.
     """
@@ -235,7 +235,6 @@ class BalanceSettings:
     long: int | None = None
     rule: str = MEAN
     isf_passes: int = 10
-    group_window: int = 50
     fullest_first: bool = False
 
     def limits(self, loads: Loads, samples: int) -> Limits:
@@ -246,8 +245,7 @@ class BalanceSettings:
         full_vision = vision - less[0] if self.full_vision is None else self.full_vision
         full_text = max(1, text - less[1]) if self.full_text is None else self.full_text
         soft = self.text is None and self.rule == MEAN
-        turns = (self.isf_passes, self.group_window)
-        return Limits(vision, text, samples, full_vision, full_text, soft, *turns)
+        return Limits(vision, text, samples, full_vision, full_text, soft, self.isf_passes)
 
     def _of_mean(self, loads: Loads, samples: int) -> tuple[int, int]:
         """Tokens and image tokens of a row, from the mean sample's."""

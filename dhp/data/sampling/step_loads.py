@@ -231,8 +231,8 @@ def step_loads(
 
 
 def row_bound(columns: np.ndarray, micro_batch_size: int, packing: bool = True) -> Row:
-    """The longest samples in one row: no row has more tokens, by the methods that put `micro_batch_size` samples into
-    each (random, length_group, device_group), whatever the seed. columns: as `Table.rows`."""
+    """The longest samples in one row: no row has more tokens, by a method that puts `micro_batch_size` samples into
+    each, as random, whatever the seed. columns: as `Table.rows`."""
     longest = np.argsort(-columns["text"].astype(np.int64), kind="stable")[:micro_batch_size]
     samples = longest[columns["text"][longest] > 0]
     lengths = columns["text"][samples].astype(np.int64)

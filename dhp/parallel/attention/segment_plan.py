@@ -19,7 +19,7 @@ from dhp.parallel.attention.ulysses import UlyssesGroup
 from dhp.parallel.attention.visibility import BlockRule, KeyRange, check_blocks, find_spans
 
 # Keys and values of at most so many tokens of divided segments are gathered at once, not passed around: the delay of a
-# message then counts for more than its size (`python -m experiments.ring_or_gather`).
+# message then counts for more than its size (docs/developers/decisions.md).
 GATHER_TOKENS = 512
 _TENSORS = ("order", "inverse", "bounds", "blocks")
 

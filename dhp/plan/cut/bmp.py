@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dhp.core.errors import ConfigError
+from dhp.core.kinds import takes
 from dhp.plan.cut.problem import Partition, PartitionProblem
 from dhp.plan.cut.run_tables import Cuts, Path, Tables, costs_of, least_largest, least_sum, make_tables, steps_of
 from dhp.plan.cut.units import Numbers, PinnedUnit, Positions, Unit
@@ -98,17 +99,13 @@ def by_parameters(units: Sequence[Unit], runs: int, held: PinnedUnit | None = No
 
 def by_layers(units: Sequence[Unit], runs: int, held: PinnedUnit | None = None) -> tuple[int, ...]:
     """The cuts for which the runs' numbers of layers have the least variance. Raises as `by_parameters`."""
-    return _least_variance(units, runs, held, [unit.layers for unit in units])
+    return least_variance(units, runs, held, [unit.layers for unit in units])
 
 
-def by_profile(units: Sequence[Unit], runs: int, held: PinnedUnit | None = None) -> tuple[int, ...]:
-    """The cuts for which the runs' seconds of forward have the least variance. Raises as `by_parameters`."""
-    return _least_variance(units, runs, held, [unit.forward_s for unit in units])
-
-
-def _least_variance(
+def least_variance(
     units: Sequence[Unit], runs: int, held: PinnedUnit | None, values: Sequence[float]
 ) -> tuple[int, ...]:
+    """The cuts for which the runs' sums of a value of each unit have the least variance. Raises as `by_parameters`."""
     positions = Positions(units)
     costs = (positions.sums(values) - sum(values) / runs) ** 2
     costs = np.where(positions.of_runs(runs, held), costs, np.inf)
@@ -124,3 +121,10 @@ def _as_cuts(positions: Positions, found: tuple[float, Path], runs: int) -> tupl
             "not hold, or a part has fewer layers than stages. Set text.pipeline lower"
         )
     return tuple(int(positions.at[index]) for index in path)
+
+
+# text.partition by name, for those that need no schedule: units, runs, the unit that one run must hold → cuts.
+PARTITION_METHODS: dict[str, Callable[[Sequence[Unit], int, PinnedUnit | None], tuple[int, ...]]] = {
+    "parameters": by_parameters
+}
+takes("text.partition", PARTITION_METHODS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf, isinf
 
 from dhp.config.devices import GIB
-from dhp.config.layout import BMP, EXACT, LAYERS, PARAMETERS, PROFILE
+from dhp.config.layout import BMP, EXACT, LAYERS, PARAMETERS
 from dhp.config.model_rules import check_runs
 from dhp.config.parts import DECODER, decoder, encoders, parts, resolved
 from dhp.config.ranges import INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL
@@ -20,15 +20,13 @@ from dhp.core.errors import ConfigError, ModelError
 from dhp.models.family import VISION
 from dhp.plan.batches import assumed_rows
 from dhp.plan.count.counted_model import Counted
-from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
+from dhp.plan.cut.bmp import PARTITION_METHODS, bmp, by_layers, by_parameters
 from dhp.plan.cut.exact import exact
 from dhp.plan.cut.part_units import PartUnits
 from dhp.plan.cut.problem import Partition, PartitionProblem
 from dhp.plan.cut.simulate import Programs, chain_programs, pipeline_programs
 from dhp.plan.cut.units import PinnedUnit, Unit, layer_cuts
 from dhp.plan.trainable import trained_stage
-
-_EVEN = {PARAMETERS: by_parameters, LAYERS: by_layers, PROFILE: by_profile}
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,9 @@ class _Cutting:
     ) -> tuple[tuple[int, ...], str]:
         """The cuts of units into runs, by position, and what is known of them. before: an encoder trains."""
         method = self._method
-        if method in _EVEN:
-            return _EVEN[method](units, runs, held), f"{method}{note}"
+        even = PARTITION_METHODS.get(method, by_layers if method == LAYERS else None)
+        if even is not None:
+            return even(units, runs, held), f"{method}{note}"
         search = exact if method == EXACT else bmp
         problem = PartitionProblem(units, programs(), self._units.link, budget_bytes, before, held)
         try:

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from dhp.data.balance.methods import METHODS, choose_method
+from dhp.data.balance.methods import BALANCE_METHODS as METHODS
+from dhp.data.balance.methods import choose_method
 from dhp.data.balance.packs import Limits, Loads
 
 RNG = np.random.default_rng(3)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dhp.data.balance.methods import METHODS, PADDED
+from dhp.data.balance.methods import BALANCE_METHODS as METHODS
 from dhp.data.balance.packs import Limits, Loads, measure_balance
 from tests.data.balance.made import LIMITS, mixture
 
@@ -56,33 +56,14 @@ def test_rows_are_as_many_as_fill_steps_before_they_are_made_even() -> None:
     assert packs.sums(loads.text).tolist() == [300] * 4
 
 
-@pytest.mark.parametrize("name", ["balanced", "balanced_stages"])
-def test_only_samples_beyond_the_limit_make_packs_beyond_it(name: str) -> None:
+def test_only_samples_beyond_the_limit_make_packs_beyond_it() -> None:
     text = LOADS.text.copy()
     text[:40] = 5000
-    packs = METHODS[name](Loads(LOADS.vision, text), LIMITS, 8, 0)
+    packs = METHODS["balanced"](Loads(LOADS.vision, text), LIMITS, 8, 0)
     assert np.array_equal(np.sort(packs.samples), np.arange(len(LOADS)))
     over = packs.sums(text) > LIMITS.text
     assert over.sum() == 40 and (packs.counts[over] == 1).all()
 
 
-def test_packs_constant_in_both() -> None:
-    found = measure_balance(METHODS["balanced_stages"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
-    assert found.dist_text < 0.006 and found.dist_vision < 0.003
-    published = measure_balance(METHODS["isf"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
-    assert found.stage_idle < 0.6 * published.stage_idle
-
-
-def test_native_resolution_where_vision_comes_in_small_units() -> None:
-    rng = np.random.default_rng(0)
-    merged = rng.lognormal(5.6, 0.5, 10_000).clip(64, 1280).round()
-    loads = Loads((4 * merged).astype(np.int64), (merged + rng.lognormal(5, 0.6, 10_000)).astype(np.int64))
-    limits = Limits(vision=9216, text=4096)
-    found = measure_balance(METHODS["balanced_stages"](loads, limits, 8, 0), loads, 8, padded=False, dispatched=False)
-    assert found.dist_vision < 0.01 and found.dist_text < 0.04
-
-
-def test_padded_methods_are_those_with_a_fixed_count() -> None:
-    for name in PADDED:
-        counts = METHODS[name](LOADS, LIMITS, 8, 0).counts
-        assert set(counts[:-1]) == {LIMITS.samples}
+def test_random_rows_have_a_fixed_count() -> None:
+    assert set(METHODS["random"](LOADS, LIMITS, 8, 0).counts[:-1]) == {LIMITS.samples}

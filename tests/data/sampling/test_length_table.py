@@ -19,6 +19,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
+import experiments.baselines  # noqa: F401  it registers length_group
 from dhp.config.data import DatasetEntry
 from dhp.core.errors import ConfigError, DataError
 from dhp.data.media.frames import FrameSampling

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import experiments.baselines  # noqa: F401  it registers profile and layers  # noqa: F401  it registers profile and layers
 from dhp.core.errors import ConfigError
 from dhp.plan.count.counted_model import count_model
 from dhp.plan.count.samples import assumed_samples

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from dhp.core.errors import ConfigError
-from dhp.plan.cut.bmp import by_layers, by_parameters, by_profile
+from dhp.plan.cut.bmp import by_layers, by_parameters
 from dhp.plan.cut.problem import PartitionProblem
 from dhp.plan.cut.units import Unit
+from experiments.baselines import by_profile
 from tests.plan.cut.made import chain, cuts_of, programs, unit
 
 Value = Callable[[Unit], float]

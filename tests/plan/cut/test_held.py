@@ -8,13 +8,14 @@ import pytest
 
 from dhp.config.ranges import ONE_F_ONE_B
 from dhp.core.errors import ConfigError
-from dhp.plan.cut.bmp import bmp, by_layers, by_parameters, by_profile
+from dhp.plan.cut.bmp import bmp, by_layers, by_parameters
 from dhp.plan.cut.exact import critical, exact, nothing_elsewhere
 from dhp.plan.cut.problem import PartitionProblem, bounds_of
 from dhp.plan.cut.run_tables import all_cuts, make_tables, needed_bytes, steps_of
 from dhp.plan.cut.simulate import chain_graph, chain_programs, pipeline_programs
 from dhp.plan.cut.units import PinnedUnit, Saved, Unit
 from dhp.step.schedule import make_schedule, outstanding
+from experiments.baselines import by_profile
 from tests.plan.cut.made import cuts_of, problem
 from tests.plan.cut.test_exact import step_of
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import experiments.baselines  # noqa: F401  it registers profile and layers
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
