@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dhp.config.devices import Link
 from dhp.plan.count.row_bytes import NONE
-from dhp.plan.cut.units import Saved, Unit
+from dhp.plan.cut.units import Saved, StageLink, Unit
 from experiments.pair import TEXT, VISION
 
 BMP_LAYERS = (22, 23, 24, 24)  # of InternViT 6B + InternLM2 20B
@@ -51,7 +50,7 @@ STAGES = {
 TILES, TOKENS = 9, 4096  # of a micro-batch: pictures' tiles and the decoder's tokens, as OmniBal packs them
 VALUE = 2  # bytes
 MERGED = 4  # values of neighbouring patches, which the projector makes one token of
-LINK = Link(bytes_s=22e9, latency_s=30e-6)  # between the nodes of two stages
+LINK = StageLink(bytes_s=22e9, latency_s=30e-6)  # between the nodes of two stages
 SAMPLES = 4  # of a pack: a token's attention spans half of its own
 PRODUCTS, ATTENTION, MEMORY, REDUCED = 193e12, 172e12, 1.63e12, 200e9  # operations a second, then bytes a second
 

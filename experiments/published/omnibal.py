@@ -40,13 +40,13 @@ def pipeline_seconds(forward: Numbers, backward: Numbers, hop: Numbers) -> Numbe
     [micro-batches, replicas]."""
     stages, micro_batches, replicas = forward.shape
     free = np.zeros((stages, replicas))
-    ends: dict[simulate.Work, Numbers] = {}
+    ends: dict[simulate.Task, Numbers] = {}
     for work in simulate.merged(pipeline_programs("1f1b", stages, 1, micro_batches)):
         run, back, number = work
         before = run + 1 if back else run - 1
         start = free[run]
         if 0 <= before < stages:
-            start = np.maximum(start, ends.pop(simulate.Work(before, back, number)) + hop[number])
+            start = np.maximum(start, ends.pop(simulate.Task(before, back, number)) + hop[number])
         free[run] = ends[work] = start + (backward if back else forward)[run, number]
     return np.asarray(free.max(axis=0))
 

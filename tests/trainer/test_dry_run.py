@@ -30,7 +30,7 @@ from tests.helpers.runs import tiny, train
 from tests.plan.cut.test_partition import config_of
 from tests.trainer.test_recomputing import SETTINGS, plan
 
-VISION, TEXT, TEXT_RANK = 98_528, 127_552, 63_936  # parameters; tests/models/test_shape.py adds them up
+VISION, TEXT, TEXT_RANK = 98_528, 127_552, 63_936  # parameters; tests/models/test_family.py adds them up
 
 
 def prepared(name: str, *overrides: str) -> Config:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import experiments.baselines  # noqa: F401  it registers length_group
 from dhp.batch import reader
 from dhp.batch.encoder_shards import Split
 from dhp.config.data import DataConfig, DatasetEntry

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import experiments.baselines  # noqa: F401  it registers length_group and device_group
 from dhp.core.errors import DataError
 from dhp.data.balance import methods
 from dhp.data.balance.methods import isf
@@ -258,7 +259,7 @@ def test_windows_of_bad_samples_at_the_end_of_an_epoch(bad: int) -> None:
 def test_a_state_of_other_rows_of_the_same_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state = sampler(made(), "isf").state_dict()
     fewer = lambda loads, limits, *more: isf(loads, replace(limits, passes=3), *more)
-    monkeypatch.setitem(methods.METHODS, "isf", fewer)
+    monkeypatch.setitem(methods.BALANCE_METHODS, "isf", fewer)
     with pytest.raises(DataError, match=r"checksum of the rows was \d+ and is \d+ \(another release of dhp"):
         sampler(made(), "isf").load_state_dict(state)
 
@@ -402,7 +403,7 @@ def test_rows_hold_about_so_many_samples_in_the_mean(method: str, least: float) 
     """As docs/data.md says: isf a little less."""
     dataset = made(20_000)
     loads = Loads(dataset.vision, dataset.text)
-    packs = methods.METHODS[method](loads, BalanceSettings(method).limits(loads, 4), 2, 0)
+    packs = methods.BALANCE_METHODS[method](loads, BalanceSettings(method).limits(loads, 4), 2, 0)
     assert least <= len(dataset) / len(packs) <= 4
 
 
