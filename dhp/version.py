@@ -1,3 +1,3 @@
-"""The version of dhp, in the one place that needs no installed package."""
+"""The version of dhp, readable without the installed package."""
 
 VERSION = "0.1.0"

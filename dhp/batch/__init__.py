@@ -1,1 +1,1 @@
-"""Samples as the inputs of each rank: collation, sharding, assignment of images."""
+"""Turns samples into each rank's inputs: collation, sharding, image assignment."""

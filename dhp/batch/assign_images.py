@@ -1,4 +1,4 @@
-"""Assigns windows of images to vision ranks, near the text replica that needs them. Pure numbers.
+"""Assigns windows of images to vision ranks, by locality.
 
 Images are independent, so replicas get whole images, and inside a replica the ranks that share a sequence get whole
 segments (images, frames of a video): these need no communication at all. Only segments too large for an even share

@@ -1,4 +1,4 @@
-"""Samples of a text replica as the arguments of the model: rows padded on the right, or packed into one."""
+"""Collates a text replica's samples: rows padded or packed."""
 
 from collections.abc import Sequence
 

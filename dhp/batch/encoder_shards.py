@@ -1,4 +1,4 @@
-"""Shards the inputs of an encoder: which rank encodes which picture or clip."""
+"""Shards an encoder's inputs: pictures and clips over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preprocesses prompts and shards them over ranks as training samples are."""
+"""Preprocesses prompts and shards them over ranks, like training samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

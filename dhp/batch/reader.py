@@ -1,4 +1,4 @@
-"""Reads a global batch by its step and shards it over ranks."""
+"""Reads a step's global batch and shards it over ranks."""
 
 import time
 from collections.abc import Callable, Mapping

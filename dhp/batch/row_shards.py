@@ -1,4 +1,4 @@
-"""Decides which rank has which tokens of a row, and the keys of what adapters draw for them."""
+"""Shards a row's tokens over ranks, with keys for draws."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The folder of cached features: a safetensors file for each key, renamed into place, verified by digest on reading."""
+"""Caches features on disk, a verified file for each key."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Writes a checkpoint's directory as `.partial`, then renames it; its manifest with checksums."""
+"""Writes a checkpoint's directory whole, with a manifest of checksums."""
 
 from __future__ import annotations
 

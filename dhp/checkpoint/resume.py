@@ -1,4 +1,4 @@
-"""The start of a run: its first step, or a checkpoint, and which settings must be as they were there."""
+"""Finds where a run starts, and which settings must agree."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace

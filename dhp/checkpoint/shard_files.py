@@ -1,4 +1,4 @@
-"""Writes and checks a checkpoint's files: no crash leaves one half; regions of tensors."""
+"""Writes and checks a checkpoint's files; regions of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads tensors that ranks wrote, from any layout into any other."""
+"""Reads a checkpoint's tensors from any layout into any other."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

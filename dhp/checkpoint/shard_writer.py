@@ -1,4 +1,4 @@
-"""Writes a part's tensors and their checksums, at once or while the rank goes on."""
+"""Writes a part's tensors and checksums, beside training if asked."""
 
 import json
 import os

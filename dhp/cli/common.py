@@ -1,4 +1,4 @@
-"""What several commands share: weights and their configuration, a folder for logs."""
+"""Shared by commands: weights, their configuration, a folder for logs."""
 
 import argparse
 import re

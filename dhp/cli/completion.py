@@ -1,4 +1,4 @@
-"""Lists dhp's commands, and completes them in bash, zsh and fish."""
+"""Lists dhp's commands and completes them in bash, zsh, fish."""
 
 import argparse
 import re

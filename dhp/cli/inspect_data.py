@@ -1,4 +1,4 @@
-"""Statistics of a configuration's data: counts, lengths, defects, balance, contents, costs, locality."""
+"""Statistics of a configuration's data: counts, lengths, defects, balance, costs."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""All that `python -m dhp plan` finds for one configuration, before it is written in any form."""
+"""Finds all that `dhp plan` shows, before formatting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads what `dhp plan` is asked beside a configuration: devices, samples, fixed settings."""
+"""Reads the request of `dhp plan`: devices, samples, fixed settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a plan as text: layouts, why others lose, memory, needs."""
+"""Writes a plan as text: layouts, their losses, memory, needs."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""A sample as its model sees it: tokens as runs of text, pictures rebuilt from values, all as one page of HTML."""
+"""Shows a sample as its model sees it, as HTML."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Which Ray a run uses, its own or a running one; imports no Ray."""
+"""Decides which Ray a run uses; imports no Ray."""
 
 import os
 

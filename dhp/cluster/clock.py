@@ -1,4 +1,4 @@
-"""One clock for all processes of a run, and the time that a rank computes."""
+"""One clock for all processes of a run."""
 
 import time
 from collections import deque

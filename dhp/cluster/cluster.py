@@ -1,4 +1,4 @@
-"""A run's share of Ray: session, reservation, groups of actors, born and ended whole."""
+"""A run's share of Ray: session, reservation, groups of actors."""
 
 from __future__ import annotations
 

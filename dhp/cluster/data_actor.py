@@ -1,4 +1,4 @@
-"""The actors that read the data: one assigns samples to steps, others decode them ahead of the step."""
+"""Actors that read data: one assigns samples, others decode."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

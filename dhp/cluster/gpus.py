@@ -1,4 +1,4 @@
-"""Checks this machine's GPUs, and chooses what a rank computes on and sends by."""
+"""Checks this machine's GPUs; chooses devices and transports of ranks."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A node for its actors: environment variables, the C library's heap, paths, network interface.
+"""Prepares a node for actors: environment, heap, paths, network interface.
 
 A beacon is a file that the driver puts into a directory that all nodes must share. A rank that does not see it looks
 at another disk, and would write its share of a checkpoint where it is not found.

@@ -1,4 +1,4 @@
-"""Names of Ray that are not public; tests/cluster/test_ray_private.py has a canary for each."""
+"""Private names of Ray; tests/cluster/test_ray_private.py has their canaries."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Starts or joins Ray, isolated from other users, and leaves nothing behind."""
+"""Starts or joins Ray, apart from other users; cleans up."""
 
 import logging
 import os

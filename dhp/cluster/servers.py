@@ -1,4 +1,4 @@
-"""Watches and ends the processes of actors and of Ray's servers."""
+"""Watches and ends processes of actors and of Ray's servers."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""One rank of a stage in a process of its own: joins its group, then answers calls to its engine."""
+"""Runs one rank in its process: joins, then answers calls."""
 
 import socket
 import time

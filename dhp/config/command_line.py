@@ -1,4 +1,4 @@
-"""Reads the command line of a run: Hydra's overrides, checked against the schema."""
+"""Reads a run's command line: Hydra's overrides, checked."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""The section of a configuration about which samples are read, and how: see `dhp.config.schema`."""
+"""The configuration's section about samples and how they are read."""
 
 from dataclasses import dataclass, field
 from typing import Optional

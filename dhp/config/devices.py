@@ -1,4 +1,4 @@
-"""Devices and links as data: what vendors state, and the share that real work reaches."""
+"""Devices and links as data, from data sheets."""
 
 from __future__ import annotations
 

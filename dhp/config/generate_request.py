@@ -1,4 +1,4 @@
-"""The request of `python -m dhp generate`, and the layout in which a configuration answers instead of training."""
+"""Reads the request and layout of `python -m dhp generate`."""
 
 import math
 from collections.abc import Sequence

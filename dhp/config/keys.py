@@ -1,4 +1,4 @@
-"""Lists the schema's dotted keys, and translates errors of Hydra and OmegaConf into them."""
+"""Lists the schema's keys; translates errors of Hydra and OmegaConf."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""Resolves the degrees of a part, and what its layers recompute."""
+"""Resolves a part's degrees and what its layers recompute."""
 
 import re
 from collections.abc import Sequence

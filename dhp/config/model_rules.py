@@ -1,4 +1,4 @@
-"""Rules between degrees and a model's shape, which comes as plain numbers."""
+"""Rules between degrees and a model's shape, as plain numbers."""
 
 from math import gcd
 

@@ -1,4 +1,4 @@
-"""The parts of a model in a configuration, by name, and values that are set once it is resolved."""
+"""Parts of a configuration by name, and resolved values."""
 
 import re
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Resolves a user's configuration, and those of a curriculum's stages, into a run's."""
+"""Resolves a user's configuration into a run's."""
 
 import math
 import os

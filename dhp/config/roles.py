@@ -1,4 +1,4 @@
-"""What a configuration's key is to a resumed run and to a search for layouts, said beside the key."""
+"""Roles of keys: resume, search and layout, beside each key."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields

@@ -1,4 +1,4 @@
-"""Rules between settings, as rows of tables: which exclude each other, and why."""
+"""Rules between settings, as tables: exclusions and reasons."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

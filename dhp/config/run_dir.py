@@ -1,4 +1,4 @@
-"""Opens the directory of a run: refused, emptied or continued; reads the configuration recorded there."""
+"""Opens a run's directory: refused, emptied or continued."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The structured configuration of a run: every key, its type, default and meaning."""
+"""The schema of a run: keys, types, defaults, meanings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section of a configuration about the objective, the optimizer and the length: see `dhp.config.schema`."""
+"""The configuration's section about objective, optimizer and length."""
 
 from dataclasses import dataclass, field
 from typing import Any, Optional

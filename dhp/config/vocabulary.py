@@ -1,4 +1,4 @@
-"""Keys of other trainers: translated where there is one of the same meaning, explained where there is none.
+"""Translates or explains keys of other trainers.
 
 The tables are data, in vocabulary.yaml beside this file.
 """

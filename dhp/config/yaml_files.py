@@ -1,4 +1,4 @@
-"""Finds and reads YAML files by name, and refuses keys that would run or write something."""
+"""Finds and reads YAML files, refusing keys that run code."""
 
 from __future__ import annotations
 

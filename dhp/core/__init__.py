@@ -1,1 +1,1 @@
-"""Values that cross processes, and small helpers that every room uses."""
+"""Values that cross processes, and small helpers of every room."""

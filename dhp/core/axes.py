@@ -1,5 +1,8 @@
-"""The axes over which the ranks of a stage divide its work: one record each, from which meshes, groups, placement and
-the tables of a run are derived. A pipeline divides a part into stages instead (`dhp.core.graph`)."""
+"""The axes over which a stage's ranks divide work.
+
+Meshes, groups, placement and tables of a run are derived from one record each. A pipeline divides a part into
+stages instead (`dhp.core.graph`).
+"""
 
 from __future__ import annotations
 

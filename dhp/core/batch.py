@@ -1,4 +1,4 @@
-"""The data of a step and of generation as they cross processes: frozen values with named tensors."""
+"""Data of a step and of generation, between processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Records this process's collectives and, on request, checks that all ranks agree on each.
+"""Records collectives, and checks on request that ranks agree.
 
 A rank's sequence of collectives must be a function of the layout and of the step's plan, never of the rank's own data.
 Where it is not, ranks wait for one another for ever, or, where two calls happen to be of one size, train on numbers of

@@ -1,4 +1,4 @@
-"""Distributes the arguments of a call over the ranks of a group: declared, never guessed from lengths."""
+"""Distributes a call's arguments over a group's ranks, as declared."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

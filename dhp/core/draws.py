@@ -1,4 +1,4 @@
-"""Random draws that are a function of what they are for, so that no generator has a state.
+"""Random draws as functions of their purpose, without state.
 
 Each token that a part computes has a key, made of the run's seed, the step, the sample and the token's number in it; of
 a tower, the picture and the patch's number in it. A module's draw for a token and a column hashes the token's key, the

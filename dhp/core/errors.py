@@ -1,4 +1,4 @@
-"""Errors for users: what happened, with which values, why, and what to do next."""
+"""Errors for users: what, which values, why, what next."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, removes folders without following links, recognizes addresses."""
+"""Writes files whole, removes folders safely, recognizes addresses."""
 
 from __future__ import annotations
 

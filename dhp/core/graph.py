@@ -1,4 +1,4 @@
-"""The model as a graph of stages: nodes, edges, routes between shards.
+"""The graph of stages: nodes, edges, routes between shards.
 
 A *part* is what the user configures (vision, text). A *stage* is what one group of actors runs: all of a part, or some
 of its layers. A *chunk* is a run of neighbouring layers that a stage computes at a time; a stage of an interleaved

@@ -1,4 +1,4 @@
-"""The kinds of stages, and what a user's modules may register: a record each."""
+"""Kinds of stages and of plugins: a record each."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

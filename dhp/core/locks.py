@@ -1,4 +1,4 @@
-"""Locks a directory for a run: exclusively on one machine, by a token where several share it."""
+"""Locks a run's directory, on one machine or shared storage."""
 
 import fcntl
 import json

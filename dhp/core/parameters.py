@@ -1,4 +1,4 @@
-"""Chooses trained parameters by rules over names; adapters; the forms of their states."""
+"""Chooses trained parameters by rules over names."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

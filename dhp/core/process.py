@@ -1,4 +1,4 @@
-"""This process: its signals, its start-up lines, its cores, time limits for foreign code."""
+"""This process: signals, start-up lines, cores, time limits."""
 
 import ctypes
 import errno

@@ -1,4 +1,4 @@
-"""What ranks report to the driver: losses, devices, kernels, measured layers."""
+"""Reports of ranks to the driver: losses, devices, kernels, layers."""
 
 from __future__ import annotations
 

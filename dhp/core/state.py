@@ -1,4 +1,4 @@
-"""Saved state as optimizers write and read it, whatever the files look like."""
+"""Saved state as optimizers write and read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text for people: tables, numbers, harmless text, the name of the command, the name that was meant."""
+"""Text for people: tables, numbers, safe strings, suggested names."""
 
 import math
 import re

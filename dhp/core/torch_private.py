@@ -1,4 +1,4 @@
-"""Names of torch that are not public; tests/core/test_torch_private.py has a canary for each."""
+"""Private names of torch; tests/core/test_torch_private.py has their canaries."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Names of transformers that are not public; tests/core/test_transformers_private.py has a canary for each."""
+"""Private names of transformers; tests/core/test_transformers_private.py has their canaries."""
 
 from collections.abc import Mapping
 from typing import Any

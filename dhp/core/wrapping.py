@@ -1,4 +1,4 @@
-"""Puts forwards in the place of modules' own, and records who did."""
+"""Replaces modules' forwards, and records who did."""
 
 from collections import Counter
 from collections.abc import Callable

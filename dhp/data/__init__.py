@@ -1,1 +1,1 @@
-"""From annotation files on disk to the token ids and pixels of one training step; no torch, no Ray."""
+"""Turns annotation files into a step's tokens and pixels."""

@@ -1,4 +1,4 @@
-"""Examines a model's configuration: what of it can be trained, in which layouts."""
+"""Examines a model's configuration: trainable parts, possible layouts."""
 
 import json
 import tempfile

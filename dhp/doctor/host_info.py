@@ -1,4 +1,4 @@
-"""Says what a machine has for training, and tests it in ten seconds."""
+"""Says what a machine has for training, and tests it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Makes a run's first step as the plain model in one process."""
+"""Runs a run's first step as the plain model."""
 
 import sys
 from collections.abc import Callable, Sequence

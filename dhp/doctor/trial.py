@@ -1,4 +1,4 @@
-"""One step of a tiny model, by one plain process and by the engines of all parts: losses and gradients of each."""
+"""Runs one tiny step plainly and by engines, and compares."""
 
 from __future__ import annotations
 

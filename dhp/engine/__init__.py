@@ -1,1 +1,1 @@
-"""One rank of a stage: forward, backward, optimizer step, evaluation, generation."""
+"""Runs one rank of a stage: passes, update, evaluation, generation."""

@@ -1,4 +1,4 @@
-"""Generation on one rank of a decoder: prefill over the ranks that share its row, then token by token."""
+"""Generates on one decoder rank: prefill, then tokens."""
 
 import resource
 import time

@@ -1,4 +1,4 @@
-"""Builds a stage: what is trained, sharding of gradients, states and norms, kernels."""
+"""Builds a stage: trained parameters, sharding, kernels."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial

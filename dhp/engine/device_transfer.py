@@ -1,4 +1,4 @@
-"""Host-to-device transfers: one from pinned memory for many tensors, without blocking the host."""
+"""Host-to-device transfers: many tensors in one, without blocking."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Runs an encoder on one rank: windows in, rows out, gradients in, an optimizer step."""
+"""Runs an encoder on one rank: windows in, rows out."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The engine of a stage by its part, and the imports that every rank needs."""
+"""Chooses a stage's engine, and imports what ranks need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluates forward only, and sums losses sample by sample; excludes losses that are no numbers."""
+"""Evaluates forward only; sums losses by sample."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One rank of a stage: its recipe, its measurements, its share of a checkpoint."""
+"""One rank of a stage: recipe, measurements, checkpoint share."""
 
 import math
 from abc import abstractmethod

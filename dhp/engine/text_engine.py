@@ -1,4 +1,4 @@
-"""The text part on one rank: a range of decoder layers, with the embedding, the head and the loss where they belong."""
+"""Runs decoder layers on one rank, with embedding and head."""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""Joins a tower and a decoder that were trained apart into a LLaVA."""
+"""Joins a tower and a decoder into a LLaVA."""
 
 import copy
 from collections.abc import Iterator

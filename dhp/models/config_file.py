@@ -1,4 +1,4 @@
-"""Reads and writes config.json in the forms of transformers 4 and 5; rotary positions."""
+"""Reads and writes config.json of transformers 4 and 5."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The text part of a family: tokens and the tower's tensors in, hidden states out, whole or in chunks of layers."""
+"""Runs a family's text part, whole or in chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model without weights, on the meta device; the bytes and digest of a directory's weights."""
+"""A model on the meta device; digests of weights."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Exports weights as a Hugging Face directory: whole, adapters merged, or adapters alone."""
+"""Exports weights as a Hugging Face directory, or adapters alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a model family, beyond transformers' own contract (`mm_encoder_outputs`)."""
+"""The interface of a model family, beyond transformers' own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The useful arithmetic of a step, counted from shapes and lengths: what training the model needs, whatever is run.
+"""Useful arithmetic of a step, from shapes and lengths.
 
 Counted are products of matrices, attention among them, as 2 operations a multiply-add. Backward is twice the forward
 where all is trained: the gradient of either factor is a product as large; where not, `TrainedShare` has the rest.

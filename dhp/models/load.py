@@ -1,4 +1,4 @@
-"""Load one part of a Hugging Face vision-language model from an ordinary model directory.
+"""Loads one part of a model from its directory.
 
 The model class itself stays untouched: a part is a subclass whose constructor drops the modules of
 the other part and whose distribution hook shards what remains over the mesh it is given. Loading,

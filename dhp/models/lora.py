@@ -1,4 +1,4 @@
-"""Adds peft's adapters to a part, with the same dropout in every layout."""
+"""Adds peft's adapters to a part, alike in every layout."""
 
 import zlib
 from collections.abc import Iterator, Sequence

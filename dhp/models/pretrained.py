@@ -1,4 +1,4 @@
-"""A model's directory: where its configuration is read from, its tokenizer, processors and other files."""
+"""A model's directory: configuration, tokenizer, processors, other files."""
 
 import json
 import os

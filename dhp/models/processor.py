@@ -1,4 +1,4 @@
-"""A model's inputs from pictures, clips of sound and tokens: patches, grids, placeholders, positions."""
+"""A model's inputs: patches, grids, placeholders, positions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

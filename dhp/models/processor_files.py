@@ -1,4 +1,4 @@
-"""Writes a model's processor files with a run's bounds; sizes frames as its video processor does."""
+"""Writes a model's processor files with a run's bounds."""
 
 import json
 from collections.abc import Mapping

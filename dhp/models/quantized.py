@@ -1,4 +1,4 @@
-"""Frozen matrices in four bits with adapters (Dettmers et al. 2023, "QLoRA"), by the optional package bitsandbytes.
+"""Frozen matrices in four bits (Dettmers et al. 2023, "QLoRA").
 
 The one file that imports it. It relies on the following, each with a canary test where the package is installed: its
 layer is a linear layer, whose weight is rounded when it moves to a device; and peft's layer for linear modules, around

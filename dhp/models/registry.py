@@ -1,4 +1,4 @@
-"""Registers model families by `model_type`, and imports a user's modules that add some."""
+"""Registers model families by `model_type`, users' modules included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a model without weights: parameters, hidden matrices, the products that training computes."""
+"""A model's shape without weights: parameters, matrices, products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the vision part of a family: patches in, named tensors of rows out."""
+"""Runs a family's vision part: patches in, rows out."""
 
 from __future__ import annotations
 

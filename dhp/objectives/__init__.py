@@ -1,1 +1,1 @@
-"""What a step minimizes: the seam for objectives, and those that there are."""
+"""Objectives: what a step minimizes, and the seam for more."""

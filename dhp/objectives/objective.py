@@ -1,4 +1,4 @@
-"""What a step minimizes: data and mathematics of each objective, by name."""
+"""Objectives by name: data and mathematics of what is minimized."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A logger's own process: `python -m dhp.observe.logger_process NAME`, and the services behind three methods.
+"""Runs one logger: `python -m dhp.observe.logger_process NAME`.
 
 Where each of them sends a run, and with which key, is not set here: WANDB_…, MLFLOW_… and SWANLAB_… in the
 environment act as its documentation says.

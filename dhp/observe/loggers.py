@@ -1,4 +1,4 @@
-"""All loggers of a run, each in a process of its own, which may raise, hang or die; the run then goes on without it.
+"""Runs each logger in a process that may fail alone.
 
 Their processes are started by name and not by multiprocessing, which would execute the user's own script again.
 """

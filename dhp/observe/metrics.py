@@ -1,4 +1,4 @@
-"""Metrics of each step: a line of metrics.jsonl, and the same for TensorBoard."""
+"""Metrics of a step: in metrics.jsonl and for TensorBoard."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Records what a run was expected to take, beside what it takes, and its MFU."""
+"""Records what was planned beside what a run takes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

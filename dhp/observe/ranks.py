@@ -1,4 +1,4 @@
-"""Records what each rank did in each step, stragglers, and events beside steps."""
+"""Records each rank's steps, stragglers, and events."""
 
 import json
 import time

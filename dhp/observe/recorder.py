@@ -1,4 +1,4 @@
-"""One run's record: metrics as steps end, progress on the terminal, summary and closing table however it ends."""
+"""Records one run from its first step to its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outcome of a run in one JSON object, summary.json; whether reading kept up with training."""
+"""Writes summary.json, and whether reading kept up."""
 
 from __future__ import annotations
 

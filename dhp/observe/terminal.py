@@ -1,4 +1,4 @@
-"""A run on the terminal: progress, lines of steps, the closing table."""
+"""Shows a run on the terminal: progress, steps, closing table."""
 
 import json
 import os

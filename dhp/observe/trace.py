@@ -1,4 +1,4 @@
-"""Spans of every rank as a Chrome trace: open trace.json in https://ui.perfetto.dev or chrome://tracing."""
+"""Writes spans of all ranks as a Chrome trace."""
 
 import json
 from collections.abc import Iterable, Mapping

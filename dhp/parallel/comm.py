@@ -1,4 +1,4 @@
-"""The device mesh of a stage, and collectives with explicit backward functions."""
+"""The device mesh of a stage, and differentiable collectives."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every collective of this process, counted and traced, wherever it begins: our code, transformers' plan, DeepSpeed.
+"""Counts and traces every collective of this process.
 
 **Bytes** are counted where all of them pass: `torch.distributed`, DTensor's functional collectives and their backward
 all end in the operators of c10d, so each of these gets a kernel in front of its own. BackendSelect is the place for it:

@@ -1,4 +1,4 @@
-"""Decides how steps are divided and read: batch layout, row limits, reader settings."""
+"""Decides a step's division: batch layout, row limits, reader settings."""
 
 from __future__ import annotations
 

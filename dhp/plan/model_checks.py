@@ -1,4 +1,4 @@
-"""Checks of a resolved configuration against the shape of its model."""
+"""Checks a resolved configuration against its model's shape."""
 
 from dhp.config.layout import check_mlp_chunks
 from dhp.config.model_rules import check_layers, check_runs

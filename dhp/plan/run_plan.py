@@ -1,4 +1,4 @@
-"""Decides a run once, before any actor, and what is asked of its forecast."""
+"""Decides a run once, before any actor starts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

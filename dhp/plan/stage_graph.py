@@ -1,4 +1,4 @@
-"""The graph of stages: derived once, before any actor, from a configuration and the model's shape."""
+"""Derives the graph of stages from configuration and model shape."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,4 +1,4 @@
-"""What a run trains: the rules of its configuration, checked against the model's parameters."""
+"""Resolves what a run trains, checked against the model's parameters."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Says what bounds a run: where each rank's time went, what would win it back."""
+"""Says what bounds a run, and what would help."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

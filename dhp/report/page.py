@@ -1,4 +1,4 @@
-"""The report as one file of HTML: nothing in it is fetched from elsewhere, and no script runs."""
+"""Writes the report as one HTML file without scripts."""
 
 import shlex
 from collections.abc import Iterable, Sequence

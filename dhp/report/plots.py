@@ -1,4 +1,4 @@
-"""Draws histograms of lengths, tables of shares, and points on two axes."""
+"""Draws histograms, tables of shares, and points."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

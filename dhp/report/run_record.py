@@ -1,4 +1,4 @@
-"""What a run has left in its directory, as far as it can be read: the run may still go on, or may have failed."""
+"""Reads what a run has left in its directory."""
 
 import json
 from collections.abc import Mapping, Sequence

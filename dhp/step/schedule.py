@@ -1,4 +1,4 @@
-"""The order in which a step visits nodes and micro-batches: plain values that can be printed, compared and drawn.
+"""Orders a step's actions: schedules that print and compare.
 
 A *program* is what one stage does, in its order. The programs of all stages, merged, are a schedule; its clock table
 (rows stages, columns time) is what the papers draw. Sources: GPipe (Huang et al. 2019, section 2.3), 1F1B

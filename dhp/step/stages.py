@@ -1,4 +1,4 @@
-"""The stages as the run loop sees them: which ref goes to which rank. Refs pass through, nothing is opened here.
+"""Stages as the loop sees them: refs to ranks.
 
 A shard is a mesh position but for tensor, whose ranks compute with the same tokens. Each of them receives what is for
 the shard; the first of them sends for it.

@@ -1,4 +1,4 @@
-"""A step in seconds: the programs that a run submits, with a time for each action and each hand-over.
+"""Plays a step's programs in seconds.
 
 Where every action takes one unit and every stage has devices of its own, this is the clock table of
 `dhp.step.schedule`. Stages that share a device take turns there: one action at a time, the one that can begin first.

@@ -1,4 +1,4 @@
-"""What an attempt of a supervised run leaves: state, checkpoint, layout, how it ended."""
+"""What a supervised attempt leaves: state, checkpoint, layout, outcome."""
 
 from __future__ import annotations
 

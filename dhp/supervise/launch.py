@@ -1,4 +1,4 @@
-"""The two processes of a supervised run: the one that was started, and the driver that it starts."""
+"""Launches the supervisor and the driver of a run."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Decides after each attempt whether the run is started again. Values in, a value out."""
+"""Decides after each attempt whether to start again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Starts a run's driver as a child process, watches it, and restarts it after a fault."""
+"""Starts a run's driver, watches it, restarts it after faults."""
 
 import ctypes
 import os

@@ -1,5 +1,4 @@
-"""How each family shows pictures to its model: its own tokens, what a chat template writes for an image, and the
-image processor and processor that its checkpoints come with, in the sizes of the tiny configurations."""
+"""Tokens and processors of tiny models, by family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A tiny configuration of each declared family, without importing any library."""
+"""Tiny configurations of declared families, without importing any library."""
 
 from typing import Any
 

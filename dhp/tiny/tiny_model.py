@@ -1,4 +1,4 @@
-"""Makes a tiny random model of a declared family, and the tiny default's data."""
+"""Makes a tiny random model and the tiny run's data."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Runs training stages one after another, each from the weights before it."""
+"""Runs training stages one after another, each from the last."""
 
 import json
 import os

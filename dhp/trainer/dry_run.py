@@ -1,4 +1,4 @@
-"""Estimates of a run from the model's shape alone: layout, parameters and bytes of each rank, micro-batches."""
+"""Prints a run's layout, bytes and forecast, starting nothing."""
 
 from collections.abc import Collection, Iterable
 

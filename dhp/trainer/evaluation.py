@@ -1,4 +1,4 @@
-"""The loss on held-out data, and answers to its prompts: every so many steps, on each dataset in a fixed order."""
+"""Evaluates held-out loss and answers every so many steps."""
 
 import time
 from collections import Counter, deque

@@ -1,4 +1,4 @@
-"""Answers prompts with the stages of a configuration, each in its own layout."""
+"""Answers prompts with the stages of a configuration."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The layout of a run: given, planned at its start, or one for fewer devices."""
+"""Decides a run's layout: given, planned, or for fewer devices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Checks a run before any actor starts: paths, model, degrees, samples, cached features."""
+"""Checks a run before any actor starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Begins to import what a run's actors need, before it is checked: both take seconds, on cores of their own."""
+"""Imports what actors need while a run is checked."""
 
 import json
 from contextlib import AbstractContextManager, nullcontext, suppress

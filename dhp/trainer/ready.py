@@ -1,4 +1,4 @@
-"""Loads the stages, and says what is expected of the run, before its first step."""
+"""Loads stages and forecasts the run before its first step."""
 
 from __future__ import annotations
 

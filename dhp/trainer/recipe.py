@@ -1,4 +1,4 @@
-"""What of a run's settings a resumed run is held to: the recipe of its training, and files that no checkpoint holds."""
+"""The recipe that a resumed run must keep."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""recompute=auto in a run: reports of the ranks go to the planner, its plans to the ranks."""
+"""Runs recompute=auto: reports to the planner, plans to ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A started run for a loop of one's own, and training in one call: what `import dhp` offers beside the commands."""
+"""A started run for custom loops; training in one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a run's checkpoints behind its steps, and keeps the newest and best."""
+"""Saves checkpoints beside steps; keeps the newest and best."""
 
 import math
 import shutil

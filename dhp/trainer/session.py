@@ -1,4 +1,4 @@
-"""Opens a run's directory; starts and ends its cluster, data actors and stages."""
+"""Starts and ends a run's cluster, data actors and stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a resolved configuration into settings of ranks, and a table of what is trained."""
+"""Makes settings of ranks, and a table of trained parameters."""
 
 import shlex
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Merges what ranks report into the metrics and records of a step."""
+"""Merges reports of ranks into a step's metrics and records."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The training loop: submits steps to a session, records what they report, saves."""
+"""The training loop: submits steps, records reports, saves."""
 
 import time
 from collections import deque

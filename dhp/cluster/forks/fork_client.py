@@ -1,4 +1,4 @@
-"""Hands the work of a Python process to a fork of the server; what `py_executable` of Ray's workers runs.
+"""Hands a worker's start to a fork of the server.
 
 `python fork_client.py FILE ARGUMENTS…` sends the fork server how it was started, and a fork of the server does the
 work. This process waits for its end, hands on signals, and is not survived by it. Where no server answers, Python

@@ -1,4 +1,4 @@
-"""A process that has the imports of an actor done, and whose forks are Ray's workers.
+"""Forks Ray's workers from a process with warm imports.
 
 `python -m dhp.cluster.forks.server ADDRESS MODULE…` listens on a Unix socket, imports the modules, and ends with its
 standard input; of `MODULE:FUNCTION` it calls the function too. A client (`fork_client.py`) sends how Python was

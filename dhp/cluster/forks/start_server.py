@@ -1,4 +1,4 @@
-"""Starts the fork server of this process: Ray's workers on this machine as forks of one process with the imports done.
+"""Starts the server that forks Ray's workers.
 
 PyTorch and transformers take five seconds of a core to import, in each rank. What a process computes does not depend on
 whether it imports its modules or finds them imported.

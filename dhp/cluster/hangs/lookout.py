@@ -1,4 +1,4 @@
-"""Looks at all processes of a run from outside, and decides who holds up a collective."""
+"""Watches all processes; decides who holds up a collective."""
 
 import os
 import time

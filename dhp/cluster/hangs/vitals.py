@@ -1,4 +1,4 @@
-"""Vital signs of an actor for others to read: process, heartbeat, stacks."""
+"""Publishes vital signs of an actor: process, heartbeat, stacks."""
 
 import faulthandler
 import json

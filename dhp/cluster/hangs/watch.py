@@ -1,4 +1,4 @@
-"""Waits for what was submitted, and turns the first failure into one readable error."""
+"""Waits for submitted calls; reports the first failure."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Reads the nodes of a Ray cluster and counts its devices; chooses readers' nodes."""
+"""Reads a cluster's nodes, counts devices, places data readers."""
 
 import re
 from collections.abc import Mapping, Sequence

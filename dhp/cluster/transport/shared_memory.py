@@ -1,4 +1,4 @@
-"""Sends large tensors between actors on the same host: one copy into memory that both have mapped.
+"""Sends large tensors between a host's actors by mapped memory.
 
 Ray's object store costs eight times as much for 64 MB (`python -m experiments.micro --only handoff`): fresh pages and
 several messages for each object. Here a sender keeps its memory from step to step, so its pages stay mapped on both

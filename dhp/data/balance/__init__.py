@@ -1,1 +1,1 @@
-"""Which samples go into which pack, and which packs into which step, so that devices do not wait for one another."""
+"""Balances samples over packs and packs over steps."""

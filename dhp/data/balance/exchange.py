@@ -1,4 +1,4 @@
-"""Bins of equal load by paired exchange: distribute the items by size, then swap items of heavy and light bins.
+"""Balances bins by paired exchange.
 
 Each pass sorts the bins by one view of their loads, pairs the heaviest with the lightest, the second with the second
 and so on, and applies to each pair the one swap or move that lowers Σ_k w_k (load_k / target_k − 1)² most. A bin is

@@ -1,4 +1,4 @@
-"""Bins of a given load: exact where the items allow it, else best-fit decreasing.
+"""Fills bins to a given load, exactly where possible.
 
 A table finds items by their load, so completing a bin needs no search. Each bin tries a few items for its last but
 one. Some of them have a complement, an item of just the load that is then missing; of these the bin takes the one that

@@ -1,4 +1,4 @@
-"""Balances samples by a method's name: loads, limits, replicas and seed give packs."""
+"""Balancing methods by name: loads in, packs out."""
 
 from functools import partial
 from math import ceil

@@ -1,4 +1,4 @@
-"""Packs: the samples of a replica's micro-batch; their order, and how well they are balanced."""
+"""Packs: a micro-batch's samples, their order and balance."""
 
 from __future__ import annotations
 

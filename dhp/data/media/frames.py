@@ -1,4 +1,4 @@
-"""Frames of a video: which are taken, and their times; videos that are lists of images or too long for a process."""
+"""Chooses a video's frames and their times."""
 
 from __future__ import annotations
 

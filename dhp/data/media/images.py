@@ -1,4 +1,4 @@
-"""Decodes image files to upright RGB pictures, or raises a DataError that says what is wrong with the file."""
+"""Decodes images to upright RGB pictures."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

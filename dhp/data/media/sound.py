@@ -1,4 +1,4 @@
-"""Decodes audio files to mono waves at a model's sample rate, or raises a DataError that says what is wrong."""
+"""Decodes audio to mono waves at a model's sample rate."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Finds the bytes of an image, a video or a sound, inside the folders that a dataset allows."""
+"""Finds bytes of media inside a dataset's allowed folders."""
 
 import base64
 import binascii

@@ -1,4 +1,4 @@
-"""Decodes video files to upright RGB frames, sampled evenly, or raises a DataError that says what is wrong."""
+"""Decodes videos to upright RGB frames, sampled evenly."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence

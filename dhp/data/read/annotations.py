@@ -1,4 +1,4 @@
-"""Opens a dataset's annotations, and reads each row as a record."""
+"""Opens a dataset's annotations and reads rows as records."""
 
 import os
 import threading

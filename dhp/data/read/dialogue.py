@@ -1,4 +1,4 @@
-"""Reads the turns of a dialogue: roles, order, contents as parts, and what is learned."""
+"""Reads a dialogue's turns: roles, order, parts, targets."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Converts rows of each format into dialogues, with the files that a row names outside its turns."""
+"""Converts rows of each format into dialogues with files."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

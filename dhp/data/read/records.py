@@ -1,4 +1,4 @@
-"""Validates a conversation as a record, and remembers which fields of a row were read."""
+"""Validates conversations as records; tracks which fields were read."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Files behind addresses (s3://, gs://, hf://, http://), read through a cache on the local disk."""
+"""Reads files behind addresses through a local cache."""

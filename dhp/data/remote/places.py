@@ -1,4 +1,4 @@
-"""What an annotation path stands for: a file, a folder, shards of a brace pattern, here or behind an address."""
+"""Resolves annotation paths: files, folders, shards, addresses."""
 
 import os
 import re

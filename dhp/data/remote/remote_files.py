@@ -1,4 +1,4 @@
-"""Files and folders behind addresses as paths, with copies on the local disk up to a limit."""
+"""Remote files as paths, with bounded local copies."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Requests to file systems behind addresses: which there are, retried with back-off, held to a time."""
+"""Requests to remote file systems, retried within a time."""
 
 import threading
 import time

@@ -1,1 +1,1 @@
-"""A record as a sample: chat template, tokens, labels, pictures, audio."""
+"""Makes samples of records: chat template, tokens, labels, pictures, audio."""

@@ -1,4 +1,4 @@
-"""Conversations as the model's chat template writes them, and which characters of that are answers."""
+"""Applies the chat template and marks its answers."""
 
 from __future__ import annotations
 

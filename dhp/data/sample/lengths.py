@@ -1,4 +1,4 @@
-"""A sample's length without its pixels, and its limits: the user's, and the model's positions."""
+"""A sample's length without its pixels, and its limits."""
 
 from __future__ import annotations
 

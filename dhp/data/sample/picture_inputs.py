@@ -1,4 +1,4 @@
-"""Turns images and videos into patches or cached features, or headers into grids."""
+"""Turns images and videos into patches, cached features or grids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a record into a sample: chat template, tokenisation, labels on the answers, pictures and audio as features."""
+"""Turns a record into a sample."""
 
 from __future__ import annotations
 

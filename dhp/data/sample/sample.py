@@ -1,4 +1,4 @@
-"""One preprocessed conversation as numpy arrays, and how videos and pictures are sized."""
+"""One preprocessed conversation as numpy arrays; sizes of its pictures."""
 
 from __future__ import annotations
 

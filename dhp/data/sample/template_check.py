@@ -1,4 +1,4 @@
-"""Checks that a chat template wrote a conversation whole: each text and thought, in order, answers in their spans."""
+"""Checks that a chat template wrote a conversation whole."""
 
 from __future__ import annotations
 

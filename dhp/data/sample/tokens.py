@@ -1,4 +1,4 @@
-"""Tokenizes conversations with their answers as targets; sounds into input features."""
+"""Tokenizes conversations with their answers as targets; embeds sounds' places."""
 
 from __future__ import annotations
 

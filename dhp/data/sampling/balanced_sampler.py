@@ -1,4 +1,4 @@
-"""Samples balanced rows: an epoch planned as a whole or window by window."""
+"""Samples balanced rows: an epoch whole or by windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixes datasets, reads one global batch by the step's number, names its samples."""
+"""Mixes datasets and reads a global batch by step number."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Measures the lengths of all samples from headers, and keeps them in memory and on disk."""
+"""Measures lengths of all samples from headers; cached on disk."""
 
 import hashlib
 import json

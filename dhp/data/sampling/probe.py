@@ -1,6 +1,4 @@
-"""Checks some samples before a run starts: a wrong folder of images is wrong for all of them, and so is a key that no
-format has.
-"""
+"""Checks some samples before a run starts."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

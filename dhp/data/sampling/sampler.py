@@ -1,4 +1,4 @@
-"""Samplers: the samples of a step and their replicas, as pure functions of seed, epoch and layout."""
+"""Chooses a step's samples by seed, epoch and layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

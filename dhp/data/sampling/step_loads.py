@@ -1,4 +1,4 @@
-"""What steps load their ranks with, before anything runs: the run's own sampler, over the lengths of all samples.
+"""Loads of steps by the run's sampler, before it runs.
 
 A table's mean does not tell it: a step waits for its slowest text replica, and a rank must have room for its worst row.
 A row is what one text replica holds in one micro-batch.

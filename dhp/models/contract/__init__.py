@@ -1,1 +1,1 @@
-"""Families without code of their own: their properties, found by running a small twin."""
+"""Finds properties of families without code by small twins."""

@@ -1,4 +1,4 @@
-"""The properties of a family without code, as values, and its parts by structure."""
+"""Properties of a family without code, and its parts."""
 
 from __future__ import annotations
 

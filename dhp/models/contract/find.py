@@ -1,4 +1,4 @@
-"""Finds the properties of a family without code by running a small model of its configuration."""
+"""Finds a family's properties by running a small model."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The parts of a family without code, by transformers' contract: processor, tower, decoder."""
+"""Parts of a family without code, by transformers' contract."""
 
 from __future__ import annotations
 

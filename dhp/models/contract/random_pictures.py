@@ -1,4 +1,4 @@
-"""Random pictures from a configuration alone, and their arguments packed into rows.
+"""Makes random pictures and their arguments from a configuration.
 
 The arguments of `get_image_features` determine the form; where several are possible, the first that runs is used.
 """

@@ -1,4 +1,4 @@
-"""Rows of tokens from a configuration alone, and what a family's small model cannot show."""
+"""Makes rows of tokens from a configuration alone."""
 
 from collections.abc import Mapping, Sequence
 from inspect import signature

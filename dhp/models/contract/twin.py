@@ -1,4 +1,4 @@
-"""Makes a small twin of a configuration, and runs it whole and in two parts."""
+"""Makes a model's small twin, whole and in parts."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence

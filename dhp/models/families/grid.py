@@ -1,4 +1,4 @@
-"""Towers that take a sequence of patches of pictures of any size, and the processors of their grids."""
+"""Towers of patches in any grid, and their processors."""
 
 from __future__ import annotations
 

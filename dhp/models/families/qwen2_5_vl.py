@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: a native-resolution tower with window attention, and a decoder with three-axis rotary positions."""
+"""Qwen2.5-VL: a tower with window attention; three-axis positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL: all layers of its tower attend to whole frames; its decoder is that of Qwen2.5-VL."""
+"""Qwen2-VL: a tower that attends to whole frames."""
 
 from typing import Any
 

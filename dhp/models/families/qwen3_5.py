@@ -1,5 +1,7 @@
-"""Qwen3.5, with or without experts: the tower of Qwen3-VL without DeepStack features, and a decoder most of whose
-layers are gated delta nets (Yang et al. 2025)."""
+"""Qwen3.5, with or without experts: mostly linear-attention layers.
+
+The tower is Qwen3-VL's without DeepStack features; those layers are gated delta nets (Yang et al. 2025).
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's thinker: vision as in Qwen3-VL, and an audio tower, a part of its own."""
+"""Qwen3-Omni's thinker: vision as in Qwen3-VL, and audio."""
 
 from __future__ import annotations
 

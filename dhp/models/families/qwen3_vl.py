@@ -1,6 +1,7 @@
-"""Qwen3-VL: a tower that attends to whole frames and outputs features of several of its layers, and a decoder that adds
-them after its first layers ("DeepStack", Meng et al. 2024). The frames of a video are separate in the prompt, each
-after its time in words.
+"""Qwen3-VL: a tower with DeepStack features and its decoder.
+
+The decoder adds features of several layers of the tower after its first layers ("DeepStack", Meng et al. 2024). The
+frames of a video are separate in the prompt, each after its time in words.
 """
 
 from __future__ import annotations

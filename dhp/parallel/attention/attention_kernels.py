@@ -1,4 +1,4 @@
-"""Chooses and runs attention kernels: one block of queries, one block of keys."""
+"""Chooses and runs attention kernels for blocks."""
 
 from functools import cache
 from inspect import signature

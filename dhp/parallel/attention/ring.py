@@ -1,4 +1,4 @@
-"""Ring attention: queries stay, keys and values travel from rank to rank, and each block's result is merged exactly.
+"""Ring attention: keys and values travel, results merge exactly.
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers". Merging in float32 by log-sum-exp; backward with the
 output and log-sum-exp of all blocks, so that no block needs another's scores. Gradients of keys and values travel with

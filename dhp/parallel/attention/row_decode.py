@@ -1,4 +1,4 @@
-"""Decoding over ranks that share a row: its keys and values, a new token's attention, the choice of a token.
+"""Decodes tokens over ranks that share a row.
 
 They are kept as a layer made them, before any Ulysses exchange: of this rank's tokens, all key/value heads that tensor
 parallelism leaves it. New tokens go to the ranks in turn, so that all caches grow alike.

@@ -1,4 +1,4 @@
-"""A plan of attention over many segments of one flattened sequence: data, and its tensors on the device."""
+"""Plans attention over segments of a row, as data."""
 
 from __future__ import annotations
 

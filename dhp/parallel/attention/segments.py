@@ -1,4 +1,4 @@
-"""Runs attention and stateful layers over many segments of one flattened sequence."""
+"""Runs attention and stateful layers over segments of a row."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial, wraps

@@ -1,4 +1,4 @@
-"""The tokens of a flattened sequence on each rank of a ring × Ulysses mesh: data, made without any process group.
+"""Places tokens on ranks of a ring × Ulysses mesh.
 
 A sequence is made of segments (images, frames, documents); a token attends within its own segment. A shard is a list
 of ranges, so uneven shards, many segments, and layouts that distribute a segment in pieces are all the same thing.

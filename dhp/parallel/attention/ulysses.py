@@ -1,4 +1,4 @@
-"""Ulysses' exchange of tokens and heads (DeepSpeed-Ulysses, Jacobs et al. 2023, section 3).
+"""Exchanges tokens and heads (Jacobs et al. 2023, section 3).
 
 Each rank holds part of the sequence with all heads; an all-to-all turns that into the whole sequence with part of the
 heads, attention runs, and a second all-to-all turns it back. Shards may be of any length: the all-to-all carries split

@@ -1,4 +1,4 @@
-"""Which tokens see which: as data, as masks, and attention under them."""
+"""Visibility between tokens: as data, as masks, in attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knows the library's modules of experts, and runs those that no token visits."""
+"""Knows the library's modules of experts, and runs idle ones."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

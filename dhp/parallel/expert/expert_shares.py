@@ -1,4 +1,4 @@
-"""Expert parallelism: each of a group of ranks holds some experts, and computes with what all of them send.
+"""Expert parallelism: each rank computes some experts for all.
 
 As in GShard (Lepikhin et al. 2020) and DeepSpeed-MoE (Rajbhandari et al. 2022), but nothing is padded and no token is
 dropped: each pair of a token and an expert that it visits is a row, rows go to the rank that has the expert by an

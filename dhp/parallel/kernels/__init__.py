@@ -1,1 +1,1 @@
-"""Kernels of layers other than attention: norms, rotary positions and gates in few passes over memory."""
+"""Kernels of norms, rotary positions and gates."""

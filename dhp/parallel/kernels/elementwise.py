@@ -1,4 +1,4 @@
-"""Compiles norms and gates into few passes, and proves them equal to the module's code."""
+"""Compiles norms and gates into few passes, proved equal."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial

@@ -1,4 +1,4 @@
-"""Replaces elementwise operations of a model's modules by kernels that are proved to give the same.
+"""Replaces elementwise operations of modules by proved kernels.
 
 Norms, rotary positions and gates written out in float32 pieces, and their backward, move ten times the bytes that they
 must. A replacement is put in only where it is proved at start, on the very device and number format, to give what the

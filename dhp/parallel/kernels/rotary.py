@@ -1,4 +1,4 @@
-"""Rotary positions in one pass over queries and keys, in place of a library's function that takes several.
+"""Rotary positions in one pass over queries and keys.
 
 Su et al. 2021, RoFormer, section 3.2: each pair of values is turned by an angle of its token's position. Models differ
 in which values make a pair, and in the number format of the products; which of the known forms a library's function is,

@@ -1,4 +1,4 @@
-"""Adafactor: each element's mean square gradient is the product of its row's and its column's (Shazeer and Stern 2018).
+"""Adafactor: factored mean squares (Shazeer and Stern 2018).
 
 As transformers' Trainer has it (`optim: adafactor`): no momentum, and steps of the learning rate's size. Averages over
 rows and columns are vectors, whole on every rank; of a weight that is cut, each step sums what the ranks hold of its

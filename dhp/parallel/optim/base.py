@@ -1,4 +1,4 @@
-"""The interface of a stage's optimizer: AdamW, clipping, 16-bit training, frozen stages."""
+"""The optimizer interface of a stage: AdamW, clipping, frozen stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW in chunks, for 16-bit states, rounded stochastically, with moments in host memory."""
+"""AdamW in chunks: 16-bit states, stochastic rounding, host moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States sharded by torch's FSDP2 over the ranks that hold the same slices, combined with tensor parallelism.
+"""Shards states by torch's FSDP2, beside tensor parallelism.
 
 Methods as of `dhp.parallel.optim.replicated.Replicated` and `dhp.parallel.optim.zero.ZeroSharded`. Zhao et
 al. 2023, "PyTorch FSDP"; ZeRO's stages 2 and 3 (Rajbhandari et al. 2020). Each layer is a unit, and all else one:

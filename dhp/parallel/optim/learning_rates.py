@@ -1,4 +1,4 @@
-"""The learning rate of each step: transformers' schedules, to the bit.
+"""Learning rates by step: transformers' schedules, to the bit.
 
 A curve says which share of its peak a learning rate has; each group of parameters has a peak and a warm-up of its own.
 """

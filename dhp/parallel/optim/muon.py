@@ -1,4 +1,4 @@
-"""Muon: orthogonalized momentum for hidden matrices, put together where ranks cut them."""
+"""Muon: orthogonalized momentum for hidden matrices, cut or whole."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any

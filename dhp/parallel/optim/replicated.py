@@ -1,4 +1,4 @@
-"""Optimizer without sharding; sums gradients in buckets while backward goes on."""
+"""Optimizer without sharding; sums gradients in buckets during backward."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Where a rank's values lie in whole tensors; what FSDP2 and ZeRO-3 wrap."""
+"""Places of a rank's values in whole tensors."""
 
 from __future__ import annotations
 

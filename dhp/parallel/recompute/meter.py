@@ -1,4 +1,4 @@
-"""Measures a stage's activations on one rank in bytes and seconds, layer by layer."""
+"""Measures a stage's activations in bytes and seconds, by layer."""
 
 from __future__ import annotations
 

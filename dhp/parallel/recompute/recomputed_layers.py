@@ -1,4 +1,4 @@
-"""Recomputes or offloads parts of layers in backward, from outside an unmodified model."""
+"""Recomputes or offloads parts of layers of an unmodified model."""
 
 from __future__ import annotations
 

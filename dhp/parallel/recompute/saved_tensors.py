@@ -1,4 +1,4 @@
-"""Counts the bytes that autograd saves for backward, exactly, on CPU and GPU alike, and their peak.
+"""Counts the bytes that autograd saves, exactly, everywhere.
 
 A tensor that is saved keeps its whole storage, so storages are counted: each once, however many views of it are saved,
 from the moment when autograd first saves it until its memory is freed or it is a parameter's gradient. Parameters and

@@ -1,4 +1,4 @@
-"""DeepSpeed's automatic tensor parallelism (AutoTP): its own layers, which hold slices of a model's matrices.
+"""DeepSpeed's automatic tensor parallelism (AutoTP), as slices.
 
 What is cut how is transformers' tensor-parallel plan of the model, as with the tensor parallelism of
 `dhp.models.load`; the layers that compute with the slices, and their collectives, are DeepSpeed's. The engine is

@@ -1,4 +1,4 @@
-"""Cross-entropy of a head split over tensor ranks, in chunks of rows."""
+"""Cross-entropy of a head split over tensor ranks, in chunks."""
 
 from collections.abc import Sequence
 from typing import Any

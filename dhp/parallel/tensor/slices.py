@@ -1,4 +1,4 @@
-"""Slices of matrices, of experts' widths and of adapters, as ordinary parameters."""
+"""Slices of matrices, experts and adapters, as ordinary parameters."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Tensor parallelism on plain tensors: styles for transformers' plans that cut as its own do, without DTensor.
+"""Tensor-parallel styles on plain tensors, without DTensor.
 
 Megatron-LM (Shoeybi et al. 2019, section 3): matrices whose outputs are cut are entered by *f*, which is the identity
 forward and sums gradients over the ranks backward; matrices whose inputs are cut end in *g*, which sums forward and is

@@ -1,4 +1,4 @@
-"""Maps transformers' tensor-parallel plan to exact styles, and checks that uncut parameters stay alike."""
+"""Maps transformers' tensor-parallel plans to exact styles."""
 
 from collections import defaultdict
 from collections.abc import Mapping

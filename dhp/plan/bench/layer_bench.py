@@ -1,4 +1,4 @@
-"""Measures seconds of single layers on a device, with random weights."""
+"""Measures seconds of single layers, with random weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

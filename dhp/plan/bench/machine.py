@@ -1,4 +1,4 @@
-"""The devices that a forecast is for: rates, memory, and which are here."""
+"""The devices that a forecast is for: rates and memory."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Rates of this machine, measured before a run in some 20 seconds: without data, weights or Ray; kept for later plans.
+"""Measures this machine's rates in some 20 seconds.
 
 One layer of each kind of each part is run with random weights (`dhp.plan.bench.layer_bench`), on a CPU while the other
 cores compute too, and what it does counted as a plan counts it (`dhp.plan.count.unit_work`): the rates are those at

@@ -1,4 +1,4 @@
-"""Measures seconds on a device, beside companions, and those of an update."""
+"""Measures seconds of passes and updates on a device."""
 
 import multiprocessing
 import time

@@ -1,4 +1,4 @@
-"""Bytes and seconds of each layer under each choice of recompute; kept for later runs."""
+"""Costs of layers by choice of recompute, kept on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts a model once, whatever its layout, and keeps the counts on disk."""
+"""Layout-independent counts of a model, cached on disk."""
 
 from __future__ import annotations
 

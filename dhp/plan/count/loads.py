@@ -1,4 +1,4 @@
-"""What a layout's ranks are loaded with: a mean step for its seconds, the worst rows for its bytes."""
+"""Loads of a layout's ranks: mean step and worst rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a layer send one another, by layout: the collectives, and the bytes that one rank sends by them.
+"""Collectives and bytes that ranks of a layer send.
 
 Sharded attention in closed form after USP (Fang and Zhao 2024, section 4). Letters: S tokens of the sequence, R ring
 ranks, U Ulysses ranks in each, N = R·U; H = heads × head dimension, H_kv the same of keys and values; e bytes an

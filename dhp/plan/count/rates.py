@@ -1,4 +1,4 @@
-"""Seconds of work on one rank, from what devices and links do in a second.
+"""Turns operations into seconds by rates of devices and links.
 
 A pass through a layer is products of matrices, attention, elementwise traffic of memory, and what ranks send one
 another. What a rank waits for adds up; what may go on at the same time, the host's launching and hidden sends, joins by

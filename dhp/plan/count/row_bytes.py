@@ -1,4 +1,4 @@
-"""Bytes that a part keeps of any micro-batch, from a few traces."""
+"""Bytes that a part keeps of any micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples that a forecast is for: lengths, of which the run's own sampler makes steps, or equal ones."""
+"""The samples that a forecast is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of each unit of a part on a rank, of a stage's passes over a micro-batch, and of what it does once a step."""
+"""Seconds of units, of a stage's passes, and per step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace

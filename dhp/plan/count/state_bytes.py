@@ -1,4 +1,4 @@
-"""Bytes of device memory that a rank takes without activations, from the model's shape and the layout alone.
+"""Bytes of a rank's states, from shape and layout.
 
 What a run keeps (weights, gradients, optimizer), what comes and goes inside a step (the loss's logits, weights that are
 gathered), and what the libraries take for themselves. The last is an allowance, not a measurement.

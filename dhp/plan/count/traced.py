@@ -1,4 +1,4 @@
-"""Traces what a part keeps for backward, without weights, memory or ranks."""
+"""Traces what a part keeps for backward, without weights."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

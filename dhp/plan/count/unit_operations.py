@@ -1,4 +1,4 @@
-"""Operations of each unit of a part: ends, layers, and what recomputing repeats."""
+"""Operations of a part's units: ends, layers, recomputation."""
 
 from __future__ import annotations
 

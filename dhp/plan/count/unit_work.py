@@ -1,4 +1,4 @@
-"""What one rank does of a micro-batch in each unit of a part, as `Operations` that `rates` turns into seconds.
+"""Operations of one rank in each unit of a part.
 
 Products and attention are counted as `dhp.models.flops` counts them, elementwise traffic by what a layer keeps
 (`dhp.plan.count.row_bytes`), sends by `dhp.plan.count.rank_traffic`. Recomputing is a share of a

@@ -1,4 +1,4 @@
-"""Cuts by OmniBal's balanced model partition, or evenly in one figure."""
+"""Cuts by OmniBal's balanced model partition, or evenly."""
 
 from collections.abc import Callable, Sequence
 from itertools import product

@@ -1,4 +1,4 @@
-"""Finds the fastest cuts by simulating the schedule, and bounds any other."""
+"""Finds the fastest cuts by simulated schedules, with proof."""
 
 from dataclasses import dataclass
 from itertools import combinations, product

@@ -1,4 +1,4 @@
-"""Makes the units of a part that cuts divide, as a forecast of the same run has them."""
+"""Makes a part's units for cuts, as forecasts have them."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Cuts the parts of a run into stages: each by itself, or tower and decoder as one chain.
+"""Cuts parts into stages: each alone, or one chain.
 
 In a chain (`cluster.chain`) the tower's last stage and the decoder's first share devices, and the cuts on either side
 decide how much of each part these hold. A search sees one stage there, which takes a micro-batch through both actors at

@@ -1,4 +1,4 @@
-"""Seconds and bytes of every run of units that may be a stage."""
+"""Seconds and bytes of all runs of units."""
 
 from __future__ import annotations
 

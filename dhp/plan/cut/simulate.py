@@ -1,4 +1,4 @@
-"""Plays a pipeline's programs in seconds, for many cuts at once."""
+"""Simulates a pipeline's programs in seconds, for many cuts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a model's layers cost, one behind another: the values from which cuts into stages are chosen.
+"""Units that cuts divide: seconds and bytes of layers.
 
 A *unit* is what no cut divides: the embedding of tokens or patches, one layer, the merger or projector, the last norm
 with the head. The units of one part or of two, in the order in which a micro-batch visits them, are what a partition

@@ -1,4 +1,4 @@
-"""Forecasts a run's step and memory: plays its schedule, finds the fullest moment."""
+"""Forecasts a run's step and memory by its schedule."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

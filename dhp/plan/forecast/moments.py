@@ -1,4 +1,4 @@
-"""Bytes of one rank at each moment of a step: what is there together, not a sum of what never is.
+"""Bytes of one rank at each moment of a step.
 
 Moments are the forward of each layer, whose insides come and go; the loss, when all activations are held and logits
 besides; the backward of each layer, when what follows it is freed, its insides may be made again, and weights that are

@@ -1,4 +1,4 @@
-"""Bytes of each stage at its fullest moment, and what its layers cost recomputed."""
+"""Bytes of stages at their fullest moments; costs of layers."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, replace

@@ -1,4 +1,4 @@
-"""The best plan: as little recomputing as the budget admits, chosen by seconds saved for each byte."""
+"""Plans the least recomputing that a budget admits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

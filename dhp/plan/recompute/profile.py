@@ -1,4 +1,4 @@
-"""Derives costs of layers from measured steps, by all that they depend on."""
+"""Derives costs of layers from measured steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace

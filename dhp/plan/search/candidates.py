@@ -1,4 +1,4 @@
-"""Layouts of a whole run with their forecasts, and which is better."""
+"""Layouts of a whole run with their forecasts, ranked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

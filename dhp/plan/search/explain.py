@@ -1,4 +1,4 @@
-"""Why a layout loses: where its seconds go, and by which single change one that does not fit would."""
+"""Explains why layouts lose, and what would mend one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Other questions to the same model: on how few devices it fits, how long a sample may be, how little memory does."""
+"""Inverse queries: fewest devices, longest sample, least memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The search for the best layout: parts apart, joined by micro-batch count, memory and schedule; the best in full.
+"""Searches for the best layout: parts apart, then joined.
 
 Seconds of a decoder's layout do not depend on the tower's, nor the other way round: they meet in memory, where they
 share devices, and in the schedule. So each side is scored by itself, for each way to divide a step into rows, and of

@@ -1,4 +1,4 @@
-"""The layouts of one part on so many devices: all that a run's own checks allow.
+"""Lists a part's layouts on so many devices.
 
 Degrees are all factorizations of the devices, with every ZeRO stage, engine and way to hold norms. Left out without
 being checked, each with a reason in `Refused`: tensor groups that leave a node, whose exchanges in each layer would go

@@ -1,5 +1,4 @@
-"""What a run needs beside its devices: processes that read, memory of the hosts, room for checkpoints; and how much of
-the devices' arithmetic it uses."""
+"""Estimates needs beside devices: readers, host memory, checkpoint room."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The devices that a run will have, and what is known of their speed."""
+"""The devices that a run will have, and their speed."""
 
 import os
 from collections.abc import Callable

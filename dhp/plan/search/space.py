@@ -1,4 +1,4 @@
-"""The space of a search: configuration, model, machine, samples, checks of a whole run."""
+"""The space of a search: configuration, model, machine, samples, checks."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""What a forecast says of a layout in a few lines: whether it fits, how fast it is, what it is for."""
+"""Says a forecast in a few lines."""
 
 from __future__ import annotations
 
