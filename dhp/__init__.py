@@ -1,8 +1,7 @@
 """Training of vision-language models, each part with its own parallelism.
 
 What a program of one's own may import from here (docs/own-loop.md); each name is loaded when it is first used, as
-PyTorch and Ray take seconds.
-"""
+PyTorch and Ray take seconds."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -5,8 +5,7 @@
 pack passes through. Packs are completed exactly in both (`exact_fill`); samples left over are exchanged until their
 packs are even (`exchange`). Samples with so much text for their images that no others could fill their pack's vision
 are packed by text alone. Nothing is dropped or padded. `profile` and `layers` cut a chain into stages alike in forward
-time or layers.
-"""
+time or layers."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def group_alike(packs: Packs, vision: np.ndarray, text: np.ndarray, replicas: in
     random order.
 
     Packs are sorted by vision, then by text, both rounded as coarsely as steps allow: packs that are alike in both stay
-    in random order, so a step mixes all other properties of samples.
-    """
+    in random order, so a step mixes all other properties of samples."""
     v, t = packs.sums(vision), packs.sums(text)
     vision_class = np.round(v / max(np.median(v), 1) / LIKE_VISION)
     text_class = np.round(t / np.median(t) / LIKE_TEXT)

@@ -15,8 +15,7 @@ class Experiment:
     minutes, quick_minutes: about, on two idle cores. processes: that it keeps at work at once by itself; a load as high
     as theirs is its own. needs: what a machine has to have besides. file: of results/, where it has another name.
     draws: arguments with which the experiment draws its own picture of rows in a file. says: its result where no rows
-    are kept.
-    """
+    are kept."""
 
     name: str
     question: str

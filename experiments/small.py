@@ -190,8 +190,7 @@ WORDS = [a + b for a in "ba de fi go ku la me ni po ru sa ti".split() for b in "
 @dataclass(frozen=True)
 class ConfigSource:
     """One of the datasets of a mixture. share: of all samples. words: mean of a sample, all turns together, whose
-    logarithm is normal with deviation sigma. images: shares of their number. turns: questions and answers.
-    """
+    logarithm is normal with deviation sigma. images: shares of their number. turns: questions and answers."""
 
     share: float
     words: float
@@ -279,8 +278,7 @@ def train(
     """`python -m dhp.train_ray` with that YAML file and those overrides; its steps, oldest first. variables: of its
     environment, beside those of this process.
 
-    Raises RuntimeError with the end of what a failed run printed, subprocess.TimeoutExpired after LIMIT_S seconds.
-    """
+    Raises RuntimeError with the end of what a failed run printed, subprocess.TimeoutExpired after LIMIT_S seconds."""
     command = ["dhp.train_ray", f"--config-path={config.parent}", f"--config-name={config.stem}"]
     run_module([*command, f"run_dir={run_dir}", *overrides], variables, LIMIT_S)
     return read_metrics(run_dir)

@@ -6,8 +6,7 @@
 `python -m scripts.captions laion laion_pop.parquet data/laion_pop/captions.jsonl`: a row for each line with a caption.
 Its images are addresses, which a run fetches with data.allow_http=true; or, of the Parquet files that img2dataset
 writes beside its downloads (--output_format files), the files that it has fetched. Needs pyarrow. Nothing is fetched
-here.
-"""
+here."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 `python -m scripts.families` examines each by `dhp.doctor`: a declared family by its tiny configuration of the tests
 (dhp/tiny/tiny_families.py), any other by the defaults of its configuration class, made small. Each runs in a
 process of its own, as some take more memory than there is. What was found is kept in results/families.jsonl; names as
-arguments are examined anew, and without any all that the file lacks; --page only writes the page.
-"""
+arguments are examined anew, and without any all that the file lacks; --page only writes the page."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Below docs/reference: configuration.md has every key, from the schema; coming-from.md keys of other trainers, from
 dhp/config/vocabulary.yaml, and those that are translated; metrics.md the fields of a run's files, from the dataclasses.
-What a page has from the heading of its tables on is replaced.
-"""
+What a page has from the heading of its tables on is replaced."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ def field_tables() -> str:
 def field_meaning(of: type, name: str) -> tuple[str, str, str]:
     """Meaning, unit and when it is null (empty: never) of a field, from the string below it.
 
-    Raises ValueError for a field without meaning or unit.
-    """
+    Raises ValueError for a field without meaning or unit."""
     text = field_docs(of).get(name, "")
     found = re.fullmatch(r"(.+?) Unit: (.+?)\.(?: Null: (.+)\.)?", text)
     if found is None:

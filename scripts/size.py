@@ -1,7 +1,6 @@
 """Prints the size of the tree by room: lines, files, share of heads, and names that mean two things.
 
-`python -m scripts.size`. A file's head is its docstring, its imports and the blank lines between them.
-"""
+`python -m scripts.size`. A file's head is its docstring, its imports and the blank lines between them."""
 
 from __future__ import annotations
 

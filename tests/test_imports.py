@@ -1,7 +1,6 @@
 """Who may import whom: the table of docs/developers/architecture.md, held against every import statement below dhp/.
 
-Imports inside functions and under `if TYPE_CHECKING` count: a hidden dependency is one all the same.
-"""
+Imports inside functions and under `if TYPE_CHECKING` count: a hidden dependency is one all the same."""
 
 from __future__ import annotations
 

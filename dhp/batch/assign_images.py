@@ -8,8 +8,7 @@ small ones of as many patches. A rank without work gets no pieces; `dhp.batch.sh
 since it must take part in the collectives.
 
 What goes to another node crosses the network twice, there and back as gradients; and each pair of ranks that exchanges
-anything is an argument of a call in every micro-batch.
-"""
+anything is an argument of a call in every micro-batch."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ TOLERANCE = 1.05  # while no rank has more than this many times the mean load, n
 class ImageWork:
     """An image to encode: the text replica that needs it, and the patches of its windows and of its segments.
 
-    A segment is a consecutive range of windows that see each other in full attention.
-    """
+    A segment is a consecutive range of windows that see each other in full attention."""
 
     replica: int
     window_lengths: tuple[int, ...]
@@ -60,8 +58,7 @@ def shard_images(
 ) -> list[list[Pieces]]:
     """Pieces for each vision replica and each of its sequence ranks, those of one text replica together.
 
-    locality: which vision replicas are near which text replica; None: all alike.
-    """
+    locality: which vision replicas are near which text replica; None: all alike."""
     costs = [sum(segment_cost(n, crossover) for n in image.segment_lengths) for image in images]
     by_replica = assign_longest_first(costs, replicas)
     if locality is not None:
@@ -93,8 +90,7 @@ def in_runs(assigned: Sequence[Sequence[int]], kinds: Sequence[Hashable]) -> lis
 def cut_in_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[tuple[int, int]]:
     """Consecutive ranges of `lengths`, one for each share, with sums as near to the shares as the items allow.
 
-    shares: of the sum, adding up to 1.
-    """
+    shares: of the sum, adding up to 1."""
     bounds = [0, *accumulate(lengths)]
     cuts = [0]
     for target in list(accumulate(shares))[:-1]:
@@ -171,8 +167,7 @@ class Locality:
     """Distances between vision and text replicas, and the imbalance allowed for nearness.
 
     distances: from each text replica to each vision replica, one of the three above. slack: the busiest vision replica
-    may have more to do by this fraction than under the most even assignment known.
-    """
+    may have more to do by this fraction than under the most even assignment known."""
 
     distances: tuple[tuple[int, ...], ...]
     slack: float
@@ -191,8 +186,7 @@ def assign_near(
     replicas: the text replica of each image. even: an assignment whose busiest replica sets the limit, with the slack.
 
     Each image begins at the least loaded of the nearest vision replicas, costliest first. Replicas beyond the limit
-    then give images to the nearest ones that have room. If some remain beyond it, the answer is `even`.
-    """
+    then give images to the nearest ones that have room. If some remain beyond it, the answer is `even`."""
     limit = (1 + locality.slack) * max((sum(costs[i] for i in indices) for indices in even), default=0.0)
     loads, assigned = [0.0] * len(even), [list[int]() for _ in even]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

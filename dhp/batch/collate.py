@@ -20,8 +20,7 @@ from dhp.parallel.attention.visibility import number_runs
 def find_blocks(decoder: Decoder, tensors: dict[str, Tensor], lengths: Sequence[int] | None) -> Tensor | None:
     """Numbers of the blocks, int64 [rows × tokens], -1 in none; None where the family has none.
 
-    tensors: as `dhp.batch.collate.Collator.make` gives them; lengths: of the samples of a packed row.
-    """
+    tensors: as `dhp.batch.collate.Collator.make` gives them; lengths: of the samples of a packed row."""
     if decoder.block_rule is None:
         return None
     kinds = tensors["mm_token_type_ids"]
@@ -62,8 +61,7 @@ class Collator:
     def padded(self, row: Row) -> dict[str, Tensor]:
         """Samples as right-padded rows, by model argument; one row of padding if there are none.
 
-        No attention mask: under causal attention nothing before the padding can see it, and no target is on it.
-        """
+        No attention mask: under causal attention nothing before the padding can see it, and no target is on it."""
         lengths = torch.tensor([len(sample.input_ids) for sample in row] or [1])
         named = {
             "input_ids": _pad_rows([s.input_ids for s in row], self._pad, lengths),

@@ -29,8 +29,7 @@ def lay_out(
 ) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, int, int], ...], ...]]:
     """Lengths of the full-attention segments of a group of ranks, and each rank's ranges of them.
 
-    A rank without pieces has a dummy window, which is a segment of its own.
-    """
+    A rank without pieces has a dummy window, which is a segment of its own."""
     numbers: dict[tuple[int, int], int] = {}  # of a segment by image and frame
     lengths: list[int] = []
     shards = []
@@ -119,8 +118,7 @@ class Split:
     stages: that the encoder is cut into.
 
     even_calls: every rank calls the tower as often as the one that calls it most, because each call communicates: it
-    gathers weights that are sharded over the ranks.
-    """
+    gathers weights that are sharded over the ranks."""
 
     replicas: int = 1
     ranks: int = 1
@@ -135,8 +133,7 @@ class Picture:
     """An image or video, or a clip: the text replica that needs it, its patches in processor order, its layout.
 
     place: of its first token among those of all the replica's pictures. features: the key that its features are to be
-    cached under; None: they are not. key: of what adapters draw for it.
-    """
+    cached under; None: they are not. key: of what adapters draw for it."""
 
     replica: int
     pixels: Tensor | LongVideo  # [patches, values]
@@ -165,8 +162,7 @@ class EncoderShards:
     of each rank, sequence ranks innermost; cached: pictures with cached features, which no rank encodes.
 
     owners: where ranks share a text replica's row, for each replica and each token of its pictures, in order, the rank
-    that has it. sharing: how many they are.
-    """
+    that has it. sharing: how many they are."""
 
     pictures: Sequence[Picture]
     shards: Sequence[Pieces]

@@ -174,5 +174,4 @@ def make_held_out_feed(settings: BatchReaderSettings, count: int | None, samplin
 
 
 def _said(record: Record) -> str:
-    """The text of the last turn."""
     return "".join(part for part in record.turns[-1].parts if isinstance(part, str)).strip()

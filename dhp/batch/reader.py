@@ -94,8 +94,7 @@ class BatchReader:
 
         dataset: whose samples the source has, so that those of a step can be named; None: they cannot.
 
-        draws: see `dhp.batch.shard.BatchSharder`.
-        """
+        draws: see `dhp.batch.shard.BatchSharder`."""
         self._dataset = dataset
         self._source, self._read_patches = source, read_patches
         self._family = family
@@ -202,8 +201,7 @@ class BatchReader:
         """The step's tensors by `<text data replica>/<micro-batch>/<model argument>`, for a plain model.
 
         A row a sample, right-padded, also where training packs them: plain transformers would let the samples of a
-        packed row see each other, and what a packed row must equal is each of its samples alone.
-        """
+        packed row see each other, and what a packed row must equal is each of its samples alone."""
         tensors: dict[str, Tensor] = {}
         for m, rows in enumerate(self._source.step(step).samples):
             for d, row in enumerate(rows):
@@ -249,8 +247,7 @@ class BatchReaderSettings:
 
     drawing: parts whose adapters have dropout, which draw by `seed`.
 
-    plugins: modules that register the model's family (`dhp.models.registry`).
-    """
+    plugins: modules that register the model's family (`dhp.models.registry`)."""
 
     model_name: str
     data: DataConfig
@@ -273,8 +270,7 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
     """Open the datasets and the model's tokenizer and image processor. Where rows are balanced, lengths come from the
     cache as far as it has them.
 
-    Raises DataError for an annotation file that cannot be read, ModelError for a model without the needed parts.
-    """
+    Raises DataError for an annotation file that cannot be read, ModelError for a model without the needed parts."""
     family, tokenizer = open_model(settings)
     preprocess = make_preprocessor(settings, family, tokenizer)
     dataset = open_datasets(settings)

@@ -25,8 +25,7 @@ class SequenceGroups:
     """The samples of a row by how far they are divided: their numbers in the row.
 
     shared: over all ranks. of_rings: over the Ulysses ranks of each ring rank. of_ranks: whole on each rank, Ulysses
-    innermost.
-    """
+    innermost."""
 
     shared: tuple[int, ...]
     of_rings: tuple[tuple[int, ...], ...] = ()
@@ -42,8 +41,7 @@ def choose_groups(lengths: Sequence[int], ring: int, ulysses: int, crossover: fl
     """The division that exchanges least while ranks stay even: no rank has more than `TOLERANCE` times the mean cost,
     nor more than `ROOM` times the mean number of tokens.
 
-    crossover: tokens at which causal attention of a sample costs as much as all the rest.
-    """
+    crossover: tokens at which causal attention of a sample costs as much as all the rest."""
     costs = [n * (1.0 + n / crossover) for n in lengths]
     dearest = sorted(range(len(lengths)), key=lambda sample: (-costs[sample], sample))
     even = sum(costs) / (ring * ulysses)
@@ -120,8 +118,7 @@ class SharedRow:
 
     lengths: tokens of each segment: the samples, and behind them a segment of one token for each rank without any,
     which takes part in the collectives all the same. shards: for each rank (Ulysses innermost), what it holds, in the
-    order of its tokens. places: for each rank, its tokens' places in the row, int64, without the dummy.
-    """
+    order of its tokens. places: for each rank, its tokens' places in the row, int64, without the dummy."""
 
     lengths: tuple[int, ...]
     shards: tuple[Spans, ...]
@@ -198,8 +195,7 @@ def sample_keys(samples: StepSamples, seed: int) -> StepKeys:
     """A key for each sample of a step: by the step and by which sample it is, not by where the layout puts it.
 
     A sample that the step has more than once has a key for each time; which of them is where makes no difference to
-    their sum.
-    """
+    their sum."""
     seen = Counter[tuple[str, int]]()
 
     def key(sample: Sample) -> int:

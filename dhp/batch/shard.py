@@ -103,8 +103,7 @@ class BatchSharder:
         even_calls: the decoder's layers that take each sample by itself are called equally often on all ranks, because
         each call gathers weights.
 
-        draws: which parts' adapters draw.
-        """
+        draws: which parts' adapters draw."""
         self._draws = draws
         self._encoders = {
             name: Encoder(name, family.encoders[name], split, name in draws.parts) for name, split in encoders.items()
@@ -203,7 +202,6 @@ class BatchSharder:
         return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared)
 
     def _plan(self, lengths: Sequence[int]) -> ShardPlan:
-        """How ranks share a row."""
         mesh = self._degrees.rows
         if not self._auto_groups:
             return grouped_plan(lengths, *mesh, divide_all(lengths, *mesh))
@@ -216,7 +214,6 @@ class BatchSharder:
         return self._encoders[name].shard(rows, owners, sharing, [one.keys for one in made])
 
     def _inside(self, name: str, made: _Made) -> Tensor:
-        """Which tokens of a row are an encoder's."""
         return tokens_of(name, made.tensors["mm_token_type_ids"].flatten(), self._encoders)
 
     def _text(

@@ -53,8 +53,7 @@ def read_about(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str,
     """The contents of checkpoint.json: format, step, model_name, parts, settings, skipped_samples, data, files, crc32.
 
     Raises CheckpointError when the file is damaged, of a later format, lacks one of `needed`, or names what is no part
-    of a model or is outside the checkpoint.
-    """
+    of a model or is outside the checkpoint."""
     file = checkpoint / ABOUT
     if not file.is_file() and checkpoint.is_dir():
         raise CheckpointError(f"{file} is missing: without it nothing says whether the checkpoint is whole")
@@ -87,8 +86,7 @@ def check_checkpoint(checkpoint: Path, say: Callable[[str], None] = say_nothing,
     """Raise CheckpointError, naming the file, unless everything in it is as it was written and can be read.
 
     contents: all bytes are read and summed up; else sizes, headers and extents are looked at alone, as they are of a
-    checkpoint of format 1, which has no checksums. say: receives a line before much is read.
-    """
+    checkpoint of format 1, which has no checksums. say: receives a line before much is read."""
     about = read_about(checkpoint, RESUMED)
     sizes = {name: _read_entry(listed, about.get(FORMAT, 1)) for name, listed in about[FILES].items()}
     for name, (size, *_) in sizes.items():  # a copy that was cut off lacks some that no other file mentions
@@ -235,16 +233,12 @@ def read_model_files(files: Sequence[Path], chat_template: str | None = None) ->
 
 
 def finish_checkpoint(
-    folder: Path,
-    about: Mapping[str, Any],
-    model_files: Mapping[str, bytes],
-    written: Iterable[WrittenFile] = (),
+    folder: Path, about: Mapping[str, Any], model_files: Mapping[str, bytes], written: Iterable[WrittenFile] = ()
 ) -> Path:
     """Add what an export needs besides weights, and give the directory its final name, which is returned.
 
     model_files: of the model's directory but its weights, by name. written: files that ranks wrote, by their names in
-    the checkpoint; others are read for their checksums. Raises CheckpointError where one is not there in its size.
-    """
+    the checkpoint; others are read for their checksums. Raises CheckpointError where one is not there in its size."""
     final = folder.with_suffix("")
     with writing(folder):
         (folder / MODEL).mkdir()
@@ -303,8 +297,7 @@ def _require_none(final: Path) -> None:
 def find_checkpoint(run_or_checkpoint: Path) -> Path:
     """The checkpoint itself, or the newest complete one of a run directory or of a directory of checkpoints.
 
-    Raises CheckpointError when there is none.
-    """
+    Raises CheckpointError when there is none."""
     if not run_or_checkpoint.is_dir():
         beside = [one.name for one in sorted(run_or_checkpoint.parent.glob("*")) if one.is_dir()]
         meant = nearest(run_or_checkpoint.name, beside)
@@ -388,8 +381,7 @@ def remove_old(parent: Path, limit: int, best: Best | None) -> list[Path]:
     """Remove all complete checkpoints but the `limit` newest ones and the best; those that went.
 
     A checkpoint loses its name first, so that no part of one is ever taken for a whole. Of one that is a link, the link
-    is removed, and what it points to stays.
-    """
+    is removed, and what it points to stays."""
     kept = {None if best is None else best.step}
     old = [checkpoint for checkpoint in checkpoints(parent)[limit:] if step_of(checkpoint) not in kept]
     for checkpoint in old:

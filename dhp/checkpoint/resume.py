@@ -95,8 +95,7 @@ class Start:
         """Refuse to continue a run that would see other samples, or trains something else.
 
         now: this run's settings by key; all or some of those in the checkpoint. parts: of this run's model. Raises
-        CheckpointError.
-        """
+        CheckpointError."""
         if self.checkpoint is None:
             return
         before = {key: self.settings.get(key, _UNSAID.get(key)) for key in now}
@@ -110,8 +109,7 @@ class Start:
         """Refuse to continue a run that trains in another way.
 
         now: this run's recipe by key. free: keys that decide nothing that a curve of losses shows. allowed: by
-        training.resume_changes, keys or sections of them. Raises CheckpointError.
-        """
+        training.resume_changes, keys or sections of them. Raises CheckpointError."""
         kept = self.settings.get(RECIPE)
         if self.checkpoint is None or not isinstance(kept, Mapping):
             return
@@ -133,8 +131,7 @@ class Start:
         """A line for each setting of the recipe that is not as it was in the checkpoint, one for the others, and one
         on the layout where it is another one.
 
-        now: this run's recipe; layout: its degrees and what else may change; both by key.
-        """
+        now: this run's recipe; layout: its degrees and what else may change; both by key."""
         kept = self.settings.get(RECIPE)
         if self.checkpoint is None or not isinstance(kept, Mapping):
             return []
@@ -174,8 +171,7 @@ def find_start(
     there will be removed before the run begins. say: receives a line before much is read.
 
     Raises CheckpointError when the checkpoint that it names is not there or damaged, or when others are where the
-    run's own would be written: those of another run, or newer ones. `auto` takes the newest that is complete.
-    """
+    run's own would be written: those of another run, or newer ones. `auto` takes the newest that is complete."""
     newest = None if replaced else next(iter(step_folders(checkpoint_dir)), None)
     if resume == NEVER:
         if newest is not None:

@@ -57,8 +57,7 @@ def blocks_of_range(shape: Sequence[int], start: int, count: int) -> list[Region
     """The blocks that `count` elements from the `start`-th on are, in that order: at most two a dimension, and one.
 
     Each has full extent in all dimensions behind its first one that is longer than 1, so that its elements are
-    consecutive in the tensor.
-    """
+    consecutive in the tensor."""
     return list(_blocks(tuple(shape), start, start + count, ()))
 
 

@@ -79,8 +79,7 @@ class ShardReader:
     def like(self, name: str, held: Tensor) -> Tensor:
         """This rank's share of the tensor if it is laid out as `held`: a slice for a DTensor, else all of it.
 
-        Raises CheckpointError when the tensor was saved with another shape, is missing or is incomplete.
-        """
+        Raises CheckpointError when the tensor was saved with another shape, is missing or is incomplete."""
         shape = self.shape(name)
         if shape != tuple(held.shape):
             raise CheckpointError(
@@ -114,8 +113,7 @@ class ShardReader:
     def block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The block of the tensor that begins at `offset` and has `shape`.
 
-        Raises CheckpointError when the pieces do not fill it.
-        """
+        Raises CheckpointError when the pieces do not fill it."""
         wanted = RegionBlock(tuple(offset), tuple(shape))
         for piece in self._pieces_of(name):
             if "flat" not in piece.extent and piece.blocks == (wanted,):
@@ -275,8 +273,7 @@ def mapped_shards(folder: Path, beside: Path, most: int = 1 << 30) -> Mapping[st
     """The whole tensors of a part by name, in files that are mapped, so that they take memory only as far as there is
     some to spare: the checkpoint's own, and of those that several ranks had pieces of new ones below `beside`.
 
-    most: bytes that are put together in memory at a time, or one tensor's. Raises CheckpointError as `read_shards`.
-    """
+    most: bytes that are put together in memory at a time, or one tensor's. Raises CheckpointError as `read_shards`."""
     reader, found = open_source(folder), dict[str, Tensor]()
     waiting: dict[str, Tensor] = {}
 
@@ -303,7 +300,6 @@ def mapped_shards(folder: Path, beside: Path, most: int = 1 << 30) -> Mapping[st
 def read_shards(folder: Path) -> Mapping[str, Tensor]:
     """The whole tensors of a part by name.
 
-    Raises CheckpointError when a piece is missing or does not fit.
-    """
+    Raises CheckpointError when a piece is missing or does not fit."""
     reader = open_source(folder)
     return {name: reader.whole(name) for name in reader.names}

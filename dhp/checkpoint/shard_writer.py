@@ -39,7 +39,6 @@ def _shift(nbytes: int) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials, reduced."""
     found = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -133,8 +132,7 @@ class ShardWriter:
 
     Without `keep`, a file is written as soon as there is enough for one, so that no more than about `FILE_BYTES` is in
     host memory. With it, pieces are kept, and nothing is written before `write`, which any thread may call: it
-    touches only what was kept.
-    """
+    touches only what was kept."""
 
     def __init__(
         self,

@@ -72,8 +72,7 @@ def read_configuration(
     None for a model's directory, which is the configuration's model then.
 
     path: a run, a checkpoint or a model; None: the configuration's own model. missing: the error where nothing names a
-    configuration. of_run: overrides of a run's own, from those given. Raises ConfigError, CheckpointError.
-    """
+    configuration. of_run: overrides of a run's own, from those given. Raises ConfigError, CheckpointError."""
     checkpoint = None if path is None or (path / "config.json").is_file() else find_checkpoint(path)
     (name, folder), overrides = named_file(settings, given.config_name, given.config_path)
     if name is not None:
@@ -92,8 +91,7 @@ def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) 
     """The configuration to evaluate by, with the data that are evaluated instead of the training data; and the
     checkpoint, None for a model's directory.
 
-    datasets: names instead of data.eval_datasets. Raises ConfigError, CheckpointError.
-    """
+    datasets: names instead of data.eval_datasets. Raises ConfigError, CheckpointError."""
     if any(setting.lstrip("+").startswith("training.eval_answers=") for setting in given.settings):
         raise ConfigError(
             "training.eval_answers is of training: here the loss is measured, and nothing is answered. Leave it out, "

@@ -145,8 +145,7 @@ def main(arguments: Sequence[str]) -> int:
     """completion: print a script after which the shell completes dhp's commands, names of configurations and keys.
 
     bash: add `source <(dhp completion bash)` to ~/.bashrc. zsh: `source <(dhp completion zsh)` to ~/.zshrc, behind
-    compinit. fish: dhp completion fish > ~/.config/fish/completions/dhp.fish
-    """
+    compinit. fish: dhp completion fish > ~/.config/fish/completions/dhp.fish"""
     if arguments[:1] == [WORDS]:
         print("\n".join(completions(arguments[1:])))
         return 0
@@ -162,8 +161,7 @@ def completions(pieces: Sequence[str]) -> list[str]:
     """Ways to go on with the last piece of a command line, which may be empty; none: a file may be meant.
 
     bash gives `--config-name=ti` in three pieces and replaces the last one alone, so that only what belongs there is
-    returned.
-    """
+    returned."""
     words = _glued(pieces)
     if not words:
         return []

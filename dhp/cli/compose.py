@@ -17,8 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     vision=MODEL: a directory or hub id of CLIP, SigLIP, DINOv2, ViT or the like. text=MODEL: of Llama, Qwen2, Qwen3,
     Mistral or the like. Their weights are taken as they are. The projector between them is new: its weights are random,
     by seed=0, so that it has to be trained first. out=DIR: a new directory, which `dhp doctor model`, `dhp train` and
-    transformers' AutoModelForImageTextToText and AutoProcessor take as any other.
-    """
+    transformers' AutoModelForImageTextToText and AutoProcessor take as any other."""
     parser = make_parser("compose", main.__doc__)
     parser.add_argument("settings", nargs="+", metavar="key=value", help=", ".join(f"{key}=" for key in KEYS))
     vision, text, out, seed = _read(parser.parse_args(arguments).settings)

@@ -25,8 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     seconds of collectives and of shared memory, and advice. The exit status is 0 unless one of these does not work.
 
     doctor loss: train the first step as configured, in a directory of its own, and make it by the plain model in this
-    process, sample by sample. The exit status is 0 when loss and gradient norm are equal up to rounding.
-    """
+    process, sample by sample. The exit status is 0 when loss and gradient norm are equal up to rounding."""
     if list(arguments[:1]) == ["loss"]:
         return _compare(arguments[1:])
     parser = make_parser("doctor", main.__doc__)

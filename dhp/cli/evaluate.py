@@ -33,8 +33,7 @@ def needle(arguments: Sequence[str]) -> int:
 
     A needle is found where each token of the answer is the likeliest one, after what truly stands before it (V-NIAH,
     Zhang et al. 2024, section 4). PATH as for evaluate loss. Without --haystack and --image: grey noise, plain frames
-    of one colour, as --config-name=needle_tiny learns them. Writes needle.json and needle.png to --out.
-    """
+    of one colour, as --config-name=needle_tiny learns them. Writes needle.json and needle.png to --out."""
     parser = make_parser("evaluate needle", needle.__doc__)
     add_options(parser)
     parser.add_argument("--frames", type=_numbers(int), default=FRAMES, metavar="N,N,…", help="lengths of the videos")

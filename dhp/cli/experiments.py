@@ -21,8 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     not judged where the load is above the cores. With --quick, with arguments of the experiment's own behind its name
     and on a busy machine, rows go to results/tried/ instead. experiments run all --quick: all that have a short run.
 
-    experiments index: write the sentences of all rows in results/ into experiments/EXPERIMENTS.md.
-    """
+    experiments index: write the sentences of all rows in results/ into experiments/EXPERIMENTS.md."""
     read_arguments(arguments)
     if not (CHECKOUT / "experiments" / "registry.py").is_file():
         raise ConfigError(

@@ -26,8 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     Hugging Face model. A run's own config.yaml says the layout; for a model, name a FILE.yaml or --config-name.
     key=value changes either. The prompt is one turn of a user, images and videos first, as the model's chat template
     writes it. dataset=NAME out=answers.jsonl asks every sample of a dataset, after one start, and writes a line each:
-    prompt, reference, answer, whether the two are the same.
-    """
+    prompt, reference, answer, whether the two are the same."""
     own = ", ".join(f"{one.name}=" for one in fields(GenerateRequest))
     parser = make_parser("generate", main.__doc__)
     parser.add_argument("--benchmark", action="store_true", help="answer several times; tell seconds and bytes as JSON")

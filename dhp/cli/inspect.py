@@ -150,8 +150,7 @@ def main(arguments: Sequence[str]) -> int:
     marked, placeholders counted and lengths by modality. out=FILE.html (default: inspect_sample/K.html in run_dir) gets
     the same with the pictures as the model sees them.
 
-    inspect checkpoint PATH [--verify]: what a checkpoint holds, and whether it is sound.
-    """
+    inspect checkpoint PATH [--verify]: what a checkpoint holds, and whether it is sound."""
     if arguments[:1] == ["checkpoint"]:
         return inspect_checkpoint(arguments[1:])
     parser = make_parser("inspect", main.__doc__)
@@ -219,8 +218,7 @@ def _step(text: str) -> int:
 def inspect_sample(config: Config, index: int, out: Path) -> None:
     """Print a sample and write the page `out`. index: 0-based, in the order of data.datasets.
 
-    Raises ConfigError for an index beyond the datasets, DataError for a sample that cannot be used.
-    """
+    Raises ConfigError for an index beyond the datasets, DataError for a sample that cannot be used."""
     settings = feed_settings(config)
     settings = replace(settings, balancing=replace(settings.balancing, method="random", window=None))
     feed = make_reader(settings)

@@ -56,13 +56,7 @@ def content_table(datasets: Mapping[str, np.ndarray]) -> list[str]:
 def _content_cells(columns: np.ndarray, whole: np.ndarray) -> list[str]:
     tokens, of_all = (int(one["text"].sum(dtype=np.int64)) for one in (columns, whole))
     pictures, sound = columns["pictures"], columns["sound"] > 0
-    kinds = (
-        (pictures == 0) & ~sound,
-        pictures == 1,
-        (pictures > 1) & (pictures < 5),
-        pictures > 4,
-        sound,
-    )
+    kinds = ((pictures == 0) & ~sound, pictures == 1, (pictures > 1) & (pictures < 5), pictures > 4, sound)
     return [
         f"{len(columns):,} {len(columns) / len(whole):6.1%}",
         f"{tokens:,} {tokens / of_all:6.1%}",
@@ -206,8 +200,7 @@ T = TypeVar("T")
 def inspect_data(config: Config, out: Path, decode: bool) -> None:
     """Print the tables and write lengths.png, balance.jsonl and defects.txt to the folder `out`.
 
-    decode: decode every sample too. Raises DataError for datasets that cannot be opened, or without a usable sample.
-    """
+    decode: decode every sample too. Raises DataError for datasets that cannot be opened, or without a usable sample."""
     settings = measuring_settings(config)
     feed = make_reader(settings)
     out.mkdir(parents=True, exist_ok=True)

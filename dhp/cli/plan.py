@@ -87,7 +87,6 @@ def _comment(outcome: Outcome, best: Candidate) -> str:
 
 
 def _differences(config: Config, plain: Config) -> dict[str, Any]:
-    """Keys that overrides changed, by their whole names."""
     changed: dict[str, Any] = {}
     ours, theirs = (yaml.safe_load(to_yaml(one)) for one in (config, plain))
     _compare(ours, theirs, "", changed)
@@ -200,8 +199,7 @@ def main(arguments: Sequence[str]) -> int:
     length=tokens:1300,picture:1024,targets:300: samples, where the configuration's own are not here. samples=N hours=H:
     an epoch, and the time for it. fix=KEY,… keeps settings, free=KEY,…|all searches those that the configuration has.
 
-    The exit status is 0 where a layout fits, 1 for bad input, 3 where nothing fits.
-    """
+    The exit status is 0 where a layout fits, 1 for bad input, 3 where nothing fits."""
     parser = make_parser("plan", main.__doc__)
     _add_flags(parser)
     add_configuration(parser, "FILE.yaml, devices= and so on, overrides")
@@ -307,7 +305,6 @@ def _write(given: argparse.Namespace, outcome: Outcome, source: Source) -> None:
 
 
 def _plain(value: object) -> object:
-    """Numbers of numpy as Python's."""
     item: Callable[[], object] | None = getattr(value, "item", None)
     return item() if item is not None else str(value)
 

@@ -33,8 +33,7 @@ class PlanRequest:
     samples: of an epoch. hours: in which they are to be done. lengths: a CSV file; length: of every sample. reserve:
     share of a device's memory that stays free. memory_gib: of a device, in the place of its own.
 
-    fix, free: keys that a search keeps, or may set, whatever the configuration says.
-    """
+    fix, free: keys that a search keeps, or may set, whatever the configuration says."""
 
     devices: tuple[int, int] | None = None
     device: str | None = None

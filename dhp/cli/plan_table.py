@@ -115,7 +115,6 @@ def gib(size: float) -> str:
 
 
 def _laid_out(rows: list[list[str]]) -> list[str]:
-    """Figures flush right, texts flush left."""
     figures = aligned([row[: len(_HEAD)] for row in rows], 1)
     texts = aligned([row[len(_HEAD) :] for row in rows], len(rows[0]))
     return [f"{left}  {right}".rstrip() for left, right in zip(figures, texts, strict=True)]

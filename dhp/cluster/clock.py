@@ -32,8 +32,7 @@ def read_clock() -> ClockReading:
 def offset_ns(read_other: Callable[[], ClockReading]) -> int:
     """What to add to the other's clock, from the fastest of a few questions: it was read half way (Cristian 1989).
 
-    0 on this host. Off by at most half of that question's round trip.
-    """
+    0 on this host. Off by at most half of that question's round trip."""
     best: tuple[int, int] | None = None
     for _ in range(_ROUNDS):
         before = read_clock()
@@ -53,8 +52,7 @@ class BusyTime:
 
     On a GPU a method returns when it has submitted its kernels, so a stretch is what the stream takes from what it does
     before the method's first kernel to its last one. It is known when that has run; nothing waits for it, and what is
-    not known yet when the time is taken counts for the next step.
-    """
+    not known yet when the time is taken counts for the next step."""
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda

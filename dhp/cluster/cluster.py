@@ -184,8 +184,7 @@ class ClusterSpec:
     longest that ranks may write a checkpoint while others wait in the next step; 0: they write beside the steps.
 
     elastic: the run has layouts for fewer devices, and shares no GPU that it would have alone. reserve_s: how long it
-    waits for its devices then, 5 s at least; None: start_timeout_s. restarted: it had its devices before.
-    """
+    waits for its devices then, 5 s at least; None: start_timeout_s. restarted: it had its devices before."""
 
     graph: StageGraph
     device: str
@@ -285,12 +284,7 @@ class Cluster:
             self._stack.__exit__(kind, error, trace)
 
     def dataset_actor(
-        self,
-        factory: Callable[..., Any],
-        *arguments: Any,
-        micro_batches: int,
-        workers: int = 0,
-        prefetch: int = 0,
+        self, factory: Callable[..., Any], *arguments: Any, micro_batches: int, workers: int = 0, prefetch: int = 0
     ) -> DatasetActor:
         """The actors that read the data, ended with the cluster; arguments as `DatasetActor` has them."""
         layout = self._layout
@@ -372,8 +366,7 @@ def warn_cross_node_groups(
 ) -> None:
     """One warning of all groups of the inner axes that span nodes, if there are any.
 
-    Raises ConfigError where GPUs of a tensor group do: they would wait for the network most of the time.
-    """
+    Raises ConfigError where GPUs of a tensor group do: they would wait for the network most of the time."""
     straddles = find_straddles(slots, topology.of_bundle, degrees)
     refused = [straddle for straddle in straddles if device == "cuda" and straddle.axis == TENSOR]
     if refused:

@@ -68,8 +68,7 @@ class _Reader:
 
         Work with unread patches goes to the readers in turn, shard by shard; in its place there is a reference to it.
         Answers once all is there. A step in which a video proves broken is read again without it, or not at all: the
-        feed decides.
-        """
+        feed decides."""
         broken: dict[Any, str] = {}
         while True:
             with named_errors(self._who, _reading(batch.step)), span(_reading(batch.step), DATA):
@@ -136,8 +135,7 @@ class DatasetActor:
 
     One actor knows the order of the data and assigns samples to steps; with `workers` of them others read
     and decode, each a whole step at a time, else it does so itself. That one runs on the driver's node, where the paths
-    of the datasets were checked and the user sees them; the others take turns on `nodes`, near the ranks.
-    """
+    of the datasets were checked and the user sees them; the others take turns on `nodes`, near the ranks."""
 
     def __init__(
         self,
@@ -166,8 +164,7 @@ class DatasetActor:
 
         trace: keep spans.
 
-        lookout: of the run, who looks at its processes; None: nobody does.
-        """
+        lookout: of the run, who looks at its processes; None: nobody does."""
         self._micro_batches, self._shards = micro_batches, dict(shards)
         self._prefetch = prefetch
         self._ahead: dict[int, _Step] = {}

@@ -59,7 +59,6 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def _bytes(text: str) -> int | None:
-    """The bytes of a text as `81559 MiB`."""
     number, _, unit = text.partition(" ")
     return int(number) << 20 if number.isdigit() and unit == "MiB" else None
 
@@ -89,8 +88,7 @@ def check_build(build: Build, gpus: Sequence[Gpu], where: str) -> None:
     """Raise ConfigError where this torch cannot use GPUs, with the reason, from `gpus` of the same machine.
 
     A driver that torch can use is new enough, whatever its version: NVIDIA's package for forward compatibility lets
-    older ones of data centres run newer CUDA.
-    """
+    older ones of data centres run newer CUDA."""
     if build.cuda is None:
         raise ConfigError(
             f"{where}: there are GPUs, but torch {build.version} is built for CPUs alone (torch.version.cuda is "
@@ -118,8 +116,7 @@ def check_build(build: Build, gpus: Sequence[Gpu], where: str) -> None:
 def check_modes(gpus: Sequence[Gpu], shared: bool, where: str) -> None:
     """Raise ConfigError where the GPUs admit fewer processes than the run has on each. shared: more than one.
 
-    Of several GPUs it is not known which one will be used, so it is an error only where none of them would do.
-    """
+    Of several GPUs it is not known which one will be used, so it is an error only where none of them would do."""
     refusing = (PROHIBITED, *EXCLUSIVE) if shared else (PROHIBITED,)
     if not gpus or any(gpu.mode not in refusing for gpu in gpus):
         return
@@ -146,7 +143,6 @@ def mps_runs() -> bool:
 
 
 def _older(gpu: Gpu) -> str:
-    """What the driver would run instead."""
     majors = [major for major, oldest in OLDEST_DRIVERS.items() if oldest <= _major(gpu.driver)]
     return f", or a build of torch for CUDA {max(majors)}, which this driver runs" if majors else ""
 
@@ -160,8 +156,7 @@ def _major(version: str) -> int:
 def check_devices_here(asked: str, bundles: int, collocate: bool) -> None:
     """Checks for a Ray of our own on this machine, without starting it: may `bundles` devices be GPUs?
 
-    Raises ConfigError. On the nodes of a running cluster, each rank looks for itself when it joins.
-    """
+    Raises ConfigError. On the nodes of a running cluster, each rank looks for itself when it joins."""
     if asked == "cpu":
         return
     gpus = read_gpus()
@@ -185,8 +180,7 @@ def choose_transport(asked: str, nodes: str, count: int, gpus: float) -> str:
     """The transport of tensors between actors on `count` nodes, described by `nodes`, that use `gpus`.
 
     Raises ConfigError when shared memory is asked for and the actors are on several nodes, or CUDA IPC and they do not
-    share one GPU.
-    """
+    share one GPU."""
     if asked == CUDA_IPC and (count > 1 or gpus != 1):
         raise ConfigError(
             f"cluster.transport=cuda_ipc, but the actors use {gpus:g} GPUs on {count} nodes, and it goes between "

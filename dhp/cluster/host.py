@@ -4,8 +4,7 @@ A beacon is a file that the driver puts into a directory that all nodes must sha
 at another disk, and would write its share of a checkpoint where it is not found.
 
 Left alone, gloo looks up the host's own name, which many hosts map to 127.0.1.1 or to a container bridge, and ranks on
-other hosts then wait for a connection that cannot come.
-"""
+other hosts then wait for a connection that cannot come."""
 
 import ctypes
 import os
@@ -52,8 +51,7 @@ def expand_segments(transport: str) -> bool:
     leave unused.
 
     False, and nothing changed, where the environment has settings of the allocator, and where `transport` hands memory
-    of the device itself to other processes, which then could not map it.
-    """
+    of the device itself to other processes, which then could not map it."""
     if transport == CUDA_IPC or ALLOCATOR in os.environ or OLD_ALLOCATOR in os.environ:
         return False
     os.environ[ALLOCATOR] = EXPANDABLE
@@ -105,8 +103,7 @@ def keep_freed_memory() -> bool:
     By itself glibc gives large blocks back to the kernel at once and asks for them again a moment later; the page
     faults of that take up to half the time of an elementwise operation on a large tensor. The price is that the process
     stays as large as its largest step. False, and nothing changed, where the environment chooses an allocator or its
-    settings (MALLOC_…, GLIBC_TUNABLES, LD_PRELOAD) or where the C library is not glibc.
-    """
+    settings (MALLOC_…, GLIBC_TUNABLES, LD_PRELOAD) or where the C library is not glibc."""
     if any(name.startswith(_CHOSEN) for name in os.environ):
         return False
     library = ctypes.CDLL(None)
@@ -178,8 +175,7 @@ def choose_interface(address: str, loopback: bool) -> str:
 def open_listener(address: str) -> socket.socket:
     """A socket that listens on `address` alone, on a port of the system's choice.
 
-    Raises ConfigError when this host does not have that address.
-    """
+    Raises ConfigError when this host does not have that address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, 0), family=family)
@@ -196,8 +192,7 @@ def socket_settings(
 ) -> dict[str, str]:
     """Environment variables that put gloo and NCCL on the interface with `address`; {} where no interface has it.
 
-    loopback: on the loopback interface, whatever the environment says. Otherwise a user's own setting stays.
-    """
+    loopback: on the loopback interface, whatever the environment says. Otherwise a user's own setting stays."""
     name = interface_of(LOOPBACK if loopback else address, interfaces)
     if name is None:
         return {GLOO: "lo", NCCL: "=lo"} if loopback else {}

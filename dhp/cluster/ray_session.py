@@ -53,8 +53,7 @@ def own_ray() -> Iterator[Path]:
     """The environment of a Ray of our own, for as long as it runs, and an empty folder for its sockets and logs that
     this user alone may enter. The folder is removed at the end; after a failure that Ray's logs may explain it stays.
 
-    Raises OSError where no folder can be made.
-    """
+    Raises OSError where no folder can be made."""
     folder = Path(tempfile.mkdtemp(prefix="dhp-ray-", dir=_base()))  # 0700; Ray opens what it makes below to everybody
     try:
         with own_token(), changed_environment({**NO_REPORTS, **_without_proxy()}):
@@ -89,8 +88,7 @@ def on_loopback() -> Iterator[None]:
     """Ray started in here, and its workers, listen on 127.0.0.1 only.
 
     `ray.init` replaces a loopback node address by the host's own; what it has for desktops, where clusters are
-    off and firewalls ask, is the way to keep it.
-    """
+    off and firewalls ask, is the way to keep it."""
     with changed_environment({CLUSTERS: "0"}), with_clusters(False):
         yield
 
@@ -193,8 +191,7 @@ PATH = "RAY_AUTH_TOKEN_PATH"
 def check_token_file() -> None:
     """Raise ConfigError where Ray will read its token from a file that other users of this host can read too.
 
-    Ray itself writes it with mode 0644, so what counts is whether they can enter every folder on the way as well.
-    """
+    Ray itself writes it with mode 0644, so what counts is whether they can enter every folder on the way as well."""
     file = Path(os.environ.get(PATH) or Path.home() / ".ray" / "auth_token")
     if TOKEN in os.environ or not file.is_file() or os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
         return
@@ -220,11 +217,7 @@ OWN_SYSTEM = {"task_events_report_interval_ms": 0, "worker_register_timeout_seco
 
 @contextmanager
 def ray_session(
-    address: str,
-    cpus: int,
-    gpus: int | None = None,
-    timeout_s: float = 300.0,
-    say: Callable[[str], None] = say_nothing,
+    address: str, cpus: int, gpus: int | None = None, timeout_s: float = 300.0, say: Callable[[str], None] = say_nothing
 ) -> Iterator[None]:
     """Ray for the time of a run: its own on loopback for address=local, else a running one.
 
@@ -232,8 +225,7 @@ def ray_session(
     may take to start. say: receives a line when they ended at once and are started again.
 
     Raises ConfigError when there is no cluster at `address` or others can read its token, ClusterError when Ray does
-    not start. However it fails, no process of it stays.
-    """
+    not start. However it fails, no process of it stays."""
     os.environ.update(_ENVIRONMENT)
     without_copies()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA visible to actors without a GPU

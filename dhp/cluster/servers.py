@@ -116,8 +116,7 @@ def redirect_output(log_dir: str | None, name: str) -> None:
 def named_errors(who: str, what: str) -> Iterator[None]:
     """Turn an unforeseen exception into RankRaised with its traceback; errors meant for a person pass as they are.
 
-    The name is put in here because a failure also reaches callers that depend on the result, under their names.
-    """
+    The name is put in here because a failure also reaches callers that depend on the result, under their names."""
     try:
         yield
     except DhpError:

@@ -111,8 +111,7 @@ class GroupSettings:
     timeout_s: of the rendezvous, and of collectives until the engine is made. collective_s: of collectives from then
     on; None: the same.
 
-    steps_done: before this run, of which it is the continuation.
-    """
+    steps_done: before this run, of which it is the continuation."""
 
     stage: str
     size: int
@@ -257,7 +256,6 @@ class Worker:
         return read_clock()
 
     def _open(self, value: Any) -> Any:
-        """An argument as the engine takes it."""
         if isinstance(value, RemoteValue):
             value = self._lookahead.take(value)
         if isinstance(value, Bundle):

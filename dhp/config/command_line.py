@@ -53,8 +53,7 @@ def checked_overrides(arguments: Sequence[str], source: ConfigSource, others: Se
 
     `key=value` and `+key=value` set a key of the schema alike (all of them exist, and entries of a
     dictionary need not); `~key` returns it to its default. Overrides of Hydra itself, of config groups and
-    deletions of dictionary entries go through as they are.
-    """
+    deletions of dictionary entries go through as they are."""
     parsed, errors = [], list(others)
     for argument in arguments:
         try:
@@ -216,8 +215,7 @@ def compose_config(config_name: str | None, config_path: str | None = None, over
     """The configuration that `--config-name=… --config-path=… overrides…` means, not yet resolved.
 
     None as the name gives the schema's defaults. Raises ConfigError for an unknown name, directory or key
-    and for a value of the wrong type.
-    """
+    and for a value of the wrong type."""
     source = ConfigSource.find(config_name, config_path)
     source.register()
     arguments = checked_overrides(overrides, source)
@@ -282,8 +280,7 @@ _WIDTH, _INDENT = 110, "    "
 def key_help(paths: Iterable[str], source: ConfigSource) -> str:
     """A paragraph a key, as in docs/reference/configuration.md. A section has those of all its keys behind its own, and
     the choices of the folder of configurations that has its name. Raises ConfigError for what is no key, with the
-    nearest one, for all of them at once.
-    """
+    nearest one, for all of them at once."""
     wanted = list(paths)
     raise_all([unknown_key(path) for path in wanted if find_key(path) is None])
     return "\n\n".join(_paragraph(key, source) for path in wanted for key in _of(path))
@@ -320,8 +317,7 @@ def hydra_entry(run: Callable[[Config], None], argv: Sequence[str] | None = None
 
     `argv` are the arguments after the program's name; None takes those of the process. Any DhpError, from
     the configuration or from `run`, is printed to stderr without a traceback and ends the process with
-    status 1; other exceptions pass through.
-    """
+    status 1; other exceptions pass through."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not while it is captured
             stream.reconfigure(errors="backslashreplace")  # no arrow in a table ends a run where the locale is ASCII
@@ -390,8 +386,7 @@ def _config_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def _checked_arguments(rest: list[str], source: ConfigSource) -> list[str]:
     """The arguments with each override checked; flags and their values (`--cfg job`) go through.
 
-    Overrides come first: the parser that Hydra uses takes them from one place only.
-    """
+    Overrides come first: the parser that Hydra uses takes them from one place only."""
     overrides = [part for part in rest if _is_override(part)]
     flags = wrong_flags(rest, _FLAGS)
     if flags:  # what follows one is its value, and no setting of ours

@@ -47,8 +47,7 @@ class Device:
     process can take; bandwidth: bytes a second of it. link: the name of the one between devices of a node.
 
     products, attention: shares of the peak that products of matrices and attention reach; elementwise: of the
-    bandwidth.
-    """
+    bandwidth."""
 
     name: str
     names: tuple[str, ...]

@@ -146,8 +146,7 @@ def answering(config: Config, dataset: str = "") -> Config:
     """The configuration without what training alone needs: sharded states, replicas of the decoder, all data but the
     dataset of prompts.
 
-    Raises ConfigError, with what to set, for a decoder in a layout that cannot generate.
-    """
+    Raises ConfigError, with what to set, for a decoder in a layout that cannot generate."""
     own: dict[str, Any] = {name: _answering_part(name, part) for name, part in parts(config).items()}
     data = replace(unbalanced(config.data), eval_datasets=[], cache_features=None, cache_features_gib=None)
     if dataset:

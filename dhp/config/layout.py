@@ -27,8 +27,7 @@ def read_choices(text: str, layers: int, key: str = "recompute") -> tuple[str, .
 
     `text`: none | full | auto, or items with commas between them, each a layer (7) or a range of them (0-3), with or
     without what they recompute before it (mlp:0-3), which goes for the items after it too and is "all" at first; a
-    choice alone (light) is for every layer. What no item names keeps everything. Raises ConfigError.
-    """
+    choice alone (light) is for every layer. What no item names keeps everything. Raises ConfigError."""
     if text in WORDS:
         return ("none" if text == "none" else "all",) * layers
     found = ["none"] * layers

@@ -59,8 +59,7 @@ def check_layers(key: str, text: str, layers: int) -> None:
 
 def check_tower(heads: int, ulysses: int, tensor: int) -> None:
     """Tensor parallelism and Ulysses give each actor whole heads: `heads` (of the vision tower) is a multiple of both
-    together. A ring needs nothing. Raises ConfigError.
-    """
+    together. A ring needs nothing. Raises ConfigError."""
     if heads % tensor:
         raise ConfigError(
             f"vision.tensor={tensor} cannot split the vision tower's {heads} attention heads evenly: "
@@ -82,8 +81,7 @@ def check_tensor(heads: int, kv_heads: int, tensor: int) -> None:
     """Tensor parallelism gives each actor whole query heads, and whole key/value heads or a share in one.
 
     `heads` must be a multiple of `tensor`; of `kv_heads` and `tensor` one must be a multiple of the other.
-    Raises ConfigError.
-    """
+    Raises ConfigError."""
     possible = [n for n in _divisors(heads) if not max(kv_heads, n) % min(kv_heads, n)]
     remedy = f"Set text.tensor to one of {possible} and text.num_actors to match."
     if heads % tensor:
@@ -131,8 +129,7 @@ def check_expert_width(width: int, tensor: int) -> None:
 def check_autotp(kv_heads: int, tensor: int) -> None:
     """DeepSpeed's tensor parallelism gives each actor whole key/value heads: `kv_heads` a multiple of `tensor`.
 
-    Raises ConfigError.
-    """
+    Raises ConfigError."""
     if kv_heads % tensor:
         raise ConfigError(
             f"text.parallelism=autotp with text.tensor={tensor} cannot split the text decoder's {kv_heads} key/value "

@@ -80,8 +80,7 @@ def decay_steps(training: TrainingConfig, total_steps: int, warmup_steps: int) -
     """The last steps of a run, over which warmup_stable_decay falls: training.lr_decay_steps, else lr_decay_ratio of
     `total_steps` rounded up; 0 with another schedule.
 
-    Raises ConfigError where warm-up and decay are longer than the run together.
-    """
+    Raises ConfigError where warm-up and decay are longer than the run together."""
     if training.lr_scheduler_type != STABLE:
         return 0
     given = training.lr_decay_steps

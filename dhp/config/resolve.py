@@ -29,8 +29,7 @@ def resolve(config: Config, reads: bool = True) -> Config:
     """A new configuration with every degree a number and every default that depends on another value set.
 
     Each rule that needs no file and no model is checked here, so that nothing starts from a configuration
-    that cannot run. reads: it reads datasets. Raises ConfigError.
-    """
+    that cannot run. reads: it reads datasets. Raises ConfigError."""
     check_seed(config.seed)
     require_choice("layout", config.layout, LAYOUTS)
     check_training(config.training)
@@ -77,8 +76,7 @@ def micro_batches(config: Config) -> int:
     """Micro-batches of a step, from batch_size = text.data × micro_batch_size × micro_batches.
 
     Takes a resolved configuration. Raises ConfigError when that is no whole number, unless training.empty_rows lets the
-    last micro-batch have fewer rows than there are replicas.
-    """
+    last micro-batch have fewer rows than there are replicas."""
     batch, micro, replicas = config.training.batch_size, config.training.micro_batch_size, resolved(config.text.data)
     together = replicas * micro
     if config.training.empty_rows and batch % micro == 0:
@@ -96,8 +94,7 @@ def micro_batches(config: Config) -> int:
 def warmup_steps(config: Config, total_steps: int) -> int:
     """Steps of the warm-up: training.warmup_steps, else warmup_ratio of `total_steps` rounded up.
 
-    Raises ConfigError when the warm-up, or that of a group of parameters, is longer than the run.
-    """
+    Raises ConfigError when the warm-up, or that of a group of parameters, is longer than the run."""
     training = config.training
     groups = {f"training.groups.{name}": group.warmup_steps for name, group in training.groups.items()}
     for section, steps in {"training": training.warmup_steps, **groups}.items():
@@ -115,8 +112,7 @@ def check_model_dir(name: str) -> None:
     """Raise ConfigError when `name` looks like a path and is no Hugging Face model directory.
 
     A path starts with `/`, `.` or `~`, has more than one slash, or exists; anything else is a hub id and
-    passes.
-    """
+    passes."""
     path = Path(name).expanduser()
     if not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.exists()):
         return
@@ -270,8 +266,7 @@ class TrainingStage:
 def training_stages(config: Config, directory: Path) -> list[TrainingStage]:
     """Every stage of a run, in order. directory: with the recipes.
 
-    Raises ConfigError for a recipe that does not exist and for settings that are none.
-    """
+    Raises ConfigError for a recipe that does not exist and for settings that are none."""
     if config.training.elastic:
         raise ConfigError(
             f"training.elastic={config.training.elastic} with stages: each stage has a layout of its own, and smaller "

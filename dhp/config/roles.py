@@ -12,10 +12,7 @@ SEARCHED, FOLLOWS, FIXED = "searched", "follows", "fixed"
 
 
 def key(
-    default: Any = MISSING,
-    factory: Callable[[], Any] | None = None,
-    resume: str = RECIPE,
-    layout: str = FIXED,
+    default: Any = MISSING, factory: Callable[[], Any] | None = None, resume: str = RECIPE, layout: str = FIXED
 ) -> Any:
     """A field of a section. factory: makes the default. resume, layout: what the key is to either."""
     metadata = {"resume": resume, "layout": layout}

@@ -21,8 +21,7 @@ class Rule:
     as `A=1 with B=2 and C=3`. when: whether they do, by the resolved section of a part, and by the configuration where
     the rule is about a whole run. says: the rest of the error.
 
-    In keys and says, {name} is the part, {p} its section, {c} the configuration.
-    """
+    In keys and says, {name} is the part, {p} its section, {c} the configuration."""
 
     keys: str
     when: Callable[..., bool]

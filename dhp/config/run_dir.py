@@ -34,8 +34,7 @@ def check_run_dir(config: Config) -> None:
     """Raise ConfigError when run_dir is empty text or a file, holds a run that this one neither replaces nor
     continues, when replacing that run would remove what this one reads, or when its logs would be elsewhere.
 
-    Changes nothing.
-    """
+    Changes nothing."""
     if not config.run_dir.strip():
         raise ConfigError(
             "run_dir is empty, which would mean the working directory: was a shell variable not set? Give a directory "
@@ -66,8 +65,7 @@ def make_run_dir(config: Config) -> Path:
     """Create run_dir, without anything that an overwritten run left in it, and return it. Raises ConfigError.
 
     Only what runs write there is removed, and only where a run's record says that it was one; other files in the
-    directory stay. A run that ended before its first step is replaced without being asked.
-    """
+    directory stay. A run that ended before its first step is replaced without being asked."""
     check_run_dir(config)
     run_dir = Path(config.run_dir)
     for path in list(_removed(config)):
@@ -85,8 +83,7 @@ def run_directory(config: Config, say: Callable[[str], None] = say_nothing) -> I
     where one does. `make_run_dir` is for the block to call. say: receives a line on what is waited for.
 
     A run that is refused (ConfigError) before its first step leaves nothing in run_dir, and no new directory that is
-    empty.
-    """
+    empty."""
     check_run_dir(config)
     run_dir, existed = Path(config.run_dir), Path(config.run_dir).exists()
     checkpoints = Path(config.training.checkpoint_dir or run_dir / "checkpoints")
@@ -255,8 +252,7 @@ def compose_recorded(file: Path, overrides: Sequence[str] = ()) -> Config:
     where and whether http addresses are fetched.
 
     Raises ConfigError for anything but plain values, and for the address of a cluster and for plugins that the command
-    line does not name: a server at that address may run commands here, and a module's code is run as it is imported.
-    """
+    line does not name: a server at that address may run commands here, and a module's code is run as it is imported."""
     values = plain_values(file)
     given = {override.partition("=")[0].lstrip("+") for override in overrides}
     cluster = values.get("cluster")

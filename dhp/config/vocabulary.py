@@ -1,7 +1,6 @@
 """Translates or explains keys of other trainers.
 
-The tables are data, in vocabulary.yaml beside this file.
-"""
+The tables are data, in vocabulary.yaml beside this file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ class Alias:
 
     times: another key of the other vocabulary, whose value multiplies this one.
 
-    why: why it has no effect, or a remark. instead: it is refused; what to write.
-    """
+    why: why it has no effect, or a remark. instead: it is refused; what to write."""
 
     old: str
     new: Sequence[str] = ()
@@ -47,8 +45,7 @@ class Alias:
 @dataclass(frozen=True)
 class Foreign:
     """One key of other trainers, or several of one meaning. names: theirs. of: letters of the trainers. keys: ours;
-    none: there is no such key. say: what to bear in mind, or why there is none.
-    """
+    none: there is no such key. say: what to bear in mind, or why there is none."""
 
     names: Sequence[str]
     of: str
@@ -90,8 +87,7 @@ def names_here(key: str) -> list[str]:
 def translated(values: Values) -> tuple[dict[str, Any], list[str]]:
     """`values` in dhp's vocabulary, and a line for each that was of the other one.
 
-    Raises ConfigError for what cannot be translated, and where two keys contradict each other.
-    """
+    Raises ConfigError for what cannot be translated, and where two keys contradict each other."""
     given = {key: value for key, value in values.items() if not has_alias(key, value)}
     ours: dict[str, Any] = {}
     notices = []

@@ -36,8 +36,7 @@ def check_inert(file: str, values: Any, package: str | None) -> None:
     """Raise ConfigError for what is Hydra's own in a file, but `hydra.mode`, `hydra.sweep` and `hydra.sweeper.params`,
     and for names of something to construct.
 
-    file: as Hydra has it, relative to its directory. values: what is in it. package: from its header.
-    """
+    file: as Hydra has it, relative to its directory. values: what is in it. package: from its header."""
     if HYDRA in file.removesuffix(".yaml").split("/"):
         raise ConfigError(f"{file} configures Hydra itself. {_ADVICE}")
     if package is not None and HYDRA in package:
@@ -237,8 +236,7 @@ class ConfigSource:
         """Check that the directories and the named YAML exist; `name` None means the schema's defaults alone.
 
         `config_path` (relative to the working directory) is searched before dhp's own configs, `more` after
-        it. Raises ConfigError.
-        """
+        it. Raises ConfigError."""
         directories = []
         if config_path is not None:
             directories.append(_directory("--config-path", config_path))
@@ -285,8 +283,7 @@ class ConfigSource:
         """Put the schema and the entry config over this source into Hydra's store.
 
         The entry makes the schema the base of every YAML, so that a YAML needs no defaults list, and keeps
-        Hydra from writing directories, changing the working directory and configuring logging.
-        """
+        Hydra from writing directories, changing the working directory and configuring logging."""
         YamlFiles.register()
         store = ConfigStore.instance()
         store.store(name=_SCHEMA, node=Config)
@@ -331,8 +328,7 @@ def named_file(
     """(name, config_path) as the flags say, or as one FILE.yaml among the arguments says; and the other arguments.
 
     What has `=` in it is an override, whatever it ends with. Raises ConfigError for two files, for a file together with
-    the flags, and for one that does not exist.
-    """
+    the flags, and for one that does not exist."""
     files = [part for part in arguments if _is_file(part)]
     if not files:
         return (name, config_path), list(arguments)

@@ -1,8 +1,7 @@
 """The axes over which a stage's ranks divide work.
 
 Meshes, groups, placement and tables of a run are derived from one record each. A pipeline divides a part into
-stages instead (`dhp.core.graph`).
-"""
+stages instead (`dhp.core.graph`)."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ class Axis:
 
     within: the axis of which its groups are consecutive ranks; "": it is a dimension of the mesh by itself.
 
-    every_layer: its groups exchange several times in each layer, so that they belong on one node.
-    """
+    every_layer: its groups exchange several times in each layer, so that they belong on one node."""
 
     name: str
     divides: str

@@ -18,8 +18,7 @@ class ProcessorOutput:
 
     pixels: names and shapes of the arrays of pixels, which are sent as [rows, values], one after another. arrays: the
     other arguments of the encoder: name, dtype, shape and bytes of each. tokens: placeholders. written: what a prompt
-    has in the picture's place.
-    """
+    has in the picture's place."""
 
     pixels: tuple[tuple[str, tuple[int, ...]], ...]
     arrays: tuple[tuple[str, str, tuple[int, ...], bytes], ...]
@@ -85,8 +84,7 @@ class Features:
 
     key: hex digest that they are cached under. about: of the picture, what a later reader needs as well.
 
-    tensors: [tokens, width] by name, in the order of the picture's placeholders; None: nothing is cached yet.
-    """
+    tensors: [tokens, width] by name, in the order of the picture's placeholders; None: nothing is cached yet."""
 
     key: str
     about: str
@@ -133,8 +131,7 @@ class StepInfo:
     their annotations (from 0, ascending), by dataset. order: [micro-batch][text replica], of each sample in the order
     of `TextInput.samples` its dataset and its row there, without those left out.
 
-    work: what each shard of a part has to compute, relative to the part's others, by part.
-    """
+    work: what each shard of a part has to compute, relative to the part's others, by part."""
 
     step: int
     epoch: int
@@ -183,8 +180,7 @@ class PictureRows:
 class UnreadPatches:
     """Patches that are still in a video's file: rows of them, int64, in the image processor's order.
 
-    video: what the reader of the data knows it by (`dhp.data.media.frames.LongVideo`).
-    """
+    video: what the reader of the data knows it by (`dhp.data.media.frames.LongVideo`)."""
 
     video: Any
     rows: Tensor
@@ -216,8 +212,7 @@ class VisionInput:
     never see that.
 
     draws: where adapters draw, the keys of its patches, in order (`dhp.core.draws`); of pictures that the tower takes
-    whole, a run each.
-    """
+    whole, a run each."""
 
     pixels: Tensor
     positions: Tensor
@@ -280,8 +275,7 @@ class StepData:
     """One step, sharded over the ranks.
 
     work: for each part, [micro-batch][shard]; for an encoder's later stages under a name of its own
-    (`dhp.core.graph.later`). routes: for each part whose rows go where the data say, one for each micro-batch.
-    """
+    (`dhp.core.graph.later`). routes: for each part whose rows go where the data say, one for each micro-batch."""
 
     info: StepInfo
     work: Mapping[str, tuple[tuple[Any, ...], ...]]
@@ -303,8 +297,7 @@ class Sampling:
 
     stop: tokens that end an answer, of which it has the last. temperature: what logits are divided by before one is
     drawn; 0: the likeliest token is taken. top_k: of the likeliest only so many; 0: all. top_p: of the likeliest as few
-    as have that share of all together. seed: of the draws; a prompt's number is added to it.
-    """
+    as have that share of all together. seed: of the draws; a prompt's number is added to it."""
 
     max_new_tokens: int
     stop: tuple[int, ...] = ()
@@ -323,8 +316,7 @@ class PromptInput:
 
     tokens: how many of the prompt are in the row, on all ranks together. last: its last token; None: the replica has no
     prompt. position: of that token as the model takes it, [..., 1, 1]. next_position: of the first new token: one more
-    than the largest of the prompt, which its number of tokens does not tell.
-    """
+    than the largest of the prompt, which its number of tokens does not tell."""
 
     row: TextInput
     tokens: int
@@ -341,8 +333,7 @@ class Answer:
     token_ids: the new ones, the one that ended it included. prompt_tokens: those of the prompt.
 
     prefill_s: seconds to the first token. seconds: to the last. cache_bytes: of keys and values on this rank at the
-    end. peak_bytes: the most that the process had: of the GPU's memory, or on a CPU of the host's.
-    """
+    end. peak_bytes: the most that the process had: of the GPU's memory, or on a CPU of the host's."""
 
     token_ids: tuple[int, ...] = ()
     prompt_tokens: int = 0
@@ -361,8 +352,7 @@ def is_greedy(sampling: Sampling) -> bool:
 class LogitRule:
     """A logit is softcap × tanh(factor × output / softcap); without a soft cap, factor × output.
 
-    Gemma Team 2024, "Gemma 2", section 2; Granite and Cohere have factors.
-    """
+    Gemma Team 2024, "Gemma 2", section 2; Granite and Cohere have factors."""
 
     factor: float = 1.0
     softcap: float | None = None

@@ -4,8 +4,7 @@ A rank's sequence of collectives must be a function of the layout and of the ste
 Where it is not, ranks wait for one another for ever, or, where two calls happen to be of one size, train on numbers of
 one another. `check_calls` holds the rule while a run goes on: before a collective begins, the ranks of its group
 exchange a description of it, and one that differs is an error. torch's own check (TORCH_DISTRIBUTED_DEBUG=DETAIL)
-compares operations and shapes alone; here the calling function and its layer are compared too.
-"""
+compares operations and shapes alone; here the calling function and its layer are compared too."""
 
 import sys
 import time

@@ -23,8 +23,7 @@ class Several:
 class Call:
     """A method of the engine, for every rank of a group.
 
-    method: by name or as a method. arguments: as `spread` takes them. returns: how many results each rank has.
-    """
+    method: by name or as a method. arguments: as `spread` takes them. returns: how many results each rank has."""
 
     method: str | Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -49,8 +48,7 @@ def several(values: Iterable[Iterable[Any]]) -> Several:
 def spread(arguments: tuple[Any, ...], ranks: int) -> list[tuple[Any, ...]]:
     """The argument tuple of each rank.
 
-    Raises ValueError when a PerRank or a Several is for another number of ranks.
-    """
+    Raises ValueError when a PerRank or a Several is for another number of ranks."""
     for argument in arguments:
         if isinstance(argument, (PerRank, Several)) and len(argument.values) != ranks:
             raise ValueError(f"{len(argument.values)} values for {ranks} ranks")

@@ -6,8 +6,7 @@ module's name and the column (counter-based, as Salmon et al. 2011, "Parallel ra
 whichever rank holds a token draws what one process would, once or again.
 
 Layers are given tokens in many shapes: all, some of them at a time, several as one. `drawing` says which tokens the
-states of the calls inside have, and those who cut or sort tokens say how.
-"""
+states of the calls inside have, and those who cut or sort tokens say how."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class TokenKeys:
     tile: so many consecutive keys are of one picture, of which layers see more tokens or other ones; those are
     numbered. 0: layers see the tokens themselves.
 
-    ranks: that have a share of the tokens each between blocks (`dhp.parallel.tensor.sequence_norms`).
-    """
+    ranks: that have a share of the tokens each between blocks (`dhp.parallel.tensor.sequence_norms`)."""
 
     keys: Tensor
     unit: int = 1
@@ -145,8 +143,7 @@ def column_bits(first: int, count: int, device: torch.device) -> Tensor:
 def draw_dropped(keys: Tensor, module: int, columns: Tensor, share: float) -> Tensor:
     """Which elements a module drops, bool [tokens, columns]: each with a chance of `share`, by itself.
 
-    module: a number for it, of 64 bits. columns: their `column_bits`.
-    """
+    module: a number for it, of 64 bits. columns: their `column_bits`."""
     tokens = ((keys * (2 * module + 1 & (1 << 63) - 1)) >> 32).to(torch.int32)[:, None]
     threshold = round(share * (1 << 32)) - (1 << 31)
     dropped = torch.empty(len(keys), len(columns), dtype=torch.bool, device=keys.device)

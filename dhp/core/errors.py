@@ -28,8 +28,7 @@ def raise_all(errors: Sequence[ConfigError]) -> None:
 class DataError(DhpError):
     """A dataset, sample or image that cannot be used; the text names dataset, position and reason.
 
-    It may quote untrusted text, so it is one line, with control characters escaped.
-    """
+    It may quote untrusted text, so it is one line, with control characters escaped."""
 
     def __init__(self, text: str, *more: object):
         super().__init__(one_line(text), *more)
@@ -95,8 +94,7 @@ class Fault:
 
     kind: RAISED an error; the process DIED; its node or the connection to it is LOST; its node was DRAINED, which was
     announced; nothing moved any more, it HUNG. who: `text rank 1`. action: its call. node: as a person knows it.
-    step: from 1; None: before the first, or between two.
-    """
+    step: from 1; None: before the first, or between two."""
 
     kind: str = RAISED
     who: str = ""

@@ -48,8 +48,7 @@ def require_writable(folder: Path) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary path to create and fill: renamed to `folder` when the block ends, removed when it raises.
 
-    Where another process was faster, `folder` is the one that it made. OSError when nothing can be written there.
-    """
+    Where another process was faster, `folder` is the one that it made. OSError when nothing can be written there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.{uuid4().hex}")
     try:
@@ -79,8 +78,7 @@ _FILES = 64  # of more files than that as many, spread over them; of the others 
 def fingerprint(files: Sequence[Path]) -> str:
     """A digest of the files' names, sizes and contents; of large ones samples. Their folder makes no difference.
 
-    Raises OSError.
-    """
+    Raises OSError."""
     digest = hashlib.sha256()
     read = {round(number * (len(files) - 1) / (_FILES - 1)) for number in range(_FILES)}
     for number, file in enumerate(files):

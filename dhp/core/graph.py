@@ -3,8 +3,7 @@
 A *part* is what the user configures (vision, text). A *stage* is what one group of actors runs: all of a part, or some
 of its layers. A *chunk* is a run of neighbouring layers that a stage computes at a time; a stage of an interleaved
 pipeline (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2) has
-several. A *node* is a chunk of a stage: what a schedule visits and what edges connect.
-"""
+several. A *node* is a chunk of a stage: what a schedule visits and what edges connect."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from dhp.core.axes import Degrees
 class Route:
     """pairs: (shard of the source, shard of the target) wherever there are rows to send, sorted.
 
-    A shard is a position of the stage's mesh but for tensor: see `dhp.core.axes.Degrees.shards`.
-    """
+    A shard is a position of the stage's mesh but for tensor: see `dhp.core.axes.Degrees.shards`."""
 
     pairs: tuple[tuple[int, int], ...]
 
@@ -76,8 +74,7 @@ class StageSpec:
 
     trains: some of its parameters are trained. False: no gradients of weights, no optimizer.
 
-    devices: the logical devices of its ranks, rank after rank. Stages whose ranges overlap share these devices.
-    """
+    devices: the logical devices of its ranks, rank after rank. Stages whose ranges overlap share these devices."""
 
     name: str
     part: str
@@ -108,8 +105,7 @@ class Edge:
 
     tensors: names in the bundle that it carries.
 
-    gradients: their gradients go back: something at the source, or before it, is trained.
-    """
+    gradients: their gradients go back: something at the source, or before it, is trained."""
 
     source: Node
     target: Node

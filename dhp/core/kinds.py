@@ -11,8 +11,7 @@ class StageKind:
 
     tokens: of an encoder, the kinds of tokens (mm_token_type_ids) in whose places its rows go; text has kind 0.
 
-    counted: the field of `dhp.core.batch.StepInfo` that says whether a step has anything for it; "": each step has.
-    """
+    counted: the field of `dhp.core.batch.StepInfo` that says whether a step has anything for it; "": each step has."""
 
     part: str
     engine: str

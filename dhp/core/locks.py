@@ -36,8 +36,7 @@ def locked(folder: Path, key: str, say: Callable[[str], None] = say_nothing) -> 
 
     key: the configuration's, for messages. say: receives a line on what is waited for. Raises ConfigError where another
     process holds it, or where it cannot be written. What a dead process has left is no obstacle; of one on another host
-    it takes `BEAT_S` × `WATCHED_BEATS` to see that it is dead.
-    """
+    it takes `BEAT_S` × `WATCHED_BEATS` to see that it is dead."""
     made = _make(folder, key)
     path = folder.resolve() / LOCK_FILE
     try:

@@ -23,8 +23,7 @@ class Selector:
     them that do not count.
 
     A pattern names neighbouring pieces of a parameter's dotted name, from anywhere on: `merger`, `layers.0`,
-    `q_proj.weight`. `*` stands for any letters, dots included, `?` for one, `[0-9]` for one of several.
-    """
+    `q_proj.weight`. `*` stands for any letters, dots included, `?` for one, `[0-9]` for one of several."""
 
     said: str
     inside: tuple[str, ...] = ()
@@ -68,8 +67,7 @@ class TrainingRules:
     which a later one beats an earlier one in what it says.
 
     adapted: parts that have adapters. Those are trained whatever is selected, and of the parts' own weights only what
-    `trainable` selects.
-    """
+    `trainable` selects."""
 
     trainable: tuple[Selector, ...] = ()
     frozen: tuple[Selector, ...] = ()
@@ -171,8 +169,7 @@ class AdapterSettings:
 
     dora: the norms of W's rows are trained too (Liu et al. 2024).
 
-    quantization: the format of the layers' linear matrices that are not trained, NF4; None: the part's.
-    """
+    quantization: the format of the layers' linear matrices that are not trained, NF4; None: the part's."""
 
     rank: int
     alpha: float

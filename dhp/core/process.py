@@ -49,8 +49,7 @@ def is_command() -> bool:
 def heed() -> None:
     """From here on each of them ends the process at once, with one line and exit status 130, also amid an import.
 
-    A signal that the process was started to ignore stays ignored.
-    """
+    A signal that the process was started to ignore stays ignored."""
     for number in STOPPING:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _handle)

@@ -29,8 +29,7 @@ class Spent:
 class SampleLosses:
     """Losses of the samples in a rank's rows, by micro-batch, in the order of `dhp.core.batch.TextInput.samples`.
 
-    sums: of those target tokens of each sample that this rank has, nats. targets: how many these are.
-    """
+    sums: of those target tokens of each sample that this rank has, nats. targets: how many these are."""
 
     sums: Mapping[int, tuple[float, ...]]
     targets: Mapping[int, tuple[int, ...]]
@@ -67,8 +66,7 @@ class StageReport:
     None where nothing of it is trained, or the step had no data for it. grad_norm is of all stages together.
 
     samples: losses of single samples, on the first tensor rank of each shard where the head is; None elsewhere, and for
-    an objective in which they have no meaning.
-    """
+    an objective in which they have no meaning."""
 
     rank: int
     loss: float | None
@@ -111,8 +109,7 @@ class DeviceInfo:
     """The device of one rank.
 
     device_id: the same for ranks that share the device. format: of the numbers that it multiplies. measured: operations
-    a second, where this rank has measured them. memory_bytes: of a GPU, all of it.
-    """
+    a second, where this rank has measured them. memory_bytes: of a GPU, all of it."""
 
     kind: str  # cpu | cuda
     name: str
@@ -127,8 +124,7 @@ class KernelUse:
     """The kernel that a kind of layer uses in a stage.
 
     kind: attention, norm, rotary, gate, loss or patches. count: of modules; 0 where none are counted. faster: a kernel
-    that would be faster there, and what it needs.
-    """
+    that would be faster there, and what it needs."""
 
     kind: str
     kernel: str
@@ -147,8 +143,7 @@ class LayerUsage:
 
     held_bytes: saved from forward to backward. replay_bytes: added by recomputing, until the layer's backward is done.
 
-    replay_s: seconds of recomputing in the whole step.
-    """
+    replay_s: seconds of recomputing in the whole step."""
 
     kind: str
     choice: str
@@ -165,8 +160,7 @@ class StageUsage:
 
     before_bytes, after_bytes: saved for backward by what comes before and after the layers.
 
-    rows: patches or tokens of the largest micro-batch. all_rows: those of the step.
-    """
+    rows: patches or tokens of the largest micro-batch. all_rows: those of the step."""
 
     peak_bytes: int
     before_bytes: int

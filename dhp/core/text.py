@@ -24,8 +24,7 @@ def _padded(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
 def json_safe(value: Any) -> Any:
     """The value with every number that JSON has no word for as "NaN", "Infinity" or "-Infinity".
 
-    Those are the strings of protobuf's JSON mapping: null keeps its meaning of "not known".
-    """
+    Those are the strings of protobuf's JSON mapping: null keeps its meaning of "not known"."""
     if isinstance(value, Mapping):
         return {key: json_safe(inner) for key, inner in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -68,8 +67,7 @@ def own_command(*words: str) -> list[str]:
     """The words of a shell command that runs dhp's command `words[0]` with the others as its arguments.
 
     They can be pasted: `dhp …` where a shell finds the console command of the Python that runs this process, its path
-    where that was called by its path, else `python -m dhp …`, and `python -m dhp.train_ray …` for `train`.
-    """
+    where that was called by its path, else `python -m dhp …`, and `python -m dhp.train_ray …` for `train`."""
     if _has_console_command():
         return [_NAME, *words]
     if Path(sys.argv[0]).name == _NAME and Path(sys.argv[0]).is_file():
@@ -90,8 +88,7 @@ _SIMILAR = 0.75  # at difflib's own 0.6, `seed` is close to `deepspeed` and `max
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The name in `known` most like `name`, or None when none resembles it. Ties: the first one.
 
-    A name of several words resembles some of them too: `path` means `data_path`.
-    """
+    A name of several words resembles some of them too: `path` means `data_path`."""
     scored = [(_similarity(name, one), one) for one in known if _resembles(name, one)]
     return max(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
 
@@ -100,8 +97,7 @@ def nearest_key(key: str, known: Iterable[str]) -> list[str]:
     """Dotted keys that `key` may have meant, several where the section does not distinguish them.
 
     The last name decides: an equal one anywhere, else a similar one in the same section, else a similar one
-    anywhere.
-    """
+    anywhere."""
     section, leaf = _split(key)
     leaves: dict[str, list[str]] = {}
     for candidate in known:

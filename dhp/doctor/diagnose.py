@@ -186,8 +186,7 @@ def _check(name: str, layout: str, family: Family, source: str) -> None:
 def examine(source: str) -> Diagnosis:
     """The diagnosis of the model whose config.json is in `source`; weights, tokenizer and processor are not needed.
 
-    Raises ModelError where there is no configuration that transformers can read.
-    """
+    Raises ModelError where there is no configuration that transformers can read."""
     config = read_model_config(source)
     name = config.model_type
     try:

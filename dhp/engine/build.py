@@ -164,8 +164,7 @@ def place_kernels(
     """Put the kernels for norms, rotary positions and gates in, and name all that the stage computes with.
 
     ours: whether its attention is this project's. mixers: classes of modules that carry state along a row. All ranks of
-    the stage together. Raises PartFailed where a kernel that was asked for does not serve.
-    """
+    the stage together. Raises PartFailed where a kernel that was asked for does not serve."""
     device = torch.device(settings.device)
     backend = segment_kernel(settings.part.attention_backend, device, dtype) if ours else "the library's"
     wanted = left_to_compiler(settings.kernels) if settings.part.compile else settings.kernels

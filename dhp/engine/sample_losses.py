@@ -143,6 +143,5 @@ def breaking(loss: Tensor) -> Tensor:
 
     A loss may be broken though its gradients are not. The norm of all gradients, which every rank of every part knows,
     then shows it to all of them, without a message of its own and without a look at the loss, which a GPU would wait
-    for. A finite loss is multiplied by 1: value and gradients keep their bits.
-    """
+    for. A finite loss is multiplied by 1: value and gradients keep their bits."""
     return loss * (1.0 + 0.0 * loss.detach())

@@ -78,8 +78,7 @@ class Measuring:
         Where it runs out of memory under a plan that keeps anything, every layer is recomputed from here on, and the
         pass is made again. But only in a stage whose passes begin no collective: in
         others, ranks may wait inside one already, and would wait in backward for those of layers that are not run
-        again. There the error goes on, as it does where everything was recomputed already.
-        """
+        again. There the error goes on, as it does where everything was recomputed already."""
         if not torch.is_grad_enabled():
             return compute()
         last_call = RECORD.last
@@ -120,8 +119,7 @@ class ShareSaver:
 
     number: of the rank in its part; rank: in its stage. writes: false for a rank that others write everything for.
     once: this rank writes what all ranks of the part have alike.
-    buffers: persistent ones, saved with the weights. only: names of weights that are saved; None: all.
-    """
+    buffers: persistent ones, saved with the weights. only: names of weights that are saved; None: all."""
 
     def __init__(
         self,
@@ -252,8 +250,7 @@ class StageEngine(EvaluatingEngine):
     def grad_norm_sq(self, info: StepInfo, *tied: Bundle) -> float:
         """Squared norm of the stage's whole gradient, the same on all its ranks; 0 in a step without any.
 
-        tied: the other stage's share of the gradient of a weight that both hold; added here.
-        """
+        tied: the other stage's share of the gradient of a weight that both hold; added here."""
         active = self.is_active(info)
         if active and tied:
             cast(TiedOptimizer, self.optimizer).add_tied(tied[0].tensors[TIED].to(self.device))
@@ -268,8 +265,7 @@ class StageEngine(EvaluatingEngine):
         """Clip by the joint norm of this stage, as last measured, and the others; take the optimizer step, report.
 
         A joint norm that is not finite, which every rank of every stage has, leaves all as it was: weights, moments,
-        and the optimizer's count of its steps.
-        """
+        and the optimizer's count of its steps."""
         update = self.settings.update
         norm, coefficient = clip_coefficient([self._norm_sq, *other_norms_sq], update.max_grad_norm)
         rates = rates_at(info.step, self._groups, update)

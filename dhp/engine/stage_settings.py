@@ -45,8 +45,7 @@ class StageSettings:
     resume_from: the part's directory in a checkpoint; None: begin with the model's weights. resume_states: with the
     optimizer's states.
 
-    features: where what the stage makes of pictures is kept; None: nowhere.
-    """
+    features: where what the stage makes of pictures is kept; None: nowhere."""
 
     config: Config
     spec: StageSpec

@@ -2,8 +2,7 @@
 
 Convolutions see a clip in chunks of a second at most, layers attend to windows of several chunks. The library fills
 pads chunks to the longest one of a call, and the padding behind a short chunk shows in its last row. So a clip records
-how long the longest chunk of its own sample is, and gives the same rows whatever other clips a call has.
-"""
+how long the longest chunk of its own sample is, and gives the same rows whatever other clips a call has."""
 
 from __future__ import annotations
 

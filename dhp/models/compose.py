@@ -101,8 +101,7 @@ def compose(vision: str, text: str, out: Path, seed: int = 0) -> Composed:
     """Write the model as an ordinary Hugging Face directory that is new: both checkpoints' weights, a projector with
     random ones, the decoder's tokenizer with a token for images, a processor and a chat template that shows them.
 
-    vision, text: directories or hub ids. Raises ModelError for what does not go together, and says why.
-    """
+    vision, text: directories or hub ids. Raises ModelError for what does not go together, and says why."""
     if out.exists():
         raise ModelError(f"{out} exists; name a new directory")
     tower_config, text_config = _tower_config(vision), _text_config(text)

@@ -160,8 +160,7 @@ _WINDOWED = "sliding_attention"  # layers that see a window alone: their positio
 def change_positions(folder: Path, rope_theta: float | None = None, max_positions: int | None = None) -> None:
     """Rewrite `folder`/config.json: the base of the decoder's rotary positions, and the longest row that it knows.
 
-    Raises ModelError for a decoder without rotary positions, or one whose configuration does not keep what was set.
-    """
+    Raises ModelError for a decoder without rotary positions, or one whose configuration does not keep what was set."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
     before = getattr(text, "max_position_embeddings", None)

@@ -179,8 +179,7 @@ class Decoder(Part):
         """Modules of the decoder that a group of ranks with these chunks alone does not hold.
 
         A head that is the embedding needs it: a group with the last chunk then holds the embedding under its own name,
-        and so does the group with the first; the gradient of that weight is the sum of both groups'.
-        """
+        and so does the group with the first; the gradient of that weight is the sum of both groups'."""
         first, last = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
         held = set(held_layers(chunks))
         absent = [f"{self.layers.path}.{layer}" for layer in self.whole.layers if layer not in held]
@@ -205,8 +204,7 @@ class Decoder(Part):
         """The states that a chunk, which `model` holds, makes of its inputs, [rows, tokens, hidden].
 
         `extra` reaches the attention function as it is. The library's own forward runs, and so its rotary embeddings,
-        on the chunk's layers alone.
-        """
+        on the chunk's layers alone."""
         decoder = model.get_submodule(self.path)
         states = embed(model, inputs) if chunk.first else inputs.hidden
         layers = [self._layer(decoder, chunk, index, inputs) for index in self.whole.layers]
@@ -227,8 +225,7 @@ def embed(model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:
     """The first layer's states, [rows, tokens, hidden].
 
     Features of encoders are scattered by their positions: the model's own code searches the tokens for
-    placeholders on the device, and waits for the result.
-    """
+    placeholders on the device, and waits for the result."""
     states = model.get_input_embeddings()(inputs.input_ids)
     flat = states.flatten(0, 1)
     if EMBEDDINGS in inputs.images:
@@ -264,8 +261,7 @@ def unchanged(states: Tensor, *_: Any, **__: Any) -> Tensor:
 def having(module: nn.Module, **others: Any) -> Iterator[None]:
     """In the block the forward of `module` finds `others` instead of its children of these names.
 
-    The children themselves are not moved: their names, parameters and hooks are those of the model.
-    """
+    The children themselves are not moved: their names, parameters and hooks are those of the model."""
     module.__dict__.update(others)  # found before `_modules`
     try:
         yield

@@ -54,8 +54,7 @@ def held_parameters(
     whole_modules: (`*` for layer numbers) that every rank keeps whole. added_plan: styles of further modules. trained:
     by a parameter's name; None: all are. shared: modules whose experts so many ranks (sharing) share out. put_adapters:
     puts adapters into a model, which each rank holds whole. find_quantized: names of modules in four bits.
-    find_matrices: names of matrices of hidden layers, by all shapes.
-    """
+    find_matrices: names of matrices of hidden layers, by all shapes."""
     model = _without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
     mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0) if tensor > 1 else None
@@ -228,8 +227,7 @@ PUBLISHED_BYTES = 2  # of a weight as models are published, in 16 bits
 def weight_bytes(model_name: str, checkpoint: Path | None = None) -> int:
     """Bytes of the safetensors files in a model's directory, and in the checkpoint that a run continues.
 
-    A hub id whose shape dhp ships has two bytes a parameter. Of any other it is not known without a network: 0.
-    """
+    A hub id whose shape dhp ships has two bytes a parameter. Of any other it is not known without a network: 0."""
     continued = 0 if checkpoint is None else _sizes(checkpoint, "**/*.safetensors")
     if Path(model_name).is_dir():
         return continued + _sizes(Path(model_name), "*.safetensors")
@@ -243,8 +241,7 @@ def weight_bytes(model_name: str, checkpoint: Path | None = None) -> int:
 def stored_dtype(model_name: str) -> torch.dtype | None:
     """The number format of all weights in a model's directory; None where they have several, and of a hub id.
 
-    Raises ModelError for a file that cannot be read.
-    """
+    Raises ModelError for a file that cannot be read."""
     found = set()
     for file in sorted(Path(model_name).glob("*.safetensors")):
         try:
@@ -276,8 +273,7 @@ def digest_tower(model_name: str, dtype: str, parts: Iterable[str]) -> str:
     """Digest of the tower and projector of a run with these parts: names, shapes, formats and bytes of the weights as
     they are loaded, the number format of the part, and the configuration.
 
-    Raises ModelError where they cannot be read, ConfigError for a tower with dropout.
-    """
+    Raises ModelError where they cannot be read, ConfigError for a tower with dropout."""
     family = load_family(model_name).having(parts)
     logging.disable_progress_bar()  # of a part; every rank loads one with a progress bar later
     loaded = torch.float64 if dtype == "float64" else torch.float32

@@ -39,8 +39,7 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
     """Write `weights` (by module name) with the configuration, tokenizer and processors of `model_dir` to `out_dir`.
 
     transformers' own `save_pretrained` names and splits the files, so `from_pretrained` reads them back.
-    Raises ModelError when weights are missing or too many, or `out_dir` holds something already.
-    """
+    Raises ModelError when weights are missing or too many, or `out_dir` holds something already."""
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
@@ -76,7 +75,6 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
 
 
 def _lost(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    """Weights in whose place the model has others."""
     held = dict(model.named_parameters(remove_duplicate=False))
     return [n for n, one in weights.items() if n in held and held[n] is not one and not _same(held[n], one)]
 
@@ -129,8 +127,7 @@ def merge(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters) -> 
     arithmetic, other weights in the place of the model's. In the directory's number format, rounded once.
 
     weights: of a checkpoint, by name. Raises ModelError where they are another model's, ConfigError for adapters of
-    matrices in four bits.
-    """
+    matrices in four bits."""
     _refuse_quantized(adapters)
     model = _load(model_dir)
     formats = {name: tensor.dtype for name, tensor in _held(model).items()}
@@ -154,8 +151,7 @@ def save_adapter(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapte
     many tensors.
 
     Other weights than adapters that are not as in the model of `model_dir` come along, module by module (peft's
-    modules_to_save). Raises ModelError where peft has no way to say what was trained, or would read something else.
-    """
+    modules_to_save). Raises ModelError where peft has no way to say what was trained, or would read something else."""
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
     model = _load(model_dir)

@@ -25,8 +25,7 @@ class Family:
 
     idle: modules that no part of a run trains: vision's ranks hold them unchanged, so that a checkpoint has all.
 
-    note: for users who train it; "": none.
-    """
+    note: for users who train it; "": none."""
 
     config: Any
     processor: Processor

@@ -3,8 +3,7 @@
 Counted are products of matrices, attention among them, as 2 operations a multiply-add. Backward is twice the forward
 where all is trained: the gradient of either factor is a product as large; where not, `TrainedShare` has the rest.
 Nothing is counted twice that is only recomputed, and nothing at all for padding, dummy windows, or layers that no
-output depends on.
-"""
+output depends on."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class MatmulShare:
     """Products of states with some of a part's matrices, as shares of what one forward takes without adapters.
 
     forward: what forward takes: above 1 with adapters. inputs: what gradients of the states take; weights: of the
-    matrices.
-    """
+    matrices."""
 
     forward: float = 1.0
     inputs: float = 1.0
@@ -35,8 +33,7 @@ class MatmulShare:
 class TrainedShare:
     """Shares of a part: of the matrices before its layers, of those in them, and of those after, projector or head.
 
-    attention: the share of the layers' attention that gradients go through.
-    """
+    attention: the share of the layers' attention that gradients go through."""
 
     entering: MatmulShare = MatmulShare()
     layers: MatmulShare = MatmulShare()
@@ -64,8 +61,7 @@ class VisionWork:
 
     embedding: for each embedding that is sent to the decoder.
 
-    extra_tokens: of each segment, in addition to its patches.
-    """
+    extra_tokens: of each segment, in addition to its patches."""
 
     patch: int
     token: int
@@ -94,8 +90,7 @@ class AudioWork:
     frame: for each frame in the first convolution; sound has no gradient. convolved: for each frame in the others.
 
     joined: for each row behind the convolutions in the matrix that leads to the layers; token: in the matrices of all
-    layers; embedding: in the projector. pair: for two rows of one window, of which a full one has `window` rows.
-    """
+    layers; embedding: in the projector. pair: for two rows of one window, of which a full one has `window` rows."""
 
     frame: int
     convolved: int
@@ -124,8 +119,7 @@ class TextWork:
     """Multiply-adds of a decoder and its head.
 
     token: for each token in the matrices of all layers. pair: for two tokens that see each other, in all layers.
-    target: for each token that the head runs on.
-    """
+    target: for each token that the head runs on."""
 
     token: int
     pair: int

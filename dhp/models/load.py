@@ -3,8 +3,7 @@
 The model class itself stays untouched: a part is a subclass whose constructor drops the modules of
 the other part and whose distribution hook shards what remains over the mesh it is given. Loading,
 key renaming between checkpoint and module names, and reading only this rank's slice of each
-safetensors file are transformers' own (`from_pretrained`).
-"""
+safetensors file are transformers' own (`from_pretrained`)."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -78,8 +77,7 @@ def load_part(
     modules that this part has; `read_plan` has the last word: it is given the model and its plan by full names, and
     answers with the one to apply.
 
-    Raises ModelError when the directory lacks a weight of this part, holds one of another shape, or cannot be read.
-    """
+    Raises ModelError when the directory lacks a weight of this part, holds one of another shape, or cannot be read."""
     base = model_class(model_name)
     generic, exact = _by_kind(without_dropped(tensor_plan or {}, dropped))
     part = type(base.__name__, (base,), _overrides(base, dropped, tensor_mesh, exact, read_plan))
@@ -173,8 +171,7 @@ def _ties_without(base: type[PreTrainedModel], dropped: Sequence[str]) -> dict[s
 def drop_modules(model: PreTrainedModel, dropped: Sequence[str]) -> None:
     """Take the modules of these names out of `model`, and their rules out of its tensor-parallel plan.
 
-    The layers that remain of a list keep their names: the list skips the numbers of those that went.
-    """
+    The layers that remain of a list keep their names: the list skips the numbers of those that went."""
     for name in dropped:
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)

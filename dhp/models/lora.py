@@ -21,8 +21,7 @@ class TokenDropout(nn.Module):
     and the others are divided by 1 - share.
 
     What it drops follows from the tokens' keys (`dhp.core.draws.drawing`), the name of the module that it stands
-    before, and the column. first_column: of the states given here, in those of the whole module.
-    """
+    before, and the column. first_column: of the states given here, in those of the whole module."""
 
     def __init__(self, share: float, name: str):
         super().__init__()

@@ -17,8 +17,7 @@ def config_source(model_name: str) -> str:
 
     A directory and a hub id in the local cache are taken as they are. For other hub ids the shipped shape, which holds
     the fields of config.json that say how large the model is, comes before a download.
-    Raises ModelError when there is none of these.
-    """
+    Raises ModelError when there is none of these."""
     if Path(model_name).is_dir() or _readable(model_name, local_files_only=True) is None:
         return model_name
     shipped = shapes_directory() / f"{model_name}.json"
@@ -95,8 +94,7 @@ WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 def load_tokenizer(model_name: str, chat_template: str | None = None) -> Any:
     """The model's own tokenizer, with its chat template, or with the one given (Jinja text; "": none is needed).
 
-    Raises ModelError when the directory has no tokenizer or no chat template.
-    """
+    Raises ModelError when the directory has no tokenizer or no chat template."""
     from transformers import AutoTokenizer
 
     try:
@@ -119,8 +117,7 @@ def load_tokenizer(model_name: str, chat_template: str | None = None) -> Any:
 def load_image_processor(model_name: str) -> Any:
     """The model's own image processor, in the flavour that needs no torchvision.
 
-    Raises ModelError when the directory has none.
-    """
+    Raises ModelError when the directory has none."""
     from transformers import AutoImageProcessor
 
     try:
@@ -179,8 +176,7 @@ def auxiliary_files(model_name: str) -> list[Path]:
     templates.
 
     They are copied into checkpoints and exports, which people publish. Raises ModelError for a link that leads to
-    another folder, but that of the hub's cache which has the same model.
-    """
+    another folder, but that of the hub's cache which has the same model."""
     folder = Path(model_name).expanduser()
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

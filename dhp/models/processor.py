@@ -37,8 +37,7 @@ class AudioProcessor:
         """Spectrograms [frames, bins], float32, of the clips of one sample, float32 [samples] each.
 
         They go through the extractor together, as in the library's processor, which pads them to the longest: a shorter
-        clip ends in the silence behind it.
-        """
+        clip ends in the silence behind it."""
         output = self._extractor(
             list(waves),
             sampling_rate=self.rate,
@@ -132,8 +131,7 @@ class Processor(ABC):
 
     def video_patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
         """The image processor's output for `frames_per_patch` frames of a video, as rows [patches, values], float32,
-        and their grid, one step in time. A video is a sequence of such steps.
-        """
+        and their grid, one step in time. A video is a sequence of such steps."""
         raise NotImplementedError(f"{type(self).__name__}: the model sees no videos")
 
     def frames(self, pixels: np.ndarray, grid: Grid | ProcessorOutput, moving: bool = False) -> np.ndarray | None:

@@ -31,8 +31,7 @@ class FrameSize:
 
     kind: the video processor's class. shortest, longest: pixels, of all frames together where `clip`, else of each.
     side: pixels of the square that becomes one token. group: frames of one step in time. capped: the number of tokens
-    by which its `cap_pixels_per_frame` bounds frames; None: it does not.
-    """
+    by which its `cap_pixels_per_frame` bounds frames; None: it does not."""
 
     kind: str
     clip: bool
@@ -139,8 +138,7 @@ def set_video_arguments(
     cannot be written, in words.
 
     asked: frames a second and the most of a video, by the library's names (fps, max_frames), where the run set them.
-    size: bounds of each frame, where it had some.
-    """
+    size: bounds of each frame, where it had some."""
     own = read_video_settings(str(folder)) or _of_images(folder)
     kind = own.setdefault(KIND, _kind(processor))
     rule, lost = find_frame_size(str(folder), processor.config), ""

@@ -2,8 +2,7 @@
 
 The one file that imports it. It relies on the following, each with a canary test where the package is installed: its
 layer is a linear layer, whose weight is rounded when it moves to a device; and peft's layer for linear modules, around
-it, computes the same as peft's own for such layers.
-"""
+it, computes the same as peft's own for such layers."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -71,8 +70,7 @@ def quantize(
     """Replace the modules of `find_quantized` by bitsandbytes' layers on `device`, one matrix after another, so that
     not all are in memory in full. Each is rounded to `dtype`, in which the part computes, and that to four bits.
 
-    key: of the setting, in errors. Raises ConfigError where the package is missing or cannot be loaded.
-    """
+    key: of the setting, in errors. Raises ConfigError where the package is missing or cannot be loaded."""
     if asked.quantization != NF4:
         return
     require_package(key)

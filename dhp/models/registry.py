@@ -50,8 +50,7 @@ def load_family(model_name: str) -> Family:
     """The family of a Hugging Face directory or hub id.
 
     A family without an adapter of its own is run by transformers' contract (dhp/models/contract). Raises ModelError
-    when there is no readable config.json, and for a family that cannot be run so.
-    """
+    when there is no readable config.json, and for a family that cannot be run so."""
     config = read_model_config(model_name)
     try:
         if config.model_type in FAMILIES and not _is_unusual(config):
@@ -112,8 +111,7 @@ def import_plugins(names: Sequence[str], said: str = "plugins") -> None:
     said: the key or the option that names them.
 
     Raises ConfigError for what is no module's name, ModelError for one that cannot be imported, and for one that
-    registers nothing.
-    """
+    registers nothing."""
     for name in names:
         if _DOTTED.fullmatch(name) is None or name.endswith(".py"):
             raise ConfigError(

@@ -40,8 +40,7 @@ class PartShape:
 
     orthogonalizing: operations of a step in which Muon makes momenta of per_rank's matrices orthogonal.
 
-    small: of per_rank, those in parameters that ZeRO's stage 3 does not cut.
-    """
+    small: of per_rank, those in parameters that ZeRO's stage 3 does not cut."""
 
     total: int
     per_rank: int
@@ -61,8 +60,7 @@ class HeldParameter:
     total: numbers that it has; own: of these, on the rank; split: other ranks hold the rest. trains: it is trained.
     quantized: it is kept in four bits.
 
-    shape: of the whole. matrix: it is one of a hidden layer (`dhp.models.shape`).
-    """
+    shape: of the whole. matrix: it is one of a hidden layer (`dhp.models.shape`)."""
 
     names: tuple[str, ...]
     total: int
@@ -113,8 +111,7 @@ def states_of(optimizer: str, shape: Sequence[int], matrix: bool) -> tuple[int, 
 class Parameter:
     """One parameter of a model. also: its other names, of a weight that several modules share.
 
-    part: the run's part that holds it. used: an output depends on it, and a part of the run may train it.
-    """
+    part: the run's part that holds it. used: an output depends on it, and a part of the run may train it."""
 
     name: str
     also: tuple[str, ...]
@@ -133,8 +130,7 @@ class DecoderSizes:
 
     layers: of each. head: of the head, which has them for itself unless `tied`. Then they are the embedding's, and
     `head == embedding`: they exist once where one group of ranks holds the first chunk and the last, else both groups
-    have them.
-    """
+    have them."""
 
     embedding: int
     layers: tuple[int, ...]
@@ -176,8 +172,7 @@ _READS = "lora_A"  # of an adapter's two matrices, the one that reads the input 
 class _Weight:
     """A parameter. region, place: where states reach it. size: multiply-adds of each row; 0 if it is no matrix.
 
-    reads: it multiplies the states that reach its place; else the output of its adapter's first matrix.
-    """
+    reads: it multiplies the states that reach its place; else the output of its adapter's first matrix."""
 
     region: int
     place: tuple[int, int]

@@ -41,8 +41,7 @@ class TowerInputs:
     windows, frames: reach the registered attention function as they are, in place of the cumulative lengths of window
     layers and full-attention layers.
 
-    forms: of the pictures that `pixels` hold, where the tower takes pictures whole. calls: see `VisionInput`.
-    """
+    forms: of the pictures that `pixels` hold, where the tower takes pictures whole. calls: see `VisionInput`."""
 
     pixels: Tensor
     positions: Tensor
@@ -173,8 +172,7 @@ def leave_forward(states: Tensor, *_: Any, **__: Any) -> NoReturn:
 def project_as_product(convolution: nn.Conv2d | nn.Conv3d) -> None:
     """Let `convolution` compute [images, channels, *sizes] → [images, outputs, *patches along each] as a product.
 
-    Raises ValueError for one whose patches overlap, leave gaps or are padded.
-    """
+    Raises ValueError for one whose patches overlap, leave gaps or are padded."""
     kernel = tuple(convolution.kernel_size)
     plain = tuple(convolution.stride) == kernel and convolution.groups == 1
     if not plain or any(d != 1 for d in convolution.dilation) or any(p != 0 for p in convolution.padding):
@@ -217,8 +215,7 @@ def interpolate(positions: Tensor, side: int, kernel: Kernel) -> tuple[Tensor, T
     """The entries of a table of side × side that surround each patch, and their weights; [patches, n] each.
 
     positions: row, column, rows, columns. kernel: places [patches, 2] and sizes [patches, 2] → entries along each axis
-    and their weights, [patches, 2, √n] each.
-    """
+    and their weights, [patches, 2, √n] each."""
     entries, weights = kernel(positions[:, :2].float(), positions[:, 2:].clamp(min=1), side)
     flat = entries[:, 0, :, None] * side + entries[:, 1, None, :]
     return flat.flatten(1), (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)

@@ -24,8 +24,7 @@ class Chunk:
     """Consecutive decoder layers.
 
     layers: their indices, at least one. first: it embeds tokens and inserts the features of pictures. last: it applies
-    the final norm, so that the head can follow.
-    """
+    the final norm, so that the head can follow."""
 
     layers: range
     first: bool
@@ -52,8 +51,7 @@ class Experts:
     """count: in each layer that has any. visits: how many a token visits. width: of one expert, inside. shared: width
     of the shared experts, which every token visits. sparse: by layer, whether it has experts.
 
-    balance: the coefficient of the load-balancing loss; 0: the configuration asks for none.
-    """
+    balance: the coefficient of the load-balancing loss; 0: the configuration asks for none."""
 
     count: int
     visits: int
@@ -104,8 +102,7 @@ class ImageLayout:
     merged into one token. window_lengths: patches of each attention window, in tower order. frame_lengths: patches of
     each full-attention segment, in tower order. positions: coordinates of each patch, in tower order; int64 [patches,
     columns]. Row and column come first, a tower may need more. tokens: of each attention window, merged; None: its
-    patches / unit. form: of a picture that the tower takes whole.
-    """
+    patches / unit. form: of a picture that the tower takes whole."""
 
     order: Tensor
     unit: int
@@ -137,8 +134,7 @@ class LayerParts:
 
     path: the module that lists the layers. In each layer, projections: the matrix products around attention; mlp: those
     before the activation function, or all experts of the layer: of each list a layer has some. kinds: what kind each
-    layer is of; layers of one kind do the same work.
-    """
+    layer is of; layers of one kind do the same work."""
 
     path: str
     projections: tuple[str, ...]
@@ -167,8 +163,7 @@ class DecoderInputs:
 
     hidden: states from the chunk before, [rows, tokens, hidden]; None for a first chunk.
 
-    add: adds rows [n, hidden] to a layer's states at places of the flattened tokens.
-    """
+    add: adds rows [n, hidden] to a layer's states at places of the flattened tokens."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -186,8 +181,7 @@ class HeadShape:
     """Matrices of the vocabulary that a stage has.
 
     vocabulary, hidden: rows and width of each. matrices: how many, of the embedding and the head. loss: it has the
-    head.
-    """
+    head."""
 
     vocabulary: int
     hidden: int

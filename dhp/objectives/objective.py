@@ -23,8 +23,7 @@ class Head(NamedTuple):
     """The decoder's last matrix, whole or this tensor rank's slice of it, and what the model makes of its output.
 
     losses: gets the loss of each token that `Objective.counted` names, in their order, in one tensor or several; None:
-    nobody asks for them.
-    """
+    nobody asks for them."""
 
     matrix: nn.Linear
     rule: LogitRule = PLAIN

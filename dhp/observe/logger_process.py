@@ -5,8 +5,7 @@ environment act as its documentation says.
 
 JSON comes in on stdin, a call a line ([method, arguments …]), and an answer to each goes out on what was stdout;
 whatever the logger itself prints goes to stderr, a file. The process ends after the run's end, or when its stdin is
-closed: the run is gone, or does without this logger.
-"""
+closed: the run is gone, or does without this logger."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """Runs each logger in a process that may fail alone.
 
-Their processes are started by name and not by multiprocessing, which would execute the user's own script again.
-"""
+Their processes are started by name and not by multiprocessing, which would execute the user's own script again."""
 
 import json
 import os
@@ -29,8 +28,7 @@ KEPT = "metrics.jsonl has every step"
 class GuardedLogger:
     """One logger of a run. No method waits for it but `wait`, and none raises what it raises.
 
-    A thread hands its process one call at a time and takes the answer; it ends with the process.
-    """
+    A thread hands its process one call at a time and takes the answer; it ends with the process."""
 
     def __init__(self, name: str, about: RunInfo) -> None:
         self.name, self._about = name, about

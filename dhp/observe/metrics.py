@@ -47,8 +47,7 @@ TRAIN, EVAL, ANSWER = "train", "eval", "answer"
 class StepMetrics:
     """One optimizer step over the whole run, summed or averaged over all actors. None: not known (yet).
 
-    Each field's string says its unit and when it is null; docs/reference/metrics.md is made from them.
-    """
+    Each field's string says its unit and when it is null; docs/reference/metrics.md is made from them."""
 
     kind: str = TRAIN
     """What the line tells of: `train`, an optimizer step. Unit: a word."""
@@ -198,8 +197,7 @@ class MetricsWriter:
 
     A line is on disk when `write` returns. Numbers that JSON has no word for are written as the strings
     "NaN", "Infinity" and "-Infinity" (protobuf's JSON mapping): null keeps its meaning of "not known", and
-    `float()` reads them back.
-    """
+    `float()` reads them back."""
 
     def __init__(self, run_dir: str | Path):
         run_dir = Path(run_dir)
@@ -240,8 +238,7 @@ class MetricsWriter:
 def keep_steps(run_dir: str | Path, last: int, evaluates: bool = False) -> list[Line]:
     """Cut off metrics.jsonl whatever a stopped run wrote after step `last`, half a line included; what is left.
 
-    evaluates: step `last` is going to be evaluated once more, so what an evaluation then wrote goes too.
-    """
+    evaluates: step `last` is going to be evaluated once more, so what an evaluation then wrote goes too."""
     path = Path(run_dir) / "metrics.jsonl"
     if not path.exists():
         return []

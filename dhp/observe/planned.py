@@ -32,8 +32,7 @@ class Planned:
     memory_bytes: of the fullest rank of each stage, memory_kinds: of these, by what they are for; activation_bytes:
     what forward keeps for backward.
 
-    kinds: seconds by kind of work. source: of the constants.
-    """
+    kinds: seconds by kind of work. source: of the constants."""
 
     step_s: float | None = None
     busy_s: Mapping[str, float] = field(default_factory=dict)

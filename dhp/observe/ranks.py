@@ -164,12 +164,7 @@ def pace(shares: Sequence[RankShare], predicted_s: float | None) -> Pace | None:
         return None
     ratios = {share.who: share.seconds * mean_work / (mean_s * share.work) for share in busy}
     slowest = max(ratios, key=lambda who: ratios[who])
-    return {
-        "min": min(ratios.values()),
-        "median": median(ratios.values()),
-        "max": ratios[slowest],
-        "rank": slowest,
-    }
+    return {"min": min(ratios.values()), "median": median(ratios.values()), "max": ratios[slowest], "rank": slowest}
 
 
 class Stragglers:

@@ -43,8 +43,7 @@ from dhp.observe.trace import TraceWriter
 class Recorder:
     """A context around a run. An exception that passes through is recorded, not kept.
 
-    Raises RecordError when run_dir cannot be written, but never in place of the exception that ended the run.
-    """
+    Raises RecordError when run_dir cannot be written, but never in place of the exception that ended the run."""
 
     def __init__(
         self,

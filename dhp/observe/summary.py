@@ -28,8 +28,7 @@ SPARE_SPEED = 1.1  # times the mean: reading should be so much faster, because s
 class DataStall:
     """One run's waits for data. workers, prefetch: data.num_workers, and the steps that are read ahead.
 
-    windows: samples are measured while the run goes on.
-    """
+    windows: samples are measured while the run goes on."""
 
     def __init__(self, workers: int, prefetch: int, windows: bool = False) -> None:
         self._workers, self._prefetch, self._windows = workers, prefetch, windows
@@ -41,8 +40,7 @@ class DataStall:
         """A step has ended. A message for the user, now and then, while more than 2% of the time goes into waiting.
 
         step_s: seconds of the step. data_s: seconds of them spent waiting for data. read_s: seconds that one process
-        spent reading it. measure_s: seconds that the dataset actor spent choosing its samples.
-        """
+        spent reading it. measure_s: seconds that the dataset actor spent choosing its samples."""
         self._seen += 1
         self._steps.append((step_s, data_s, read_s, measure_s))
         if self._seen < self._next:
@@ -183,8 +181,7 @@ class Summary:
     def of(cls, steps: Sequence[StepMetrics] | StepTotals, done: int = 0, **known: Any) -> Summary:
         """The summary of these steps; `known` gives the other fields (status, world, error …).
 
-        done: steps before them, in a run that another one began.
-        """
+        done: steps before them, in a run that another one began."""
         found = steps if isinstance(steps, StepTotals) else StepTotals(steps)
         return cls(
             steps=done if found.last is None else found.last,

@@ -123,7 +123,6 @@ def answer_line(metrics: AnswerMetrics) -> str:
 
 
 def _one_line(text: str) -> str:
-    """In quotes, without what would steer a terminal."""
     return json.dumps(text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…", ensure_ascii=False)
 
 
@@ -131,8 +130,7 @@ def step_line(metrics: StepMetrics, total_steps: int, left_s: float | None = Non
     """`step 10/60  epoch 0.31  loss 3.2101  norm 1.02  lr 3.0e-03  0.41 s/step  1532 tokens/s  data 2%  41.2 GiB
     mfu 38%  eta 0:21`, without what is not known: memory and mfu on CPUs, mfu of unknown devices.
 
-    left_s: seconds that the run will still take.
-    """
+    left_s: seconds that the run will still take."""
     figures = [
         f"step {metrics.step}/{total_steps}",
         f"epoch {shown(metrics.epoch, '.2f')}",
@@ -199,8 +197,7 @@ def closing_table(
 
     `checkpoint` is the newest checkpoint's directory; without one there is nothing to export or to generate with, and
     these rows are left out. best: which checkpoint is the best by training.best_metric, where one is. plugins:
-    that these two have to name.
-    """
+    that these two have to name."""
     run_dir = Path(run_dir)
     rows: dict[str, str] = {"status": summary.status}
     if summary.error:

@@ -74,8 +74,7 @@ class TraceWriter:
     def mark_step(self, step: int, start_s: float, data_s: float, end_s: float, **values: float | None) -> None:
         """Add a step of the run, with the wait for its data at its beginning, and a line through all rows at its end.
 
-        start_s, end_s: on this process's monotonic clock (`time.perf_counter`). values: to be shown with it.
-        """
+        start_s, end_s: on this process's monotonic clock (`time.perf_counter`). values: to be shown with it."""
         start, end = int(start_s * 1e9), int(end_s * 1e9)
         self._stretch(RUN, 0, Span(f"step {step}", STEP, start, end), args=json_safe(values))
         if data_s:

@@ -16,8 +16,7 @@ from dhp.core.tracing import COLLECTIVE, EXCHANGE_TAG, span
 def build_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
     """Mesh over all ranks of the default process group, with the dimensions `MESH`.
 
-    Raises ValueError when the group has another number of ranks than the degrees multiply to.
-    """
+    Raises ValueError when the group has another number of ranks than the degrees multiply to."""
     world = dist.get_world_size()
     if world != degrees.world:
         raise ValueError(f"{' × '.join(MESH)} = {degrees.world} ranks, but the process group has {world}")
@@ -83,8 +82,7 @@ def _exchange_by_messages(going: Sequence[Tensor], coming: Sequence[Tensor], gro
     """All-to-all of what goes to and comes from each rank, ready to receive before anything is sent.
 
     gloo's own sends first. Its word that a rank is ready then waits behind what that rank sends, so two ranks take
-    turns, which over a network takes twice the time (`python -m experiments.two_hosts`).
-    """
+    turns, which over a network takes twice the time (`python -m experiments.two_hosts`)."""
     own, ranks = dist.get_rank(group), len(going)
     coming[own].copy_(going[own])
     others = [(own + step) % ranks for step in range(1, ranks)]  # each begins with another one

@@ -67,8 +67,7 @@ def compute_alike() -> None:
     """From now on, this process computes by kernels alone that give the same bits each time. torch raises RuntimeError,
     with its name, at an operation that has none.
 
-    Before the first product on a GPU: cuBLAS reads its workspace's size then. What the environment says of it stays.
-    """
+    Before the first product on a GPU: cuBLAS reads its workspace's size then. What the environment says of it stays."""
     os.environ.setdefault(WORKSPACE, ":4096:8")  # one of the two with which cuBLAS promises the same bits
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads uninitialized memory
     torch.use_deterministic_algorithms(True)
@@ -100,8 +99,7 @@ _USES = {
 class Extra:
     """An optional package. version: None where it is not installed. obstacle: why it cannot be used; None: it can.
 
-    use: what it is good for.
-    """
+    use: what it is good for."""
 
     name: str
     version: str | None

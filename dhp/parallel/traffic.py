@@ -22,8 +22,7 @@ A backend may do something else: gloo reduces in other ways, NCCL's trees send a
 **Time** is spent elsewhere, where a result is waited for. So spans are those of the functions of torch.distributed,
 which are wrapped; and of what they, FSDP and DeepSpeed begin without waiting, seconds are those of `Work.wait`. A
 collective that overlaps with computation shows as the time spent waiting for it; on GPUs, where calls return before the
-work is done, seconds are those of the host alone.
-"""
+work is done, seconds are those of the host alone."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps

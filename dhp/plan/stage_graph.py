@@ -119,8 +119,7 @@ def find_localities(
     """By encoder, of those with a choice of replicas.
 
     devices: of each stage, by rank. slack: see `Locality`. Where the part that an encoder sends to is a pipeline, what
-    counts is the first of its stages that gets anything.
-    """
+    counts is the first of its stages that gets anything."""
     found: dict[str, Locality] = {}
     for edge in graph.edges:
         source, target = graph.stage(edge.source.stage), graph.stage(edge.target.stage)

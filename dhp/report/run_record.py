@@ -21,8 +21,7 @@ class RunRecord:
 
     config: by dotted key. steps, evaluations, answers, ranks: oldest first. faults: one for each attempt that failed,
     as `run_dir/faults` has them. summary: None while the run goes on. broken: lines of metrics.jsonl that cannot be
-    read.
-    """
+    read."""
 
     run_dir: Path
     config: Mapping[str, Any]

@@ -189,7 +189,6 @@ def highest_losses(record: RunRecord) -> list[SampleLoss]:
 
 
 def _late(steps: Sequence[StepMetrics]) -> int:
-    """The first step whose samples' losses count."""
     last = steps[-1]
     if last.epoch is None or last.epoch < 2:
         return last.step - (last.step - steps[0].step) // 4
@@ -254,7 +253,6 @@ def samples_table(record: RunRecord, opened: Mapping[int, str], gallery: Gallery
 
 
 def _drawn(samples: Mapping[str, Sequence[int]], gallery: Gallery) -> str:
-    """The first samples of each dataset in turn."""
     turns = zip_longest(*([(name, row) for row in of[:DRAWN]] for name, of in samples.items()))
     chosen = [one for turn in turns for one in turn if one is not None][:DRAWN]
     return "".join(gallery.sample(name, row) for name, row in chosen)

@@ -2,8 +2,7 @@
 
 A *program* is what one stage does, in its order. The programs of all stages, merged, are a schedule; its clock table
 (rows stages, columns time) is what the papers draw. Sources: GPipe (Huang et al. 2019, section 2.3), 1F1B
-(Narayanan et al. 2019, "PipeDream", section 3.2), interleaved 1F1B (Narayanan et al. 2021, section 2.2).
-"""
+(Narayanan et al. 2019, "PipeDream", section 3.2), interleaved 1F1B (Narayanan et al. 2021, section 2.2)."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,8 +45,7 @@ def make_schedule(kind: str, graph: StageGraph, micro_batches: int) -> Schedule:
     kind: of `training.schedule`. vision_ahead is 1f1b by another name: a graph of vision and text alone has a warm-up
     of one micro-batch, which vision encodes while text works on the one before.
 
-    Raises ConfigError where an interleaved schedule has no whole groups of micro-batches.
-    """
+    Raises ConfigError where an interleaved schedule has no whole groups of micro-batches."""
     if kind == SEQUENTIAL:
         return tuple(action for m in range(micro_batches) for action in _there_and_back(graph, m))
     return tuple(action for tick in clock(make_programs(kind, graph, micro_batches), graph) for action in tick)
@@ -58,8 +56,7 @@ def make_programs(kind: str, graph: StageGraph, micro_batches: int) -> dict[str,
     Of an encoder that is a pipeline itself, each stage is one micro-batch further ahead than the one behind it: with
     1F1B the stages of both parts make one chain.
 
-    Frozen stages go forward in the same order, without backward.
-    """
+    Frozen stages go forward in the same order, without backward."""
     *encoders, last = graph.parts()
     pipeline = graph.of_part(last)
     order = _PROGRAMS[kind](pipeline, micro_batches)
@@ -127,8 +124,7 @@ def cell(action: Action, again: Collection[str] = ()) -> str:
 def outstanding(schedule: Schedule, graph: StageGraph) -> dict[str, dict[str, int]]:
     """For each stage, how many micro-batches each stage holds at most while that one works, itself included.
 
-    A stage holds a micro-batch, of each of its chunks, from its forward to its backward; one without backward none.
-    """
+    A stage holds a micro-batch, of each of its chunks, from its forward to its backward; one without backward none."""
     held = dict.fromkeys((stage.name for stage in graph.stages), 0)
     most = {name: dict.fromkeys(held, 0) for name in held}
     for action in schedule:
@@ -161,7 +157,6 @@ def _there_and_back(graph: StageGraph, micro_batch: int) -> Iterable[Action]:
 
 
 def _gpipe(stages: Sequence[StageSpec], micro_batches: int) -> dict[str, list[Action]]:
-    """All micro-batches forward, then all back."""
     return {s.name: _one_f_one_b(s, micro_batches, warmup=micro_batches) for s in stages}
 
 

@@ -1,8 +1,7 @@
 """Stages as the loop sees them: refs to ranks.
 
 A shard is a mesh position but for tensor, whose ranks compute with the same tokens. Each of them receives what is for
-the shard; the first of them sends for it.
-"""
+the shard; the first of them sends for it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -100,8 +99,7 @@ class Stage:
     A forward that hands nothing over waits for the stage's next action. Where that is a backward that needs nothing
     from other stages, both go in one call: this adds no latency, and a call is what a step costs the driver
     and each actor. So the last stage of a pipeline goes forward and back in one call. A forward never joins what is
-    before it: a call begins when all that it needs has come, and a forward's own data come while the stage works.
-    """
+    before it: a call begins when all that it needs has come, and a forward's own data come while the stage works."""
 
     def __init__(self, spec: StageSpec, graph: StageGraph, group: RankGroup):
         self.spec, self.group = spec, group
@@ -128,8 +126,7 @@ class Stage:
         """Submit a micro-batch's forward, for a loop of one's own: refs of what this stage sends.
 
         received: what the forward of the stage before returned. A stage that sends nothing on waits for its backward.
-        Raises ValueError where something is missing of what it takes.
-        """
+        Raises ValueError where something is missing of what it takes."""
         in_flight, action = (
             InFlight(batch, forward=dict(received or {})),
             Forward(Node(self.spec.name, chunk), micro_batch),
@@ -172,7 +169,6 @@ class Stage:
         self._file(self.group.execute_in_turn_async(call), sent, m, in_flight.forward)
 
     def _forward_call(self, verb: Callable[..., Any], node: Node, m: int, in_flight: InFlight) -> tuple[Call, Pairs]:
-        """The call, and where its results go."""
         incoming = self._given(self._inputs[node], m, in_flight.batch, in_flight.forward, receives=True)
         sent = self._pairs(self._outputs[node], m, in_flight.batch, sends=True)
         work = per_rank(ref for ref in in_flight.batch.work[self._work][m] for _ in range(self._tensor))
@@ -243,8 +239,7 @@ class Stage:
     def _pairs(self, edges: Sequence[Edge], m: int, batch: Batch, sends: bool) -> Pairs:
         """For each shard of this stage, in the order of its arguments or results, (edge, source, target).
 
-        sends: the stage is the edge's source.
-        """
+        sends: the stage is the edge's source."""
         found: Pairs = [[] for _ in range(self.spec.degrees.shards)]
         for edge in edges:
             route = self._route(edge, m, batch)

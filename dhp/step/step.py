@@ -38,8 +38,7 @@ def update_weights(stages: Stages, ties: tuple[Tie, ...], batch: Batch) -> StepR
     """Submit the norm of each stage, and to each an optimizer step clipped by the norm of all.
 
     A stage gets the norms of the others and keeps its own: the stage that ends a step goes on at once. Of a weight that
-    two stages hold, each gets the other's gradient first.
-    """
+    two stages hold, each gets the other's gradient first."""
     ties = tuple(tie for tie in ties if tie.trained)
     shares = {name: stages[name].tied_gradient(batch.info) for tie in ties for name in (tie.owner, tie.other)}
     tied = {tie.owner: shares[tie.other] for tie in ties} | {tie.other: shares[tie.owner] for tie in ties}
@@ -62,8 +61,7 @@ class EvaluationRefs:
 def evaluate_batch(stages: Stages, graph: StageGraph, batch: Batch) -> EvaluationRefs:
     """Submit the batch's micro-batches, one behind another through all stages. Nothing is waited for.
 
-    Each stage ends the batch when all others have used what it sent: it may write there again then.
-    """
+    Each stage ends the batch when all others have used what it sent: it may write there again then."""
     in_flight = InFlight(batch)
     for micro_batch in range(len(next(iter(batch.work.values())))):
         for node in graph.nodes():
@@ -89,8 +87,7 @@ class AnswerRefs:
 def answer_batch(stages: Stages, graph: StageGraph, batch: Batch) -> AnswerRefs:
     """Submit one micro-batch of prompts. Nothing is waited for.
 
-    Each stage ends it when all others have used what it sent: it may write there again then.
-    """
+    Each stage ends it when all others have used what it sent: it may write there again then."""
     in_flight = InFlight(batch)
     *before, last = graph.nodes()
     for node in before:

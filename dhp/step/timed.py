@@ -1,8 +1,7 @@
 """Plays a step's programs in seconds.
 
 Where every action takes one unit and every stage has devices of its own, this is the clock table of
-`dhp.step.schedule`. Stages that share a device take turns there: one action at a time, the one that can begin first.
-"""
+`dhp.step.schedule`. Stages that share a device take turns there: one action at a time, the one that can begin first."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,7 @@ class ActionTime:
     """One action from start_s to end_s, in seconds since the step began.
 
     waited_s: in which its stage's devices had no work before it; waited_for: the stage whose work came last, None where
-    it waited for none.
-    """
+    it waited for none."""
 
     action: Action
     start_s: float
@@ -76,8 +74,7 @@ def play(programs: Programs, graph: StageGraph, seconds: Seconds, hop: Hop = no_
     """Each stage takes its next action as soon as its devices are free and what it needs has arrived. A hand-over keeps
     the receiver waiting, not the sender. apart: every stage has devices of its own, whatever the graph says.
 
-    Raises ValueError for programs that wait for one another.
-    """
+    Raises ValueError for programs that wait for one another."""
     return _Play(programs, graph, seconds, hop, _devices(graph, apart)).run()
 
 

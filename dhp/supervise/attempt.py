@@ -60,8 +60,7 @@ class Choice:
 
     layouts: that it may have. now: of the next attempt. before: the smaller one that it grew from, until it has trained
     in the larger one. failed: numbers of devices of layouts that it could not train in, though their devices were said
-    to be there: it does not grow to these again.
-    """
+    to be there: it does not grow to these again."""
 
     layouts: ElasticLayouts
     now: ElasticLayout
@@ -123,8 +122,7 @@ class Verdict:
 
     state: what the driver was doing. restartable: whether another attempt may do better. exit_code: of the driver,
     minus a signal's number where one ended it. followed_by: what was done about it. at: when it was known, seconds
-    since 1970.
-    """
+    since 1970."""
 
     attempt: int
     kind: str

@@ -42,8 +42,7 @@ def changes(config: Config, begun: Begun) -> dict[str, str]:
 
     Until one of them has made run_dir its own, it is as the first: what is there is another run's. Then it continues
     that run, from its newest checkpoint or, where it has none, from where it began: from its first step, or from the
-    checkpoint of another run that training.resume names, for which what the failed attempt left is replaced.
-    """
+    checkpoint of another run that training.resume names, for which what the failed attempt left is replaced."""
     fixed = {"run_dir": config.run_dir}  # its default has the time in it
     if not begun.opened:
         return fixed

@@ -154,8 +154,7 @@ class Begun:
     """What is known of the attempts so far, by which the next one's command is made.
 
     opened: one of them has made run_dir its own. saved: one of them has finished a checkpoint. layout: the settings of
-    another layout than the run's own.
-    """
+    another layout than the run's own."""
 
     opened: bool = False
     saved: bool = False

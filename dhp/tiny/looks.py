@@ -16,8 +16,7 @@ class Look:
     arguments. processor: the processor's arguments; None: the family is read without one, and none is written.
 
     named: tokens that the tokenizer knows by a name. more: further tokens of the processor's. needs: a package without
-    which the family's pictures cannot be read.
-    """
+    which the family's pictures cannot be read."""
 
     image: str
     ids: Mapping[str, str]

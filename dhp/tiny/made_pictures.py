@@ -142,8 +142,7 @@ def make_dataset(folder: Path, samples: int = 256, seed: int = 0) -> Path:
 
     One sample in eight has no image, one in eight has two, one in eight has several turns. The same
     samples and seed give the same files. A folder already made with them is left as it is; anything else
-    there is a DataError. The folder appears complete or not at all.
-    """
+    there is a DataError. The folder appears complete or not at all."""
     recipe = {"format": DRAWING_FORMAT, "samples": samples, "seed": seed}
     if not folder.exists():
         with new_folder(folder) as partial:
@@ -236,16 +235,7 @@ def _arithmetic(random: Random) -> Draft:
     return Draft([], [(f"What is {NUMBER_WORDS[a]} plus {NUMBER_WORDS[b]}?", NUMBER_WORDS[a + b])])
 
 
-KINDS: tuple[Callable[[Random], Draft], ...] = (
-    _colour,
-    _shape,
-    _pair,
-    _digit,
-    _dialogue,
-    _chart,
-    _count,
-    _arithmetic,
-)
+KINDS: tuple[Callable[[Random], Draft], ...] = (_colour, _shape, _pair, _digit, _dialogue, _chart, _count, _arithmetic)
 
 
 FPS = 2  # frames of a written video a second
@@ -289,8 +279,7 @@ def read_needle(picture: Path, question: str, answer: str) -> Needle:
 def make_needles(folder: Path, samples: int, frames: Sequence[int], seed: int = 0) -> Path:
     """Write a dataset to learn from: `samples` needles at random depths, each in a video of one of these lengths.
 
-    A folder that is there is left as it is; it appears complete or not at all.
-    """
+    A folder that is there is left as it is; it appears complete or not at all."""
     needles = coloured_needles()
     random = Random(seed)
     if not folder.exists():

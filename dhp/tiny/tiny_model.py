@@ -70,8 +70,7 @@ def make_tiny_model(folder: Path, corpus: Iterable[str], seed: int = 0) -> Path:
 
     corpus: texts to train the tokenizer on. The same corpus and seed give the same files. A folder that
     already holds a model is left as it is; one that holds anything else is a ModelError. The folder
-    appears complete or not at all, also when several processes make it at once.
-    """
+    appears complete or not at all, also when several processes make it at once."""
     if not folder.exists():
         with new_folder(folder) as partial:
             _write(partial, corpus, seed)
@@ -83,8 +82,7 @@ def make_tiny_model(folder: Path, corpus: Iterable[str], seed: int = 0) -> Path:
 def make_tokenizer(corpus: Iterable[str], vocab_size: int = 1024) -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer with Qwen's special tokens and the ChatML template above.
 
-    vocab_size: entries at most, special tokens not counted; a small corpus gives fewer.
-    """
+    vocab_size: entries at most, special tokens not counted; a small corpus gives fewer."""
     bpe = Tokenizer(models.BPE())
     bpe.normalizer, bpe.pre_tokenizer = normalizers.NFC(), Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -107,8 +105,7 @@ def tiny_config(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLConfig:
     """Sizes that leave every kind of sharding something to do, at about a million parameters.
 
     8 query heads share 4 key-value heads; windows of 2 × 2 merged patches give even small pictures
-    several; two of four vision blocks attend to the whole image.
-    """
+    several; two of four vision blocks attend to the whole image."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     end, turn_end = ids["<|endoftext|>"], ids["<|im_end|>"]
     ends = {"bos_token_id": end, "eos_token_id": turn_end, "pad_token_id": end}
@@ -179,8 +176,7 @@ def make_family(name: str, folder: Path, seed: int = 0) -> Path:
     """Write the model, its tokenizer and its processors to a new folder; return it. name: a model type.
 
     The same seed gives the same files. Raises ModelError for another name, with the nearest one, and for a folder that
-    exists.
-    """
+    exists."""
     look = _look(name)
     if folder.exists():
         raise ModelError(f"{folder} exists; name a new directory")
@@ -287,8 +283,7 @@ def make_tiny_assets(folder: Path, say: Callable[[str], None] = say_line, furthe
     """Make `folder`/data (pictures and LLaVA annotations) and `folder`/model (a Hugging Face directory) if absent, and
     of FURTHER the datasets that are asked for. say: receives a line when there is something to make.
 
-    The tokenizer learns the pictures' own text and nothing else, so that the same code gives the same model.
-    """
+    The tokenizer learns the pictures' own text and nothing else, so that the same code gives the same model."""
     data, model = folder / "data", folder / "model"
     if not data.is_dir() or not model.is_dir():
         say(f"making the tiny model and dataset in {folder}")

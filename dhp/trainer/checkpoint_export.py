@@ -20,8 +20,7 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None, pictu
     them; what was written, in words.
 
     base: the model that adapters were trained with, if it is elsewhere now. pictures: the run's bounds of pictures go
-    into the processors' files. Raises CheckpointError, ModelError.
-    """
+    into the processors' files. Raises CheckpointError, ModelError."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as beside:
         about, weights = read_parts(checkpoint, Path(beside))

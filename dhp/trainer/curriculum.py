@@ -36,8 +36,7 @@ _STEPS = "steps"  # an entry has it from the stage's end on
 class CurriculumRecord:
     """Entries by the name of a stage's directory, in the order in which they began; each change is written at once.
 
-    Raises ConfigError for a file that is none.
-    """
+    Raises ConfigError for a file that is none."""
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / NAME
@@ -136,8 +135,7 @@ def run_curriculum(config: Config, train: Train, say: Callable[[str], None]) -> 
     """Run every stage of `config.stages` that is not done yet, from where it stopped. train: runs one, prepared.
 
     All are checked before the first begins. run_dir/stages.json has an entry for each that has begun. Raises DhpError;
-    ConfigError names the stage.
-    """
+    ConfigError names the stage."""
     stages = _checked_stages(config, say)
     if config.training.dry_run:
         for one in stages:
@@ -205,7 +203,6 @@ def _require_order(record: CurriculumRecord, stages: Sequence[CheckedStage]) -> 
 
 
 def _removing(stages: Sequence[CheckedStage]) -> str:
-    """How to remove stages, in words."""
     places = [place for one in stages for place in (one.folder, one.checkpoints) if place.is_dir()]
     outer = [place for place in places if not any(place != o and place.is_relative_to(o) for o in places)]
     return f"remove {', '.join(map(str, outer))}"
@@ -294,8 +291,7 @@ def _remove(record: CurriculumRecord, stages: Sequence[CheckedStage]) -> None:
     """Remove what an earlier curriculum left here: the directories of its stages, by its record, and the record.
 
     Checkpoints in a training.checkpoint_dir elsewhere stay, as those of runs do, and no stage may go on with them:
-    raises ConfigError for them, as for what this curriculum reads.
-    """
+    raises ConfigError for them, as for what this curriculum reads."""
     root = record.path.parent
     folders = [root / name for name in record.begun if Path(name).name == name and _is_stage(root / name)]
     for one in stages:

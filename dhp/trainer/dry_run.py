@@ -166,7 +166,6 @@ def _why(plan: RunPlan, cut: Iterable[str]) -> list[str]:
 
 
 def _layers(stage: StageSpec) -> str:
-    """`text.1 4-7, 12-15`."""
     return f"{stage.name} {', '.join(f'{run.start}-{run.stop - 1}' for run in stage.chunks)}"
 
 
@@ -181,8 +180,7 @@ def require_room(plan: RunPlan, memory: int | None) -> None:
     """Raise ConfigError where the stages on one GPU keep more than its `memory` bytes; None: not known.
 
     Weights, gradients, the optimizer and contexts alone count, which a run cannot do without. What a step takes besides
-    is for the planner, or for CUDA to say.
-    """
+    is for the planner, or for CUDA to say."""
     if memory is None:
         return
     sections, cuda, graph = parts(plan.config), plan.config.cluster.device != "cpu", plan.graph

@@ -223,8 +223,7 @@ def _metrics(step: int, name: str, done: Sequence[_Done], seconds: float) -> Eva
 def evaluate(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> list[EvalMetrics]:
     """Start what `config` says, with the weights of `checkpoint` or of the model itself, and measure the loss once.
 
-    Nothing is written but logs, in run_dir. Raises DhpError; leaves no process.
-    """
+    Nothing is written but logs, in run_dir. Raises DhpError; leaves no process."""
     with opened(config, checkpoint, say) as (evaluation, step):
         return evaluation.run(step)
 

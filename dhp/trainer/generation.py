@@ -65,8 +65,7 @@ def generate(
     model itself, and answer the request. rounds: answer it again so often, and report what these took.
 
     The prompt is read before anything is started, and so is what of the checkpoint does not fit. Nothing is written but
-    logs, in run_dir. Raises DhpError; leaves no process.
-    """
+    logs, in run_dir. Raises DhpError; leaves no process."""
     with preloaded(config):
         return _generate(config, checkpoint, request, say, rounds)
 
@@ -96,8 +95,7 @@ def generate_all(
     """As `generate`, for every sample of the request's dataset, with one start for all of them.
 
     The first prompt is read before anything is started; media of the others are read when they are answered. Raises
-    DhpError; leaves no process once it is exhausted or closed.
-    """
+    DhpError; leaves no process once it is exhausted or closed."""
     with preloaded(config):
         yield from _generate_all(config, checkpoint, request, say)
 
@@ -139,7 +137,6 @@ def _sampling(config: Config, request: GenerateRequest) -> Sampling:
 
 @contextmanager
 def _session(plan: RunPlan, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[Session]:
-    """A session whose stages are not loaded yet."""
     start = Start() if checkpoint is None else Start(checkpoint.absolute(), read_about(checkpoint)["step"])
     with Session(plan, Path(plan.config.run_dir), start, say) as session, ending():
         yield session

@@ -64,8 +64,7 @@ def plan_layout(
 
     overrides: of the command line; None: those of this process's. new_run: run_dir must be free for it. say: receives
     what is chosen. Raises ConfigError where no layout fits, or none can be, and what reading the model and the data
-    raises.
-    """
+    raises."""
     held = find_held(config, job_overrides() if overrides is None else overrides)
     recorded = _recorded(config)
     of_run = None if recorded is None else read_recorded(recorded)

@@ -41,8 +41,7 @@ def prepare(
     Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
     and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are
     checked. reads: datasets are read. say: receives a line when something that takes time begins. Raises ConfigError,
-    ModelError or DataError.
-    """
+    ModelError or DataError."""
     say("checking the configuration")
     for note in environment_notes(os.environ) if new_run else ():
         say(note)

@@ -144,8 +144,7 @@ def room(memory_bytes: int, sharing: Sequence[frozenset[str]], reports: Mapping[
     """Bytes that activations may take on the fullest device, after a step: what it has besides the most that ranks had
     reserved, and what of that was activations. A part of the memory stays free, for fragments and for longer rows.
 
-    sharing: the stages of each device. reports: of all ranks, by stage, with memory_bytes.
-    """
+    sharing: the stages of each device. reports: of all ranks, by stage, with memory_bytes."""
     most = {stage: max(report.memory_bytes or 0 for report in of) for stage, of in reports.items()}
     usages = {stage: usage_of(of) for stage, of in reports.items()}
     activations = {stage: usage.peak_bytes for stage, usage in usages.items() if usage is not None}

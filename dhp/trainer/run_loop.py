@@ -37,8 +37,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
 
     >>> load_config("tiny", ["training.max_steps=3"])
 
-    Raises ConfigError for an unknown name or key, and for a value of the wrong type.
-    """
+    Raises ConfigError for an unknown name or key, and for a value of the wrong type."""
     (name, folder), rest = named_file([source], None, None)
     return compose_config(rest[0] if rest else name, folder, overrides)
 
@@ -46,8 +45,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
 def train(config: Config, say: Callable[[str], None] = say_line) -> dict[str, Any]:
     """Check the configuration and train as it says, as `python -m dhp.train_ray` does; the run's summary.json.
 
-    With training stages, the last one's. say: prints a line. Raises DhpError; leaves no process.
-    """
+    With training stages, the last one's. say: prints a line. Raises DhpError; leaves no process."""
     if config.training.dry_run:
         raise ConfigError("training.dry_run=true trains nothing; use `python -m dhp.train_ray` for it")
     done: list[Path] = []
@@ -82,8 +80,7 @@ class Run:
 
     It trains nothing by itself. Each call submits work and returns refs at once; `wait` waits. Raises DhpError when
     it is entered or a call fails, and leaves no process. Of training.* it takes what says how steps and weights are
-    made (batch size, rates, trainable, resume …); saving, evaluation and the schedule are the loop's own.
-    """
+    made (batch size, rates, trainable, resume …); saving, evaluation and the schedule are the loop's own."""
 
     def __init__(self, config: Config, say: Callable[[str], None] = say_nothing) -> None:
         """config: as `load_config` gives it. say: receives a line when something slow begins."""

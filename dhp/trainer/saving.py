@@ -178,8 +178,7 @@ class Saver:
         """Let each rank copy what it holds after `step` optimizer steps, and begin to write it. None: it cannot be
         written, which is said.
 
-        The calls queue behind the step's own, so the next step may be submitted at once and still comes after them.
-        """
+        The calls queue behind the step's own, so the next step may be submitted at once and still comes after them."""
         return self._begin(step, self._config.training.save_in_background)
 
     def require(self, step: int) -> None:

@@ -137,8 +137,7 @@ class Session:
         """Start the actors that read, and learn how long the run is and whether it continues the one before.
 
         tell: is called with parts of the datasets whose lengths are measured, done and all. Raises what reading raises,
-        and CheckpointError where the run does not continue its checkpoint.
-        """
+        and CheckpointError where the run does not continue its checkpoint."""
         config, start = self.config, self.start
         workers, ahead = config.data.num_workers, config.data.prefetch
         ahead = workers if ahead is None else ahead
@@ -172,7 +171,6 @@ class Session:
         return DataPlan(steps, frozenset(self._epoch_ends(steps)), kept, workers, ahead)
 
     def _name_limits(self) -> None:
-        """Say which limit of rows is never reached."""
         if may_be_unreached(self.config):
             columns = self.data.ask("some_lengths", LOOKED_AT, LOOKING_S, timeout_s=self._timeout_s)
             usable = columns[columns["text"] > 0]

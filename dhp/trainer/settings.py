@@ -48,7 +48,6 @@ def kept_settings(config: Config) -> dict[str, Any]:
 
 
 def _plain(adapters: AdapterSettings) -> dict[str, Any]:
-    """Adapter settings as JSON gives them back."""
     return asdict(adapters) | {"targets": list(adapters.targets)}
 
 
@@ -72,8 +71,7 @@ def stage_settings(
     """The settings of each rank of a stage in a run of `steps` optimizer steps.
 
     checkpoint: the one that the run continues; states: with its optimizer's. rules: what is trained, and how. features:
-    where those of its part are kept.
-    """
+    where those of its part are kept."""
     goes_back = any(graph.goes_back(node) for node in stage.nodes)
     section: PartConfig = getattr(config, stage.part)
     return StageSettings(

@@ -211,7 +211,6 @@ def _mean(reports: Mapping[str, Sequence[StageReport]], name: str) -> dict[str, 
 
 
 def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Bytes by kind, of all ranks together."""
     return dict(sorted(sum(map(Counter, of_ranks), Counter()).items()))
 
 

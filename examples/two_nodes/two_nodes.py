@@ -21,8 +21,7 @@ def main(run_dir: Path, overrides: list[str]) -> int:
     from ray.cluster_utils import Cluster  # Ray reads the two as it is imported
 
     cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"node_ip_address": "127.0.0.2", "num_cpus": 1, "include_dashboard": False},
+        initialize_head=True, head_node_args={"node_ip_address": "127.0.0.2", "num_cpus": 1, "include_dashboard": False}
     )
     try:
         other = cluster.add_node(node_ip_address="127.0.0.3", num_cpus=1)

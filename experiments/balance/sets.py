@@ -15,8 +15,7 @@ def least_packs(loads: Loads, limits: Limits) -> int:
     """A lower bound on the packs that hold all samples within the limits; beyond one, a sample has a pack of its own.
 
     Of vision and text each, Martello and Toth's L2 (1990, Knapsack Problems, section 8.3): samples above limit − x need
-    a pack each, those above half of the limit too, and what is between x and half fills their room at best.
-    """
+    a pack each, those above half of the limit too, and what is between x and half fills their room at best."""
     alone = (loads.vision > limits.vision) | (loads.text > limits.text)
     inside = ~alone
     both = ((loads.vision[inside], limits.vision), (loads.text[inside], limits.text))

@@ -27,8 +27,7 @@ from tests.helpers.oracle import Oracle, Step
 
 def compare(config: Config, device: str) -> dict[str, Any]:
     """Largest relative deviation of loss and gradient norm over the steps; distance of the final weights from the
-    plain model's over the distance that training went; median step of both, seconds, the first step left out.
-    """
+    plain model's over the distance that training went; median step of both, seconds, the first step left out."""
     config = prepare(config)
     run(config)
     metrics = read_metrics(config.run_dir)

@@ -48,8 +48,7 @@ class Fault:
 
     kind: kill | stop | damage (killed whole, and a file of its newest checkpoint is harmed before the command is given
     again) | full disk (for a while) | messages (late or lost, from the beginning). target: name of a process, or what
-    is done to a file. after_steps: as soon as metrics.jsonl has so many lines.
-    """
+    is done to a file. after_steps: as soon as metrics.jsonl has so many lines."""
 
     kind: str
     target: str

@@ -24,8 +24,7 @@ class Point:
     name: its own, as `save.unsynced`. target: `module:function`. when: before | during | after the call, or half, for a
     writer of lines that has written half of one. kind: of the processes. processes: names of them, of which the first
     that comes there is meant. skip: calls in a process before the one that is meant. scenario: which run, see
-    `experiments.chaos.points`.
-    """
+    `experiments.chaos.points`."""
 
     name: str
     target: str

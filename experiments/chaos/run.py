@@ -48,8 +48,7 @@ class Observed:
     code: the last command's exit status. commands: how many it took. output: of all. fired: what was struck, and when;
     None: nothing was. first_step: when the first step after the fault was in metrics.jsonl. faults: verdicts in
     run_dir. stopped: when nothing of each failed attempt was left. left: processes and files that were still there
-    `GONE_S` after the end. began, ended: the commands.
-    """
+    `GONE_S` after the end. began, ended: the commands."""
 
     run_dir: Path
     code: int
@@ -292,8 +291,7 @@ class Judged:
     of the undisturbed run. samples_lost, samples_repeated: trained on less, or more, often than there. lost_steps:
     steps that were made again. detect_s: from the fault until its verdict was known; rebuild_s: until a step
     after it could begin; first_step_s: from the fault until that step had ended. problems: what was not as it should
-    be.
-    """
+    be."""
 
     completed: bool
     identical: bool

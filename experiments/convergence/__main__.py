@@ -74,8 +74,7 @@ def methods_of(rows: Sequence[Row]) -> list[str]:
 def summaries(rows: Sequence[Row]) -> list[Row]:
     """One for each method: held-out loss at the end, mean and standard deviation over seeds, and the difference to the
     base of the same seed, for each and in the mean, the latter also in units of the noise. Null: too few seeds, or no
-    base.
-    """
+    base."""
     return [_summary(method, rows) for method in methods_of(rows)]
 
 

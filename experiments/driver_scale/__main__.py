@@ -1,8 +1,7 @@
 """`python -m experiments.driver_scale --ranks 8 16 32 64`: what a step costs the driver and Ray, by ranks and routes.
 
 Groups of empty actors, four micro-batches, text in replicas of eight tensor ranks; the product's own step, schedule and
-routes. JSON lines: {ranks, routes, calls, refs, submit_s, step_s}, medians of interleaved rounds.
-"""
+routes. JSON lines: {ranks, routes, calls, refs, submit_s, step_s}, medians of interleaved rounds."""
 
 from __future__ import annotations
 

@@ -249,10 +249,7 @@ def overlap(one: list[Interval], other: list[Interval]) -> float:
     return total(one) + total(other) - total(union([*one, *other]))
 
 
-DEPTH, SHARE = (
-    8,
-    0.4,
-)  # layers; what the plan's budget admits of what lies between recomputing everything and nothing
+DEPTH, SHARE = (8, 0.4)  # layers; what the plan's budget admits of what lies between recomputing everything and nothing
 NEAR = 0.1  # relative: of the measured peak and the planner's
 ALONE = Arrangement((frozenset({TEXT}),), {TEXT: {TEXT: 1}}, together=False)
 

@@ -55,8 +55,7 @@ def check_registry(setting: Setting) -> dict[str, Any]:
     """Which kernel serves each kind of layer of both parts of the model with real layers, as the product asks.
 
     Deviates on a GPU where attention is not in one call, or norms, rotary positions and gates lack the fastest kernel
-    that can be there.
-    """
+    that can be there."""
     from dhp.parallel.attention.attention_kernels import choose_kernel, has_varlen
     from dhp.parallel.tensor.loss import CHUNK_ROWS
     from experiments.gpu_check.pair import make_shape, start

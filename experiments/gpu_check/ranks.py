@@ -1,7 +1,6 @@
 """Ranks of a stage: dhp's own `Worker`s in processes of their own on this host, without Ray.
 
-Processes come from a fork server that has imported what they need and touched no GPU.
-"""
+Processes come from a fork server that has imported what they need and touched no GPU."""
 
 from __future__ import annotations
 

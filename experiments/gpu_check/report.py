@@ -1,8 +1,7 @@
 """`python -m experiments.gpu_check.report [results/gpu.jsonl]`: what a run of the check found, for people.
 
 The latest run's rows go to `gpu.json` beside the file, its figures to the table of docs/performance.md. Without rows of
-a GPU the page says that nothing was measured.
-"""
+a GPU the page says that nothing was measured."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The sections and their rows: what each is called, and the function that finds it.
 
 Modules are imported where a row runs, so that one that cannot be imported costs its own rows alone. Sections stand in
-the order of what their answers are worth.
-"""
+the order of what their answers are worth."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ SHARED, MAPPED = "shared_memory", "cuda_ipc"
 class Row:
     """`function` of `module`, called with the setting and these arguments, answers with fields, "ok" among them.
 
-    fresh: in a process that ran no other row before.
-    """
+    fresh: in a process that ran no other row before."""
 
     name: str
     module: str

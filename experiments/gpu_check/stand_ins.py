@@ -2,8 +2,7 @@
 
 `varlen_attn` came with torch 2.10, and its scale, windows and grouped heads later. Its kernel has been there for long.
 `reduce_scatter_single` is the later name of `reduce_scatter_tensor`. Of Ray a rank's process imports errors and calls
-one function.
-"""
+one function."""
 
 from __future__ import annotations
 

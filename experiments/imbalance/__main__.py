@@ -114,8 +114,7 @@ def spreads(columns: Mapping[str, np.ndarray]) -> Iterator[Row]:
     """Rows in the columns of OmniBal's table 1. columns: by name, [micro-batches or steps, devices, replicas].
 
     A stage's deviation is over time and replicas. Between stages it is that of one replica's stages at one time, in the
-    mean of all of these.
-    """
+    mean of all of these."""
     devices = next(iter(columns.values())).shape[1]
     for device in range(devices):
         row: Row = {"row": "over time", "stage": device + 1}

@@ -1,8 +1,7 @@
 """`python -m experiments.layout_choice [--models 7b …] [--devices 8 32] [--tokens 4096 …]`: which layout when.
 
 For each model, number of GPUs and length of a row, the layout that `dhp plan` puts first, a JSON line each; nothing is
-trained. `--table results/layout_choice.jsonl` writes the rows as a table into docs/parallelism.md.
-"""
+trained. `--table results/layout_choice.jsonl` writes the rows as a table into docs/parallelism.md."""
 
 from __future__ import annotations
 

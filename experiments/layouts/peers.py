@@ -4,8 +4,7 @@ Of the tower its `UlyssesSPViTAttention`: ranks hold their patches and gather al
 each rank computes whole. Of the decoder its `DistributedAttention`, DeepSpeed-Ulysses (Jacobs et al. 2023, section 3).
 `auto_wrap_model_for_sp` of DeepSpeed 0.19.8 finds no tower attention in a Qwen2.5-VL and leaves decoders to its user;
 what it would put in is put in here, and what it lacks is added: the gather's gradient (its own has none, so nothing
-below an attention would learn from other ranks' patches), and the ranks' shares of patches, tokens and targets.
-"""
+below an attention would learn from other ranks' patches), and the ranks' shares of patches, tokens and targets."""
 
 from __future__ import annotations
 
@@ -315,8 +314,7 @@ def serve_peer(
 ) -> None:  # fmt: skip
     """On each rank: `steps` steps of every batch after one that does not count; rank 0 answers with a `Run` of each.
 
-    measure: bytes instead of time. apart: each rank on a host of its own, see `links`.
-    """
+    measure: bytes instead of time. apart: each rank on a host of its own, see `links`."""
     if apart:
         enter(rank)
     torch.set_num_threads((os.cpu_count() or 1) // ranks)

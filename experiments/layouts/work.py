@@ -26,8 +26,7 @@ class Run:
     """Steps of one batch. seconds: of each step that counts. loss: of the last one.
 
     peak_bytes: the most that activations took on a rank's device, and sent_bytes: what all ranks sent in a step; both
-    None where only time was taken.
-    """
+    None where only time was taken."""
 
     seconds: tuple[float, ...]
     loss: float

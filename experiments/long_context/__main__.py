@@ -9,8 +9,7 @@ sampler: how much of long and short samples is divided without need, by how rows
     with --plot a picture of it.
 schedule: when each rank computes which layer of a prompt; with --plot a picture of it.
 long_sets: rows, Pad, Dist and SP-Ratio of a long and of a mixed set by sampler.
-two_stages: what it is worth to deal pictures out evenly first, beside giving each to the rank that has its tokens.
-"""
+two_stages: what it is worth to deal pictures out evenly first, beside giving each to the rank that has its tokens."""
 
 from __future__ import annotations
 

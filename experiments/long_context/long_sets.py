@@ -198,8 +198,7 @@ def measure_sampler(model: str, given: argparse.Namespace) -> Iterator[dict[str,
     """A line for each way to make rows and to divide them.
 
     one: every sample over all ranks. step: so where any row of a step has a sample that no rank could hold; else none.
-    auto: each sample by itself. With --plot a picture of balanced rows, with long samples in any and apart.
-    """
+    auto: each sample by itself. With --plot a picture of balanced rows, with long samples in any and apart."""
     loads = _mixed_lengths()
     limits = Limits(vision=MOST, text=MOST, samples=1)
     drawn: dict[str, Packs] = {}

@@ -2,8 +2,7 @@
 
 The peer outside dhp is transformers with DeepSpeed's Ulysses (`UlyssesSPAttentionHF`), a process a rank: of torch's
 context parallelism the CPU has no kernels. Each rank has the next part of the row; labels are shifted before it is cut,
-losses summed and divided by the count of all ranks, gradients summed once, and AdamW takes the step.
-"""
+losses summed and divided by the count of all ranks, gradients summed once, and AdamW takes the step."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ compile: steps with compiled layers beside others. kernels: with dhp's kernels b
 handoff: a tensor from a vision to a text actor, against one copy of it; all of a step's at 16k patches.
 tensor_host: what a decoder layer costs the host, cut and whole.
 checkpoint: how long saving holds training up, beside torch's distributed checkpoint.
-experts: experts shared out among two replicas, or cut over two tensor ranks.
-"""
+experts: experts shared out among two replicas, or cut over two tensor ranks."""
 
 from __future__ import annotations
 

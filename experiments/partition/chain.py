@@ -1,8 +1,7 @@
 """A chain of devices in this process, cut anywhere: replayed steps of its ranks, and real ones.
 
 Every rank of every stage is here, as a run's actors are elsewhere, and works on one thread, one action at a time. So
-seconds of CPU of an action are those of the rank that did it.
-"""
+seconds of CPU of an action are those of the rank that did it."""
 
 from __future__ import annotations
 

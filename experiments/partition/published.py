@@ -1,8 +1,7 @@
 """The columns of OmniBal's tables from public shapes, beside what it published: where they agree, where not, and why.
 
 A step is simulated, 1F1B with 32 micro-batches on A100s whose rates are assumed. What was fitted says so and agrees
-with nothing.
-"""
+with nothing."""
 
 from __future__ import annotations
 

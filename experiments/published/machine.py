@@ -1,7 +1,6 @@
 """Published tables, and what a device does in a second, by dhp's tables and by factors that a fit changes.
 
-Operations are those that dhp counts; a matrix has as many parameters as a token takes multiply-adds of it.
-"""
+Operations are those that dhp counts; a matrix has as many parameters as a token takes multiply-adds of it."""
 
 from __future__ import annotations
 

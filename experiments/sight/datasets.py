@@ -310,8 +310,7 @@ def make_model(folder: Path, seed: int) -> Path:
     """Write model, tokenizer and image processor to a new folder.
 
     The projector's last matrix begins at zero: at first every picture looks the same to the decoder, and what tells
-    them apart comes by gradients that reach the projector alone.
-    """
+    them apart comes by gradients that reach the projector alone."""
     tokenizer = make_tokenizer(texts())
     tokenizer.chat_template = TEMPLATE
     config = config_of(tokenizer)

@@ -104,8 +104,7 @@ def rows(ways: Sequence[str], seeds: Sequence[int], given: Lengths, folder: Path
 def train(run_dir: Path, overrides: Sequence[str]) -> None:
     """`python -m dhp.train_ray --config-name=five_stages_tiny`; stages that are done in run_dir stay as they are.
 
-    Raises RuntimeError with the end of what a failed run printed.
-    """
+    Raises RuntimeError with the end of what a failed run printed."""
     run_module(["dhp.train_ray", "--config-name=five_stages_tiny", f"run_dir={run_dir}", *overrides])
 
 

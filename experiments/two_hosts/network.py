@@ -6,8 +6,7 @@
     rank 1 ──limited──┘          └──limited── rank 3
 
 A rank has a namespace of its own, so that its address decides what goes over which link: gloo does not bind the source
-of its connections, and two ranks in one namespace would share a link. Links are limited in both directions.
-"""
+of its connections, and two ranks in one namespace would share a link. Links are limited in both directions."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def require() -> None:
 def become_private(arguments: Sequence[str]) -> None:
     """Run again, with `arguments`, in namespaces of our own: all that is made there ends with us, even when killed.
 
-    Does not return.
-    """
+    Does not return."""
     command = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     os.execvp("unshare", [*command, sys.executable, "-m", *arguments])
 
@@ -64,8 +62,7 @@ def host(rank: int) -> int:
 def build() -> None:
     """Make namespaces `rank0` … in the private namespaces of this process.
 
-    Raises Unavailable when the kernel cannot.
-    """
+    Raises Unavailable when the kernel cannot."""
     run("mount -t tmpfs tmpfs /run")  # where ip keeps names: ours alone
     run("ip link add bridge type bridge")
     run("ip link set bridge up")

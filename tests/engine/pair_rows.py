@@ -2,8 +2,7 @@
 
 Found by drawing layouts and taking, again and again, the one with the most pairs that were missing for its ranks. For a
 new feature: give it to rows here until tests/engine/test_parity.py is content. The quick ones have each feature, and
-two pairs of five, in a fifteenth of the time; the others are slow.
-"""
+two pairs of five, in a fifteenth of the time; the others are slow."""
 
 from dhp.core.graph import Degrees
 from dhp.core.parameters import AdapterSettings, GroupRule, Selector

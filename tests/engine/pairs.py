@@ -2,8 +2,7 @@
 
 Mistakes in layouts come where two features meet; those that take three are for `-m grid` and tests/fuzz. So what runs
 before each merge is a table in which each pair meets once (tests/engine/pair_rows.py), held complete by
-tests/engine/test_parity.py; `make test` has rows of it with each feature, `-m slow` the others.
-"""
+tests/engine/test_parity.py; `make test` has rows of it with each feature, `-m slow` the others."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -208,11 +208,7 @@ OTHER_FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fixture", "text"),
-    slow_but(OTHER_FAMILIES, OTHER_FAMILIES[0], OTHER_FAMILIES[2]),
-    ids=str,
-)
+@pytest.mark.parametrize(("fixture", "text"), slow_but(OTHER_FAMILIES, OTHER_FAMILIES[0], OTHER_FAMILIES[2]), ids=str)
 def test_other_families(fixture: str, text: Degrees, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(fixture)
     samples = [make_prompt([(1, 8, 6), (1, 4, 12)], 9, 5), make_text(20, 6)]
@@ -254,12 +250,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[s
     return Models()
 
 
-FAMILY_LAYOUTS = {
-    "one": Degrees(),
-    "ulysses": Degrees(ulysses=2),
-    "ring": Degrees(ring=2),
-    "tensor": Degrees(tensor=2),
-}
+FAMILY_LAYOUTS = {"one": Degrees(), "ulysses": Degrees(ulysses=2), "ring": Degrees(ring=2), "tensor": Degrees(tensor=2)}
 SOME = [slow("gemma3", "ulysses"), slow("gemma4", "tensor"), ("llava_clip", "ring")]
 
 

@@ -1,8 +1,7 @@
 """Bytes that the ranks of a part send in one step, verb by verb, against what each layout should cost.
 
 Letters as in docs/operations.md. The model: 2 of 4 vision blocks have full attention (4 heads of 8), 2 decoder layers
-of width 64; one image of 16 × 16 patches (256), which makes 64 rows, unless a test says otherwise.
-"""
+of width 64; one image of 16 × 16 patches (256), which makes 64 rows, unless a test says otherwise."""
 
 import math
 from collections import Counter

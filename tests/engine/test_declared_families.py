@@ -220,12 +220,7 @@ def test_videos_equal_the_plain_model(name: str, layout: str, made: dict[str, Ma
 
 @pytest.mark.parametrize("name", [slow("qwen3_5"), "glm46v"])
 def test_videos_by_token_equal_the_plain_model(name: str, made: dict[str, Made]) -> None:
-    assert_exact(
-        run(
-            Made(made[name].folder, with_videos(name)),
-            Case(Degrees(ulysses=2), Degrees(), 1, packing=True),
-        )
-    )
+    assert_exact(run(Made(made[name].folder, with_videos(name)), Case(Degrees(ulysses=2), Degrees(), 1, packing=True)))
 
 
 ALWAYS = [

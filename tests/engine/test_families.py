@@ -188,10 +188,7 @@ def test_keys_that_travel_around_the_ring_equal_the_plain_model(vision: Degrees,
     assert_exact(compare(made_model, Case(vision, Degrees(), micro_batches=1), [step]))
 
 
-VIDEO_CASES = [
-    Case(Degrees(ulysses=2), Degrees(tensor=2)),
-    Case(Degrees(ulysses=2), Degrees(ring=2), micro_batches=2),
-]
+VIDEO_CASES = [Case(Degrees(ulysses=2), Degrees(tensor=2)), Case(Degrees(ulysses=2), Degrees(ring=2), micro_batches=2)]
 
 
 def _samples() -> list[Sample]:
@@ -314,16 +311,7 @@ def test_parts_that_hand_over_in_shared_memory_equal_the_plain_model(case: Case,
 ALONE, TWO = Degrees(), Degrees(tensor=2)
 NORMS = [
     Case(ALONE, TWO, 2, sharded_norms=True),
-    Case(
-        ALONE,
-        TWO,
-        4,
-        sharded_norms=True,
-        stages=2,
-        schedule="1f1b",
-        packing=True,
-        recompute="mlp:0,all:1-3",
-    ),
+    Case(ALONE, TWO, 4, sharded_norms=True, stages=2, schedule="1f1b", packing=True, recompute="mlp:0,all:1-3"),
     Case(ALONE, TWO, 2, sharded_norms=True, mlp_chunks=3),
 ]
 

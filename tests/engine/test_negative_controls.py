@@ -1,7 +1,6 @@
 """Each mistake that others shipped, planted on purpose: the parity tests must see it.
 
-The loss alone sees few of them; that is how they went unnoticed elsewhere.
-"""
+The loss alone sees few of them; that is how they went unnoticed elsewhere."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -13,16 +13,7 @@ from dhp.plan.cut.exact import exact
 from dhp.plan.cut.partition import pipeline_programs
 from dhp.plan.cut.problem import PartitionProblem
 from experiments.pair import TEXT, VISION, as_batch, join_alone
-from experiments.partition.chain import (
-    Chain,
-    Setting,
-    Shape,
-    Stages,
-    measure_units,
-    plan_chain,
-    run_in_turn,
-    stages_of,
-)
+from experiments.partition.chain import Chain, Setting, Shape, Stages, measure_units, plan_chain, run_in_turn, stages_of
 from experiments.partition.published import (
     at,
     columns,

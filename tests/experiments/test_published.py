@@ -114,10 +114,7 @@ def test_operations_are_those_that_dhp_counts() -> None:
 
 
 def test_a_fit_finds_its_factors() -> None:
-    wanted = {
-        "device": (6.0, lambda one: 2 * one.device + one.host),
-        "host": (4.0, lambda one: one.device + one.host),
-    }
+    wanted = {"device": (6.0, lambda one: 2 * one.device + one.host), "host": (4.0, lambda one: one.device + one.host)}
     fitted = fit(Fitted(), wanted)
     assert (fitted.device, fitted.host) == pytest.approx((2.0, 2.0), rel=1e-3)
 

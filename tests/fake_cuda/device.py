@@ -1,7 +1,6 @@
 """A fake CUDA device: compile and load the guard, before torch is imported, and quiet what asks a device.
 
-A loaded guard stays, so whoever needs it works in a process of its own.
-"""
+A loaded guard stays, so whoever needs it works in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A step of dhp's trainers on fake CUDA tensors: trainers, autograd and its threads are real, weights have no values.
 
 Collectives are torch's fake backend's, which answers at once. An operation on tensors of two devices raises, as on a
-GPU.
-"""
+GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`python -m tests.fake_cuda.probe LIBRARY CASES`: trainers on fake CUDA tensors, one JSON object a case.
 
-LIBRARY: the compiled guard. CASES: JSON, [{"model", "keys", "parts", "read"}].
-"""
+LIBRARY: the compiled guard. CASES: JSON, [{"model", "keys", "parts", "read"}]."""
 
 import json
 import sys

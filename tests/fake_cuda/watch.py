@@ -22,8 +22,7 @@ class Watch(TorchDispatchMode):
     by phase, kind and place; transfers: copies between host and device, by phase and way; kernels: operations on the
     device, by phase, views included.
 
-    read: what every integer is that the host reads from the device in a list; other values are 1.
-    """
+    read: what every integer is that the host reads from the device in a list; other values are 1."""
 
     def __init__(self, read: int = 1) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """Random layouts, families and data beside the plain model, for minutes: `pytest -m fuzz --fuzz-minutes=5 -s`.
 
 Every draw must equal the plain model or be refused by a ConfigError before anything starts; ranks agree on each of
-their collectives. Not by TORCH_DISTRIBUTED_DEBUG=DETAIL, which takes Muon's exchanges of rows for a mismatch.
-"""
+their collectives. Not by TORCH_DISTRIBUTED_DEBUG=DETAIL, which takes Muon's exchanges of rows for a mismatch."""
 
 import time
 from collections import Counter

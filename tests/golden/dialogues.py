@@ -2,8 +2,7 @@
 
 TRAINER: llama_factory (0.9.5) | swift (ms-swift 4.6.0) | mistral (mistral-common 1.13.1), which have to be installed
 beside; MODEL: a directory with the tokenizer of `tests.golden.vocabularies.load_qwen` and a Qwen2.5-VL's configuration.
-tests/golden/dialogues/TRAINER.json holds token ids and what is learned.
-"""
+tests/golden/dialogues/TRAINER.json holds token ids and what is learned."""
 
 import json
 import sys

@@ -1,8 +1,7 @@
 """Writes down how many tokens publishers' code gives a picture: `python -m tests.golden.sizes FAMILY SOURCE FILE…`.
 
 FILEs are the publisher's, as SOURCE names them; tests/golden/sizes/FAMILY.json holds what they said. No test imports
-this.
-"""
+this."""
 
 import ast
 import json

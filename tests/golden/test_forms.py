@@ -27,8 +27,7 @@ TEXT = (
 class Form:
     """A template, without line ends between its pieces. end: the token that ends an answer; None: none does.
 
-    learned: of the answers "red" and "it is blue". system: whether it takes a system turn.
-    """
+    learned: of the answers "red" and "it is blue". system: whether it takes a system turn."""
 
     template: str
     end: str | None

@@ -36,8 +36,7 @@ class Result:
 def cut_layers(counts: Sequence[int]) -> tuple[Chunk, ...]:
     """Chunks of so many layers each, in the order in which they run; together they are the whole decoder.
 
-    Raises ValueError for a chunk without layers.
-    """
+    Raises ValueError for a chunk without layers."""
     if not counts or min(counts) < 1:
         raise ValueError(f"chunks of {tuple(counts)} layers: each needs at least one")
     ends = list(accumulate(counts))
@@ -146,8 +145,7 @@ def largest_difference(found: Result, wanted: Step) -> float:
     """The largest relative difference of the loss and of any gradient; one that is missing counts as zero.
 
     Gradients that are nothing but rounding, such as those of key biases without rotary positions, count by the norm of
-    all.
-    """
+    all."""
     gradients = {name: gradient for name, gradient in wanted.gradients.items() if gradient is not None}
     assert found.gradients.keys() <= gradients.keys(), found.gradients.keys() - gradients.keys()
     none, floor = torch.zeros(()), 1e-6 * wanted.norm

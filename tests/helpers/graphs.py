@@ -32,8 +32,7 @@ def make_graph(
 
     text_trains, vision_trains, audio_trains: of each of its stages. leaves: the tower's layer behind which a tensor
     leaves, where it is not the last. cuts: of the text's layers; none: even ones. enters: the layer after which a
-    tensor of the tower is added. audio: how an audio tower is split; None: there is none.
-    """
+    tensor of the tower is added. audio: how an audio tower is split; None: there is none."""
     runs = stages * chunks
     bounds = [0, *(cuts or (layers * run // runs for run in range(1, runs))), layers]
     ranges = [range(first, end) for first, end in pairwise(bounds)]

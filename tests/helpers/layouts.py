@@ -541,8 +541,7 @@ def compare_rounding(
     """Train the steps in the case's layout, in one plain process of the same precision, and exactly.
 
     together: each gradient's errors of all steps count as one. Of decoders with experts: of a token whose experts are
-    nearly tied rounding decides which it visits, here as in one process, and in which step that happens is chance.
-    """
+    nearly tied rounding decides which it visits, here as in one process, and in which step that happens is chance."""
     trained = train(model, case, steps, fault)
     start, wanted, exact = _expected(model, replace(case, dtype="float64"), steps)
     _, rough, plain = _expected(model, case, steps, MixedOracle)
@@ -563,8 +562,7 @@ def _ratio(ours: dict, theirs: dict, exact: dict) -> float:
     """Of the distances to `exact`, ours / theirs, over all weights at once.
 
     One by one they say nothing: Adam's first updates are the gradient's sign, so that a gradient near zero decides
-    the whole error of a short bias.
-    """
+    the whole error of a short bias."""
     distance = lambda found: math.hypot(*(float((found[name].double() - exact[name]).norm()) for name in ours))
     return distance(ours) / (distance(theirs) or 1.0)  # of a part that nothing trains
 
@@ -631,8 +629,7 @@ def _worst_gradient(found: list[dict[str, Tensor]], expected: Step) -> tuple[flo
 def _without_gradient(steps: Sequence[Step]) -> set[str]:
     """Weights whose gradient is zero but for rounding: what Adam makes of it in float32 is the rounding's sign.
 
-    Key biases without rotary positions, for one: softmax does not see what shifts all scores of a query.
-    """
+    Key biases without rotary positions, for one: softmax does not see what shifts all scores of a query."""
     small = lambda step, name: step.gradients[name] is None or float(step.gradients[name].norm()) < 1e-6 * step.norm
     taken = [step for step in steps if step.norm]
     named = (name for name in steps[0].gradients if any(step.gradients[name] is not None for step in taken))

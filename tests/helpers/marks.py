@@ -12,8 +12,7 @@ def marked_processes(mark: str, forked: Path | None = None) -> dict[int, str]:
     """Running processes that inherited the mark: command line by process id. Marks have to differ between workers of
     pytest-xdist: the name of tmp_path does not, its whole path does.
 
-    forked: the folder in which the server of tests/helpers/forks names its forks.
-    """
+    forked: the folder in which the server of tests/helpers/forks names its forks."""
     forks = {int(file.name.rpartition("-")[2]) for file in forked.glob(f"{mark}-*")} if forked else set()
     found = {}
     for folder in Path("/proc").iterdir():

@@ -91,8 +91,7 @@ class Oracle:
     def step(self, samples: Sequence[Sample]) -> Step:
         """Σ token losses / N over the samples, backward, clip by the global norm, AdamW.
 
-        A step without any target has no gradient and changes no weight; the schedule goes on.
-        """
+        A step without any target has no gradient and changes no weight; the schedule goes on."""
         total = sum(map(self.weight, samples))
         if total == 0:
             self._advance()

@@ -2,8 +2,7 @@
 
 Processes come from one fork server that has the imports done (tests/helpers/warm.py): a rank costs a fork, a twentieth
 of a second, not five seconds. Each group has new ones. Ranks that served another group before would start no faster
-worth speaking of, and compute with what that group left in torch's and transformers' caches.
-"""
+worth speaking of, and compute with what that group left in torch's and transformers' caches."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def context() -> Any:
 class LocalGroup(RankGroup):
     """`size` processes with one trainer each; calls run on all of them at once and return values.
 
-    checked: ranks agree on each collective before it begins.
-    """
+    checked: ranks agree on each collective before it begins."""
 
     def __init__(self, factory: Callable[..., Any], size: int, *arguments: Any, checked: bool = False):
         self.size = size

@@ -52,8 +52,7 @@ def train(
 
     Its processes are forks of one with the imports done. With `real` they are started as a user's are, and Ray itself
     can kill one that has stopped. A run joins the Ray that all runs share, but with `real` or `own_ray`: then its
-    actors are processes of its own, which end with it.
-    """
+    actors are processes of its own, which end with it."""
     mark = uuid4().hex
     start = {} if real else forks.environment()
     starts_ray = module != "dhp" or arguments[0] in ("evaluate", "generate") or arguments[:2] == ("doctor", "loss")

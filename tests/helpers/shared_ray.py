@@ -1,8 +1,7 @@
 """One Ray for the runs of a worker's tests that are not about Ray's own start and end, which take most of a short run.
 
 A process of its own holds it: `python -m tests.helpers.shared_ray` prints where it is, and ends with its standard
-input.
-"""
+input."""
 
 import atexit
 import json

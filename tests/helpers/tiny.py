@@ -46,8 +46,7 @@ def make_sample(
     unit: patches of one image token; values: of one patch. seconds: as in Sample; a video has video_token.
 
     around: tokens before and behind each run of placeholders.
-    stamped: two tokens of text, as of a time, come before each step of a video.
-    """
+    stamped: two tokens of text, as of a time, come before each step of a video."""
     rng = np.random.default_rng(seed)
     text = lambda n: list(rng.integers(3, 300, n))
     ids: list[int] = text(2)
@@ -74,8 +73,7 @@ def make_sample(
 def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = None, sharpness: float = 1.0) -> Path:
     """A Qwen2.5-VL with random weights: 8 query and 4 key/value heads, 4 vision heads, 2 full-attention blocks.
 
-    sharpness: queries and keys of the decoder are so much larger: small random ones see all tokens alike.
-    """
+    sharpness: queries and keys of the decoder are so much larger: small random ones see all tokens alike."""
     decoder = {
         "vocab_size": 512,
         "hidden_size": 64,

@@ -2,8 +2,7 @@
 
 Tests that share what is made once a file, or one Ray, share a worker, or it would be made in each. All others go
 wherever there is room. xdist's own groups, which it writes behind a test's name, are lost under pytest 9.2: it asks
-for names elsewhere.
-"""
+for names elsewhere."""
 
 from functools import cache
 from pathlib import Path

@@ -514,10 +514,7 @@ def loss_report(samples: SampleLosses | None) -> StageReport:
 
 
 def of_ranks(*leaders: SampleLosses | None) -> dict[str, list[StageReport]]:
-    return {
-        "vision": [loss_report(None)] * 2,
-        "text": [loss_report(one) for each in leaders for one in (each, None)],
-    }
+    return {"vision": [loss_report(None)] * 2, "text": [loss_report(one) for each in leaders for one in (each, None)]}
 
 
 FOUR = (
@@ -530,10 +527,7 @@ FOUR = (
 
 def test_parts_of_a_sample_are_put_together_and_stand_beside_their_rows() -> None:
     """Row 9 has no target, row 5 was left out."""
-    assert mean_losses(LOSS_STEP, of_ranks(*FOUR), LOSS_STAGES) == {
-        "a": [4.0, 1.0, None, None],
-        "b": [1.0],
-    }
+    assert mean_losses(LOSS_STEP, of_ranks(*FOUR), LOSS_STAGES) == {"a": [4.0, 1.0, None, None], "b": [1.0]}
 
 
 def test_of_a_row_that_comes_twice_each_has_the_mean() -> None:

@@ -2,8 +2,7 @@
 
 `python fork_client.py FILE ARGUMENTS…` sends the fork server how it was started, and a fork of the server does the
 work. This process waits for its end, hands on signals, and is not survived by it. Where no server answers, Python
-runs the file as usual.
-"""
+runs the file as usual."""
 
 import os
 import signal

@@ -4,8 +4,7 @@
 standard input; of `MODULE:FUNCTION` it calls the function too. A client (`fork_client.py`) sends how Python was
 started and its standard streams, and receives the status with which the fork ended. Each byte that it sends later is a
 signal to the fork, and the end of the connection is SIGKILL. Ray itself is imported in the fork, as its C++ half reads
-the environment when it is loaded.
-"""
+the environment when it is loaded."""
 
 from __future__ import annotations
 

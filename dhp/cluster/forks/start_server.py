@@ -1,8 +1,7 @@
 """Starts the server that forks Ray's workers.
 
 PyTorch and transformers take five seconds of a core to import, in each rank. What a process computes does not depend on
-whether it imports its modules or finds them imported.
-"""
+whether it imports its modules or finds them imported."""
 
 import os
 import subprocess
@@ -24,8 +23,7 @@ def fork_server(modules: Sequence[str]) -> Iterator[None]:
     """A Ray that is started in here has forks for workers. modules: what they find imported, see `dhp.cluster.forks.
     server`; the server imports them while this process goes on.
 
-    Nothing is started beside GPUs, where CUDA must not have been touched before a fork, nor where there is a server.
-    """
+    Nothing is started beside GPUs, where CUDA must not have been touched before a fork, nor where there is a server."""
     if SERVER in os.environ or not sys.platform.startswith("linux") or has_gpus():
         yield
         return

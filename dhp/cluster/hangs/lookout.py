@@ -37,10 +37,7 @@ def look(posts: Sequence[Post], stacks: bool) -> list[Sight]:
     dumps = take_stacks(posts) if stacks else {}
     return [
         Sight(
-            post,
-            _state(post),
-            read_beat(post.heartbeat) if post.heartbeat else None,
-            dumps.get(post, "")[:MOST_BYTES],
+            post, _state(post), read_beat(post.heartbeat) if post.heartbeat else None, dumps.get(post, "")[:MOST_BYTES]
         )
         for post in posts
     ]

@@ -27,8 +27,7 @@ class Post:
     mean something. begun: when it started, for ids of processes that ended are given to others.
 
     stacks: the file to which SIGUSR1 adds the stacks of its threads. heartbeat: of a rank, see
-    `dhp.cluster.hangs.vitals`; "": it keeps none.
-    """
+    `dhp.cluster.hangs.vitals`; "": it keeps none."""
 
     name: str
     node: str
@@ -87,8 +86,7 @@ class Beat:
     saved_s: since when it has been done with the last method of `SAVING`; None: it has run none.
 
     counts: collectives begun, by group. group, number, members, call: of the last one its group, its number there, the
-    ranks of the group, and what it is, in words.
-    """
+    ranks of the group, and what it is, in words."""
 
     step: int
     verb: str = ""

@@ -107,8 +107,7 @@ def wait_all(watched: Sequence[Watched], timeout_s: float, until: Any = None) ->
     Raises as soon as one fails, without waiting for ranks that hang in a collective because of it: DhpErrors of a
     worker as they are, anything else as PartFailed. Raises PartFailed when nothing finishes for `timeout_s`, or when a
     collective holds a rank for longer than cluster.collective_timeout_s, and ClusterError when a server of the run's
-    own Ray ends or stops, or Ray's control store does not answer.
-    """
+    own Ray ends or stops, or Ray's control store does not answer."""
     names = {entry.actor: entry for entry in watched}
     waiting = {entry.ref: entry for entry in watched}
     others = [] if until is None or until in waiting else [until]

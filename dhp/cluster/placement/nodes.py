@@ -57,8 +57,7 @@ SHOWN_NODES = 16  # nodes that a message lists
 def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequence[ClusterNode]) -> str:
     """The reasons why `count` bundles do not fit on the nodes, in sentences.
 
-    apart: whether each actor has a bundle of its own, so that sharing would need fewer.
-    """
+    apart: whether each actor has a bundle of its own, so that sharing would need fewer."""
     asked = f"{count} × {_amounts(bundle)} asked for"
     listed = _shown(bundle, nodes)
     if not any(_fitting(bundle, node.total) for node in nodes):
@@ -135,8 +134,7 @@ def reader_nodes(nodes: Sequence[str], needs: Mapping[str, str], timeout_s: floa
     """Ids of the nodes that readers take turns on: of `nodes`, those of the run's ranks, the driver's first, where all
     paths of `needs` are, and annotations are the driver's own. Where that is none, the driver's.
 
-    needs: paths by configuration key. timeout_s: until a node that does not answer is left out.
-    """
+    needs: paths by configuration key. timeout_s: until a node that does not answer is left out."""
     here = own_node()
     others = [node for node in nodes if node != here]
     if not others:

@@ -44,8 +44,7 @@ def plan_placement(devices: Mapping[str, range], gpus: float, shares: bool = Tru
     shares: several bundles may share a GPU where there are too few.
 
     Each logical device is a bundle, and each rank gets as much of it as if all had as many ranks as the fullest. With
-    fewer GPUs than bundles, bundles share GPUs evenly.
-    """
+    fewer GPUs than bundles, bundles share GPUs evenly."""
     used = [device for of_stage in devices.values() for device in of_stage]
     count, sharing = max(used) + 1, max(used.count(device) for device in set(used))
     cpu, gpu = _fraction(1, sharing), _gpu_fraction(count, gpus if shares or not gpus else max(gpus, count), sharing)
@@ -55,7 +54,6 @@ def plan_placement(devices: Mapping[str, range], gpus: float, shares: bool = Tru
 
 
 def _gpu_fraction(bundles: int, gpus: float, sharing: int) -> float:
-    """One actor's share of a GPU."""
     if gpus < 1:
         return 0.0
     per_gpu = -(-bundles // int(gpus))  # bundles on the fullest GPU
@@ -70,8 +68,7 @@ def _fraction(whole: int, among: int) -> float:
 def reserve(plan: PlacementPlan, timeout_s: float, key: str = "cluster.start_timeout_s") -> PlacementGroup:
     """Reserve the plan's bundles, on as few nodes as Ray can; says on stderr what it waits for when that takes a while.
 
-    Raises TooFewDevices, naming what is missing and what each node has, after `timeout_s`, which `key` says.
-    """
+    Raises TooFewDevices, naming what is missing and what each node has, after `timeout_s`, which `key` says."""
     group = placement_group(list(plan.bundles), strategy="PACK")
     created = group.ready()
     patience = min(PATIENCE_S, timeout_s)
@@ -117,8 +114,7 @@ LISTED_NODES = 8  # in the line about a run's start
 class Topology:
     """The nodes of a run, and which bundle is on which.
 
-    nodes: those that hold bundles, in the order of `read_nodes`. of_bundle: for each bundle, the index of its node.
-    """
+    nodes: those that hold bundles, in the order of `read_nodes`. of_bundle: for each bundle, the index of its node."""
 
     nodes: tuple[ClusterNode, ...]
     of_bundle: tuple[int, ...]
@@ -194,8 +190,7 @@ class CrossNodeGroup:
     """Groups of one axis that span nodes.
 
     block: consecutive ranks that hold a group. groups: how many groups the axis has. across: the ranks of each group
-    that spans nodes. shares: devices of the stage on each node.
-    """
+    that spans nodes. shares: devices of the stage on each node."""
 
     stage: str
     axis: str
@@ -211,8 +206,7 @@ class _Stretch:
     """Consecutive devices of stages that share some of them.
 
     sizes: of the blocks to keep together, largest first. stages: of each, the places of its ranks within the stretch
-    and its degrees by axis. Stretches that differ in `first` alone are alike.
-    """
+    and its degrees by axis. Stretches that differ in `first` alone are alike."""
 
     first: int
     count: int
@@ -240,8 +234,7 @@ def map_ranks(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, AxisDe
     """The slots with bundles exchanged, so that as few groups as possible span nodes, innermost axes first.
 
     slots: as planned, rank after rank on bundle after bundle; node_of: the node of each bundle, numbered in the order
-    that nodes are to be filled in. Ranks that shared a bundle still do. The same input gives the same order.
-    """
+    that nodes are to be filled in. Ranks that shared a bundle still do. The same input gives the same order."""
     by_node = _bundles_by_node(slots, node_of)
     placed = _place(slots, [len(bundles) for bundles in by_node], degrees)
     free = [iter(bundles) for bundles in by_node]
@@ -333,8 +326,7 @@ def _place(slots: Slots, free: Sequence[int], degrees: Mapping[str, AxisDegrees]
     """Stretch after stretch, in each order of those that differ, with each choice of block sizes kept whole.
 
     What has placed the same stretches and left the same devices can only go on alike: the best of them goes on, and of
-    all only the `KEPT` best, so that the time grows with the stages and not with their orders.
-    """
+    all only the `KEPT` best, so that the time grows with the stages and not with their orders."""
     axes = tuple(dict.fromkeys(axis for stage in slots for axis in list(degrees[stage])[:0:-1]))
     stretches = _stretches(slots, degrees)
     reached = [_Placed({}, tuple(free), (0,) * len(axes))]

@@ -10,8 +10,7 @@ and a killed process leaves nothing there.
 From and to a GPU, that memory is locked once (`pin`), and copies run asynchronously until `flush`.
 
 Where all actors share one GPU, CUDA IPC does the same without any copy: the receiver maps the sender's device memory.
-Between hosts, Ray's object store carries a tensor in several copies.
-"""
+Between hosts, Ray's object store carries a tensor in several copies."""
 
 from __future__ import annotations
 
@@ -126,8 +125,7 @@ class Outbox:
 
     A step's n-th tensor goes where the n-th of the step before was. That is safe without any acknowledgement: a part's
     next step begins after its own optimizer step, which needs the gradient norm of every other part, which each part
-    answers after it has used all it received.
-    """
+    answers after it has used all it received."""
 
     def __init__(self, on_device: bool = False, pinned: bool = False) -> None:
         """on_device: all receivers share this process's GPU. pinned: tensors come from a GPU, so lock memory for it."""

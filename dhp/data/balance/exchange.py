@@ -2,8 +2,7 @@
 
 Each pass sorts the bins by one view of their loads, pairs the heaviest with the lightest, the second with the second
 and so on, and applies to each pair the one swap or move that lowers Σ_k w_k (load_k / target_k − 1)² most. A bin is
-in one pair of a pass, so a pass is linear in the items, but for sorting the bins. Deterministic.
-"""
+in one pair of a pass, so a pass is linear in the items, but for sorting the bins. Deterministic."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,8 +24,7 @@ class _Bins(NamedTuple):
     """The items of each bin.
 
     held: int32 [bins, slots], the items, then EMPTY. counts: int32 [bins], how many items. sums: float64 [bins,
-    features], their load.
-    """
+    features], their load."""
 
     held: np.ndarray
     counts: np.ndarray
@@ -36,8 +34,7 @@ class _Bins(NamedTuple):
 class _Goal(NamedTuple):
     """The target of all bins: 1 of each feature.
 
-    loads: float64 [items, features], relative to the target of a bin. weights: float64 [features], of deviations.
-    """
+    loads: float64 [items, features], relative to the target of a bin. weights: float64 [features], of deviations."""
 
     loads: np.ndarray
     weights: np.ndarray
@@ -57,8 +54,7 @@ def exchange(
     loads: float64 [items, features]. targets, weights: by feature, the most important one last. divisions: further
     passes, in which two bins of few items are divided anew in the best of all ways; after the first of them, only where
     one of the two deviates by ENOUGH_DEVIATION or more. moves: items may change bins alone; otherwise there are only
-    swaps, and the counts of bins stay within one of each other.
-    """
+    swaps, and the counts of bins stay within one of each other."""
     goal = _Goal(loads / np.asarray(targets, dtype=np.float64), np.asarray(weights, dtype=np.float64))
     held, counts = _distribute(_order(-(goal.loads @ np.sqrt(goal.weights))), bins)
     made = _Bins(held, counts, _sum_up(held, counts, goal.loads))

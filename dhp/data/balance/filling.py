@@ -3,8 +3,7 @@
 A table finds items by their load, so completing a bin needs no search. Each bin tries a few items for its last but
 one. Some of them have a complement, an item of just the load that is then missing; of these the bin takes the one that
 brings its sum of squares nearest to a target of its own. This works where loads are whole numbers and each load has
-many items; other items stay for `exchange`.
-"""
+many items; other items stay for `exchange`."""
 
 from typing import NamedTuple
 
@@ -33,8 +32,7 @@ class _Table(NamedTuple):
     """Items by key, which is count × width + load.
 
     order: int64 [items], sorted by key. starts: int64 [keys], where the items of a key start in the order. live: int64
-    [keys], how many of them are in no bin.
-    """
+    [keys], how many of them are in no bin."""
 
     width: int
     order: np.ndarray
@@ -46,8 +44,7 @@ class _Guide(NamedTuple):
     """Statistics that guide the choice of items.
 
     mean: load of an item. squares: Σ load² over Σ load. most: largest load that a bin may expect of an item that it
-    does not have yet.
-    """
+    does not have yet."""
 
     mean: float
     squares: float
@@ -58,8 +55,7 @@ def exact_fill(count: np.ndarray, load: np.ndarray, counts: np.ndarray, targets:
     """The number of each item's bin, or −1: int64 [items]. Items must come in random order.
 
     count, load: int64 [items], not negative. counts, targets: int64 [bins], what a bin holds of them, exactly. Bins are
-    filled in order; one that cannot be filled stays empty, and the items tried for it are left over.
-    """
+    filled in order; one that cannot be filled stays empty, and the items tried for it are left over."""
     items = _Items(count, load, np.full(len(load), UNUSED, dtype=np.int64))
     width = int(load.max(initial=0)) + 1
     if not len(load) or (int(count.max()) + 1) * width > BUCKETS:
@@ -102,8 +98,7 @@ def _fill_bin(
 ) -> tuple[int, bool]:  # pragma: no cover - compiled
     """Put items from `first` on into a bin that is to hold c in count and t in load.
 
-    Returns how many items it took before the completing ones, which `held` lists, and whether it is complete.
-    """
+    Returns how many items it took before the completing ones, which `held` lists, and whether it is complete."""
     s = guide.squares * t
     size, cursor = 0, first
     while size < MOST_ITEMS:
@@ -136,8 +131,7 @@ def _take(items: _Items, table: _Table, item: int, bin_: int) -> None:  # pragma
 def _next(items: _Items, c: int, t: int, most: int, cursor: int) -> int:  # pragma: no cover - compiled
     """The next item that fits and leaves room for another one; −1 if there is none near.
 
-    most: as in `_Guide`. A bin of few items that begins with small ones would never be completed.
-    """
+    most: as in `_Guide`. A bin of few items that begins with small ones would never be completed."""
     count, load, number = items
     for item in range(cursor, min(cursor + LOOKED_AT, len(load))):
         if number[item] == UNUSED and load[item] < t and count[item] <= c:
@@ -183,8 +177,7 @@ def best_fit(sizes: np.ndarray, limit: float) -> np.ndarray:
     """The bin of each item, int64 [items]; an item beyond the limit has a bin of its own.
 
     Johnson et al. 1974. The fullest bin that has room takes the next largest item; bins are found by their room, so
-    the cost is linear in the items for a fixed number of levels.
-    """
+    the cost is linear in the items for a fixed number of levels."""
     whole = limit <= MOST_EXACT and float(limit).is_integer() and not np.any(sizes % 1)
     levels = int(limit) if whole else LEVELS
     units = np.minimum(np.ceil(sizes * (levels / limit)), levels).astype(np.int64)

@@ -15,8 +15,7 @@ TEXT_ROOM = 128  # tokens, between Q_t and Q'_t
 class Loads:
     """Cost of each sample for either part. vision: tiles or patches; text: tokens of the decoder, images included.
 
-    Both int64 [samples].
-    """
+    Both int64 [samples]."""
 
     vision: np.ndarray
     text: np.ndarray
@@ -37,8 +36,7 @@ class Limits:
 
     soft: `text` is a mean, not a bound: a pack may hold some tokens more if that makes all others even.
 
-    passes: of ISF, at most.
-    """
+    passes: of ISF, at most."""
 
     vision: int
     text: int
@@ -149,8 +147,7 @@ def costly(squares: np.ndarray, quantiles: Sequence[float]) -> np.ndarray:
     """Class of each pack by Σ tokens², which is what attention costs: int64 [packs], 0 for most packs.
 
     Classes are few and small: packs of one class hold samples that are alike, and steps of like samples bias the order
-    of training.
-    """
+    of training."""
     return np.searchsorted(np.quantile(squares, quantiles), squares)
 
 
@@ -199,8 +196,7 @@ class BalanceMetrics:
     bias: variance of the mean number of samples a pack in a step, over the variance that packs in random order would
     give (1.0). Where steps are sorted it grows with the replicas, so compare it at one number of replicas.
 
-    critical: text of each step's longest device, summed over steps, over an even share of all text.
-    """
+    critical: text of each step's longest device, summed over steps, over an even share of all text."""
 
     samples: int
     packs: int
@@ -220,8 +216,7 @@ def measure_balance(packs: Packs, loads: Loads, replicas: int, padded: bool, dis
     """Measure the packs of one epoch.
 
     padded: a batch is padded to its longest sample, and costs that. dispatched: images of a step go to any vision rank,
-    one by one, not to the rank of their pack.
-    """
+    one by one, not to the rank of their pack."""
     counts = packs.counts
     vision = packs.sums(loads.vision).astype(np.float64)
     tokens = packs.sums(loads.text).astype(np.float64)
@@ -290,8 +285,7 @@ def _bias(counts: np.ndarray, vision: np.ndarray | None, replicas: int) -> float
     """See `BalanceMetrics.bias`.
 
     vision: load of each pack, where packs should be equal in it. Only steps count whose packs all hold the usual
-    amount, so that mixtures of samples are compared, not amounts of vision. None: all steps count.
-    """
+    amount, so that mixtures of samples are compared, not amounts of vision. None: all steps count."""
     steps = _steps(counts.astype(np.float64), replicas)
     if vision is not None:
         values, numbers = np.unique(vision, return_counts=True)

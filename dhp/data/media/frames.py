@@ -34,8 +34,7 @@ class FrameSampling:
 
     start, end: seconds; only frames from the one to the other are taken. None: to the video's end.
 
-    times, in the methods: seconds of each frame, of a video whose frames are not evenly spaced; None: they are.
-    """
+    times, in the methods: seconds of each frame, of a video whose frames are not evenly spaced; None: they are."""
 
     fps: float
     max_frames: int
@@ -112,8 +111,7 @@ class FrameTimes:
     """Times of groups of frames.
 
     seconds: from one group to the next, on average. times: of each group, seconds from the beginning of the video to
-    the middle between its first and its last frame. firsts: to its first frame.
-    """
+    the middle between its first and its last frame. firsts: to its first frame."""
 
     seconds: float
     times: tuple[float, ...]
@@ -125,8 +123,7 @@ class VideoExtent:
     """The frames that are taken of a video.
 
     frames: how many, filled up to whole groups. width, height: pixels of a frame as it is stored; a frame that is shown
-    after a quarter turn has them exchanged. taken: how many before they are filled up.
-    """
+    after a quarter turn has them exchanged. taken: how many before they are filled up."""
 
     frames: int
     width: int
@@ -154,8 +151,7 @@ def map_images(
     """The results of `use` for each group of frames, in order, and the times of the groups. All frames are taken,
     filled up to whole groups with the last one, unless they are more than `taking.max_frames`: then so many, evenly.
 
-    Raises DataError for a frame that cannot be read, or is of another size than the first.
-    """
+    Raises DataError for a frame that cannot be read, or is of another size than the first."""
     files, pace = _taken(frames, taking)
     results, size = [], None
     for first in range(0, len(files), taking.group):

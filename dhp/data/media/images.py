@@ -24,8 +24,7 @@ def open_image(file: File, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode a file into an RGB image: EXIF rotation applied, transparency on white, first frame.
 
     max_pixels: width × height above which the file is refused before it is decoded.
-    DataError names the file and the reason: missing, not a file, empty, too large, broken, of another format.
-    """
+    DataError names the file and the reason: missing, not a file, empty, too large, broken, of another format."""
     with _opened(file, max_pixels) as image:
         image.load()
         return _to_rgb(ImageOps.exif_transpose(image))
@@ -43,8 +42,7 @@ def read_size(file: File, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """(width, height) in pixels of the image that `open_image` gives, from the file's header: no pixel is decoded.
 
     Raises DataError as `open_image` does, for what the header shows: missing, not a file, empty, too large, of another
-    format. A rotation that a PNG file states behind its pixels is not seen: such a size has its sides exchanged.
-    """
+    format. A rotation that a PNG file states behind its pixels is not seen: such a size has its sides exchanged."""
     with _opened(file, max_pixels) as image:
         exif = Image.Image.getexif(image)  # that of PNG files decodes first, in search of what stands behind the pixels
         # Pillow has turned the size of a TIFF file already, if the rotation is a tag of its own.

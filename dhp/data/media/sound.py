@@ -21,8 +21,7 @@ _EXACT_CONTAINERS = {"wav", "flac"}  # whose headers say how many samples there 
 def read_sound(file: File, rate: int) -> np.ndarray:
     """Decode a file's first stream of sound: float32 [samples], `rate` a second, the mean of its channels.
 
-    DataError names the file and the reason: missing, empty, broken, no sound, too long, cut off.
-    """
+    DataError names the file and the reason: missing, empty, broken, no sound, too long, cut off."""
     with _opened(file) as (container, stream):
         declared, own = _declared_samples(container, stream), stream.codec_context.sample_rate
         resample = av.AudioResampler(format="fltp", rate=rate)
@@ -42,8 +41,7 @@ def read_sound(file: File, rate: int) -> np.ndarray:
 def count_samples(file: File, rate: int) -> int:
     """The number of samples that `read_sound` gives: from the header where it says, else by decoding the file.
 
-    Raises DataError as `read_sound` does, for what shows.
-    """
+    Raises DataError as `read_sound` does, for what shows."""
     with _opened(file) as (container, stream):
         declared, own = _declared_samples(container, stream), stream.codec_context.sample_rate
         if declared is None:

@@ -59,8 +59,7 @@ class Settings:
 
     min_pixels, max_pixels: width × height bounds of the scaled picture or frame. fps: frames of each second.
     max_frames: the most of the video. frames: so many of it, whatever that is a second. start, end: seconds from its
-    beginning, of the part that is shown.
-    """
+    beginning, of the part that is shown."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -151,8 +150,7 @@ def name_of(file: File | Frames) -> str:
 def decoding(what: str) -> Iterator[None]:
     """Damaged bytes lead decoders to raise anything; all of it means that the file cannot be used.
 
-    what: kind and name of the file. Raises DataError for whatever is raised inside, with the reason.
-    """
+    what: kind and name of the file. Raises DataError for whatever is raised inside, with the reason."""
     try:
         yield
     except DataError:
@@ -165,8 +163,7 @@ def open_media(file: File, what: str) -> BinaryIO:
     """Its bytes, open for reading and seekable. what: "image", "video" or "audio", for errors.
 
     Raises DataError, which names the file and the reason: missing, no regular file, empty, unreadable, too large, of
-    another kind.
-    """
+    another kind."""
     opened = _open(file, what)
     strange = tell_strange(opened.read(_BEGINNING), what)
     if strange:
@@ -306,8 +303,7 @@ class MediaResolver:
 
     data_path: the folder that paths start from, which may be behind an address; None: no files. members: files of the
     sample's archive, by name; None: it has no archive. allow_http: fetch http and https addresses. keep_newlines: the
-    newline between the tag of a file and the text beside it stays.
-    """
+    newline between the tag of a file and the text beside it stays."""
 
     data_path: Path | RemoteFolder | None
     allow_http: bool = False
@@ -317,8 +313,7 @@ class MediaResolver:
     def find(self, value: Any, what: str) -> File:
         """The bytes that `value` stands for: a path, a data: or http(s) or file: address, bytes, or {bytes, path}.
 
-        what: "image", "video" or "audio". Raises DataError, with the reason alone.
-        """
+        what: "image", "video" or "audio". Raises DataError, with the reason alone."""
         if isinstance(value, Mapping):
             content = value.get("bytes")
             value = value.get("path") if content is None else content

@@ -36,8 +36,7 @@ def map_frames(
     where it is known already.
 
     Frames are handed over as they are decoded, a group at a time, so that their images need not fit into memory.
-    DataError names the file and the reason: broken, no video stream, no frames, too large, cut off.
-    """
+    DataError names the file and the reason: broken, no video stream, no frames, too large, cut off."""
     with opened_video(file) as (container, stream):
         known = astuple(_length(stream, file) if length is None else length)
         indices = taking.indices(*known)
@@ -56,8 +55,7 @@ def read_extent(file: File, taking: FrameSampling) -> VideoExtent:
     """The extent of what `map_frames` takes of a video, from the file's header.
 
     Frames are decoded only to be counted, where the header does not say how many there are (as in Matroska files).
-    Raises DataError as `map_frames` does, for what the header shows: no video stream, no frames, too large.
-    """
+    Raises DataError as `map_frames` does, for what the header shows: no video stream, no frames, too large."""
     with opened_video(file) as (container, stream):
         length = astuple(_length(stream, file))
         taken = len(taking.indices(*length))
@@ -213,8 +211,7 @@ def read_groups(
     """The frames of some groups (ascending numbers), upright, one group after another: the same as
     `dhp.data.media.video.map_frames` decodes.
 
-    Raises DataError for a file that cannot be decoded so far.
-    """
+    Raises DataError for a file that cannot be decoded so far."""
     indices = taking.indices(*astuple(length))
     members = [indices[group * taking.group : (group + 1) * taking.group] for group in groups]
     with opened_video(file) as (container, stream):

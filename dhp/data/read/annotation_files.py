@@ -146,8 +146,7 @@ class JsonlRows:
 def find_lines(path: Source, skip: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """int64 [lines + 1]: where each line begins, and the end of the file; int64 [blank lines]: their numbers, 0-based.
 
-    Read once, in chunks. skip: bytes at the file's beginning that are none of its first line.
-    """
+    Read once, in chunks. skip: bytes at the file's beginning that are none of its first line."""
     found, full, size = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=bool)], 0
     begun = False  # whether the line that the last chunk broke off in has text
     with path.open("rb") as file:
@@ -325,8 +324,7 @@ class _Header(tarfile.TarInfo):
 def _members(file: BinaryIO, start: int, stop: int | None) -> Iterator[tarfile.TarInfo]:
     """Headers of the regular files between two offsets. Links are left out, so none is followed.
 
-    Raises ReadError where a header leads back, which would go on for ever.
-    """
+    Raises ReadError where a header leads back, which would go on for ever."""
     file.seek(start)
     at = start - 1
     with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as archive:

@@ -226,8 +226,7 @@ def parse_record(raw: Any, dataset: str, position: int, where: str, form: str, m
 def detect(samples: Iterable[Any]) -> str:
     """The format of a dataset, by the first sample whose keys fit one format alone, else by the key of its turns.
 
-    unknown where no sample fits: each sample then lists what is known.
-    """
+    unknown where no sample fits: each sample then lists what is known."""
     fallback = None
     for raw in samples:
         certain, likely = _recognise(raw)
@@ -331,8 +330,7 @@ def read_annotations(
 
     Raises DataError where the whole dataset is useless: the file is missing, unreadable or no JSON array (with line and
     column), it has no sample, none of the first samples can be read, none has a key of `columns`, or data_path is not a
-    folder. Annotations.record raises for the defects of single samples, so that they can be skipped.
-    """
+    folder. Annotations.record raises for the defects of single samples, so that they can be skipped."""
     with located(f"dataset {dataset!r}"):
         if isinstance(data_path, Path) and not os.path.isdir(
             data_path

@@ -41,8 +41,7 @@ def turns_of(raw: Fields, said: Sequence[Said], media: MediaResolver, in_front: 
     name none, and a tag is text; so it is in any turn where no file is named outside. Else each tag of a question is
     the place of a file. in_front: files of a kind without any tag go before the first question.
 
-    Raises DataError, with the reason alone, when numbers differ or roles do not alternate.
-    """
+    Raises DataError, with the reason alone, when numbers differ or roles do not alternate."""
     check_order([one.role for one in said])
     said, beside = _files_beside(raw, said)
     if not all(one.tagged for one in said):

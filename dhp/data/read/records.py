@@ -21,8 +21,7 @@ class Turn:
     """One turn. role: system, user or assistant, or WRITES; parts: text (str), images (File, or SizedImage
     where the row has settings of it), videos (Video) and sounds (Sound).
 
-    learned: of an answer, whether it is. thoughts: of an answer, what was reasoned before it; "": nothing.
-    """
+    learned: of an answer, whether it is. thoughts: of an answer, what was reasoned before it; "": nothing."""
 
     role: str
     parts: tuple[Part, ...]
@@ -256,8 +255,7 @@ def check_paired(raw: Mapping[Any, Any]) -> None:
 def check_left(row: Fields, shows: bool) -> tuple[str, ...]:
     """The keys that were not taken, as lists of them name them. shows: whether the sample has any picture or sound.
 
-    Raises DataError, with the reason alone, for one that changes what is learned.
-    """
+    Raises DataError, with the reason alone, for one that changes what is learned."""
     unread = []
     for fields, key, value in row.left():
         where = f"{fields.place}: " if fields.place else ""

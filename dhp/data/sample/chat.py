@@ -64,8 +64,7 @@ def render(
     before an answer without any. A conversation that ends before an answer is written with the prompt for it.
     learned: which answers have a span, in order; None: all. marks: see `check_written`.
     DataError when the template refuses the conversation, rewrites earlier turns later on, leaves thoughts out, or takes
-    more than LIMIT_S.
-    """
+    more than LIMIT_S."""
     try:
         with time_limit(LIMIT_S):
             if _takes_strings(tokenizer):
@@ -243,8 +242,7 @@ MAX_BYTES = 1 << 20  # a template has some kilobytes; this is another file
 def read_template(path: str | None) -> str | None:
     """The text of data.chat_template; None for None.
 
-    Raises ConfigError for a file that is missing, no text, empty, or no Jinja.
-    """
+    Raises ConfigError for a file that is missing, no text, empty, or no Jinja."""
     if path is None:
         return None
     file = Path(path)

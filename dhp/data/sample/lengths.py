@@ -48,8 +48,7 @@ class Grids:
     """Grids of pictures by their size, for one image processor.
 
     They come from the processor's own formula (`get_number_of_image_patches`) where it has one that holds; else the
-    processor runs on a blank picture, once a size.
-    """
+    processor runs on a blank picture, once a size."""
 
     def __init__(
         self, processor: BaseImageProcessor, scaling: Mapping[str, Any], tokens: Callable[[Grid | ProcessorOutput], int]
@@ -65,8 +64,7 @@ class Grids:
     def __call__(self, size: Size, run: Callable[[Size], Form]) -> Grid | Form:
         """A grid with as many tokens as the true one. run: the processor's own answer, by a blank picture of a size.
 
-        Raises what `run` raises for a size that the processor does not take.
-        """
+        Raises what `run` raises for a size that the processor does not take."""
         if self._by_formula is None:
             self._by_formula = self._formula_holds(run)
         if self._by_formula:
@@ -108,8 +106,7 @@ class Length(NamedTuple):
 
     sound: tokens of its audio clips. targets: tokens that the loss counts.
 
-    encoded_bytes: of its files of images, videos and sound as they are stored; those behind an address count as 0.
-    """
+    encoded_bytes: of its files of images, videos and sound as they are stored; those behind an address count as 0."""
 
     vision: int
     text: int
@@ -151,8 +148,7 @@ def longest_token(backend: Mapping[str, Any]) -> int | None:
     """The most characters that one token can stand for, of a text in normal form C; None where nothing bounds them.
 
     backend: a fast tokenizer as JSON. A bound is known of byte pairs whose bytes are all tokens; not where unknown
-    words are one token, where text is taken away before, or where a token takes the space around it along.
-    """
+    words are one token, where text is taken away before, or where a token takes the space around it along."""
     model, added = backend["model"], backend.get("added_tokens") or []
     steps = [*_steps(backend.get("normalizer")), *_steps(backend.get("pre_tokenizer"))]
     kinds = {step["type"] for step in steps}
@@ -203,7 +199,6 @@ def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def _keeps(step: Mapping[str, Any]) -> bool:
-    """Whether a step takes no character away."""
     return step["type"] != "Replace" or len(step["content"]) >= len(
         step["pattern"].get("String", step["content"] + " ")
     )

@@ -74,8 +74,7 @@ class CachedPictures:
         """The picture to decode, with its features' key and None; or its features, and what they are of.
 
         digest: of the preprocessing. tokens: of a picture. Raises DataError for a file that cannot be read, ConfigError
-        where the folder cannot.
-        """
+        where the folder cannot."""
         content, medium = _digest(medium)
         kind = "video" if isinstance(medium, Video) else "image"
         if settings_of(medium) != PLAIN:
@@ -120,8 +119,7 @@ def key_of(tower: str, seen: str, kind: str, content: bytes) -> str:
     """Hex digest that a picture's features are cached under.
 
     tower: see `dhp.core.batch.FeatureSettings`. seen: hex digest of how pictures become patches. kind: image or
-    video, and its own settings. content: SHA-256 of the bytes of its file.
-    """
+    video, and its own settings. content: SHA-256 of the bytes of its file."""
     hashed = json.dumps([FEATURE_FORMAT, tower, seen, kind, content.hex()])
     return hashlib.sha256(hashed.encode()).hexdigest()
 
@@ -153,8 +151,7 @@ class PicturePatches:
     """An image or a video as the model gets it. pixels: float32 [patches, dim], or a video that is read in parts; pace:
     of a video's steps.
 
-    features: where features are cached; a picture that has some has no pixels.
-    """
+    features: where features are cached; a picture that has some has no pixels."""
 
     pixels: np.ndarray | LongVideo
     grid: Grid | ProcessorOutput
@@ -210,8 +207,7 @@ class Pictures:
         """Some patches of a video, step in time by step: where in `rows` they are, and they, float32 [some, dim].
 
         rows: which patches, int64. Only steps that have some are decoded. Raises UnreadableVideo where `decode` would
-        raise DataError.
-        """
+        raise DataError."""
         try:
             yield from self._some_patches(video, rows)
         except DataError as error:

@@ -77,8 +77,7 @@ class Preprocessor:
         (`Pictures.read_patches`); None: none do. frame_patches: patches of each frame or tile of a picture.
         pictures_apart: whether the model tells neighbouring pictures by the tokens between them.
 
-        Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
-        """
+        Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds."""
         about_pictures = (written, videos, sounds, image_token_id)
         self._text = ConversationTokenizer(tokenizer, prompts, max_tokens, positions, *about_pictures)
         self._tokenizer = tokenizer
@@ -102,8 +101,7 @@ class Preprocessor:
         """Length of the sample that a call would give, from the headers of its files.
 
         No pixel is decoded, except to count the frames of a video whose header does not tell their number. Raises
-        DataError as a call does, with the record's place, for defects that show without pixels.
-        """
+        DataError as a call does, with the record's place, for defects that show without pixels."""
         with located(record.where):
             clips = [] if self._sounds is None else self._sounds.outline(sounds_of(record))
             tokens, outlines = self._read(record, self.pictures.outline, clips)
@@ -150,8 +148,7 @@ class Preprocessor:
         """The conversation, with the tokens of the given clips, and its pictures.
 
         The text is read first, because its defects show soonest; but where it tells the times of frames, the pictures
-        come first.
-        """
+        come first."""
         if self._sounds is None:
             refuse_sound(record, self._prompts.no_audio)
         apart = self._videos is not None and self._videos.step_tokens is not None

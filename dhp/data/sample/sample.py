@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class Sample:
     """The model's inputs of one conversation. L: its tokens, each placeholder repeated to the length of its picture.
 
-    position: 1-based number among the samples of `dataset`, in all its files. "Picture": an image or a video.
-    """
+    position: 1-based number among the samples of `dataset`, in all its files. "Picture": an image or a video."""
 
     dataset: str
     position: int
@@ -80,10 +79,7 @@ class Videos:
 
 
 def area_bounds(
-    processor: BaseImageProcessor,
-    min_pixels: int | None,
-    max_pixels: int | None,
-    upper: str = "data.max_pixels",
+    processor: BaseImageProcessor, min_pixels: int | None, max_pixels: int | None, upper: str = "data.max_pixels"
 ) -> dict[str, Any]:
     """Arguments of the image processor that bound a scaled image's area; none leaves it its own bounds."""
     if min_pixels is None and max_pixels is None:

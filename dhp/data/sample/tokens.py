@@ -42,8 +42,7 @@ class AudioPreprocessing:
 
     features: waves of one sample's clips → float32 [frames, bins] each. forms: samples in these waves → forms.
 
-    about: all that decides a clip's tokens, except its file.
-    """
+    about: all that decides a clip's tokens, except its file."""
 
     token_id: int
     rate: int
@@ -124,8 +123,7 @@ class Prompts:
 
     system: text of those that have none; None: nothing is added. learn_empty_thoughts: see
     `dhp.data.sample.chat.render`. no_audio: why a run takes no audio, for errors. learn_newline: the newline behind an
-    answer's end token is learned too.
-    """
+    answer's end token is learned too."""
 
     system: str | None = None
     learn_empty_thoughts: bool = False
@@ -280,8 +278,7 @@ class ConversationTokenizer:
         """Move `last` (exclusive) so that the answer ends with its end-of-turn token.
 
         Templates write a newline after that token, which nothing should learn to say; and some leave
-        the token itself outside their generation block, which would teach the model never to stop.
-        """
+        the token itself outside their generation block, which would teach the model never to stop."""
         special = [i for i in range(first, last) if ids[i] in self._special]
         if special and not text[offsets[special[-1], 1] :].strip():
             return special[-1] + 1

@@ -34,8 +34,7 @@ def fullest_first(packs: Packs, loads: Loads, width: int) -> Packs:
     that with most vision; and the one with most vision over all its packs, unless that is the first one.
 
     Packs of a step stay together, so a step is as even as before; all other steps stay in their order. Packs behind the
-    last whole step stay where they are. width: packs of a step, 1 or more.
-    """
+    last whole step stay where they are. width: packs of a step, 1 or more."""
     steps = len(packs) // width
     if steps < 2:
         return packs
@@ -56,8 +55,7 @@ class WindowState:
     """What was planned before a window, as far as planning it and later ones needs it.
 
     rows: of the epoch's windows before it. seen: samples in these. left: samples that they leave to it. waiting:
-    defects of samples that no step has named yet. lengths, planned: checksums of all windows before it.
-    """
+    defects of samples that no step has named yet. lengths, planned: checksums of all windows before it."""
 
     epoch: int
     window: int
@@ -215,8 +213,7 @@ class EpochPlan:
     def due(self, step: int) -> np.ndarray:
         """Samples of the next window whose lengths should be known at a step.
 
-        Their share of the next window is the share of this window's rows that are trained on by then.
-        """
+        Their share of the next window is the share of this window's rows that are trained on by then."""
         number, row = self._find(min((step + 1) * self._width, self._rows()) - 1)
         following = self._windows[number + 1] if number + 1 < len(self._windows) else self._left[:0]
         return following[: ceil((row + 1) / len(self._planned[number]) * len(following))]
@@ -254,7 +251,6 @@ class EpochPlan:
         return self._planned[number].pack(inside)
 
     def _find(self, row: int) -> tuple[int, int]:
-        """Window of a row, and its number there."""
         number = bisect_right(self._ends, row)
         return number, row - (self._ends[number - 1] if number else 0)
 
@@ -269,8 +265,7 @@ class BalancedSampler(Sampler):
     An epoch's samples come in random order; a window of them is planned at a time. Rows that are too few for a step
     give their samples to the next window, so only the last step of an epoch is short. Samples whose lengths cannot be
     measured are left out and named in the first step of their window. Each step also looks up some lengths of the next
-    window, so that no step waits for all of them.
-    """
+    window, so that no step waits for all of them."""
 
     def __init__(
         self,
@@ -362,7 +357,6 @@ class BalancedSampler(Sampler):
         return self._planner.limits
 
     def _locate(self, step: int) -> tuple[int, int]:
-        """Epoch of a step, and its number there."""
         epoch = bisect_right(self._ends, step)
         before = self._ends[epoch - 1] if epoch else 0
         while not self._epoch(epoch).reaches(step - before):

@@ -104,8 +104,7 @@ class Portion:
         """share: of the samples, 0 < share <= 1, drawn once. weight: how often an epoch shows each of them on average.
 
         shuffle: which samples come once more, where the weight is not whole, is drawn anew for each cycle through them;
-        otherwise they take turns.
-        """
+        otherwise they take turns."""
         self.annotations = annotations
         self._seeds = [seed, crc32(annotations.dataset.encode())]
         self._kept = self._draw(share) if share < 1 else None  # int64 [samples], ascending; None: all
@@ -192,8 +191,7 @@ def open_dataset(
     seed, shuffle: which samples a share and a weight show. remote: how files behind addresses are read.
 
     Raises DataError for a name that the registry does not hold and for a file that cannot be read, ConfigError for a
-    malformed share.
-    """
+    malformed share."""
     split = [split_share(name) for name in names]
     opened = {name: _read(name, registry, allow_http, remote) for name in dict(split)}
     return Dataset([Portion(opened[name], share, registry[name].weight, seed, shuffle) for name, share in split])
@@ -214,8 +212,7 @@ class StepSamples:
     """The data of one step.
 
     step, epoch: 0-based. samples: [micro_batch][replica] -> its samples. skipped: one message (dataset, position,
-    reason) for each sample left out. done: epochs after the step, with a fraction.
-    """
+    reason) for each sample left out. done: epochs after the step, with a fraction."""
 
     step: int
     epoch: int
@@ -269,8 +266,7 @@ class BatchSource:
     def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepSamples:
         """Decode the samples of a step, but for long videos. DataError as on_bad_sample says.
 
-        broken: long videos that proved so, and what is wrong with them.
-        """
+        broken: long videos that proved so, and what is wrong with them."""
 
         def prepare(record: Record) -> Sample:
             sample = self._preprocess(record)

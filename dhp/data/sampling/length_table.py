@@ -31,8 +31,7 @@ class Lengths:
     """Lengths of rows of one dataset.
 
     columns: LENGTH_COLUMNS [samples], each a `dhp.data.sample.lengths.Length`; all 0 where the sample is defective.
-    defects: by index in these, what is wrong and where.
-    """
+    defects: by index in these, what is wrong and where."""
 
     columns: np.ndarray
     defects: Mapping[int, str]
@@ -105,8 +104,7 @@ def key_of(annotations: Annotations, preprocess: Preprocessor, path: Place) -> s
     last change) and as read, and of the preprocessor. path: the annotation file, or the folder of shards.
 
     Not noticed: images and videos outside of `path` that are replaced, removed or added, in place. Remove the cache's
-    files after such a change.
-    """
+    files after such a change."""
     path, data_path = Path(os.path.abspath(path)) if isinstance(path, Path) else path, annotations.data_path
     about = {
         "format": CACHE_FORMAT,
@@ -174,8 +172,7 @@ class RowChunk:
 class LengthTable:
     """Lengths of one dataset's samples, as far as they are known; cached on disk, also before all are.
 
-    columns: LENGTH_COLUMNS [samples]; where text is UNKNOWN, the others are 0.
-    """
+    columns: LENGTH_COLUMNS [samples]; where text is UNKNOWN, the others are 0."""
 
     def __init__(self, annotations: Annotations, preprocess: Preprocessor, cache: LengthCache) -> None:
         """Loads what the cache has. Raises ConfigError when it cannot be written to."""

@@ -41,8 +41,7 @@ def check_some_samples(
     Returns a line for each dataset that has keys which were not read, for one whose answers have that end already, and
     for one of grey pictures that would be nearly black. Datasets that are large or of another kind are not looked at,
     and no video is opened. Raises DataError for a dataset that cannot be opened, and otherwise as reading the sample
-    does.
-    """
+    does."""
     cheap = [name for name in names if _is_cheap(registry[split_share(name)[0]].annotation_path)]
     notes, moving = [], len(cheap) < len(names)  # of what is not looked at, it is not known
     for name in dict.fromkeys(cheap):

@@ -63,8 +63,7 @@ class StepBatch:
 
     defects: one message for each sample that is left out before anything is read.
 
-    measure_s: seconds spent on choosing the samples, which includes measuring their lengths.
-    """
+    measure_s: seconds spent on choosing the samples, which includes measuring their lengths."""
 
     step: int
     epoch: int
@@ -92,8 +91,7 @@ class Sampler:
     def order(self, step: int = 0) -> dict[str, Any]:
         """All that decides which samples the steps before `step` have, as plain values.
 
-        Two samplers of equal order hand out the same steps, also to different numbers of replicas.
-        """
+        Two samplers of equal order hand out the same steps, also to different numbers of replicas."""
         raise NotImplementedError
 
     def first(self, step: int) -> np.ndarray:
@@ -164,8 +162,7 @@ class RandomSampler(Sampler):
 def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     """The order of n samples in one epoch: int64 [n], a permutation of 0..n-1, in file order unless shuffled.
 
-    Read-only, because it is shared.
-    """
+    Read-only, because it is shared."""
     order = np.random.default_rng([seed, epoch]).permutation(n) if shuffle else np.arange(n)
     order.flags.writeable = False
     return order
@@ -193,8 +190,7 @@ def slots(indices: Sequence[int], layout: BatchLayout) -> list[list[tuple[int, .
     """Divide a global batch: [micro_batch][replica] -> its indices.
 
     Micro-batches are filled one after another, and within one its replicas. In a short batch the later
-    slots are therefore smaller or empty.
-    """
+    slots are therefore smaller or empty."""
     size = layout.micro_batch_size
     starts = [
         [(micro * layout.replicas + replica) * size for replica in range(layout.replicas)]
@@ -223,8 +219,7 @@ class BalanceSettings:
 
     rule: where limits that are None come from, MEAN or PAPER. isf_passes: see `Limits`.
 
-    fullest_first: the first window of the first epoch begins with its fullest steps.
-    """
+    fullest_first: the first window of the first epoch begins with its fullest steps."""
 
     method: str = RANDOM
     vision: int | None = None

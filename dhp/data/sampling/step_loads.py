@@ -1,8 +1,7 @@
 """Loads of steps by the run's sampler, before it runs.
 
 A table's mean does not tell it: a step waits for its slowest text replica, and a rank must have room for its worst row.
-A row is what one text replica holds in one micro-batch.
-"""
+A row is what one text replica holds in one micro-batch."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class LengthSource(Protocol):
 class Table:
     """Lengths of samples by their number, the same in every epoch.
 
-    rows: [samples], fields of LENGTH_COLUMNS, at least `vision` and `text`; both 0 where a sample is defective.
-    """
+    rows: [samples], fields of LENGTH_COLUMNS, at least `vision` and `text`; both 0 where a sample is defective."""
 
     rows: np.ndarray
 
@@ -80,8 +78,7 @@ class Row:
 
     samples: their numbers in the epoch, without defective ones. tokens, pairs: as in `StepLoads`.
 
-    vision: image tokens. patches: that enter the tower; None: not known.
-    """
+    vision: image tokens. patches: that enter the tower; None: not known."""
 
     step: int | None
     samples: tuple[int, ...]
@@ -108,8 +105,7 @@ class StepLoads:
 
     samples, ends: numbers of the samples of all rows one after another, and where each row ends among them.
 
-    columns: lengths of the epoch's samples, by number.
-    """
+    columns: lengths of the epoch's samples, by number."""
 
     first: int
     tokens: np.ndarray
@@ -206,8 +202,7 @@ def step_loads(
 
     packing: rows are packed, as they always are where ranks share a sequence.
 
-    Raises DataError where the run would for want of samples, and for a defective one unless on_bad_sample is "skip".
-    """
+    Raises DataError where the run would for want of samples, and for a defective one unless on_bad_sample is "skip"."""
     columns = dataset.columns(np.arange(len(dataset)), epoch)
     defective = np.flatnonzero(columns["text"] <= 0)
     if len(defective) == len(columns):

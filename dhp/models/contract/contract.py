@@ -40,8 +40,7 @@ class Structure:
     mixers: classes of the decoder's modules that carry state along a row, as far as they are known here.
 
     text, vision: modules of each part, which the other drops. vision_layers: the tower's largest list of layers. audio:
-    the audio encoder's name; no picture passes it.
-    """
+    the audio encoder's name; no picture passes it."""
 
     base: str
     decoder: str
@@ -220,8 +219,7 @@ class Contract:
 
     vision_layers, text_layers: modules of their layers. experts: modules of experts among the latter.
 
-    unused: the tower's parameters that no output depends on; those of the decoder, with `*` for a layer's number.
-    """
+    unused: the tower's parameters that no output depends on; those of the decoder, with `*` for a layer's number."""
 
     structure: Structure
     base: type[nn.Module]
@@ -255,8 +253,7 @@ class Handover:
 
     shared: fields with a few rows that all pictures have in common (Ovis2's indicators): how many rows, and in how many
     tensors they travel. Each picture's first rows carry them, and the decoder takes those of its first picture, so that
-    their gradient is the sum over all decoders.
-    """
+    their gradient is the sum over all decoders."""
 
     main: str = POOLED
     more: tuple[tuple[str, int], ...] = ()

@@ -88,8 +88,7 @@ def complete_plan(model: PreTrainedModel, structure: Structure, text: Any) -> di
     """Styles to add: of norms of single heads, whose gradients are summed over the ranks, and all of a decoder of
     ordinary layers for which there is no plan. None where there is none and layers are of another kind.
 
-    A norm as wide as several heads gets no style, so that cutting its heads is refused by name.
-    """
+    A norm as wide as several heads gets no style, so that cutting its heads is refused by name."""
     layers = f"{structure.layers}."
     given = {name for name in model.tp_plan if name.startswith(layers)}
     modules = {name: one for name, one in model.named_modules() if name.startswith(layers)}

@@ -1,7 +1,6 @@
 """Makes random pictures and their arguments from a configuration.
 
-The arguments of `get_image_features` determine the form; where several are possible, the first that runs is used.
-"""
+The arguments of `get_image_features` determine the form; where several are possible, the first that runs is used."""
 
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
@@ -57,8 +56,7 @@ def frame_patches(form: ProcessorOutput, channels: int, side: int) -> tuple[int,
     """Patches of each frame or tile of a picture: by its grids where it has some, else of each tile of pixels [...,
     channels, height, width]. Where it has neither, its rows are one frame.
 
-    side: pixels along a patch.
-    """
+    side: pixels along a patch."""
     arrays = arrays_of(form)
     for name in _GRIDS:
         if name in arrays:

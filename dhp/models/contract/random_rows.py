@@ -169,8 +169,7 @@ def positions(
     """Rotary positions as the model's own `get_rope_index` has them; counted through where it has none.
 
     inside: bool, false at padding. pictures: arguments that tell of the pictures' sizes; forms: of those that are no
-    grids. published: what is behind a video follows its greatest position, as its makers trained.
-    """
+    grids. published: what is behind a video follows its greatest position, as its makers trained."""
     if not hasattr(base, "get_rope_index"):
         return (torch.arange(ids.shape[1]) + first_position(config)).expand_as(ids).contiguous()
     model = SimpleNamespace(config=config)

@@ -61,8 +61,7 @@ def shrink(config: PreTrainedConfig, towers: bool = False) -> PreTrainedConfig:
 
     The decoder keeps a layer of each kind, the tower all its layers unless `towers` asks for few there too. Special
     tokens move into a small vocabulary.
-    Raises what the family's configuration class raises for sizes that do not go together.
-    """
+    Raises what the family's configuration class raises for sizes that do not go together."""
     given = copy.deepcopy(config.to_dict())
     text_key = _text_key(config)
     text = given if text_key is None else given[text_key]
@@ -97,7 +96,6 @@ def _text_key(config: PreTrainedConfig) -> str | None:
 
 
 def _sections(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """All dictionaries that are configurations, the outermost first."""
     found = [given]
     for key, value in given.items():
         if isinstance(value, dict) and ("model_type" in value or key.endswith("_config")):

@@ -1,7 +1,6 @@
 """GLM-4.1V, GLM-4.6V, GLM-4.5V: towers with learned positions.
 
-The tower is of the kind of Qwen2.5-VL's without windows; its positions are interpolated from a square table.
-"""
+The tower is of the kind of Qwen2.5-VL's without windows; its positions are interpolated from a square table."""
 
 from typing import Any
 

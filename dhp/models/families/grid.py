@@ -26,8 +26,7 @@ class GridProcessor(Processor):
     """Images and videos of any size. A grid is (steps in time, rows, columns) of patches; patches that are merged into
     one token are consecutive.
 
-    paced: the model's positions of a video depend on the seconds between its steps.
-    """
+    paced: the model's positions of a video depend on the seconds between its steps."""
 
     paced = False
 
@@ -108,8 +107,7 @@ class GridTower(Tower):
     """All layers attend to whole frames, so that patches stay in the processor's order. Values that the tower would
     derive from grids are given as arguments.
 
-    path: of the tower; blocks: of its layers, in it. projections, gates: of a layer (`LayerParts`).
-    """
+    path: of the tower; blocks: of its layers, in it. projections, gates: of a layer (`LayerParts`)."""
 
     path: str = "model.visual"
     blocks: str = "blocks"

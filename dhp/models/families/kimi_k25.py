@@ -1,8 +1,7 @@
 """Kimi-K2.5: a tower that merges late; DeepSeek-V3's decoder.
 
 Patches come by rows of the picture. Images only: the tower means a video's steps over time, which the library's own
-hand-over does not count on.
-"""
+hand-over does not count on."""
 
 from __future__ import annotations
 

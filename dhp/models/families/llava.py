@@ -1,8 +1,7 @@
 """LLaVA: a CLIP or SigLIP tower and an ordinary decoder.
 
 Images are independent, so the ranks that share a "sequence" here share the images of a micro-batch: stage one of
-two-stage sharding (LongVILA, Chen et al. 2024, section 3.2), without any communication in the tower.
-"""
+two-stage sharding (LongVILA, Chen et al. 2024, section 3.2), without any communication in the tower."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Qwen3.5, with or without experts: mostly linear-attention layers.
 
-The tower is Qwen3-VL's without DeepStack features; those layers are gated delta nets (Yang et al. 2025).
-"""
+The tower is Qwen3-VL's without DeepStack features; those layers are gated delta nets (Yang et al. 2025)."""
 
 from typing import Any
 

@@ -1,8 +1,7 @@
 """Qwen3-VL: a tower with DeepStack features and its decoder.
 
 The decoder adds features of several layers of the tower after its first layers ("DeepStack", Meng et al. 2024). The
-frames of a video are separate in the prompt, each after its time in words.
-"""
+frames of a video are separate in the prompt, each after its time in words."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ class Block(NamedTuple):
 
     diagonal: both are the same tokens under causal attention, and each query sees the keys up to its own; else each
     query sees all keys. scale: factor of the scores. hidden: [..., queries, keys], keys that a query does not see, and
-    softcap: what scores are capped at (`dhp.parallel.attention.visibility.LayerRule`); `Dense` alone knows both.
-    """
+    softcap: what scores are capped at (`dhp.parallel.attention.visibility.LayerRule`); `Dense` alone knows both."""
 
     diagonal: bool
     scale: float
@@ -66,8 +65,7 @@ class CpuFlash:
 class Dense:
     """Attention written out in float32 (float64 for float64 inputs): the reference, and what runs without a kernel.
 
-    The only one with masks and soft caps, and the only one that takes several segments [..., tokens, heads, dim].
-    """
+    The only one with masks and soft caps, and the only one that takes several segments [..., tokens, heads, dim]."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         scores, _, _, v = self._scores(query, key, value, block)
@@ -301,8 +299,7 @@ def attend_varlen(
 
     bounds: int32 [segments + 1]. longest: tokens of the longest segment. window: tokens that each one sees of those up
     to itself, with causal attention. PyTorch's flash attention, or that of the package of its own, with gradients:
-    unlike cuDNN it builds no plan for each new length, and nothing is sorted.
-    """
+    unlike cuDNN it builds no plan for each new length, and nothing is sorted."""
     if backend == FLASH_ATTENTION_2:
         return attend(query, key, value, bounds, longest, causal, scale, window)
     sizes = (-1 if window is None else window - 1, 0) if causal else (-1, -1)

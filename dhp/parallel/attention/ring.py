@@ -2,8 +2,7 @@
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers". Merging in float32 by log-sum-exp; backward with the
 output and log-sum-exp of all blocks, so that no block needs another's scores. Gradients of keys and values travel with
-them, in float32, from the first other rank on until they are back at their rank, whose own share is added there.
-"""
+them, in float32, from the first other rank on until they are back at their rank, whose own share is added there."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -26,8 +25,7 @@ from dhp.parallel.comm import Shift, exchange_rows
 class ChunkPair(NamedTuple):
     """Rows of queries that see rows of keys; diagonal: the same tokens, each seeing those up to itself.
 
-    masked: the places in the segment of both, where a window or chunk hides some of these keys from some queries.
-    """
+    masked: the places in the segment of both, where a window or chunk hides some of these keys from some queries."""
 
     queries: slice
     keys: slice
@@ -48,8 +46,7 @@ class Ring:
 
     gather: fetch all keys and values at once instead, which for short rings is one message instead of several.
 
-    backend: whose kernels compute the blocks (`dhp.parallel.attention.attention_kernels.choose_kernel`).
-    """
+    backend: whose kernels compute the blocks (`dhp.parallel.attention.attention_kernels.choose_kernel`)."""
 
     chunks: tuple[Shard, ...]
     rank: int
@@ -85,8 +82,7 @@ def visible_pairs(queries: Shard, keys: Shard, causal: bool, layer: LayerRule = 
     """Pairs of ranges of the same segment of which the queries see the keys: whole ranges, or where a layer has a
     window or chunks, `QUERIES` queries and the keys that some of them see.
 
-    Raises ValueError for ranges that overlap without being the same: no token is on two ranks.
-    """
+    Raises ValueError for ranges that overlap without being the same: no token is on two ranks."""
     of_segment = defaultdict(list)
     for key, columns in _with_rows(keys):
         of_segment[key.segment].append((key, columns))
@@ -123,8 +119,7 @@ def ring_attention(
     """Attention of this rank's queries to the keys of all ranks of the ring.
 
     query: [own tokens, heads, dim]; key, value: [own tokens, kv heads, dim]. Returns [own tokens, heads, dim]. What a
-    layer's window hides travels all the same. Raises ValueError for a window or chunk without causality.
-    """
+    layer's window hides travels all the same. Raises ValueError for a window or chunk without causality."""
     if layer.bounds and not ring.causal:
         raise ValueError(f"window={layer.window}, chunk={layer.chunk}: a ring that is not causal has neither")
     return _RingAttention.apply(query, key, value, ring, scale, layer)
@@ -133,8 +128,7 @@ def ring_attention(
 def merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) -> None:
     """Add a block to what is there, in place: output [tokens, heads, dim], lse [heads, tokens], both exact.
 
-    A row that has seen nothing yet carries lse = -inf.
-    """
+    A row that has seen nothing yet carries lse = -inf."""
     total = torch.logaddexp(lse, block_lse)
     share = torch.where(total == float("-inf"), 0.0, (block_lse - total).exp())
     # One kernel that reads both outputs and writes one.
@@ -201,8 +195,7 @@ def _share(
 def _blocks(own: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
     """Keys and values of every rank, [2, tokens, heads, dim], by rank: this one's own first, then as they come around.
 
-    The next are already being received while the caller works on these.
-    """
+    The next are already being received while the caller works on these."""
     ranks = len(ring.chunks)
     if ring.gather and ranks > 1:
         sizes = [ring.tokens(rank) for rank in range(ranks)]

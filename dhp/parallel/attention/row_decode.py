@@ -1,8 +1,7 @@
 """Decodes tokens over ranks that share a row.
 
 They are kept as a layer made them, before any Ulysses exchange: of this rank's tokens, all key/value heads that tensor
-parallelism leaves it. New tokens go to the ranks in turn, so that all caches grow alike.
-"""
+parallelism leaves it. New tokens go to the ranks in turn, so that all caches grow alike."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -122,8 +121,7 @@ def merge_over_ranks(output: Tensor, lse: Tensor, group: dist.ProcessGroup) -> T
     """[heads, dim] of all ranks' keys, the same bits on every rank.
 
     output: [heads, dim] of this rank's keys, and lse: [heads], the log-sum-exp of its scores, -inf where it has no key;
-    both in the exact format. One message a layer: heads × (dim + 1) numbers to each rank.
-    """
+    both in the exact format. One message a layer: heads × (dim + 1) numbers to each rank."""
     every = gather_alike(torch.cat([output, lse[:, None]], dim=1), group)  # [ranks, heads, dim + 1]
     return merge(every[..., :-1], every[..., -1])
 
@@ -156,8 +154,7 @@ def new_token_attention(
     """Attention of a decoder's layer in transformers' terms: query [1, heads, 1, dim], key and value [1, kv heads,
     tokens here, dim], output [1, 1, heads, dim].
 
-    Raises ModelError for what is not computed here (`dhp.parallel.attention.visibility.layer_rule`).
-    """
+    Raises ModelError for what is not computed here (`dhp.parallel.attention.visibility.layer_rule`)."""
     rule = layer_rule(module, attention_mask, named)
     # Tokens here are in the row's order, so a window or a chunk is the last ones of them: nothing is masked.
     first = segments.held.since(rule.first_key(segments.held.total))

@@ -48,8 +48,7 @@ class SegmentPlan:
     backend: whose kernels compute, as a part's attention_backend says.
 
     calls: how often a layer that takes each segment by itself is called at least, however few groups there are: each
-    call gathers weights, together with ranks whose rows have other segments.
-    """
+    call gathers weights, together with ranks whose rows have other segments."""
 
     groups: tuple[tuple[int, int], ...]
     order: Tensor | None
@@ -110,8 +109,7 @@ def plan_segments(
     """Consecutive segments of the given lengths (tokens), all of them here. varlen: for one call over all of them.
     backend: see `SegmentPlan`.
 
-    blocks: int64 [tokens], on the host, and block_rule: see `SegmentPlan`. Raises ValueError where they do not fit.
-    """
+    blocks: int64 [tokens], on the host, and block_rule: see `SegmentPlan`. Raises ValueError where they do not fit."""
     ranges = [TokenRange(i, 0, length) for i, length in enumerate(lengths)]
     return _plan(ranges, lengths, device, causal, None, varlen, blocks, block_rule, backend)
 
@@ -131,8 +129,7 @@ def plan_shard(
     `plan_segments`, and so are blocks, which are those of all ranks' tokens, segments one behind another.
 
     Segments that one rank has whole need no communication; those that one ring rank's chunk has, none but the
-    exchange among its Ulysses ranks. Raises ValueError, on all ranks alike, for blocks and a segment in the ring.
-    """
+    exchange among its Ulysses ranks. Raises ValueError, on all ranks alike, for blocks and a segment in the ring."""
     own = shards.shards[position.ring_rank][position.ulysses_rank]
     divided = shards.without_whole_segments()
     rest: Ulysses | Ring | None = None

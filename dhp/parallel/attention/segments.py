@@ -124,8 +124,7 @@ def _look_ahead(
 ) -> Tensor:
     """`outputs` of causal attention as one, with the rows of blocks recomputed: they see all up to the last of theirs.
 
-    So attention to whole segments needs no mask. Each block is contiguous.
-    """
+    So attention to whole segments needs no mask. Each block is contiguous."""
     starts = accumulate((length * count for length, count in plan.groups), initial=0)
     rows = []  # (first row of the segment, of the block, the one behind it)
     for (length, _), start, group in zip(plan.groups, starts, spans):
@@ -165,8 +164,7 @@ def attend_segments(
     """Each token of [tokens, heads, dim] attends to its own segment; the same shape back, as wide as `value`.
 
     Key and value may have fewer heads, each shared by as many query heads in a row (grouped-query attention), and value
-    may be of another width (multi-head latent attention). Raises ValueError for a window or chunk without causality.
-    """
+    may be of another width (multi-head latent attention). Raises ValueError for a window or chunk without causality."""
     if layer.bounds and not plan.causal:
         raise ValueError(f"window={layer.window}, chunk={layer.chunk}: segments that are not causal have neither")
     width, wanted = value.shape[-1], max(query.shape[-1], value.shape[-1])
@@ -190,7 +188,6 @@ def _widened(states: Tensor, width: int) -> Tensor:
 def _attend_rest(
     query: Tensor, key: Tensor, value: Tensor, rest: Ulysses | Ring, scale: float, layer: LayerRule
 ) -> Tensor:
-    """Output of the tokens of divided segments."""
     if isinstance(rest, Ring):
         return ring_attention(query, key, value, rest, scale, layer)
     states = rest.exchange.heads_to_rank(query, key, value)
@@ -211,8 +208,7 @@ def segment_attention(
     """transformers' attention interface: states [1, heads, tokens, dim], output [1, tokens, heads, dim].
 
     `cu_seq_lens_q` carries our plan through the untouched tower, in place of cumulative lengths; `segments` does where
-    the tower needs the lengths themselves.
-    """
+    the tower needs the lengths themselves."""
     plan = cu_seq_lens_q if segments is None else segments
     assert isinstance(plan, SegmentPlan)
     # [tokens, heads, dim]. As views all through: the gradient of an index is a whole tensor of zeros, filled in.
@@ -235,8 +231,7 @@ def packed_attention(
 
     It is a keyword of the model's forward that reaches every layer as it is. No mask of tokens × tokens is built. What
     else a layer asks for is in `named`. Raises ModelError for what is not computed here
-    (`dhp.parallel.attention.visibility.layer_rule`).
-    """
+    (`dhp.parallel.attention.visibility.layer_rule`)."""
     rows, _, tokens, width = query.shape
     layer = layer_rule(module, attention_mask, named)
     check_position_scales(module, tokens, rows == 1 and segments.groups != ((tokens, 1),))
@@ -253,8 +248,7 @@ def run_by_segment(model: nn.Module, class_names: Collection[str]) -> int:
 
     The model's forward gets the plan of the row as the keyword `segments`, as for `packed_attention`; its layers hand
     it on. Before recomputing or sharding wraps the layers, so that this is inside. Raises ModelError for a class that
-    no module is of.
-    """
+    no module is of."""
     found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in class_names]
     missing = sorted(set(class_names) - {type(module).__name__ for _, module in found})
     if missing:

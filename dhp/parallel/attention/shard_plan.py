@@ -1,8 +1,7 @@
 """Places tokens on ranks of a ring × Ulysses mesh.
 
 A sequence is made of segments (images, frames, documents); a token attends within its own segment. A shard is a list
-of ranges, so uneven shards, many segments, and layouts that distribute a segment in pieces are all the same thing.
-"""
+of ranges, so uneven shards, many segments, and layouts that distribute a segment in pieces are all the same thing."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def contiguous_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPla
 def given_plan(lengths: Sequence[int], rank_tokens: Sequence[int], ring: int) -> ShardPlan:
     """Each rank the next part of the sequence, of the given number of tokens; Ulysses ranks innermost.
 
-    For vision shards, whose borders are those of attention windows. Raises ValueError when the numbers do not fit.
-    """
+    For vision shards, whose borders are those of attention windows. Raises ValueError when the numbers do not fit."""
     if sum(rank_tokens) != sum(lengths):
         raise ValueError(f"the ranks hold {sum(rank_tokens)} tokens, but the segments have {sum(lengths)}")
     whole = tuple(TokenRange(segment, 0, length) for segment, length in enumerate(lengths) if length)
@@ -107,8 +105,7 @@ def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
     """For causal attention: each segment in 2 × ring pieces, of which ring rank r gets the r-th and the r-th from the
     end, so that all have the same work; the Ulysses ranks share a ring rank's tokens in order.
 
-    Pieces of a segment are equal to within one token: no length has to be a multiple of anything.
-    """
+    Pieces of a segment are equal to within one token: no length has to be a multiple of anything."""
     chunks = zigzag_chunks(list(enumerate(lengths)), ring)
     shards = (cut_ranges(join_ranges(chunk), even_counts(count_tokens(chunk), ulysses)) for chunk in chunks)
     return ShardPlan(tuple(lengths), tuple(map(tuple, shards)))

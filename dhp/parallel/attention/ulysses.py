@@ -2,8 +2,7 @@
 
 Each rank holds part of the sequence with all heads; an all-to-all turns that into the whole sequence with part of the
 heads, attention runs, and a second all-to-all turns it back. Shards may be of any length: the all-to-all carries split
-sizes, nothing is padded.
-"""
+sizes, nothing is padded."""
 
 import math
 from dataclasses import dataclass
@@ -55,8 +54,7 @@ class UlyssesGroup:
 def key_copies(heads: int, kv_heads: int, degree: int) -> int:
     """The number of copies of each key/value head so that every Ulysses rank gets whole heads, query and key alike.
 
-    Raises ValueError, naming the numbers, when there is no way.
-    """
+    Raises ValueError, naming the numbers, when there is no way."""
     copies = degree // math.gcd(kv_heads, degree)
     if heads % degree or heads % (kv_heads * copies):
         raise ValueError(

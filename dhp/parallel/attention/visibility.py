@@ -37,8 +37,7 @@ class LayerRule:
     """How one layer's attention differs from causal attention inside a segment.
 
     window: a token sees itself and the `window - 1` tokens before it. chunk: a token sees those of its own chunk of so
-    many tokens, counted from the start of the segment. softcap: scores s become tanh(s / softcap) × softcap.
-    """
+    many tokens, counted from the start of the segment. softcap: scores s become tanh(s / softcap) × softcap."""
 
     window: int | None = None
     chunk: int | None = None
@@ -89,8 +88,7 @@ def check_blocks(blocks: Tensor, rule: str, tokens: int, causal: bool) -> None:
 def number_runs(inside: Tensor) -> Tensor:
     """Blocks of tokens that follow each other: int64 numbers of the runs of True, -1 elsewhere; any shape, flattened.
 
-    A run over the end of a segment is a block in each of both.
-    """
+    A run over the end of a segment is a block in each of both."""
     flat = inside.flatten()
     begins = flat.clone()
     begins[1:] &= ~flat[:-1]
@@ -150,8 +148,7 @@ def sees(
 def layer_rule(module: torch.nn.Module, attention_mask: Tensor | None, named: Mapping[str, Any]) -> LayerRule:
     """The rule of the layer that `module` is the attention of, from the keywords it calls attention with.
 
-    Raises ModelError, by name, for what would change the result and is not computed here.
-    """
+    Raises ModelError, by name, for what would change the result and is not computed here."""
     if attention_mask is not None:
         shape = tuple(attention_mask.shape)
         raise _refusal(module, f"it hands over a mask {shape}", "what a token sees must follow from the segments")
@@ -169,8 +166,7 @@ def layer_rule(module: torch.nn.Module, attention_mask: Tensor | None, named: Ma
 def check_position_scales(module: torch.nn.Module, tokens: int, packed: bool) -> None:
     """Raises ModelError where a layer scaled its queries by their place in a packed row, not in their segment.
 
-    Llama 4 does so in layers without rotary positions, from the token `floor_scale` - 1 of a row on.
-    """
+    Llama 4 does so in layers without rotary positions, from the token `floor_scale` - 1 of a row on."""
     if not packed or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return
     if tokens >= module.floor_scale:
@@ -212,8 +208,7 @@ class Band:
     """Segments of one length in one layer, and what their tokens see.
 
     length: tokens of a segment. blocks: int64 [segments, tokens], numbers of blocks, None where none count; spans: the
-    blocks by their places; block_rule: how they go with the layer's window.
-    """
+    blocks by their places; block_rule: how they go with the layer's window."""
 
     length: int
     causal: bool
@@ -241,8 +236,7 @@ class Band:
 def attend_band(query: Tensor, key: Tensor, value: Tensor, band: Band, scale: float) -> Tensor:
     """Each token of [segments, tokens, heads, dim] attends to what the band lets it see; same shape back.
 
-    Key and value may have fewer heads.
-    """
+    Key and value may have fewer heads."""
     if band.layer.softcap is not None:
         return _Capped.apply(query, key, value, band, scale)
     grouped = query.shape[2] != key.shape[2]

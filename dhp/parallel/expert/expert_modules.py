@@ -141,8 +141,7 @@ class Routers:
 def balance_losses(logits: Sequence[Tensor], samples: Sequence[range], visits: int) -> Tensor:
     """The loss of each sample, [samples], in float32 (float64 for float64 logits).
 
-    logits: of each layer, [tokens, experts]; samples: the tokens of each; visits: how many experts a token visits.
-    """
+    logits: of each layer, [tokens, experts]; samples: the tokens of each; visits: how many experts a token visits."""
     exact = torch.float64 if logits[0].dtype == torch.float64 else torch.float32
     probabilities = [of_layer.to(exact).softmax(-1) for of_layer in logits]
     visited = [_visited(of_layer, visits) for of_layer in probabilities]

@@ -7,8 +7,7 @@ of one expert by the rank and the order in which they come from it, so that ever
 first. A rank whose experts no token visits computes with no rows and takes part all the same.
 
 The host waits once a layer and forward, for the sizes of the exchange. A recomputed layer keeps them, and the
-routing, whatever it recomputes: neither is exchanged or waited for again.
-"""
+routing, whatever it recomputes: neither is exchanged or waited for again."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,8 +38,7 @@ class Visits:
 
     order: the pairs of a token and an expert (token × visits + number of the visit) in the order in which they are
     sent. send, receive: rows for and from each rank. by_expert: of the rows received, which come one behind another
-    when they are sorted by own expert. groups: the rows of each own expert.
-    """
+    when they are sorted by own expert. groups: the rows of each own expert."""
 
     order: Tensor
     send: list[int]
@@ -79,8 +77,7 @@ def visit(states: Tensor, visited: Tensor, weights: Tensor, experts: int, group:
     """Σ over the experts that a token visits of weight × output, [tokens, hidden].
 
     states: [tokens, hidden]; visited, weights: [tokens, visits]; experts: how many this rank has; compute: what they
-    make of rows. All ranks of the group call it together, forward and backward.
-    """
+    make of rows. All ranks of the group call it together, forward and backward."""
     if torch.is_grad_enabled() and not states.requires_grad:
         # Others may have states that need a gradient, and all have to take part in backward.
         states = states.detach().requires_grad_()
@@ -172,8 +169,7 @@ def check_shares(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 def share_out(model: nn.Module, group: dist.ProcessGroup, copies: dist.ProcessGroup) -> None:
     """Let a model that was read by `share_plan` send tokens to the ranks of `group` that hold their experts.
 
-    copies: the ranks that hold the same experts as this one, over which their gradients are summed.
-    """
+    copies: the ranks that hold the same experts as this one, over which their gradients are summed."""
     for experts in experts_of(model).values():
         setattr(experts, SUMMED_OVER, copies)
         _visit_group(experts, group)

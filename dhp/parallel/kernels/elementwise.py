@@ -47,8 +47,7 @@ class Trial(NamedTuple):
     """What is compared: `own` and `ours`, each a function of `states`, and of `fixed` behind them.
 
     states: in float32; both functions take them in the part's format, and get gradients. fixed: in the format in which
-    they are used. weights: parameters that both use themselves, put into the part's format meanwhile.
-    """
+    they are used. weights: parameters that both use themselves, put into the part's format meanwhile."""
 
     own: Outputs
     ours: Outputs

@@ -2,8 +2,7 @@
 
 Norms, rotary positions and gates written out in float32 pieces, and their backward, move ten times the bytes that they
 must. A replacement is put in only where it is proved at start, on the very device and number format, to give what the
-module's own code gives, forward and backward; otherwise the module stays as it is.
-"""
+module's own code gives, forward and backward; otherwise the module stays as it is."""
 
 import inspect
 import os
@@ -59,8 +58,7 @@ def replace_kernels(
 
     group: all ranks of the part, of which all replace the same or none: what they hold alike must stay alike. wanted:
     by kind, a kernel of `KERNELS`, plain or auto. Parameters, names and hooks stay. All of the group together. Raises
-    PartFailed where a wanted kernel does not serve.
-    """
+    PartFailed where a wanted kernel does not serve."""
     wanted = dict.fromkeys(KERNELS, AUTO) | dict(wanted or {})
     classes = _classes(model)
     left = {
@@ -145,11 +143,7 @@ def _classes(model: nn.Module) -> dict[str, tuple[str, list[nn.Module]]]:
     for module in model.modules():
         if _is_replaced(module):
             continue
-        kinds = {
-            "norm": is_norm(module),
-            "gate": is_gated(module),
-            "rotary": bool(_rotaries(module)),
-        }
+        kinds = {"norm": is_norm(module), "gate": is_gated(module), "rotary": bool(_rotaries(module))}
         for kind in (kind for kind, is_one in kinds.items() if is_one):
             bare = " without weights" if next(module.parameters(), None) is None else ""
             found.setdefault(f"{kind} of {type(module).__name__}{bare}", (kind, []))[1].append(module)

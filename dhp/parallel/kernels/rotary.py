@@ -2,8 +2,7 @@
 
 Su et al. 2021, RoFormer, section 3.2: each pair of values is turned by an angle of its token's position. Models differ
 in which values make a pair, and in the number format of the products; which of the known forms a library's function is,
-its values show. Backward rotates back: no queries or keys are saved for it.
-"""
+its values show. Backward rotates back: no queries or keys are saved for it."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -24,8 +23,7 @@ _TOKENS, _HEADS, _WIDTH, _TURNED = 5, 3, 16, (16, 8)  # of the states of a trial
 class Form(NamedTuple):
     """The places of the two values of a pair: in the states, in what comes out, and of their cosines and sines.
 
-    halves: i and i + half of the width. neighbours: 2i and 2i + 1. first half: both have the one at i.
-    """
+    halves: i and i + half of the width. neighbours: 2i and 2i + 1. first half: both have the one at i."""
 
     source: Places
     target: Places

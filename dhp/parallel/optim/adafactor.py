@@ -2,8 +2,7 @@
 
 As transformers' Trainer has it (`optim: adafactor`): no momentum, and steps of the learning rate's size. Averages over
 rows and columns are vectors, whole on every rank; of a weight that is cut, each step sums what the ranks hold of its
-rows, of its columns and of its update's size, all weights in one message each.
-"""
+rows, of its columns and of its update's size, all weights in one message each."""
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod, sqrt

@@ -114,8 +114,7 @@ def clipped_step(
 ) -> None:
     """Take one step at `rates` with `gradients`, those of the optimizer's parameters, times `coefficient`.
 
-    A fused optimizer divides by a scale where it reads each gradient, so that they are not written once more.
-    """
+    A fused optimizer divides by a scale where it reads each gradient, so that they are not written once more."""
     set_rates(optimizer.param_groups, rates)
     if isinstance(optimizer, ScalingOptimizer):
         optimizer.coefficient = coefficient
@@ -171,8 +170,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 
     A parameter that two modules share stays shared. Buffers keep their format, and so do parameters that the model's
     class says must not be rounded to 16 bits (routers of some families, whose code multiplies in float32). What is kept
-    in fewer bits is no number of its own and stays as it is.
-    """
+    in fewer bits is no number of its own and stays as it is."""
     kept = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     cast: dict[int, nn.Parameter] = {}
     for path, owner in module.named_modules():
@@ -232,8 +230,7 @@ def clip_coefficient(norm_sq_parts: Sequence[float], max_norm: float | None) -> 
 
     `norm_sq_parts` holds the squared norm of each part's gradients, every parameter counted once. The
     coefficient is min(1, max_norm / (norm + 1e-6)), as in torch; 1 when `max_norm` is None or 0. A norm
-    that is not a number makes it not a number, so that broken gradients show.
-    """
+    that is not a number makes it not a number, so that broken gradients show."""
     norm = math.sqrt(math.fsum(norm_sq_parts))
     if not max_norm:
         return norm, 1.0
@@ -244,8 +241,7 @@ def clip_coefficient(norm_sq_parts: Sequence[float], max_norm: float | None) -> 
 class Frozen:
     """The methods of `dhp.parallel.optim.base.StageOptimizer`, most of which do nothing.
 
-    passes: gradients go through the stage to earlier ones. Where none do, no activations are saved.
-    """
+    passes: gradients go through the stage to earlier ones. Where none do, no activations are saved."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, passes: bool):
         module.requires_grad_(False)
@@ -320,8 +316,7 @@ def saved_master(name: str, weight: Tensor, saved: Collection[str], read: Callab
     """The master weight of a parameter in a checkpoint of any form: saved itself, or as a compensation of the weight.
     None: it has neither, for its weights are not rounded; what was made of them holds.
 
-    weight: of the same checkpoint, in any format. saved: names of all that is in it. read: returns what has a name.
-    """
+    weight: of the same checkpoint, in any format. saved: names of all that is in it. read: returns what has a name."""
     if f"{name}.{COMPENSATION}" in saved:
         return join_master(weight.to(torch.bfloat16), read(f"{name}.{COMPENSATION}").to(weight.device))
     if f"{name}.{MASTER}" in saved:

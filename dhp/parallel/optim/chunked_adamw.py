@@ -173,8 +173,7 @@ class ChunkedAdamW(ScalingOptimizer):
     """AdamW of weights in float32, or in bfloat16 with a compensation (`hold_halves`); gradients in any format.
 
     form: the formats of the moments. seed: of stochastic rounding. host: moments lie in host memory. extents: by
-    weight, what of a parameter it is; one that has none is whole.
-    """
+    weight, what of a parameter it is; one that has none is whole."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], form: StateForm, seed: int, host: bool = False):
         super().__init__(groups, {})

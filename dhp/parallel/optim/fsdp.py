@@ -8,8 +8,7 @@ Facts this adapter stands on, each with a canary test: FSDP divides gradients by
 of 1, and forced to sum (a scaling sum fails on gloo); weights are gathered around a module's forward, so the
 computation of a part, which takes the head's weight from outside, runs as the root's forward; the local tensor of a
 sharded parameter keeps its memory from step to step, so an optimizer may hold it; a sharded parameter's hooks run
-behind each gradient.
-"""
+behind each gradient."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -100,8 +99,7 @@ class FullySharded:
     not trained has no master weight, and is cut in `dtype`.
 
     The module comes on the host: a layer at a time is widened, moved to the mesh's device and cut there, so that
-    neither the host nor any device ever holds the part in float32.
-    """
+    neither the host nor any device ever holds the part in float32."""
 
     def __init__(
         self,
@@ -237,7 +235,6 @@ class FullySharded:
         return next(shard for shard in self._trained if shard.name == self._tied[0])
 
     def _is_others(self, shard: _Shard) -> bool:
-        """Whether another stage owns the parameter."""
         return self._tied is not None and self._tied == (shard.name, False)
 
     def _hand_over(self, sink: StateSink, shard: _Shard, name: str, values: Tensor) -> None:
@@ -260,12 +257,7 @@ class FullySharded:
 
 
 def _shard_fully(
-    root: nn.Module,
-    layers: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    stage: int,
-    dtype: torch.dtype,
-    sums: torch.dtype,
+    root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, stage: int, dtype: torch.dtype, sums: torch.dtype
 ) -> None:
     exact = exact_dtype(dtype)
     policy = MixedPrecisionPolicy(

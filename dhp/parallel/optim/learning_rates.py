@@ -18,8 +18,7 @@ class RateCurve:
     total_steps: of the run. lowest: the share at the end; from there warmup_stable_decay's warm-up begins as well.
 
     cycles: waves of cosine_with_restarts. decay_steps: the last ones, over which warmup_stable_decay falls, by
-    decay_type: cosine, linear or 1-sqrt.
-    """
+    decay_type: cosine, linear or 1-sqrt."""
 
     kind: str
     total_steps: int
@@ -36,8 +35,7 @@ class RateCurve:
 def learning_rate_at(step: int, peak: float, warmup_steps: int, curve: RateCurve) -> float:
     """Learning rate of optimizer step number `step` (from 0), equal to transformers' schedule of that kind.
 
-    It rises linearly over `warmup_steps`, then follows the curve. Raises ConfigError for a kind that does not exist.
-    """
+    It rises linearly over `warmup_steps`, then follows the curve. Raises ConfigError for a kind that does not exist."""
     if curve.kind not in _FACTORS:
         raise ConfigError(f"training.lr_scheduler_type={curve.kind} does not exist; choose one of {', '.join(KINDS)}")
     return peak * _FACTORS[curve.kind](step, warmup_steps, curve)

@@ -27,8 +27,7 @@ class WholeMatrices:
     def changed(self, part: Callable[[int], Tensor], change: Change, like: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The number of each matrix, and this rank's part of what `change` makes of it. All ranks together.
 
-        part: this rank's part of a matrix, by its number. like: a tensor of the parts' device and format.
-        """
+        part: this rank's part of a matrix, by its number. like: a tensor of the parts' device and format."""
         ranks, own = len(self._of_ranks), dist.get_rank(self._group)
         for first in range(0, len(self._own), ranks):
             round_of = range(first, min(first + ranks, len(self._own)))

@@ -64,8 +64,7 @@ class Gradients:
     exclusive: no computation after backward begins before the sums are done. Ranks of two parts that share GPUs need
     it: a sum needs all GPUs at once, and spins on those that have come to it while the other part computes on the rest.
 
-    With one rank and parameters in `dtype`, gradients stay where autograd accumulates them and nothing is copied.
-    """
+    With one rank and parameters in `dtype`, gradients stay where autograd accumulates them and nothing is copied."""
 
     def __init__(
         self,
@@ -101,8 +100,7 @@ class Gradients:
     def local(self) -> list[Tensor]:
         """The summed gradient of each parameter; zero where there is none.
 
-        Waits for the sums. `backward` does not: what it hands to the other part need not wait for them.
-        """
+        Waits for the sums. `backward` does not: what it hands to the other part need not wait for them."""
         self._finish()
         return self._sums
 
@@ -194,8 +192,7 @@ def _cut_into_buckets(
     """Buckets in the order of backward, each with one kind of sum, and the bucket of each parameter.
 
     Those with a sum over further ranks come last, where waiting for it holds nothing up; a bucket comes where its last
-    member does.
-    """
+    member does."""
     order = sorted(reversed(range(len(parameters))), key=lambda index: id(parameters[index]) in partial_over)
     last: dict[_Bucket, int] = {}  # by bucket, the place of its last member
     filling: dict[tuple[int, int], _Bucket] = {}  # by kind of sum
@@ -225,8 +222,7 @@ class Replicated:
 
     dtype: what the module is to compute in. Its parameters come in `exact_dtype(dtype)`; where that is another
     format, they become the optimizer's master weights and the module gets rounded copies, or, with a form of states
-    that has compensations, halves of them.
-    """
+    that has compensations, halves of them."""
 
     def __init__(
         self,
@@ -387,7 +383,6 @@ class Replicated:
             self.optimizer.state[master] |= {STEP: step_for(self.optimizer, master, step), **states}
 
     def _is_others(self, name: str) -> bool:
-        """Whether another stage owns the parameter."""
         return self._tied is not None and self._tied == (name, False)
 
     @torch.no_grad()

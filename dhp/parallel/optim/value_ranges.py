@@ -50,8 +50,7 @@ class Shared(NamedTuple):
 class PlacedOptimizer(ScalingOptimizer):
     """An optimizer whose step needs whole tensors. shared: by weight, those that are cut; set by who cuts them.
 
-    A state has its weight's shape, or where its kind is among `dhp.core.parameters.FACTORS`, is whole on every rank.
-    """
+    A state has its weight's shape, or where its kind is among `dhp.core.parameters.FACTORS`, is whole on every rank."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], defaults: dict[str, Any]):
         super().__init__(list(groups), defaults)
@@ -152,8 +151,7 @@ class Computation(nn.Module):
 
         Hooks on one tensor would run in the order in which they came, a layer's before the root's, and on two tensors
         the other way round: ranks of which one alone adds something behind its last layer would gather weights in
-        different orders.
-        """
+        different orders."""
         return tree_map_only(Tensor, _Boundary.apply, compute())
 
 

@@ -207,8 +207,7 @@ class ZeroSharded:
 
     The module's parameters are float32. With another `dtype` it computes in that, with float32 master weights that
     begin as those parameters, and float32 sums of gradients over micro-batches and ranks. Stage 3 takes one
-    micro-batch at a time, backward before the next forward: interleaved ones silently give wrong gradients.
-    """
+    micro-batch at a time, backward before the next forward: interleaved ones silently give wrong gradients."""
 
     def __init__(
         self,
@@ -238,8 +237,7 @@ class ZeroSharded:
         """The tensor that `compute` makes of the module, run as the engine's forward.
 
         There alone stage 3 gathers parameters, also those that are used outside of their module's own forward, as the
-        head's weight is by the loss.
-        """
+        head's weight is by the loss."""
         return self._engine(compute=compute)
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -352,7 +350,6 @@ class ZeroSharded:
         self._partitions.spread()
 
     def _is_others(self, name: str) -> bool:
-        """Whether another stage owns the parameter."""
         return self._tied is not None and self._tied == (name, False)
 
     def _clear(self) -> None:

@@ -100,8 +100,7 @@ class _MicroBatch:
     """One micro-batch's forward, in as many passes as the stage has chunks.
 
     held: bytes that each layer keeps, with what is kept between it and the next, as where a tower hands on the states
-    of inner layers. before, after: bytes kept outside the layers. last: bytes at the last count, behind layer `at`.
-    """
+    of inner layers. before, after: bytes kept outside the layers. last: bytes at the last count, behind layer `at`."""
 
     rows: int
     last: int = 0

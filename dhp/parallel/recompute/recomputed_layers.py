@@ -199,11 +199,7 @@ class RecomputedLayers:
     """Layers of a model, each of which recomputes what its choice says. Choices may change between steps."""
 
     def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        parts: LayerMap,
-        choices: RecomputePolicies,
-        watcher: Watcher | None = None,
+        self, layers: Sequence[nn.Module], parts: LayerMap, choices: RecomputePolicies, watcher: Watcher | None = None
     ):
         host = Host()
         self._layers = [_RecomputedLayer(layer, parts, index, watcher, host) for index, layer in enumerate(layers)]
@@ -226,14 +222,7 @@ class RecomputedLayers:
 
 
 class _RecomputedLayer:
-    def __init__(
-        self,
-        module: nn.Module,
-        parts: LayerMap,
-        index: int,
-        watcher: Watcher | None,
-        host: Host,
-    ):
+    def __init__(self, module: nn.Module, parts: LayerMap, index: int, watcher: Watcher | None, host: Host):
         self.choice = "none"
         self._index, self._watcher, self._host = index, watcher, host
         for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):

@@ -7,8 +7,7 @@ all others run again in backward, on every rank in the same order. No generator 
 is a function of the tokens (`dhp.core.draws`), and models that draw otherwise are refused.
 
 torch's own selective checkpointing (`create_selective_checkpoint_contexts`) decides operator by operator. Here a whole
-call is kept or not: an attention that is an autograd function of many kernels and collectives, or a module.
-"""
+call is kept or not: an attention that is an autograd function of many kernels and collectives, or a module."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,8 +110,7 @@ def keeping_nothing() -> Iterator[None]:
 def save_output(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which a recomputed layer does not run again where its choice keeps `what`.
 
-    It must depend on its arguments and parameters alone, and not write to its inputs.
-    """
+    It must depend on its arguments and parameters alone, and not write to its inputs."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

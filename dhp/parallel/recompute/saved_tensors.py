@@ -4,8 +4,7 @@ A tensor that is saved keeps its whole storage, so storages are counted: each on
 from the moment when autograd first saves it until its memory is freed or it is a parameter's gradient. Parameters and
 buffers are there anyway and are not counted. Non-reentrant checkpointing hides what it will recompute and saves its
 inputs instead, which are counted; `recomputed_layers` reports what it
-recomputes inside backward to `note`.
-"""
+recomputes inside backward to `note`."""
 
 from __future__ import annotations
 

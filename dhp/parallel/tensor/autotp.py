@@ -3,8 +3,7 @@
 What is cut how is transformers' tensor-parallel plan of the model, as with the tensor parallelism of
 `dhp.models.load`; the layers that compute with the slices, and their collectives, are DeepSpeed's. The engine is
 left out: gradients and the optimizer are those of `dhp.parallel.optim.replicated`, which knows the norm of both
-parts.
-"""
+parts."""
 
 from typing import Any
 
@@ -23,8 +22,7 @@ def split_by_autotp(model: Any, mesh: DeviceMesh) -> None:
     """Cut a transformers model, which every rank holds whole, over the ranks of `mesh`, in place.
 
     The head keeps its rank's part of the vocabulary to itself (no logits are gathered), and the embedding is cut with
-    it. Raises ConfigError where DeepSpeed has no layer for the plan, or would cut a matrix unevenly.
-    """
+    it. Raises ConfigError where DeepSpeed has no layer for the plan, or would cut a matrix unevenly."""
     deepspeed = import_deepspeed()
     deepspeed.comm.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
     from deepspeed.module_inject import set_autotp_mode

@@ -35,8 +35,7 @@ def token_loss_sum(
     losses: gets the loss of each row without its factor, a tensor a chunk, on each tensor rank.
 
     The result may be added to, but not multiplied: its gradient must be 1, and whatever the loss is multiplied by is
-    given as `factor`. So nothing passes over the head's gradient a second time. Backward raises otherwise.
-    """
+    given as `factor`. So nothing passes over the head's gradient a second time. Backward raises otherwise."""
     weight, first, group, _ = _own_head(head)
     return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule, factor, losses)
 
@@ -160,7 +159,6 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype
 
 
 def _factors(factor: float | Tensor, rows: int, chunk_rows: int, dtype: torch.dtype) -> Sequence[float | Tensor]:
-    """Of each chunk of rows."""
     if isinstance(factor, Tensor):
         return factor.to(dtype).split(chunk_rows)
     return [factor] * max(1, -(-rows // chunk_rows))
@@ -178,8 +176,7 @@ def _chunk(
     """Losses of a chunk's rows over the whole vocabulary, [rows], and factor × d loss / d output of this rank's part of
     the head, [rows, own vocabulary]. factor: of all rows, or [rows].
 
-    target: relative to this rank's first token, so out of range on the ranks that do not hold it.
-    """
+    target: relative to this rank's first token, so out of range on the ranks that do not hold it."""
     logits, highest, mine, column = _found(rows, weight, target, group, exact, rule)
     exponentials = (logits - highest[:, None]).exp_()
     wanted = torch.where(mine, logits.gather(1, column)[:, 0] - highest, 0.0)

@@ -154,8 +154,7 @@ class SequenceNorms:
     """The layers of a model on one rank, with their norms and residuals sharded over `ranks`.
 
     It has to be installed before anything else replaces forwards, so that a layer that runs again runs all of this
-    again. Its calls carry rows × tokens of their states: when it runs again, other micro-batches may have come by.
-    """
+    again. Its calls carry rows × tokens of their states: when it runs again, other micro-batches may have come by."""
 
     def __init__(self, ranks: TensorRanks):
         self._ranks = ranks

@@ -54,8 +54,7 @@ def use_local_slices(model: nn.Module) -> None:
     """Put this rank's slice in the place of each parameter that is a DTensor, without a copy but where it would keep
     the memory of the whole one.
 
-    A parameter that two modules share stays shared.
-    """
+    A parameter that two modules share stays shared."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -182,8 +181,7 @@ def cut_widths(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give each rank of `mesh` its slice of the width of all experts, in a model that was read by shares and has plain
     tensors (`dhp.parallel.tensor.slices`), and let it compute with it.
 
-    Raises ModelError where the width is no multiple of the ranks.
-    """
+    Raises ModelError where the width is no multiple of the ranks."""
     for name, experts in experts_of(model).items():
         for own, place in _PLACES.items():
             cut = cut_of(experts, own)

@@ -8,8 +8,7 @@ whose dispatch takes three to four times the host's time of a layer.
 
 With fewer key/value heads than tensor ranks, `ranks / heads` neighbours need the same head. Each rank keeps the whole
 projection (it is small), computes the one head its query heads attend to, and the projection's gradients, of which
-each rank has the part that its query heads give, are summed over the tensor ranks once a step.
-"""
+each rank has the part that its query heads give, are summed over the tensor ranks once a step."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -269,8 +268,7 @@ def is_cut_whole(block: nn.Module) -> bool:
 def with_fused(plan: Mapping[str, str], fused: Mapping[str, int]) -> dict[str, str]:
     """A tensor plan (style by module) with the modules that are several matrices in one, by their number.
 
-    Their styles are registered with transformers here.
-    """
+    Their styles are registered with transformers here."""
     return dict(plan) | {name: fused_style(count) for name, count in fused.items()}
 
 

@@ -65,8 +65,7 @@ def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     Experts are read by shares, for `dhp.parallel.tensor.slices` to cut. Projections that stand side by side
     will enter their input together. Raises ModelError for a style whose gradients are not known to be exact, and for
     a parameter next to cut projections that the plan does not name: each rank would hold another part of its gradient,
-    and they would not be summed.
-    """
+    and they would not be summed."""
     head, modules = _head_names(model), dict(model.named_modules())
     plan = _without_gathering(plan, head)
     experts = [name for name, style in plan.items() if style == EXPERTS and is_experts(modules.get(name, model))]
@@ -143,8 +142,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def require_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Compare 64-bit hashes of the parameters that every rank of `group` holds whole. All its ranks together.
 
-    Raises PartFailed, on each of them, with the names of those that differ.
-    """
+    Raises PartFailed, on each of them, with the names of those that differ."""
     if dist.get_world_size(group) == 1:
         return
     held = {

@@ -171,7 +171,6 @@ class Bench:
         return found
 
     def _made(self, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The same with memory, and random values."""
         args, named = tree_map(self._made_one, arguments)
         return args, named
 
@@ -218,8 +217,7 @@ class LayerSeconds:
 
     whole: of the layer. matrices: of its linear modules by themselves, and operations of their forward; None but of
     the first layer with the most rows. attention: of its attention by itself; None where the layer calls none of ours.
-    launch_s: for which the host launches a forward.
-    """
+    launch_s: for which the host launches a forward."""
 
     layer: int
     kind: str
@@ -236,8 +234,7 @@ def measure_layers(
     """Of the part `name` of the model of `source`: the first layer of each kind, with each of `rows`. On a CPU with a
     share of each, where all of it would take longer than `limit_s`.
 
-    dtype: in which the part computes. Raises ModelError where the part's code asks for more than shapes.
-    """
+    dtype: in which the part computes. Raises ModelError where the part's code asks for more than shapes."""
     kinds = family.parts[name].layers.kinds
     try:
         with _alone():

@@ -39,8 +39,7 @@ class Machine:
 
     contexts: processes take memory for a context and communicators, as on GPUs.
 
-    figures: where the constants are from, by name.
-    """
+    figures: where the constants are from, by name."""
 
     name: str
     count: int
@@ -190,12 +189,7 @@ def may_be_known(config: Config, devices: Sequence[DeviceInfo]) -> bool:
 
 
 def machine_of_run(
-    config: Config,
-    family: Family,
-    devices: Sequence[DeviceInfo],
-    node: int,
-    threads: int,
-    loads: RunLoads,
+    config: Config, family: Family, devices: Sequence[DeviceInfo], node: int, threads: int, loads: RunLoads
 ) -> Machine | None:
     """The machine of a run that has begun; None where nothing is known of its devices. devices: of all ranks. node:
     devices of a node."""

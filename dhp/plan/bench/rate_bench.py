@@ -2,8 +2,7 @@
 
 One layer of each kind of each part is run with random weights (`dhp.plan.bench.layer_bench`), on a CPU while the other
 cores compute too, and what it does counted as a plan counts it (`dhp.plan.count.unit_work`): the rates are those at
-which the one takes the seconds of the other.
-"""
+which the one takes the seconds of the other."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def measured_rates(
     measured with fewer.
 
     Raises DhpError where the machine is busy, ModelError for a part whose layers cannot be measured, and ClusterError
-    where two processes cannot reach each other.
-    """
+    where two processes cannot reach each other."""
     shape = _shape(family, asked)
     found = _kept(folder / FILE, shape)
     if found is None:
@@ -147,7 +145,6 @@ def _device_name(device: str) -> str:
 
 
 def _origin(shape: Mapping[str, Any]) -> Callable[[float], Figure]:
-    """Makes figures of what is measured now."""
     source = f"{shape['device']}, torch {shape['versions']['torch']}, {date.today().isoformat()}"
     return lambda value: Figure(value, "measured", source)
 

@@ -164,8 +164,7 @@ class PartRates:
 
     update: parameters a second that the optimizer updates. ahead: see `Rates`. rows: tokens or patches with which
     layers were measured. residual: root of the mean squared error with which the rates give the layers' own seconds, as
-    a share.
-    """
+    a share."""
 
     products: Figure
     attention: Figure

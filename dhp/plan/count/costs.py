@@ -63,8 +63,7 @@ class LayerCost:
 class StageCosts:
     """One stage with micro-batches of `rows` patches or tokens. layers: by kind of layer and choice.
 
-    before_bytes, after_bytes: saved outside the layers, by what comes before them and after them.
-    """
+    before_bytes, after_bytes: saved outside the layers, by what comes before them and after them."""
 
     rows: int
     kinds: tuple[str, ...]
@@ -84,8 +83,7 @@ class StageCosts:
     def peak_bytes(self, choices: RecomputePolicies) -> float:
         """The most at any moment with one micro-batch: at the end of forward, or while backward recomputes a layer.
 
-        Backward has freed what comes after a layer when it gets there.
-        """
+        Backward has freed what comes after a layer when it gets there."""
         held, peak = self.before_bytes, self.held_bytes(choices)
         for index, choice in enumerate(choices):
             cost = self.layer(index, choice)
@@ -120,8 +118,7 @@ class Arrangement:
     holding: for each stage, how many micro-batches each stage holds at most while that one works, itself included.
 
     together: stages of a device may be at their peaks at once, because they work at the same time or because memory
-    that one has freed stays with its process.
-    """
+    that one has freed stays with its process."""
 
     sharing: tuple[frozenset[str], ...]
     holding: Mapping[str, Mapping[str, float]]

@@ -60,8 +60,7 @@ class Worst:
     consecutive ones of a replica have together the most of any such run.
 
     tokens, features, targets: of a decoder's row. patches: of all replicas' pictures of a micro-batch; largest: of one
-    of them.
-    """
+    of them."""
 
     tokens: int
     features: int
@@ -78,8 +77,7 @@ class RunLoads:
     for one another in each micro-batch, as ZeRO's stages that gather or reduce then make them. pictures: of a mean
     micro-batch; worst: for bytes.
 
-    step_tokens: of all replicas, in a mean step. steps: of an epoch. named: where the loads are from.
-    """
+    step_tokens: of all replicas, in a mean step. steps: of an epoch. named: where the loads are from."""
 
     text: TextLoad
     even: TextLoad
@@ -147,13 +145,7 @@ def _worst(steps: StepLoads, share: float, pictures: PictureLoad, merge_unit: in
 
 
 def even_loads(
-    samples: int,
-    tokens: int,
-    features: int,
-    targets: int,
-    replicas: int,
-    merge_unit: int,
-    micro_batches: int = 1,
+    samples: int, tokens: int, features: int, targets: int, replicas: int, merge_unit: int, micro_batches: int = 1
 ) -> RunLoads:
     """Micro-batches of equal samples, before any was read. samples: in each row; tokens and so on: of one; a picture
     in each. replicas: of the decoder; micro_batches: of a step."""

@@ -3,8 +3,7 @@
 Sharded attention in closed form after USP (Fang and Zhao 2024, section 4). Letters: S tokens of the sequence, R ring
 ranks, U Ulysses ranks in each, N = R·U; H = heads × head dimension, H_kv the same of keys and values; e bytes an
 element, x of the gradients of keys and values on their way (float32: 4). Tests hold all of it against the bytes that
-running ranks count.
-"""
+running ranks count."""
 
 import math
 from dataclasses import dataclass
@@ -48,8 +47,7 @@ class DividedAttention:
     def ring_backward(self) -> float:
         """2 (S/N) H_kv (e + x) (R−1): keys and values again, and their gradients, which start at the first other rank.
 
-        Two ranks, and those that fetch all at once, keep the keys and values of forward: 2 (S/N) H_kv x (R−1).
-        """
+        Two ranks, and those that fetch all at once, keep the keys and values of forward: 2 (S/N) H_kv x (R−1)."""
         again = 0 if self.gather or self.ring == 2 else self.element_bytes
         return 2 * self._a_rank * self._sent_kv_width * (again + self.exact_bytes) * (self.ring - 1)
 
@@ -101,8 +99,7 @@ class DividedWeights:
 
     parameters: on one of them, were nothing cut; again: of them, those that backward gathers a second time, in layers.
     weight_bytes, gradient_bytes: of a value as it is sent. zero_stage: what is cut; by_torch: FSDP2 cuts it, not
-    DeepSpeed, which sums whole buckets on all ranks in its stages 1 and 2, in stage 2 behind each micro-batch.
-    """
+    DeepSpeed, which sums whole buckets on all ranks in its stages 1 and 2, in stage 2 behind each micro-batch."""
 
     ranks: int
     parameters: int

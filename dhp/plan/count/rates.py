@@ -2,8 +2,7 @@
 
 A pass through a layer is products of matrices, attention, elementwise traffic of memory, and what ranks send one
 another. What a rank waits for adds up; what may go on at the same time, the host's launching and hidden sends, joins by
-a soft maximum, which is a little more than the largest of them: real overlap is never whole.
-"""
+a soft maximum, which is a little more than the largest of them: real overlap is never whole."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class Rates:
 
     inner, outer: between devices of one node, and of two. node: devices of a node.
 
-    update: parameters a second that an optimizer updates; None: as its traffic of memory takes.
-    """
+    update: parameters a second that an optimizer updates; None: as its traffic of memory takes."""
 
     products: float
     attention: float
@@ -66,8 +64,7 @@ class Transfer:
     """A collective, or a message, of `ranks` ranks whose devices are `stride` apart.
 
     nbytes: the whole tensor of an all-reduce, all-gather or reduce-scatter; of the others what one rank sends away or
-    keeps. times: how often.
-    """
+    keeps. times: how often."""
 
     operation: Operation
     nbytes: float

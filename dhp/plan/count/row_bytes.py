@@ -136,8 +136,7 @@ def layers_to_trace(alike: Sequence[Hashable], apart: Collection[int] = ()) -> d
     that do the same; apart: those at which something enters the part or leaves it.
 
     The first and the last layer, those apart and their neighbours stand for themselves alone. Of others that are alike
-    as many are traced as there are choices of recompute to be seen in one trace.
-    """
+    as many are traced as there are choices of recompute to be seen in one trace."""
     own = {0, len(alike) - 1} | {at + more for at in apart for more in (-1, 0, 1)}
     found: dict[int, int] = {}
     stands: dict[Hashable, int] = {}
@@ -162,8 +161,7 @@ def trace_bytes(kinds: Sequence[str], base: TracedRows, trace: Trace, first_apar
     first_apart: no gradient goes on from the first layer, which therefore keeps less than others; takes more traces.
 
     Where all is recomputed, every layer and both ends are traced for every count. What a choice of recompute keeps goes
-    by the rows that a layer computes with; where features of an inner layer of the tower come to it, by them too.
-    """
+    by the rows that a layer computes with; where features of an inner layer of the tower come to it, by them too."""
     more = {name: replace(base, **{name: 2 * getattr(base, name)}) for name in _counts() if getattr(base, name) > 0}
     points = {"": base, **more}
     uniform = {name: trace(rows, (LEAST,) * len(kinds)) for name, rows in points.items()}

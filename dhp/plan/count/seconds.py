@@ -62,8 +62,7 @@ class StageSeconds:
     """One stage. forward_s, backward_s: of a run of its layers and one micro-batch, by run.
 
     kinds: seconds of one micro-batch by `KINDS`, those of what is done once a step for the whole step. once_s: of
-    these, what devices take once.
-    """
+    these, what devices take once."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -92,12 +91,7 @@ def unit_seconds(
 
 
 def unit_passes(
-    counted: Counted,
-    name: str,
-    section: PartConfig,
-    degrees: Degrees,
-    loads: RunLoads,
-    kept: PartBytes | None = None,
+    counted: Counted, name: str, section: PartConfig, degrees: Degrees, loads: RunLoads, kept: PartBytes | None = None
 ) -> tuple[Passes, ...]:
     """The work of a part's units, without what is sent of their weights. kept: see `unit_seconds`."""
     kept = kept or counted.keeps(name, Cut.of(section))
@@ -207,17 +201,11 @@ def _count(kinds: dict[str, float], spent: TimeSplit) -> None:
 
 
 def once_a_step(
-    section: PartConfig,
-    degrees: Degrees,
-    shape: PartShape,
-    states: RankBytes,
-    backward: Operations,
-    rates: Rates,
+    section: PartConfig, degrees: Degrees, shape: PartShape, states: RankBytes, backward: Operations, rates: Rates
 ) -> tuple[float, float]:
     """Seconds of a stage's update, and of what is exchanged once a step beyond what its last backward hides.
 
-    shape: of the stage. states: of a rank. backward: of one micro-batch.
-    """
+    shape: of the stage. states: of a rank. backward: of one micro-batch."""
     trained = shape.per_rank if shape.trained is None else shape.trained
     if not trained:
         return 0.0, 0.0

@@ -1,8 +1,7 @@
 """Bytes of a rank's states, from shape and layout.
 
 What a run keeps (weights, gradients, optimizer), what comes and goes inside a step (the loss's logits, weights that are
-gathered), and what the libraries take for themselves. The last is an allowance, not a measurement.
-"""
+gathered), and what the libraries take for themselves. The last is an allowance, not a measurement."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -62,8 +61,7 @@ def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankByte
     optimizer to the share, stage 2 the gradients too, stage 3 the weights too: torch keeps the share in the optimizer's
     format alone, or in the part's where it is not trained, DeepSpeed has a copy, in float32 as well. AdamW's own
     temporaries are none where it is fused, as on GPUs, and of some numbers at a time for forms other than the default.
-    Raises ConfigError for a number format whose memory is not known here.
-    """
+    Raises ConfigError for a number format whose memory is not known here."""
     size, pieces = _value_bytes(part), _piece_bytes(part)
     whole, zero = shape.per_rank, part.zero_stage
     if not stage.trains:

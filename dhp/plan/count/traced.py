@@ -160,8 +160,7 @@ def trace_part(source: str, family: Family, name: str, rows: TracedRows, setting
     """Bytes of the whole part `name` of the model of `source`, as `dhp.parallel.recompute.meter` reports them of a step
     of one micro-batch. Seconds are without meaning.
 
-    Raises ModelError where the part's code looks at values, as routers of experts do, or saves nothing.
-    """
+    Raises ModelError where the part's code looks at values, as routers of experts do, or saves nothing."""
     return trace_moments(source, family, name, rows, settings, False).usage
 
 

@@ -2,8 +2,7 @@
 
 Products and attention are counted as `dhp.models.flops` counts them, elementwise traffic by what a layer keeps
 (`dhp.plan.count.row_bytes`), sends by `dhp.plan.count.rank_traffic`. Recomputing is a share of a
-forward (`dhp.plan.count.unit_operations`).
-"""
+forward (`dhp.plan.count.unit_operations`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -28,8 +28,7 @@ def bmp(
     """The cuts of the `best` candidates that take the least seconds by the median of three scores each. score: None to
     simulate, which is always the same. by: what is balanced, forward as published, or all of a stage's work.
 
-    Raises ConfigError where none of them fits the budget, or a radius has too many candidates.
-    """
+    Raises ConfigError where none of them fits the budget, or a radius has too many candidates."""
     tables = make_tables(problem)
     cuts = _candidates(problem, tables, by, radius)
     chosen = cuts[np.argsort(_rank(problem, tables, cuts, by), kind="stable")[:best]]

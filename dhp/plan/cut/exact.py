@@ -102,8 +102,7 @@ _BEAM = 16  # paths of several runs a stage that are moved on from
 def exact(problem: PartitionProblem, most: int = MOST_CUTS) -> Partition:
     """The fastest cuts, and what the units recompute under the budget. most: cuts that are simulated.
 
-    Raises ConfigError where no cut fits the budget, or there are fewer units than runs.
-    """
+    Raises ConfigError where no cut fits the budget, or there are fewer units than runs."""
     tables = make_tables(problem)
     if problem.runs != problem.stages:
         path, step_s, tried = _interleaved(problem, tables, most)

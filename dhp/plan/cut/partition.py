@@ -2,8 +2,7 @@
 
 In a chain (`cluster.chain`) the tower's last stage and the decoder's first share devices, and the cuts on either side
 decide how much of each part these hold. A search sees one stage there, which takes a micro-batch through both actors at
-once; in the run the tower's actor is one micro-batch further ahead, which a budget counts.
-"""
+once; in the run the tower's actor is one micro-batch further ahead, which a budget counts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -160,7 +159,6 @@ class _Cutting:
 
 
 def _known(found: Partition, problem: PartitionProblem) -> str:
-    """What is known of the cuts."""
     gap = "" if not found.bound_s else ", no cut is faster" if found.gap < 1e-9 else f", none is {found.gap:.1%} faster"
     alike = by_parameters(problem.units, problem.runs, problem.held) == found.cuts
     return gap + (", as by parameters" if alike else "")

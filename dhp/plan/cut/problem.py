@@ -88,8 +88,7 @@ class Partition:
     """cuts: positions, the number of units before each stage but the first. step_s: of the step, simulated.
 
     recompute: of each unit, where there was a budget to keep. bound_s: no cut that fits takes less, as was proved.
-    tried: cuts that were simulated.
-    """
+    tried: cuts that were simulated."""
 
     cuts: tuple[int, ...]
     step_s: float

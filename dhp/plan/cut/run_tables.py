@@ -234,8 +234,7 @@ class Tables:
     """Of a problem, by indices of its positions: [a, b] for the units from `at[a]` to `at[b]`.
 
     forward, backward: seconds. replay: [runs, a, b], seconds of recomputing; inf where the run must not be, or does not
-    fit. back: whether a backward visits it. hop: [a], of a hand-over there.
-    """
+    fit. back: whether a backward visits it. hop: [a], of a hand-over there."""
 
     forward: Numbers
     backward: Numbers

@@ -133,7 +133,6 @@ def chain_graph(tower: int, stages: int) -> StageGraph:
 
 
 def _actions(kind: str, graph: StageGraph, micro_batches: int) -> dict[str, list[Action]]:
-    """What each stage does, by name."""
     if kind != SEQUENTIAL:
         return make_programs(kind, graph, micro_batches)
     schedule = make_schedule(kind, graph, micro_batches)

@@ -2,8 +2,7 @@
 
 A *unit* is what no cut divides: the embedding of tokens or patches, one layer, the merger or projector, the last norm
 with the head. The units of one part or of two, in the order in which a micro-batch visits them, are what a partition
-cuts. Seconds may be operations divided by a speed, or measured.
-"""
+cuts. Seconds may be operations divided by a speed, or measured."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -41,8 +40,7 @@ class Unit:
     of it is trained.
 
     cut: whether the stage may end behind it: `may`; `never`, as inside of a merger or before the head; `always`, as
-    where a part ends whose stages hold nothing of the next.
-    """
+    where a part ends whose stages hold nothing of the next."""
 
     name: str
     part: str
@@ -84,8 +82,7 @@ class Positions:
     """Where the units can be cut: a cut at position p has p units in front of it.
 
     at: the positions a cut may have, 0 and the number of units among them, ascending. allowed: [a, b], whether a stage
-    may hold the units from `at[a]` to `at[b]`.
-    """
+    may hold the units from `at[a]` to `at[b]`."""
 
     def __init__(self, units: Sequence[Unit]):
         inside = [p for p, unit in enumerate(units[:-1], 1) if unit.cut != "never"]

@@ -93,8 +93,7 @@ class Forecast:
     that a run takes for it.
 
     stages: seconds by stage; memory: by stage; peak: of the fullest device, and the stages there. recompute: what each
-    stage's layers recompute. loads: what it is for.
-    """
+    stage's layers recompute. loads: what it is for."""
 
     step_s: float
     timeline: Timeline
@@ -199,7 +198,6 @@ def _choose(
 
 
 def _with_seconds(costs: StageCosts, stage: StageSpec, units: tuple[UnitSeconds, ...], count: int) -> StageCosts:
-    """With the seconds that a step recomputes."""
     layers = {
         kind: {c: replace(own[c], replay_s=count * units[int(kind) + 1].again_s(c)) for c in CHOICES if c in own}
         for kind, own in costs.layers.items()

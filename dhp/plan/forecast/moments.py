@@ -2,8 +2,7 @@
 
 Moments are the forward of each layer, whose insides come and go; the loss, when all activations are held and logits
 besides; the backward of each layer, when what follows it is freed, its insides may be made again, and weights that are
-cut are whole for a while; and the update.
-"""
+cut are whole for a while; and the update."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,8 +47,7 @@ class StageMemory:
     """Of the fullest rank of a stage. peak: its fullest moment; others: of each kind of moment, its fullest.
 
     idle: what it holds while another stage on its device works, but activations; held_bytes: activations of one
-    micro-batch; holds: micro-batches that it holds at most. activations: the most that autograd keeps at any moment.
-    """
+    micro-batch; holds: micro-batches that it holds at most. activations: the most that autograd keeps at any moment."""
 
     states: RankBytes
     peak: Moment
@@ -70,8 +68,7 @@ class Passing:
     autograd does not. more_targets: that the loss takes beyond what `inside` has, where it has several chunks.
 
     units: its parameters. grown: bytes of gradients when each layer's backward begins, and when the last one is done,
-    where they come one by one; None: they are there from the first backward on.
-    """
+    where they come one by one; None: they are there from the first backward on."""
 
     costs: StageCosts | None
     choices: RecomputePolicies
@@ -86,11 +83,7 @@ class Passing:
 
 
 def stage_memory(
-    section: PartConfig,
-    stage: StageSpec,
-    shape: PartShape,
-    passing: Passing,
-    contexts: bool,
+    section: PartConfig, stage: StageSpec, shape: PartShape, passing: Passing, contexts: bool
 ) -> StageMemory:
     """Of one stage. contexts: count what a GPU's libraries take."""
     states = rank_bytes(section, stage, shape)
@@ -177,7 +170,6 @@ def _backwards(
 
 
 def _fullest(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Of each name."""
     found: dict[str, Moment] = {}
     for one in moments:
         if one.name not in found or one.total > found[one.name].total:

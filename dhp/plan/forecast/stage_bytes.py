@@ -171,6 +171,5 @@ def _of_stage(asked: Question, stage: StageSpec) -> StageCosts:
 
 
 def _most(one: LayerCost, other: LayerCost) -> LayerCost:
-    """The larger of each."""
     both = zip(astuple(one), astuple(other), strict=True)
     return LayerCost(*(max(pair) for pair in both))

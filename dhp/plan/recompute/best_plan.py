@@ -8,19 +8,14 @@ from dhp.plan.count.costs import Arrangement, LayerCost, Plan, StageCosts, predi
 
 
 def best_plan(
-    costs: Mapping[str, StageCosts],
-    start: Plan,
-    auto: frozenset[str],
-    arrangement: Arrangement,
-    budget_bytes: float,
+    costs: Mapping[str, StageCosts], start: Plan, auto: frozenset[str], arrangement: Arrangement, budget_bytes: float
 ) -> Plan:
     """From `start`, in which every layer of the stages in `auto` recomputes everything, towards keeping more; where it
     does not fit, towards host memory.
 
     Each time the one change that saves most seconds for each byte of its devices' peak. A stage with a larger share of
     what there is to save gets a larger share of the memory that way, whichever device it is on. A stage on devices that
-    are too full as it is stays as it is, and so do stages that are not in `auto`.
-    """
+    are too full as it is stays as it is, and so do stages that are not in `auto`."""
     plan = _relieved(costs, dict(start), auto, arrangement, budget_bytes)
     while True:
         best, best_rate = None, 0.0
@@ -40,8 +35,7 @@ def _changes(
 ) -> Iterator[tuple[str, RecomputePolicies, float]]:
     """Plans of a stage in which one layer recomputes less, and the seconds that saves.
 
-    Of layers alike, the last that recomputes as much: what it keeps is freed first.
-    """
+    Of layers alike, the last that recomputes as much: what it keeps is freed first."""
     for stage in sorted(auto & set(costs)):
         known, choices = costs[stage], plan[stage]
         last = {(known.kinds[index], choice): index for index, choice in enumerate(choices)}

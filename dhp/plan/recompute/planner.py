@@ -48,8 +48,7 @@ def probes(
     (stage, choice) for which not even one layer fits.
 
     kinds: of the layers of each stage to change. fits: whether a plan may be tried. Offloading always may: it is what
-    there is where nothing else fits.
-    """
+    there is where nothing else fits."""
     waiting = [_Kind(stage, layers, _others()) for stage, of in kinds.items() for layers in _usable(of)]
     plans: list[Plan] = []
     untried: set[tuple[str, str]] = set()
@@ -99,8 +98,7 @@ class Planner:
     """Plans what to recompute from now on, from what each step took. Decides only; others act.
 
     asked: the plan that is to be in force. budget_bytes: may be set anew before there is a plan. untried: (stage,
-    choice) that the budget had no room to measure.
-    """
+    choice) that the budget had no room to measure."""
 
     def __init__(
         self,

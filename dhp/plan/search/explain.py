@@ -91,7 +91,6 @@ def _simpler(space: Space, best: Candidate) -> Iterator[dict[str, Any]]:
 
 
 def _recompute(space: Space, choice: str) -> dict[str, Any]:
-    """For the parts whose recompute is searched."""
     return {f"{name}.recompute": choice for name, part in parts(space.config).items() if part.recompute == "auto"}
 
 
@@ -124,7 +123,6 @@ def _changes(space: Space, settings: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 
 def _sharded_devices(settings: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """With twice the tensor ranks, half the replicas."""
     name, _, leaf = key.partition(".")
     if leaf != "tensor":
         return {}

@@ -26,8 +26,7 @@ def held_keys(config: Config, overrides: Sequence[str] = ()) -> dict[str, frozen
     number, all are.
 
     overrides: of the command line, which alone say more. `text.zero_stage=0` holds what is the default too, and
-    `text.tensor=null` or `~text.tensor` leaves a key to the search that a file had set.
-    """
+    `text.tensor=null` or `~text.tensor` leaves a key to the search that a file had set."""
     plain = PartConfig()
     found = {
         name: {key for key in SEARCHED if getattr(part, key) != getattr(plain, key)}
@@ -81,8 +80,7 @@ def find_held(
     overrides: of the command line. training.micro_batch_size counts as set where they name it, and where it says how
     many rows of data.limits.text tokens there are, which another number would make another batch of; `ALL` does not
     free it then. With layout=free all is freed that overrides do not set. Raises ConfigError for a name that is no such
-    key.
-    """
+    key."""
     known = searched_keys(config)
     if config.layout == FREED:
         fix, free = {*fix, *(key for key in _set_by(overrides) if key in known)} - set(free), [*free, ALL]
@@ -110,8 +108,7 @@ def freed(config: Config, held: FixedKeys) -> Config:
     """The configuration with all that is not held as a search expects it: one actor a part, and recompute=auto.
 
     A key that is held without a value, as a degree that follows from parallelism and num_actors, gets the one that the
-    run would have. Raises ConfigError where that is not known.
-    """
+    run would have. Raises ConfigError where that is not known."""
     own: dict[str, Any] = {name: _freed(name, part, held.of(name)) for name, part in parts(config).items()}
     training, cluster, plain = config.training, config.cluster, Config()
     if SCHEDULE not in held.keys:
@@ -154,12 +151,10 @@ def put(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def _chooses(part: PartConfig) -> bool:
-    """Whether a section says what is recomputed."""
     return part.recompute not in (None, "auto") or part.activation_checkpointing
 
 
 def _without_choice(config: Config) -> set[str]:
-    """Keys that may have one value only."""
     alone = {name for name, part in parts(config).items() if part.compile or part.lora.quantization is not None}
     return {f"{name}.{RECOMPUTE}" for name in alone}
 

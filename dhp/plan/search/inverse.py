@@ -23,8 +23,7 @@ class Ways:
     the least memory. in_time: as `devices`, for the wanted hours; None: not asked for, or not to be had.
 
     longest: tokens of the longest row that the best layout has room for. rows: samples of a row, as long as those of
-    the longest one. Both are 0 where no layout fits.
-    """
+    the longest one. Both are 0 where no layout fits."""
 
     devices: Candidate | None
     smallest: Candidate | None

@@ -2,8 +2,7 @@
 
 Seconds of a decoder's layout do not depend on the tower's, nor the other way round: they meet in memory, where they
 share devices, and in the schedule. So each side is scored by itself, for each way to divide a step into rows, and of
-the pairs those are kept that are fastest and fit. A forecast is made of as many as are shown, and some more.
-"""
+the pairs those are kept that are fastest and fit. A forecast is made of as many as are shown, and some more."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

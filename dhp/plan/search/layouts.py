@@ -3,8 +3,7 @@
 Degrees are all factorizations of the devices, with every ZeRO stage, engine and way to hold norms. Left out without
 being checked, each with a reason in `Refused`: tensor groups that leave a node, whose exchanges in each layer would go
 between nodes, and ZeRO over one rank, which cuts nothing. DeepSpeed's layers (autotp) are there where they are held
-alone, for parallelism=tensor cuts the same matrices and goes with more.
-"""
+alone, for parallelism=tensor cuts the same matrices and goes with more."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -91,8 +90,7 @@ def part_layouts(
     there, and parallelism, where it is among them. family: having the run's parts. node: devices of a node. plans:
     whether matrices can be cut as the model's plan says is checked too. trains: some of the part is trained.
 
-    What depends on the rest of the run is not checked: see `dhp.plan.search.space`.
-    """
+    What depends on the rest of the run is not checked: see `dhp.plan.search.space`."""
     space = _Space(name, section, family, frozenset(held), node, devices > node, plans, trains)
     layouts: list[PartLayout] = []
     refused = space.too_wide(devices)

@@ -37,8 +37,7 @@ class Needs:
     """readers: processes (data.num_workers). host_bytes: of the fullest node; shared_bytes: of these, shared memory.
 
     checkpoint_bytes: of one checkpoint. save_s: that writing it takes. interval_s: the best time between two, by
-    Young's formula, √(2 · save_s · failure_s); failure_s: expected between two failures of the run.
-    """
+    Young's formula, √(2 · save_s · failure_s); failure_s: expected between two failures of the run."""
 
     readers: int
     host_bytes: float

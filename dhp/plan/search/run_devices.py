@@ -45,8 +45,7 @@ def measured_here(
 
     config: resolved, on one device. device: `GPU`, whose memory and links between nodes stay those of the data sheet,
     or `CPU`, of which each rank gets an even share of cores and memory. Raises DhpError where the machine is busy, or
-    the model's layers cannot be measured.
-    """
+    the model's layers cannot be measured."""
     loads = samples.loads(config)
     if device == CPU:
         threads = config.cluster.threads_per_actor or max(1, count_cores() // assumed.count)

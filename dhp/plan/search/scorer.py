@@ -1,7 +1,6 @@
 """Scores many layouts of a part at once, as arrays: the search's speed.
 
-The sums are those of `dhp.plan.forecast`, to which tests/plan/search/test_layouts.py holds them.
-"""
+The sums are those of `dhp.plan.forecast`, to which tests/plan/search/test_layouts.py holds them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,8 +43,7 @@ class Score:
     micro_batch_s: of the slowest stage and one micro-batch; once_s: once a step.
 
     kept_bytes: between steps and of contexts, on the fullest rank; passing_bytes: the most that comes and goes beside
-    activations; held_bytes: activations of one micro-batch.
-    """
+    activations; held_bytes: activations of one micro-batch."""
 
     layout: PartLayout
     rows: Rows

@@ -33,8 +33,7 @@ class WholeRun:
     counted: the model. plans: None where the plans of tensor parallelism are not to be checked, which takes a second
     for the first layout.
 
-    What needs samples, weights or a search for cuts is left to the run: `dhp.trainer.preflight.prepare`.
-    """
+    What needs samples, weights or a search for cuts is left to the run: `dhp.trainer.preflight.prepare`."""
 
     def __init__(self, config: Config, counted: Counted, plans: PlanChecks | None = None):
         self._config, self._counted, self._plans = config, counted, plans
@@ -52,8 +51,7 @@ class WholeRun:
         """The message with which a run with these layouts would end before it starts; None: none. A part that is not
         among them is as it was composed.
 
-        The first time the configuration is resolved as a whole; then its parts alone are, and the rules checked.
-        """
+        The first time the configuration is resolved as a whole; then its parts alone are, and the rules checked."""
         try:
             config = self._with(layouts)
             family = having_parts(config, self._family)

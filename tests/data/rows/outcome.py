@@ -66,8 +66,7 @@ def make_readers(tokenizer: Any) -> Readers:
 def read(row: Row, folder: Path, preprocess: Any) -> tuple[Record, Sample | None]:
     """The record of a row, and its sample unless it is for a model that hears. Raises DataError where it is refused.
 
-    folder: that `make_media` filled.
-    """
+    folder: that `make_media` filled."""
     dataset = open_dataset(
         ["rows"], {"rows": DatasetEntry(str(_write(row, folder)), str(folder), row.form, columns=row.columns)}
     )

@@ -20,8 +20,7 @@ class Row:
     where a clip is. An answer of role "unlearned" is written as the assistant's and not learned.
 
     refused: a pattern that the refusal must have; "": it is read. grids: of its pictures, where they matter.
-    unread: keys that must be named as not read.
-    """
+    unread: keys that must be named as not read."""
 
     case: str
     source: str

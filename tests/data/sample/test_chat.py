@@ -326,12 +326,7 @@ def test_an_end_of_turn_that_is_not_eos_is_learned_behind_its_block() -> None:
     tokenizer = of_words("USER:", " What?", " ASSISTANT:", " red")
     tokenizer.chat_template = LLAVA.replace(" {% endgeneration %}", "{% endgeneration %}<end>")
     assert find_answer_end(tokenizer) == tokenizer.convert_tokens_to_ids("<end>") != tokenizer.eos_token_id
-    assert learned(tokenizer, turns_of("What?", "red", "What?", "red")) == [
-        " red",
-        "<end>",
-        " red",
-        "<end>",
-    ]
+    assert learned(tokenizer, turns_of("What?", "red", "What?", "red")) == [" red", "<end>", " red", "<end>"]
 
 
 @pytest.mark.parametrize(

@@ -324,10 +324,7 @@ def test_whatever_decides_features_changes_the_key(
 def test_other_frames_of_a_video_have_another_key(
     shelf: Shelf, tmp_path: Path, write_video: Callable[..., Path], preprocessor: Make
 ) -> None:
-    shown, make = (
-        kept_record(Video(write_video(tmp_path / "v.mp4", frames=16))),
-        preprocessor(kept=kept(shelf)),
-    )
+    shown, make = (kept_record(Video(write_video(tmp_path / "v.mp4", frames=16))), preprocessor(kept=kept(shelf)))
     shelf.keep(make(shown))
     assert len(make(shown).pixels[0]) == 0
     seen = make._videos

@@ -506,10 +506,7 @@ def test_a_defective_sample_is_an_error_unless_it_is_to_be_skipped() -> None:
     for method in (RANDOM, "isf"):
         with pytest.raises(DataError, match="sample 1 is defective"):
             step_loads(bad, BalanceSettings(method), BatchLayout(1, 1, 2), 0)
-    assert ordered_loads(bad, BatchLayout(1, 1, 2), on_bad_sample="skip").tokens.ravel().tolist() == [
-        8,
-        2,
-    ]
+    assert ordered_loads(bad, BatchLayout(1, 1, 2), on_bad_sample="skip").tokens.ravel().tolist() == [8, 2]
     assert row_bound(bad.rows, 3, packing=False).tokens == 16
     with pytest.raises(DataError, match="not one sample"):
         ordered_loads(table([0, 0], [0, 0]), BatchLayout(1, 1, 2), on_bad_sample="skip")

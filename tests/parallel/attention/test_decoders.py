@@ -240,14 +240,7 @@ def test_the_library_hands_over_no_other_keywords(kind: Any) -> None:
     assert len(call.args) == 5  # module, query, key, value, mask
 
 
-STATE_LENGTHS = (
-    5,
-    9,
-    2,
-    5,
-    1,
-    70,
-)  # shorter than the convolution; longer than a chunk of the delta rule, which is 64
+STATE_LENGTHS = (5, 9, 2, 5, 1, 70)  # shorter than the convolution; longer than a chunk of the delta rule, which is 64
 LINEAR = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],

@@ -29,14 +29,7 @@ from tests.parallel.optim.given_net import (
     train_plain,
 )
 
-MATRIX_SHAPES = {
-    "wide": (4, 12),
-    "tall": (12, 4),
-    "square": (6, 6),
-    "thin": (1, 9),
-    "vector": (7,),
-    "stack": (3, 4, 5),
-}
+MATRIX_SHAPES = {"wide": (4, 12), "tall": (12, 4), "square": (6, 6), "thin": (1, 9), "vector": (7,), "stack": (3, 4, 5)}
 MATRICES = {name for name, shape in MATRIX_SHAPES.items() if len(shape) == 2}
 RATE, BETAS, EPS = 1e-2, (0.9, 0.99), 1e-8
 Named = list[tuple[str, torch.nn.Parameter]]
