@@ -22,14 +22,15 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import FeatureSettings, StepData, VisionInput
 from dhp.core.errors import DhpError, ModelError
 from dhp.data.media.frames import FrameSampling
+from dhp.data.media.sound import AudioPreprocessing
 from dhp.data.media.sources import File
 from dhp.data.read.records import Record
 from dhp.data.remote.places import remote_of
 from dhp.data.sample.lengths import LENGTH_COLUMNS, tile_arguments
-from dhp.data.sample.picture_inputs import CachedPictures
+from dhp.data.sample.picture_inputs import CachedPictures, ModelMedia
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.sample import Sample, Videos
-from dhp.data.sample.tokens import NO_ACTORS, NO_TOWER, AudioPreprocessing, Prompts
+from dhp.data.sample.tokens import NO_ACTORS, NO_TOWER
 from dhp.data.sampling.dataset import (
     BatchSource,
     Dataset,
@@ -314,28 +315,24 @@ def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
 
 def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: Any) -> Preprocessor:
     """The preprocessor of records to samples, as the settings say."""
-    images = load_image_processor(settings.model_name)
-    return Preprocessor(
-        tokenizer,
-        images,
-        family.processor.image_token_id,
-        family.processor.image_tokens,
-        family.processor.patches,
-        settings.data.min_pixels,
-        settings.data.max_pixels,
-        _videos(family, settings),
-        settings.data.max_tokens,
-        None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
-        [*family.processor.about(), family.processor.patch_dim],
-        {**family.processor.image_arguments, **tile_arguments(images, settings.data.max_tiles)},
-        _sounds(family),
-        _prompts(family, settings.data),
-        _kept(family, settings.features),
-        find_positions(family.config),
-        settings.data.video_whole_frames,
-        family.processor.frame_patches,
-        family.processor.pictures_apart,
+    images, own = load_image_processor(settings.model_name), family.processor
+    media = ModelMedia(
+        image_processor=images,
+        image_token_id=own.image_token_id,
+        image_tokens=own.image_tokens,
+        patches=own.patches,
+        image_arguments={**own.image_arguments, **tile_arguments(images, settings.data.max_tiles)},
+        written=None if own.placeholder is None else (own.placeholder, own.written),
+        frame_patches=own.frame_patches,
+        pictures_apart=own.pictures_apart,
+        videos=_videos(family, settings),
+        sounds=_sounds(family),
+        no_audio=NO_TOWER if own.hearing is None else NO_ACTORS,
+        positions=find_positions(family.config),
+        about=[*own.about(), own.patch_dim],
+        kept=_kept(family, settings.features),
     )
+    return Preprocessor(tokenizer, media, settings.data)
 
 
 def open_datasets(settings: BatchReaderSettings) -> Dataset:
@@ -383,11 +380,6 @@ def _kept(family: Family, features: FeatureSettings | None) -> CachedPictures | 
     if features is None:
         return None
     return CachedPictures(features.tower, FeatureFolder(Path(features.folder)).load, family.tower.tensors, about)
-
-
-def _prompts(family: Family, data: DataConfig) -> Prompts:
-    no_audio = NO_TOWER if family.processor.hearing is None else NO_ACTORS
-    return Prompts(data.system_prompt, data.learn_empty_thoughts, no_audio, data.learn_newline)
 
 
 def check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:

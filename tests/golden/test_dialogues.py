@@ -11,7 +11,8 @@ from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReaderSettings, make_preprocessor, open_model
 from dhp.config.data import DataConfig, DatasetEntry
 from dhp.data.read.records import Record, Turn
-from dhp.data.sample.tokens import ConversationTokenizer, Prompts
+from dhp.data.sample.picture_inputs import NO_MEDIA
+from dhp.data.sample.tokens import ConversationTokenizer
 from dhp.data.sampling.dataset import open_dataset
 from dhp.data.sampling.sampler import BatchLayout
 from dhp.tiny.tiny_model import make_family
@@ -96,7 +97,7 @@ def test_mistrals_are_its_librarys() -> None:
     tokenizer = load_mistral(template)
     ids = {"<s>": 1, "</s>": 2, "[INST]": 3, "[/INST]": 4}
     own_ids = {tokenizer.convert_tokens_to_ids(token): number for token, number in ids.items()}
-    encode = ConversationTokenizer(tokenizer, Prompts(), None, None, None, None, None).tokenize
+    encode = ConversationTokenizer(tokenizer, NO_MEDIA, DataConfig()).tokenize
     other = []
     for number, (turns, _) in enumerate(DIALOGUES):
         said = tuple(Turn(turn["role"], (without_tags(turn["content"]),)) for turn in turns)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from dhp.config.data import DataConfig
 from dhp.core.errors import DataError
 from dhp.data.read.records import Record, Turn
+from dhp.data.sample.picture_inputs import NO_MEDIA
 from dhp.data.sample.template_check import find_answer_end
-from dhp.data.sample.tokens import ConversationTokenizer, Prompts
+from dhp.data.sample.tokens import ConversationTokenizer
 from tests.golden.vocabularies import FOLDER, load_mistral, load_qwen, load_smollm2
 
 pytestmark = [
@@ -156,7 +158,7 @@ SLOW = [
 def test_answers_are_learned_from_their_first_word_to_their_end(vocabulary: str, form: str) -> None:
     tokenizer, own = load(vocabulary), FORMS[form]
     tokenizer.chat_template = own.template
-    encoder = ConversationTokenizer(tokenizer, Prompts(), None, None, None, None, None)
+    encoder = ConversationTokenizer(tokenizer, NO_MEDIA, DataConfig())
     thoughts = "hm" if form == "thoughts" else ""
     assert learn(encoder, tokenizer, None, thoughts) == list(own.learned)
     end = find_answer_end(tokenizer)

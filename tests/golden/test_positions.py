@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, PixtralImageProcessorPil
 
+from dhp.config.data import DataConfig
 from dhp.core.errors import DataError
-from dhp.data.sample.picture_inputs import Pictures
+from dhp.data.sample.picture_inputs import ModelMedia, Pictures
 from dhp.models.config_file import tell_positions
 from dhp.models.family import Family
 from dhp.models.pretrained import load_image_processor
@@ -112,9 +113,10 @@ def count(folder: Path, name: str, table: dict[str, Any], sizes: list[tuple[int,
             given.get("image_processor", given).update(table["processor"])
             (folder / file).write_text(json.dumps(given))
     own = load_family(str(folder)).processor
-    pictures = Pictures(
-        load_image_processor(str(folder)), own.image_tokens, own.patches, None, None, None, own.image_arguments
+    media = ModelMedia(
+        load_image_processor(str(folder)), None, own.image_tokens, own.patches, image_arguments=own.image_arguments
     )
+    pictures = Pictures(media, DataConfig())
     found: list[int | str] = []
     for number, size in enumerate(sizes):
         Image.new("RGB", size).save(folder / f"{number}.png")

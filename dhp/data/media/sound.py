@@ -1,13 +1,15 @@
 """Decodes audio to mono waves at a model's sample rate."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import av
 import numpy as np
 
+from dhp.core.batch import ProcessorOutput
 from dhp.core.errors import DataError
 from dhp.data.media.sources import File, decoding, name_of, open_media
 
@@ -16,6 +18,51 @@ MAX_SECONDS = 3600  # of a clip: all of it has to fit into memory
 _CONTAINERS = "wav,w64,flac,mp3,aac,ogg,aiff,caf,au,amr,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,asf"
 _STREAMED = 0x7FFF_0000  # a size from here on means that the writer did not know it yet
 _EXACT_CONTAINERS = {"wav", "flac"}  # whose headers say how many samples there are
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The model's input of an audio file: features float32 [frames, bins]; None: only the header was read."""
+
+    form: ProcessorOutput
+    features: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class AudioPreprocessing:
+    """Audio preprocessing of one model.
+
+    token_id: its placeholder. rate: samples a second. shortest: samples of the shortest clip.
+
+    features: waves of one sample's clips → float32 [frames, bins] each. forms: samples in these waves → forms.
+
+    about: all that decides a clip's tokens, except its file."""
+
+    token_id: int
+    rate: int
+    shortest: int
+    features: Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+    forms: Callable[[Sequence[int]], list[ProcessorOutput]]
+    about: Sequence[Any] = ()
+
+    def decode(self, files: Sequence[File]) -> list[Clip]:
+        """The clips of one sample. Raises DataError for a file that cannot be used."""
+        waves = [read_sound(file, self.rate) for file in files]
+        forms = self._forms(files, [len(wave) for wave in waves])
+        return [Clip(form, found) for form, found in zip(forms, self.features(waves) if waves else (), strict=True)]
+
+    def outline(self, files: Sequence[File]) -> list[Clip]:
+        """The clips that `decode` would give, without features. Raises DataError as it does, as far as headers show."""
+        return [Clip(form) for form in self._forms(files, [count_samples(file, self.rate) for file in files])]
+
+    def _forms(self, files: Sequence[File], samples: Sequence[int]) -> list[ProcessorOutput]:
+        for file, count in zip(files, samples, strict=True):
+            if count < self.shortest:
+                raise DataError(
+                    f"audio {name_of(file)} is {count} samples long at {self.rate} a second; the model's features need "
+                    f"{self.shortest}. Leave it out"
+                )
+        return self.forms(samples)
 
 
 def read_sound(file: File, rate: int) -> np.ndarray:

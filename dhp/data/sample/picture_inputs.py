@@ -6,16 +6,16 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from PIL import Image
 
-from dhp.core.batch import Features, Grid, ProcessorOutput
+from dhp.config.data import DataConfig
+from dhp.core.batch import Features, Grid, PositionRange, ProcessorOutput, frame_patches
 from dhp.core.errors import ConfigError, DataError, UnreadableVideo
 from dhp.data.media.frames import (
     FrameSampling,
@@ -27,6 +27,7 @@ from dhp.data.media.frames import (
     map_images,
 )
 from dhp.data.media.images import open_image, read_size
+from dhp.data.media.sound import AudioPreprocessing
 from dhp.data.media.sources import (
     PLAIN,
     Blob,
@@ -167,34 +168,63 @@ class Outline:
     pace: FrameTimes | None = None
 
 
+@dataclass(frozen=True)
+class ModelMedia:
+    """What a model takes of pictures and sound, and in which form.
+
+    image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
+    processor gave for one image → (rows float32 [patches, dim], grid). image_arguments: of the image processor.
+
+    written: an image's placeholder in a prompt, and what goes there for its form; None: the placeholder again and
+    again. frame_patches: patches of each frame or tile of a picture. pictures_apart: whether the model tells
+    neighbouring pictures by the tokens between them.
+
+    videos: None for a model that sees none. sounds: None for a run without audio; no_audio: why, for errors.
+
+    positions: that the model supports; None: any. about: all else that decides lengths. kept: lookup of cached
+    features; None: there is none."""
+
+    image_processor: BaseImageProcessor | None = None
+    image_token_id: int | None = None
+    image_tokens: Tokens = lambda grid: 0
+    patches: Callable[[Output], tuple[np.ndarray, Grid | ProcessorOutput]] | None = None
+    image_arguments: Mapping[str, Any] = field(default_factory=dict)
+    written: tuple[str, Callable[[Any], str]] | None = None
+    frame_patches: Callable[[Grid | ProcessorOutput], tuple[int, ...]] = frame_patches
+    pictures_apart: bool = False
+    videos: Videos | None = None
+    sounds: AudioPreprocessing | None = None
+    no_audio: str = ""
+    positions: PositionRange | None = None
+    about: Sequence[Any] = ()
+    kept: CachedPictures | None = None
+
+
+NO_MEDIA = ModelMedia()
+
+
 class Pictures:
     """Image and video preprocessing of one model. Safe to call from several threads."""
 
-    def __init__(
-        self,
-        image_processor: BaseImageProcessor,
-        image_tokens: Callable[[Grid | ProcessorOutput], int],
-        patches: Callable[[Output], tuple[np.ndarray, Grid | ProcessorOutput]],
-        min_pixels: int | None,
-        max_pixels: int | None,
-        videos: Videos | None,
-        arguments: Mapping[str, Any] = MappingProxyType({}),
-        kept: CachedPictures | None = None,
-        whole_frames: int | None = None,
-    ) -> None:
-        """The arguments of `dhp.data.sample.preprocess.Preprocessor`. Raises ConfigError for impossible bounds."""
-        self._image_processor, self._image_tokens, self._as_patches = image_processor, image_tokens, patches
-        self._videos, self._arguments = videos, dict(arguments)
-        self._bounds = self._video_bounds = (min_pixels, max_pixels)
-        self._scaling = self._video_scaling = area_bounds(image_processor, min_pixels, max_pixels)
-        if videos is not None and videos.max_pixels is not None:
-            self._video_bounds = (min_pixels, videos.max_pixels)
-            self._video_scaling = area_bounds(image_processor, *self._video_bounds, "data.video_max_pixels")
-        self._grids = Grids(image_processor, self._scaling, image_tokens)
-        self._video_grids = Grids(image_processor, self._video_scaling, image_tokens)
-        self._fitted_grids = Grids(image_processor, AS_THEY_ARE, image_tokens)
-        self._whole_frames = whole_frames
-        self._kept, self._digest = kept, "" if kept is None else kept.digest(self.about())
+    def __init__(self, media: ModelMedia, data: DataConfig) -> None:
+        """data: bounds of pictures and videos. Raises ConfigError for impossible ones."""
+        assert media.image_processor is not None and media.patches is not None
+        self._image_processor, self._image_tokens, self._as_patches = (
+            media.image_processor,
+            media.image_tokens,
+            media.patches,
+        )
+        self._videos, self._arguments = media.videos, dict(media.image_arguments)
+        self._bounds = self._video_bounds = (data.min_pixels, data.max_pixels)
+        self._scaling = self._video_scaling = area_bounds(self._image_processor, *self._bounds)
+        if media.videos is not None and media.videos.max_pixels is not None:
+            self._video_bounds = (data.min_pixels, media.videos.max_pixels)
+            self._video_scaling = area_bounds(self._image_processor, *self._video_bounds, "data.video_max_pixels")
+        self._grids = Grids(self._image_processor, self._scaling, self._image_tokens)
+        self._video_grids = Grids(self._image_processor, self._video_scaling, self._image_tokens)
+        self._fitted_grids = Grids(self._image_processor, AS_THEY_ARE, self._image_tokens)
+        self._whole_frames = data.video_whole_frames
+        self._kept, self._digest = media.kept, "" if media.kept is None else media.kept.digest(self.about())
 
     def decode(self, media: Sequence[Picture]) -> list[PicturePatches]:
         """Pictures with their pixels, or with their cached features. Raises DataError for a file that

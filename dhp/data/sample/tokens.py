@@ -4,71 +4,25 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dhp.core.batch import PositionRange, ProcessorOutput
+from dhp.config.data import DataConfig
 from dhp.core.errors import DataError, ModelError
 from dhp.data.media.frames import FrameTimes
-from dhp.data.media.sound import count_samples, read_sound
+from dhp.data.media.sound import Clip
 from dhp.data.media.sources import File, name_of
 from dhp.data.read.records import Record
 from dhp.data.sample.chat import Rendered, render, replace_each, to_messages
 from dhp.data.sample.lengths import check_characters, longest_token
-from dhp.data.sample.picture_inputs import Outline, PicturePatches
-from dhp.data.sample.sample import Videos
+from dhp.data.sample.picture_inputs import ModelMedia, Outline, PicturePatches
 from dhp.data.sample.template_check import find_answer_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class Clip:
-    """The model's input of an audio file: features float32 [frames, bins]; None: only the header was read."""
-
-    form: ProcessorOutput
-    features: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class AudioPreprocessing:
-    """Audio preprocessing of one model.
-
-    token_id: its placeholder. rate: samples a second. shortest: samples of the shortest clip.
-
-    features: waves of one sample's clips → float32 [frames, bins] each. forms: samples in these waves → forms.
-
-    about: all that decides a clip's tokens, except its file."""
-
-    token_id: int
-    rate: int
-    shortest: int
-    features: Callable[[Sequence[np.ndarray]], list[np.ndarray]]
-    forms: Callable[[Sequence[int]], list[ProcessorOutput]]
-    about: Sequence[Any] = ()
-
-    def decode(self, files: Sequence[File]) -> list[Clip]:
-        """The clips of one sample. Raises DataError for a file that cannot be used."""
-        waves = [read_sound(file, self.rate) for file in files]
-        forms = self._forms(files, [len(wave) for wave in waves])
-        return [Clip(form, found) for form, found in zip(forms, self.features(waves) if waves else (), strict=True)]
-
-    def outline(self, files: Sequence[File]) -> list[Clip]:
-        """The clips that `decode` would give, without features. Raises DataError as it does, as far as headers show."""
-        return [Clip(form) for form in self._forms(files, [count_samples(file, self.rate) for file in files])]
-
-    def _forms(self, files: Sequence[File], samples: Sequence[int]) -> list[ProcessorOutput]:
-        for file, count in zip(files, samples, strict=True):
-            if count < self.shortest:
-                raise DataError(
-                    f"audio {name_of(file)} is {count} samples long at {self.rate} a second; the model's features need "
-                    f"{self.shortest}. Leave it out"
-                )
-        return self.forms(samples)
 
 
 NO_TOWER = "the model has no audio tower. Leave samples with sound out of its data"
@@ -102,7 +56,6 @@ def _tags(record: Record) -> int:
 
 _BESIDE_A_CUT = 64  # tokens: where a text is cut, its last word may become other tokens
 _DECOMPOSED = 4  # characters at most that normal form C makes one of
-Written = tuple[str, Callable[[Any], str]]  # an image's placeholder in a prompt, and what goes there for its form
 
 # Templates are compiled once and then shared, and one that tracks its answers is not reentrant.
 # A lock of the module leaves the preprocessor itself picklable. Images are decoded outside of it.
@@ -117,46 +70,19 @@ class Tokens:
     target: np.ndarray  # bool [tokens]
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """How conversations are written, beyond what the model's chat template says.
-
-    system: text of those that have none; None: nothing is added. learn_empty_thoughts: see
-    `dhp.data.sample.chat.render`. no_audio: why a run takes no audio, for errors. learn_newline: the newline behind an
-    answer's end token is learned too."""
-
-    system: str | None = None
-    learn_empty_thoughts: bool = False
-    no_audio: str = NO_ACTORS
-    learn_newline: bool = False
-
-
-AS_THE_TEMPLATE = Prompts()
-
-
 class ConversationTokenizer:
     """Tokenizes the conversations of one model. Safe to call from several threads."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Prompts,
-        max_tokens: int | None,
-        positions: PositionRange | None,
-        written: Written | None,
-        videos: Videos | None,
-        sounds: AudioPreprocessing | None,
-        image_token_id: int | None = None,
-    ) -> None:
-        """See `dhp.data.sample.preprocess.Preprocessor`. Raises ModelError for a tokenizer that cannot give labels."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, media: ModelMedia, data: DataConfig) -> None:
+        """Raises ModelError for a tokenizer that cannot give labels."""
         if not tokenizer.is_fast:
             raise ModelError(f"tokenizer {tokenizer.name_or_path!r} gives no offsets; a fast tokenizer is needed")
         if tokenizer.chat_template is None:
             raise ModelError(f"tokenizer {tokenizer.name_or_path!r} has no chat template, so answers have no place")
-        self._tokenizer, self._prompts, self._max_tokens, self._positions = tokenizer, prompts, max_tokens, positions
-        self._written, self._videos, self._sounds = written, videos, sounds
-        image = written[0] if written is not None else self._token(image_token_id)
-        video = None if videos is None else self._token(videos.token_id)
+        self._tokenizer, self._media, self._data = tokenizer, media, data
+        self._written, self._videos, self._sounds = media.written, media.videos, media.sounds
+        image = media.written[0] if media.written is not None else self._token(media.image_token_id)
+        video = None if media.videos is None else self._token(media.videos.token_id)
         self._marks = {kind: mark for kind, mark in (("image", image), ("video", video)) if mark is not None}
         self._longest = longest_token(json.loads(tokenizer.backend_tokenizer.to_str()))
         self._end: tuple[int | None] | None = None  # sought with the first answer whose span has no end
@@ -177,10 +103,12 @@ class ConversationTokenizer:
         if record.written is not None:
             return self._plain_tokens(record.written)
         with _TEXT:
-            messages = to_messages(record.turns, self._prompts.system)
-            how = (self._prompts.learn_empty_thoughts, record.learned, self._marks)
+            messages = to_messages(record.turns, self._data.system_prompt)
+            how = (self._data.learn_empty_thoughts, record.learned, self._marks)
             rendered = render(self._tokenizer, messages, *how)
-            check_characters(rendered.text, len(record.media), self._longest, self._max_tokens, self._positions)
+            check_characters(
+                rendered.text, len(record.media), self._longest, self._data.max_tokens, self._media.positions
+            )
             rendered = self._with_times(rendered, paces) if paces else rendered
             rendered = self._with_pictures(rendered, shown) if shown else rendered
             rendered = self._with_sounds(rendered, clips) if self._sounds is not None else rendered
@@ -192,7 +120,7 @@ class ConversationTokenizer:
     def _plain_tokens(self, text: str) -> Tokens:
         """Plain text between the tokens that the tokenizer begins a text with and the one that ends it, cut after
         max_tokens; all of it is learned."""
-        most, end = self._max_tokens, self._tokenizer.eos_token_id
+        most, end = self._data.max_tokens, self._tokenizer.eos_token_id
         if most is not None and self._longest is not None:  # what is cut anyway would take memory as tokens
             text = text[: _DECOMPOSED * self._longest * (most + _BESIDE_A_CUT)]
         with _TEXT:
@@ -269,7 +197,7 @@ class ConversationTokenizer:
             last = int(np.searchsorted(offsets[:, 0], stop))
             first = int(np.searchsorted(offsets[:, 1], start, side="right")) if start < stop else last
             last = self._end_of_turn(ids, offsets, rendered.text[:stop], first, last)
-            if self._prompts.learn_newline and last < len(ids):
+            if self._data.learn_newline and last < len(ids):
                 last += rendered.text[slice(*offsets[last])] == "\n"
             target[first:last] = True
         return target

@@ -478,7 +478,7 @@ def test_a_sample_is_as_long_as_measured(parts, preprocessor):
 
 
 def test_parts_of_a_long_video_have_the_settings_of_the_whole(parts, preprocessor):
-    whole, apart = preprocessor(), preprocessor(whole_frames=2)
+    whole, apart = preprocessor(), preprocessor(video_whole_frames=2)
     for name, part in parts.items():
         left = apart(record(part))
         assert isinstance(left.pixels[0], LongVideo) == name.startswith("video"), name

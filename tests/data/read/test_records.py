@@ -13,7 +13,6 @@ from dhp.core.errors import DataError
 from dhp.data.media.sources import MediaResolver
 from dhp.data.read.annotations import detect, parse_record, read_annotations
 from dhp.data.read.records import PART, TURN, Fields, Record, Turn, check_left, is_set
-from dhp.data.sample.tokens import Prompts
 from tests.data.sample.made import make_preprocessor
 
 GOOD = {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Yes."}]}
@@ -174,7 +173,7 @@ def written(raw: Any) -> Record:
 
 
 def test_all_tokens_are_learned_up_to_the_end_token(tokenizer) -> None:
-    sample = make_preprocessor(tokenizer, prompts=Prompts("A system text."))(written({"text": WALLS}))
+    sample = make_preprocessor(tokenizer, system_prompt="A system text.")(written({"text": WALLS}))
     assert tokenizer.decode(sample.input_ids) == WALLS + tokenizer.eos_token
     assert sample.labels.tolist() == sample.input_ids.tolist() and IGNORED not in sample.labels
     assert sample.target_tokens == len(sample.input_ids) - 1 and not sample.mm_token_type_ids.any()

@@ -9,12 +9,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from dhp.config.data import DataConfig
 from dhp.core.errors import ConfigError, DataError
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample import chat
 from dhp.data.sample.chat import MAX_BYTES, Rendered, read_template, render, to_messages
+from dhp.data.sample.picture_inputs import NO_MEDIA
 from dhp.data.sample.template_check import check_written, find_answer_end
-from dhp.data.sample.tokens import AS_THE_TEMPLATE, ConversationTokenizer
+from dhp.data.sample.tokens import ConversationTokenizer
 
 EMPTY = "<think>\n\n</think>\n\n"
 
@@ -300,7 +302,7 @@ def answers_of(rendered: Rendered) -> list[str]:
 
 
 def learned(tokenizer: Any, turns: tuple[Turn, ...]) -> list[str]:
-    text = ConversationTokenizer(tokenizer, AS_THE_TEMPLATE, None, None, None, None, None)
+    text = ConversationTokenizer(tokenizer, NO_MEDIA, DataConfig())
     tokens = text.tokenize(Record("set", 1, "line 1", turns), [], [], [])
     return [tokenizer.convert_ids_to_tokens(int(one)) for one in tokens.ids[np.flatnonzero(tokens.target)]]
 

@@ -215,7 +215,7 @@ def test_frames_are_scaled_by_the_rule_of_their_clip(
 ) -> None:  # fmt: skip
     asked = record(Video(write_video(tmp_path / "v.mp4", frames=frames, rate=4, size=(112, 56))), QUESTION)
     videos = replace(apart.keywords["videos"], size=halved)
-    whole, parts = apart(videos=videos), apart(videos=videos, whole_frames=1)
+    whole, parts = apart(videos=videos), apart(videos=videos, video_whole_frames=1)
     assert whole(asked).grids == (grid,) and whole.measure(asked).vision == grid[0] * grid[1] * grid[2] // 4
     assert np.array_equal(parts.pictures.complete(parts(asked)).pixels[0], whole(asked).pixels[0])
     assert apart(videos=videos, max_pixels=14 * 14 * 16)(asked).grids == (grid[:1] + (2, 4),)

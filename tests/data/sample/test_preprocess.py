@@ -16,7 +16,7 @@ from dhp.core.batch import IGNORED, PositionRange
 from dhp.core.errors import ConfigError, DataError, ModelError
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.lengths import Length, check_characters, check_length, longest_token, tile_arguments
-from dhp.data.sample.tokens import NO_ACTORS, NO_TOWER, Prompts
+from dhp.data.sample.tokens import NO_ACTORS, NO_TOWER
 from tests.data.sample.made import make_preprocessor
 
 END = "<|im_end|>"
@@ -352,12 +352,12 @@ def test_the_fingerprint_is_that_of_all_settings(preprocessor, tokenizer):
 
 
 def test_the_fingerprint_is_that_of_the_system_text(preprocessor):
-    prints = {preprocessor(prompts=Prompts(system=text)).fingerprint() for text in (None, "", "Be brief.")}
+    prints = {preprocessor(system_prompt=text).fingerprint() for text in (None, "", "Be brief.")}
     assert len(prints) == 3
 
 
 def test_a_system_text_for_all_samples_that_have_none(preprocessor, tokenizer):
-    make = preprocessor(prompts=Prompts(system="Be kind."))
+    make = preprocessor(system_prompt="Be kind.")
     told = [tokenizer.decode(make(talk("Hi?", "Yes.", system=own)).input_ids) for own in (None, "Be brief.")]
     assert [text.partition("<|im_end|>")[0] for text in told] == [
         "<|im_start|>system\nBe kind.",
@@ -370,7 +370,7 @@ def test_a_run_that_hears_nothing_says_why(preprocessor):
     record = talk("<audio>Who?", "Ann.")
     for why in (NO_TOWER, NO_ACTORS):
         with pytest.raises(DataError, match=f"1 <audio> tags in the human turns, but {why[:20]}"):
-            preprocessor(prompts=Prompts(no_audio=why))(record)
+            preprocessor(no_audio=why)(record)
 
 
 def test_the_fingerprint_does_not_change_with_use(preprocessor, tokenizer):

@@ -27,6 +27,7 @@ from dhp.data.media.sources import Picture, files_of, open_media
 from dhp.data.read.annotations import Annotations, read_annotations
 from dhp.data.read.records import Record
 from dhp.data.sample.lengths import LENGTH_COLUMNS, Length
+from dhp.data.sample.picture_inputs import ModelMedia
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.sample import Sample, Videos
 from dhp.data.sampling import length_table
@@ -38,6 +39,7 @@ from dhp.models.families.llava import llava as llava_family
 from dhp.models.families.qwen2_5_vl import qwen2_5_vl
 from dhp.tiny.made_pictures import ANNOTATIONS, make_dataset
 from dhp.tiny.tiny_model import tiny_config
+from tests.data.sample.made import changed_preprocessor
 from tests.data.sample.test_bad_input import GOOD, LINES, shown, talk, write
 
 NONE = np.arange(0)
@@ -242,9 +244,8 @@ def qwen(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Preprocessor:
         family.video_token_id, FrameSampling(2.0, 768, 2), family.video_patches, changes.pop("video_pixels", None)
     )
     processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
-    return Preprocessor(
-        tokenizer, processor, family.image_token_id, family.image_tokens, family.patches, videos=videos, **changes
-    )
+    media = ModelMedia(processor, family.image_token_id, family.image_tokens, family.patches, videos=videos)
+    return changed_preprocessor(tokenizer, media, **changes)
 
 
 def llava(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Preprocessor:
@@ -253,7 +254,8 @@ def llava(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Preprocessor:
     config = LlavaConfig(text_config=Qwen2Config(), vision_config=vision, image_token_index=token)
     family = llava_family(config).processor
     processor = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
-    return Preprocessor(tokenizer, processor, token, family.image_tokens, family.patches, **changes)
+    media = ModelMedia(processor, token, family.image_tokens, family.patches)
+    return changed_preprocessor(tokenizer, media, **changes)
 
 
 @pytest.fixture(params=[qwen, llava], ids=["qwen", "llava"])

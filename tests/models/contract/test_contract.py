@@ -26,12 +26,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 
+from dhp.config.data import DataConfig
 from dhp.config.layout import resolve_part
 from dhp.config.schema import PartConfig
 from dhp.core.batch import ProcessorOutput
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.graph import HIDDEN_STATES
 from dhp.data.read.records import Record, Turn
+from dhp.data.sample.picture_inputs import ModelMedia
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.models.contract.contract import CONTRACT, WITHOUT_CONTRACT, Handover, find_structure, without_weights
 from dhp.models.contract.find import _matrices, experts_of, find_contract, find_text_parts, find_vision_parts
@@ -127,8 +129,7 @@ SIZES = ((90, 40), (50, 64), (28, 28))
 
 def make_preprocessor(folder: Path) -> Preprocessor:
     processor = load_family(str(folder)).processor
-    return Preprocessor(
-        load_tokenizer(str(folder)),
+    media = ModelMedia(
         load_image_processor(str(folder)),
         processor.image_token_id,
         processor.image_tokens,
@@ -138,6 +139,7 @@ def make_preprocessor(folder: Path) -> Preprocessor:
         image_arguments=processor.image_arguments,
         frame_patches=processor.frame_patches,
     )
+    return Preprocessor(load_tokenizer(str(folder)), media, DataConfig())
 
 
 def make_pictures(folder: Path) -> list[Path]:
