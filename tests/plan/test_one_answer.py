@@ -1,4 +1,4 @@
-"""One question has one answer: whoever asks what a run takes reads the same numbers."""
+"""One question has one answer: all who ask what a run takes read the same numbers."""
 
 from dataclasses import asdict
 from functools import cache
