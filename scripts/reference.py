@@ -32,6 +32,7 @@ FIELDS = {
     "## Fields of trace.json": TraceEvent,
 }
 ALIAS_COLUMNS = ("there", "here")
+_COLUMNS = ("key", "type", "default", "meaning")
 
 
 def main() -> None:
@@ -55,7 +56,14 @@ def key_tables() -> str:
     for sections in by_type.values():
         title = " and ".join(f"`{section}`" for section in sections)
         tables += [f"### {title}\n", schema_keys()[sections[0]].doc + "\n", _keys_table(sections[0])]
-    return "\n".join(tables)
+    expert = [key for key in schema_keys().values() if key.expert]
+    rows = [
+        (f"`{key.path}`", *_key_cells(key)) for key in expert if key.path.partition(".")[0] not in ("audio", "text")
+    ]
+    said = (
+        "Few runs need these; no configuration that comes with dhp sets one. Those of `vision` are those of every part."
+    )
+    return "\n".join([*tables, f"### Expert\n\n{said}\n", _table(_COLUMNS, rows)])
 
 
 def alias_table() -> str:
@@ -103,9 +111,9 @@ def field_meaning(of: type, name: str) -> tuple[str, str, str]:
 def _keys_table(section: str) -> str:
     rows = []
     for key in schema_keys().values():
-        if key.path.rpartition(".")[0] == section and not key.is_section:
+        if key.path.rpartition(".")[0] == section and not key.is_section and not key.expert:
             rows.append((f"`{key.path.removeprefix(f'{section}.')}`", *_key_cells(key)))
-    return _table(("key", "type", "default", "meaning"), rows)
+    return _table(_COLUMNS, rows)
 
 
 def _key_cells(key: Key) -> tuple[str, str, str]:

@@ -12,10 +12,15 @@ SEARCHED, FOLLOWS, FIXED = "searched", "follows", "fixed"
 
 
 def key(
-    default: Any = MISSING, factory: Callable[[], Any] | None = None, resume: str = RECIPE, layout: str = FIXED
+    default: Any = MISSING,
+    factory: Callable[[], Any] | None = None,
+    resume: str = RECIPE,
+    layout: str = FIXED,
+    expert: bool = False,
 ) -> Any:
-    """A field of a section. factory: makes the default. resume, layout: what the key is to either."""
-    metadata = {"resume": resume, "layout": layout}
+    """A field of a section. factory: makes the default. resume, layout: what the key is to either. expert: few runs
+    need it, and the reference has it apart."""
+    metadata = {"resume": resume, "layout": layout, "expert": expert}
     return (
         field(default=default, metadata=metadata)
         if factory is None
