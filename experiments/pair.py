@@ -85,7 +85,7 @@ class Here(RankGroup):
     def execute_all_async(
         self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
     ) -> list[list[Any]]:
-        """As `dhp.step.stages.Group`, with values for refs."""
+        """As `dhp.step.stages.RankGroup`, with values for refs."""
         method = method if isinstance(method, str) else method.__name__
         result = getattr(self._trainer, method)(*spread(arguments, 1)[0])
         (count,) = spread((returns,), 1)[0]

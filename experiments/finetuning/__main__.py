@@ -88,7 +88,7 @@ class Timed(Here):
     def execute_all_async(
         self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
     ) -> list[list[Any]]:
-        """As `dhp.step.stages.Group`."""
+        """As `dhp.step.stages.RankGroup`."""
         name = method if isinstance(method, str) else method.__name__
         if name == "optimizer_step":
             self.gradient_bytes = self.trainer.optimizer.gradient_bytes()

@@ -58,7 +58,7 @@ class Ranks(RankGroup):
     def execute_all_async(
         self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
     ) -> list[list[Any]]:
-        """As `dhp.step.stages.Group`, with values for refs."""
+        """As `dhp.step.stages.RankGroup`, with values for refs."""
         name = method if isinstance(method, str) else method.__name__
         calls = [(((name, given),),) for given in spread(arguments, self.size)]
         return [list((answer or (None,))[1:]) for answer in self._ask(range(self.size), "call", calls)]
