@@ -7,7 +7,7 @@ from importlib import import_module
 from dhp.cli.completion import COMMANDS, usage
 from dhp.core.errors import DhpError
 from dhp.core.process import INTERRUPTED, outlive_readers
-from dhp.core.text import did_you_mean, harmless, nearest, own_command
+from dhp.core.text import did_you_mean, harmless, nearest, shell_command
 from dhp.version import VERSION
 
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if name not in COMMANDS:
         hint = did_you_mean([nearest(name, COMMANDS)])
-        more = f" {' '.join(own_command())} --help lists all" if hint else f"\n\n{usage()}"
+        more = f" {' '.join(shell_command())} --help lists all" if hint else f"\n\n{usage()}"
         print(f"{name} is no command of dhp{hint}{more}", file=sys.stderr)
         return 2
     if name == "train":

@@ -19,7 +19,7 @@ from dhp.checkpoint.shard_files import CHECKSUM, check_part, damaged, read_json,
 from dhp.config.parts import PARTS
 from dhp.core.errors import CheckpointError, ConfigError
 from dhp.core.files import remove
-from dhp.core.locks import require_own
+from dhp.core.locks import require_fence
 from dhp.core.process import say_nothing
 from dhp.core.reports import WrittenFile
 from dhp.core.text import did_you_mean, nearest
@@ -46,7 +46,7 @@ def write_about(folder: Path, about: Mapping[str, Any], files: Iterable[WrittenF
     """Write checkpoint.json, the last of a checkpoint's files. Raises CheckpointError."""
     listed = {one.name: {_BYTES: one.nbytes, CHECKSUM: one.crc32} for one in sorted(files, key=lambda one: one.name)}
     values = {FORMAT: NEWEST} | dict(about) | {FILES: listed}
-    write_text(folder / ABOUT, json.dumps(values | {CHECKSUM: _own_checksum(values)}, indent=2) + "\n")
+    write_text(folder / ABOUT, json.dumps(values | {CHECKSUM: _manifest_checksum(values)}, indent=2) + "\n")
 
 
 def read_about(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def read_about(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str,
     number = about.get(FORMAT, 1)
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise damaged(file, f"{FORMAT} should be a number from 1 on, and is {number!r:.200}")
-    if number > 1 and about.get(CHECKSUM) != _own_checksum(about):
+    if number > 1 and about.get(CHECKSUM) != _manifest_checksum(about):
         raise damaged(file, "its crc32 is not that of what it says")
     if number > NEWEST:
         raise LaterFormat(
@@ -135,7 +135,7 @@ def _check_sums(checkpoint: Path, sums: Mapping[str, int], say: Callable[[str], 
             pass
 
 
-def _own_checksum(about: Mapping[str, Any]) -> int:
+def _manifest_checksum(about: Mapping[str, Any]) -> int:
     """Of what checkpoint.json says, but for the checksum itself, however it is laid out in lines."""
     values = {key: value for key, value in about.items() if key != CHECKSUM}
     return crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
@@ -209,7 +209,7 @@ class Unfinished:
     def __exit__(self, *_: object) -> None:
         for folder in self._folders:  # kept in mind: ranks that still run may write into it once more
             with suppress(CheckpointError):  # TakenOver: then a folder of that name is the other run's
-                require_own(folder.parent)
+                require_fence(folder.parent)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -250,7 +250,7 @@ def finish_checkpoint(
             sync(inner)
         sync(folder)
         _require_none(final)
-        require_own(final.parent)
+        require_fence(final.parent)
         folder.rename(final)
         sync(final.parent)
     return final

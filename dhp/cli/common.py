@@ -19,7 +19,7 @@ from dhp.config.run_dir import compose_recorded, config_of, require_named_addres
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
 from dhp.core.errors import ClusterError, ConfigError, DhpError, PartFailed
-from dhp.core.text import did_you_mean, nearest, own_command
+from dhp.core.text import did_you_mean, nearest, shell_command
 
 PLUGIN = "--plugin"
 
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser(command: str, about: str | None) -> argparse.ArgumentParser:
     """The parser of `dhp command`. about: its help, laid out as it is to be shown."""
-    layout, called = argparse.RawDescriptionHelpFormatter, " ".join(own_command(command))
+    layout, called = argparse.RawDescriptionHelpFormatter, " ".join(shell_command(command))
     return _Parser(prog=called, description=about, formatter_class=layout)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dhp.config.devices import shipped_directory
 from dhp.config.keys import ANY_NAME, schema_keys
-from dhp.core.text import own_command
+from dhp.core.text import shell_command
 from dhp.tiny.looks import family_names
 
 # By name: what is behind the name, a line a use. A line that begins with a plain word names a sub-command.
@@ -45,7 +45,7 @@ def usage() -> str:
         for name, text in COMMANDS.items()
         for number, line in enumerate(text.splitlines())
     ]
-    called = " ".join(own_command())
+    called = " ".join(shell_command())
     return "\n".join([
         f"usage: {called} COMMAND …",
         *lines,
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(completions(arguments[1:])))
         return 0
     layout = argparse.RawDescriptionHelpFormatter
-    called = " ".join(own_command("completion"))
+    called = " ".join(shell_command("completion"))
     parser = argparse.ArgumentParser(prog=called, description=main.__doc__, formatter_class=layout)
     parser.add_argument("shell", choices=list(SCRIPTS))
     sys.stdout.write(SCRIPTS[parser.parse_args(arguments).shell])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dhp.cli.common import make_parser
 from dhp.core.errors import ConfigError
-from dhp.core.text import did_you_mean, harmless, nearest, own_command
+from dhp.core.text import did_you_mean, harmless, nearest, shell_command
 
 KEYS = ("vision", "text", "out", "seed")
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     counts = ", ".join(f"{part} {count:,}" for part, count in made.parameters.items())
     print(f"{made.folder}: a LLaVA of {counts} parameters; the projector's are random, and are to be trained")
     print(f"a picture of {made.side} × {made.side} pixels becomes {made.image_tokens} tokens {made.image_token}")
-    print(f"layouts that it can be trained in: {shlex.join(own_command('doctor', 'model', str(made.folder)))}")
+    print(f"layouts that it can be trained in: {shlex.join(shell_command('doctor', 'model', str(made.folder)))}")
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dhp.cli.common import PLUGIN, add_configuration, add_plugins, make_parser
 from dhp.core.errors import ConfigError
-from dhp.core.text import own_command
+from dhp.core.text import shell_command
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -83,5 +83,5 @@ def _make(family: str, out: str) -> int:
 
     made = make_family(family, Path(folder).expanduser())
     print(f"{made}: a tiny {family} with random weights, to be named as vision.model_name and text.model_name")
-    print(f"layouts that it can be trained in: {shlex.join(own_command('doctor', 'model', str(made)))}")
+    print(f"layouts that it can be trained in: {shlex.join(shell_command('doctor', 'model', str(made)))}")
     return 0

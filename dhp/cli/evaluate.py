@@ -18,7 +18,7 @@ from dhp.config.data import DatasetEntry
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.core.process import StartUp, heed, interruptible, say_nothing
-from dhp.core.text import did_you_mean, nearest, own_command
+from dhp.core.text import did_you_mean, nearest, shell_command
 from dhp.observe.metrics import EvalMetrics
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
         what = arguments[0] if arguments else ""
         asked = what in ("-h", "--help")
         error = "" if asked or not what else f"{what} is no evaluation{did_you_mean([nearest(what, EVALUATIONS)])}\n"
-        called = " ".join(own_command("evaluate"))
+        called = " ".join(shell_command("evaluate"))
         usage = f"{error}usage: {called} {'|'.join(EVALUATIONS)} PATH … (each has --help)"
         print(usage, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2

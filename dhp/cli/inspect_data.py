@@ -27,7 +27,7 @@ from dhp.data.sampling.sampler import BalanceSettings
 from dhp.data.sampling.step_loads import Table
 from dhp.plan.batches import unreached
 from dhp.plan.run_plan import plan_run
-from dhp.plan.search.sample_source import map_chunks, measure_all, measuring_settings, own_reader
+from dhp.plan.search.sample_source import map_chunks, measure_all, measuring_settings, reader_of_process
 from dhp.plan.search.verdict import expect, verdict
 from dhp.plan.stage_graph import devices_as_planned, find_localities
 from dhp.report.plots import histograms
@@ -276,7 +276,7 @@ def _locality(config: Config) -> Locality | None:
 
 
 def _decoded(settings: BatchReaderSettings, chunk: RowChunk) -> dict[tuple[str, int], str]:
-    return own_reader(settings).lengths.decode(chunk)
+    return reader_of_process(settings).lengths.decode(chunk)
 
 
 def _decode(settings: BatchReaderSettings, feed: BatchReader, workers: int) -> dict[tuple[str, int], str]:

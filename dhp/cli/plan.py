@@ -37,7 +37,7 @@ from dhp.config.yaml_files import named_file
 from dhp.core.errors import ConfigError
 from dhp.core.files import write_whole
 from dhp.core.process import StartUp, heed, say_line
-from dhp.core.text import json_safe, own_command
+from dhp.core.text import json_safe, shell_command
 from dhp.plan.search.candidates import Candidate
 from dhp.plan.search.explain import loses_by
 from dhp.plan.search.free_keys import DEVICES, ROWS, SCHEDULE, find_held, with_settings
@@ -284,8 +284,8 @@ def _beside(run: Path, outcome: Outcome) -> Iterator[str]:
 
 def _how_to_run(outcome: Outcome, written: Path | None) -> str:
     if written is not None:
-        return f"train         {shlex.join(own_command('train', str(written)))}"
-    return f"write it      add --write plan.yaml, then {' '.join(own_command('train', 'plan.yaml'))}"
+        return f"train         {shlex.join(shell_command('train', str(written)))}"
+    return f"write it      add --write plan.yaml, then {' '.join(shell_command('train', 'plan.yaml'))}"
 
 
 def _write(given: argparse.Namespace, outcome: Outcome, source: Source) -> None:

@@ -23,7 +23,7 @@ from dhp.cluster.gpus import check_devices_here, choose_backend, choose_device, 
 from dhp.cluster.hangs.lookout import Lookout
 from dhp.cluster.hangs.watch import Watched, asking, wait_all
 from dhp.cluster.host import beacon
-from dhp.cluster.placement.nodes import free_bundles, own_node, read_nodes, reader_nodes
+from dhp.cluster.placement.nodes import free_bundles, read_nodes, reader_nodes, this_node
 from dhp.cluster.placement.reservation import (
     PATIENCE_S,
     TENSOR,
@@ -262,7 +262,7 @@ class Cluster:
             common["transport"] = choose_transport(
                 layout.transport, topology.describe(slots), len(topology.nodes), gpus if self.device == "cuda" else 0.0
             )
-            if not topology.only(own_node()):
+            if not topology.only(this_node()):
                 common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))
             self._lookout = _make_lookout(layout, topology)
             stack.callback(self._lookout.stop)
@@ -312,7 +312,7 @@ class Cluster:
         """The values behind refs of finished calls."""
         return ray.get(list(refs))
 
-    def devices_there(self) -> int:
+    def devices_available(self) -> int:
         """Devices that this run could have: its own, and those that nothing uses. Raises ClusterError where Ray's
         control store, which is asked, is gone."""
         require_servers()
@@ -357,7 +357,7 @@ class Cluster:
 def _make_lookout(layout: ClusterSpec, topology: Topology) -> Lookout:
     names = {} if layout.address == LOCAL else {node.id: node.name for node in topology.nodes}
     # A Ray client's node is the head's by Ray's word, but its processes are none of this machine.
-    here = "" if client.is_connected() else own_node()
+    here = "" if client.is_connected() else this_node()
     return Lookout(layout.collective_timeout_s, layout.log_dir, here, names)
 
 

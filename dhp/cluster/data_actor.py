@@ -12,10 +12,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp.cluster.clock import ClockReading, offset_ns, read_clock
 from dhp.cluster.hangs.lookout import Lookout
-from dhp.cluster.hangs.vitals import Post, open_stacks, own_post
+from dhp.cluster.hangs.vitals import Post, make_post, open_stacks
 from dhp.cluster.hangs.watch import Watched, fetch, wait_all
 from dhp.cluster.host import require_paths
-from dhp.cluster.placement.nodes import own_node
+from dhp.cluster.placement.nodes import this_node
 from dhp.cluster.ray_private import actor_id
 from dhp.cluster.servers import named_errors, redirect_output
 from dhp.cluster.transport.shared_memory import RemoteValue
@@ -44,7 +44,7 @@ class _Reader:
     def post(self) -> Post:
         """Where this process is looked at from outside."""
         name, stacks = self._files
-        return own_post(name, ray.get_runtime_context().get_node_id(), stacks)
+        return make_post(name, ray.get_runtime_context().get_node_id(), stacks)
 
     def open(
         self, factory: Callable[..., Any], arguments: tuple[Any, ...], needs: Mapping[str, str], readers: Sequence[Any]
@@ -173,7 +173,7 @@ class DatasetActor:
         logs = ["data", *(f"data-{number}" for number in range(workers))]
         options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         make = ray.remote(concurrency_groups={FILLING: 1})(_Reader)
-        places = [own_node(), *islice(cycle(nodes or [own_node()]), workers)]
+        places = [this_node(), *islice(cycle(nodes or [this_node()]), workers)]
         # Not soft: Ray 2.60 puts a soft one without resources anywhere. A run does not outlive a node of its own.
         pinned = [{**options, "scheduling_strategy": NodeAffinitySchedulingStrategy(at, soft=False)} for at in places]
         self._actors = [

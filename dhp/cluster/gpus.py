@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dhp.cluster.host import require_own_gpu
+from dhp.cluster.host import require_single_gpu
 from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
 from dhp.core.errors import ConfigError
 
@@ -163,7 +163,7 @@ def check_devices_here(asked: str, bundles: int, collocate: bool) -> None:
     if asked == "cuda":
         choose_device(asked, len(gpus) or torch.cuda.device_count())
     if gpus:
-        require_own_gpu(HERE)
+        require_single_gpu(HERE)
         check_gpus(gpus, collocate or len(gpus) < bundles, HERE)
 
 

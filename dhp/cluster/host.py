@@ -30,13 +30,13 @@ ALLOCATOR, OLD_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # to
 EXPANDABLE = "expandable_segments:True"
 
 
-def own_local_rank() -> None:
+def set_local_rank() -> None:
     """A process sees its own device alone, so it is always the first; what Slurm or torchrun set counts devices that it
     does not see."""
     os.environ[LOCAL_RANK] = "0"
 
 
-def require_own_gpu(where: str) -> None:
+def require_single_gpu(where: str) -> None:
     """Raise ConfigError where Ray is set to show each process more than its own GPU."""
     value = os.environ.get(KEEPS_ALL_VISIBLE, "")
     if value.lower() in ("1", "true"):  # as Ray reads it

@@ -34,7 +34,7 @@ from dhp.cluster.ray_private import (
     with_clusters,
     without_copies,
 )
-from dhp.cluster.servers import descendants, end_descendants, has_ended, is_named, own_servers
+from dhp.cluster.servers import descendants, end_descendants, has_ended, is_named, watch_servers
 from dhp.core.errors import CheckpointError, ClusterError, ConfigError, DataError, DhpError, NoCluster
 from dhp.core.files import base_for_socket
 from dhp.core.process import end, go_on, say_nothing, was_interrupted
@@ -49,14 +49,14 @@ _REMOVAL_S = 2.0  # its last helpers end a moment after it, and write until then
 
 
 @contextmanager
-def own_ray() -> Iterator[Path]:
+def private_ray() -> Iterator[Path]:
     """The environment of a Ray of our own, for as long as it runs, and an empty folder for its sockets and logs that
     this user alone may enter. The folder is removed at the end; after a failure that Ray's logs may explain it stays.
 
     Raises OSError where no folder can be made."""
     folder = Path(tempfile.mkdtemp(prefix="dhp-ray-", dir=_base()))  # 0700; Ray opens what it makes below to everybody
     try:
-        with own_token(), changed_environment({**NO_REPORTS, **_without_proxy()}):
+        with session_token(), changed_environment({**NO_REPORTS, **_without_proxy()}):
             yield folder / "ray"
     except _EXPECTED:
         _remove(folder)
@@ -71,7 +71,7 @@ def own_ray() -> Iterator[Path]:
 
 
 @contextmanager
-def own_token() -> Iterator[None]:
+def session_token() -> Iterator[None]:
     """Ray started in here asks for a token that is in the environment of its processes alone. The file that Ray would
     make in the home directory can be read by others wherever they may enter it, and the agent that runs commands for
     those who have the token listens without a dashboard too."""
@@ -233,7 +233,7 @@ def ray_session(
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "dhp"}
     if address != LOCAL:
         _probe(address)
-    with own_ray() if address == LOCAL else nullcontext() as folder:
+    with private_ray() if address == LOCAL else nullcontext() as folder:
         others = [process.pid for process in descendants()]
         if folder is None:
             with _whole_or_none(address, folder, timeout_s), within(timeout_s):
@@ -241,7 +241,7 @@ def ray_session(
         else:
             common |= {"num_cpus": cpus, "num_gpus": gpus}
             _start(folder, timeout_s, common, say)
-        with nullcontext() if folder is None else own_servers(others, folder.parent):
+        with nullcontext() if folder is None else watch_servers(others, folder.parent):
             try:
                 if was_interrupted():  # Ray caught it
                     raise KeyboardInterrupt

@@ -146,7 +146,7 @@ class _Own:
 
 
 @contextmanager
-def own_servers(others: Collection[int], folder: Path) -> Iterator[None]:
+def watch_servers(others: Collection[int], folder: Path) -> Iterator[None]:
     """A Ray of our own has just started, and ends in here. What it started and what does not end with it is ended
     afterwards. others: ids of processes that were there before it. folder: of its logs."""
     before = (_Own.servers, _Own.family, _Own.folder)  # of another Ray, which is none of this one's

@@ -20,9 +20,9 @@ from dhp.cluster.hangs.vitals import (
     Heart,
     Post,
     keep_heartbeat,
-    open_kept,
+    make_post,
+    open_lasting_file,
     open_stacks,
-    own_post,
 )
 from dhp.cluster.host import (
     LOOPBACK,
@@ -30,12 +30,12 @@ from dhp.cluster.host import (
     expand_segments,
     keep_freed_memory,
     open_listener,
-    own_local_rank,
     record_nccl,
     require_beacon,
     require_fixed_segments,
-    require_own_gpu,
     require_paths,
+    require_single_gpu,
+    set_local_rank,
     whereabouts,
 )
 from dhp.cluster.servers import named_errors, redirect_output
@@ -145,10 +145,10 @@ class Worker:
         name = f"{settings.stage}-{rank}"
         redirect_output(settings.log_dir, name)
         self._heart = Heart(settings.steps_done, NCCL in settings.backend)
-        file, path = open_kept(settings.log_dir, f"{name}{HEARTBEAT_SUFFIX}")
+        file, path = open_lasting_file(settings.log_dir, f"{name}{HEARTBEAT_SUFFIX}")
         keep_heartbeat(file, self._heart.beat)
         self._files = open_stacks(settings.log_dir, name), path
-        own_local_rank()
+        set_local_rank()
         if settings.cuda:
             expand_segments(settings.transport)
             record_nccl(settings.log_dir, f"{settings.stage}-{rank}")
@@ -172,7 +172,7 @@ class Worker:
     def post(self) -> Post:
         """Where this process is looked at from outside."""
         settings = self.settings
-        return own_post(f"{settings.stage}-{self.rank}", ray.get_runtime_context().get_node_id(), *self._files)
+        return make_post(f"{settings.stage}-{self.rank}", ray.get_runtime_context().get_node_id(), *self._files)
 
     def listen(self) -> tuple[str, int]:
         """Open the rendezvous of the group on this rank: its address, bound to nothing wider than it must be."""
@@ -189,7 +189,7 @@ class Worker:
                 require_beacon(self._who, self.settings.beacon)
             if self.settings.cuda:
                 where = whereabouts(self._who)
-                require_own_gpu(where)
+                require_single_gpu(where)
                 require_fixed_segments(self.settings.transport, where)
                 check_gpus(read_gpus(), self.settings.shares_gpu, where)
             self._join(host, port)

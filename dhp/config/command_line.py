@@ -347,7 +347,7 @@ def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
     flags, rest = _config_flags(argv)
     named, rest = named_file(rest, flags.config_name, flags.config_path)
     source = ConfigSource.find(*named, tuple(flags.config_dir))
-    asked = _asked_keys(rest)
+    asked = _help_keys(rest)
     if asked:
         print(key_help(asked, source))
         return
@@ -369,7 +369,7 @@ def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
     _call_hydra(job, _checked_arguments(rest, source))
 
 
-def _asked_keys(rest: list[str]) -> list[str]:
+def _help_keys(rest: list[str]) -> list[str]:
     """The words behind --help: keys that are asked for. None with anything else on the command line."""
     words = [part for part in rest if part not in ("--help", "-h")]
     return [] if len(words) == len(rest) or any(part.startswith(("-", "~")) or "=" in part for part in words) else words

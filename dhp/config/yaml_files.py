@@ -24,7 +24,7 @@ from dhp.config.keys import unknown_keys
 from dhp.config.schema import Config
 from dhp.config.vocabulary import has_alias, translated
 from dhp.core.errors import ConfigError
-from dhp.core.text import did_you_mean, nearest, own_command
+from dhp.core.text import did_you_mean, nearest, shell_command
 
 HYDRA = "hydra"
 _CONSTRUCTED = ("_target_", "()")  # keys by which Hydra, and logging's configuration, name what they call
@@ -221,7 +221,7 @@ $CONFIG"""
 
 
 def _help(names: Sequence[str]) -> str:
-    return _HELP.format(called=" ".join(own_command("train")), names=", ".join(names))
+    return _HELP.format(called=" ".join(shell_command("train")), names=", ".join(names))
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def base_for_socket(base: str, below: str) -> str:
 
 
 @contextmanager
-def own_folder(prefix: str, socket: str = "") -> Iterator[Path]:
+def private_folder(prefix: str, socket: str = "") -> Iterator[Path]:
     """A new folder for this process, which no other user may enter, removed at the end. Folders of that prefix whose
     processes were killed go first: a living one has a lock on its folder. socket: the name of one in it, whose path
     must not be too long. Raises OSError where none can be made."""

@@ -196,7 +196,7 @@ def fenced(folder: Path) -> Iterator[None]:
                 (path / TOKEN_FILE).unlink()
 
 
-def require_own(folder: Path) -> None:
+def require_fence(folder: Path) -> None:
     """Raise TakenOver where this process has fenced `folder` and another run has done so since, or has done so
     and ended; CheckpointError where it cannot be read."""
     own = _OWN.get(folder.resolve())

@@ -63,7 +63,7 @@ def one_line(text: str) -> str:
 _NAME, _TRAINING = "dhp", "train"
 
 
-def own_command(*words: str) -> list[str]:
+def shell_command(*words: str) -> list[str]:
     """The words of a shell command that runs dhp's command `words[0]` with the others as its arguments.
 
     They can be pasted: `dhp …` where a shell finds the console command of the Python that runs this process, its path

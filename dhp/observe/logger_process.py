@@ -188,7 +188,7 @@ def main(name: str) -> None:
     """Answer until the run has ended."""
     for number in STOPPING:  # the run decides when its loggers end
         signal.signal(number, signal.SIG_IGN)
-    calls, answers = _own_streams()
+    calls, answers = _message_streams()
     lines: Queue[str] = Queue()
     threading.Thread(target=_read, args=(calls, lines), daemon=True).start()
     logger = ADAPTERS[name]()
@@ -223,7 +223,7 @@ def _outcome(logger: Any, verb: str, arguments: Sequence[Any]) -> dict[str, Any]
         return {verb: None, "error": f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__}
 
 
-def _own_streams() -> tuple[TextIO, TextIO]:
+def _message_streams() -> tuple[TextIO, TextIO]:
     """stdin and stdout for the messages alone: the logger finds an empty stdin, so that it cannot prompt for a key, and
     its output goes where stderr goes."""
     calls, answers = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from dhp.core.axes import AXES
 from dhp.core.reports import KernelUse
-from dhp.core.text import harmless, own_command, shown
+from dhp.core.text import harmless, shell_command, shown
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, StepMetrics
 from dhp.observe.summary import Summary
 
@@ -225,9 +225,9 @@ def closing_table(
     if checkpoint is not None:
         rows["checkpoint"] = str(checkpoint)
         options = [f"--plugin={name}" for name in plugins]
-        rows["export"] = shlex.join(own_command("export", *options, str(checkpoint), "OUT_DIR"))
+        rows["export"] = shlex.join(shell_command("export", *options, str(checkpoint), "OUT_DIR"))
         settings = [f"plugins=[{','.join(plugins)}]"] if plugins else []
-        rows["ask"] = shlex.join(own_command("generate", f"checkpoint={checkpoint}", *settings, "prompt=TEXT"))
+        rows["ask"] = shlex.join(shell_command("generate", f"checkpoint={checkpoint}", *settings, "prompt=TEXT"))
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 

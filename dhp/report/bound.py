@@ -189,7 +189,7 @@ def sentence(record: RunRecord, times: Times | None) -> str:
         if unknown:
             return f"Nothing that was measured takes more than {HEALTHY:.0%} of this run's time. {unknown}{rest}"
         healthy = f"This run is healthy: computing takes its time, and nothing else more than {HEALTHY:.0%} of it."
-        return f"{healthy}{_own_work(record, times)}{rest}"
+        return f"{healthy}{_busiest_part(record, times)}{rest}"
     first = causes[0]
     return (
         f"This run is bound by {first.what}: {first.share:.0%} of a step. {first.change}: a step would be "
@@ -197,9 +197,9 @@ def sentence(record: RunRecord, times: Times | None) -> str:
     )
 
 
-def _own_work(record: RunRecord, times: Times) -> str:
+def _busiest_part(record: RunRecord, times: Times) -> str:
     """Which part computes most of the step, where its devices are those of the others, as a sentence; "": none."""
-    own = _own_seconds(times)
+    own = _compute_seconds(times)
     heavy = max(own, key=lambda name: own[name], default="")
     share = own.get(heavy, 0.0) / times.mean_s
     if len(own) < 2 or share <= 0.5 or not _shared(record.config, times):
@@ -207,7 +207,7 @@ def _own_work(record: RunRecord, times: Times) -> str:
     return f" {heavy} computes most of the step ({min(share, 1.0):.0%}): that is the model's own work."
 
 
-def _own_seconds(times: Times) -> dict[str, float]:
+def _compute_seconds(times: Times) -> dict[str, float]:
     """Of a step, what the rank with most of it computes, by stage."""
     return {name: float(stage.own.max(axis=1).mean()) for name, stage in times.stages.items()}
 
@@ -341,7 +341,7 @@ def _heavy(record: RunRecord, times: Times) -> Iterator[Cause]:
     """A part that has fewer devices than the run, or more than its share of the time where parts work at once."""
     ranks = {name: stage.own.shape[1] for name, stage in times.stages.items()}
     busy = {name: stage.busy_s for name, stage in times.stages.items()}
-    own = _own_seconds(times)
+    own = _compute_seconds(times)
     if len(busy) < 2:
         return
     together = sum(busy.values()) > 1.05 * float(times.step_s.mean()) and not _shared(record.config, times)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dhp.core.files import write_whole
-from dhp.core.text import own_command
+from dhp.core.text import shell_command
 from dhp.report.bound import HEALTHY, Times, find_causes, sentence, times_of
 from dhp.report.charts import PALETTE, Drawing, Line, line_chart
 from dhp.report.run_record import RunRecord, read_run
@@ -151,7 +151,7 @@ def _highest(highest: Sequence[SampleLoss], opened: dict[int, str], gallery: Gal
 def _samples(record: RunRecord, opened: dict[int, str], gallery: Gallery) -> str:
     if not opened:
         return ""
-    shown = shlex.join(own_command("inspect", "sample", str(record.run_dir.absolute() / "config.yaml")))
+    shown = shlex.join(shell_command("inspect", "sample", str(record.run_dir.absolute() / "config.yaml")))
     return (
         "<section><h2>Samples of steps</h2><details open><summary>Steps whose loss, gradient or time stands out "
         f"from those around them, and others evenly</summary>{samples_table(record, opened, gallery)}</details>"

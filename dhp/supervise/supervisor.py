@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from dhp.core.files import own_folder
+from dhp.core.files import private_folder
 from dhp.core.process import INTERRUPTED as INTERRUPTED_STATUS
 from dhp.core.process import STOPPING, say_line
 from dhp.supervise.attempt import (
@@ -201,7 +201,7 @@ class Supervisor:
         adopt_orphans()
         with self._taking_signals():
             while True:
-                with own_folder("dhp-attempt-") as folder:
+                with private_folder("dhp-attempt-") as folder:
                     decision = self._attempt(str(folder))
                 if isinstance(decision, Stop):
                     return decision.status

@@ -31,7 +31,7 @@ from dhp.plan.search.space import Space, Subject, make_space, read_subject
 from dhp.supervise.attempt import ElasticLayout, ElasticLayouts
 from dhp.trainer.preflight import prepare
 from dhp.trainer.recipe import recipe
-from dhp.trainer.settings import kept_settings
+from dhp.trainer.settings import fixed_settings
 
 
 def with_layout(
@@ -259,7 +259,7 @@ def find_layouts(
 def _checked(config: Config, prepared: Config, words: tuple[str, ...], own_devices: int) -> int:
     """Devices of the layout that these settings make. Raises ConfigError."""
     other = prepare(with_words(config, words), new_run=False)
-    before, after = kept_settings(prepared) | recipe(prepared), kept_settings(other) | recipe(other)
+    before, after = fixed_settings(prepared) | recipe(prepared), fixed_settings(other) | recipe(other)
     changed = [f"{key} would be {after[key]}, not {before[key]}" for key in before if after.get(key) != before[key]]
     if changed:
         raise ConfigError(f"a layout may change neither data nor training: {'; '.join(changed)}")

@@ -26,7 +26,7 @@ from dhp.config.parts import model_name
 from dhp.config.resolve import LOSS
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError, DhpError, PartFailed
-from dhp.core.locks import TakenOver, require_own
+from dhp.core.locks import TakenOver, require_fence
 from dhp.core.reports import SavedShare, WrittenFile
 from dhp.data.sample.chat import read_template
 from dhp.models.pretrained import auxiliary_files
@@ -86,7 +86,7 @@ class KeptCheckpoints:
         if self._limit is None:
             return
         try:
-            require_own(self._parent)
+            require_fence(self._parent)
             remove_old(self._parent, self._limit, self._best)
         except TakenOver:
             raise
@@ -261,7 +261,7 @@ class Saver:
     def _begin(self, step: int, background: bool) -> Saving | None:
         self._last = time.monotonic()
         try:
-            require_own(self._parent)
+            require_fence(self._parent)
             folder = self._unfinished.add(open_checkpoint(self._parent, step))
         except TakenOver:
             raise
@@ -289,7 +289,7 @@ class Saver:
             if errors:
                 first, *more = errors
                 raise CheckpointError(first + (f". {len(more)} more ranks could not write either" if more else ""))
-            require_own(self._parent)  # before anything is added to a folder that may be another attempt's by now
+            require_fence(self._parent)  # before anything is added to a folder that may be another attempt's by now
             files = (file for name, of in shares.items() for file in self._named(name, of))
             self.newest = finish_checkpoint(saving.folder, self._about, self._model_files, files)
         except TakenOver:

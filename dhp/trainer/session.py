@@ -39,7 +39,7 @@ from dhp.supervise.attempt import known_device, restarts, tell_opened, this_atte
 from dhp.trainer.dry_run import require_room
 from dhp.trainer.preflight import feature_settings, keep_settings
 from dhp.trainer.recipe import check_rates, check_recipe, free_layout, held_files, rates, recipe
-from dhp.trainer.settings import kept_settings, needed_paths, stage_settings
+from dhp.trainer.settings import fixed_settings, needed_paths, stage_settings
 
 Work = Mapping[str, Sequence[Sequence[Any]]]  # refs by part, [micro-batch][shard]
 
@@ -155,7 +155,7 @@ class Session:
         started_s = config.cluster.start_timeout_s
         self._say(f"starting the dataset actor; it reads the annotations of {', '.join(config.data.datasets)}")
         wait_all(self.data.take_watched(), started_s)
-        kept = kept_settings(config) | {"data.samples": self.data.ask("dataset_size", timeout_s=started_s)}
+        kept = fixed_settings(config) | {"data.samples": self.data.ask("dataset_size", timeout_s=started_s)}
         files = held_files(config)
         start.check(kept | {key: value for key, value in files.items() if key in start.settings})
         self.data.measure(start.step, self._timeout_s, tell)
@@ -239,9 +239,9 @@ class Session:
         """The state of the data's order for a checkpoint after `step` steps."""
         return self.data.ask("state", step, timeout_s=self._timeout_s)
 
-    def devices_there(self) -> int:
+    def devices_available(self) -> int:
         """Devices that the run could have now."""
-        return self._cluster.devices_there()
+        return self._cluster.devices_available()
 
     def info(self, ref: Any) -> StepInfo:
         """The counts of a step that is done."""
@@ -285,7 +285,7 @@ def open_run(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path,
     checkpoint_dir = Path(str(config.training.checkpoint_dir))
     with interruptible(), run_directory(config, say) as run_dir:
         start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config), say)
-        start.check(kept_settings(config), list(parts(config)))
+        start.check(fixed_settings(config), list(parts(config)))
         check_recipe(config, start)
         make_run_dir(config)
         check_writable(checkpoint_dir)

@@ -16,7 +16,7 @@ from dhp.core.batch import KeepSettings
 from dhp.core.files import is_remote
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.parameters import ALL, AdapterSettings, ParameterGroup, TrainingRules, is_adapter, is_inside
-from dhp.core.text import aligned, own_command
+from dhp.core.text import aligned, shell_command
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.plan.run_plan import RunPlan
 from dhp.plan.stage_graph import stage_choices
@@ -30,7 +30,7 @@ def measures(config: Config) -> bool:
     return config.memory.accounting or any(part.recompute == "auto" for part in parts(config).values())
 
 
-def kept_settings(config: Config) -> dict[str, Any]:
+def fixed_settings(config: Config) -> dict[str, Any]:
     """Settings that must stay when a run is resumed, by key: all that decides which samples a step has, in which rows,
     and what is trained. Degrees are not among them: a checkpoint is read in any layout."""
     return {
@@ -133,7 +133,7 @@ def resume_line(config: Config, newest: Path | None) -> str:
         return "there is no checkpoint of this run yet; training.save_steps says when there is one"
     words = [f"--config-path={Path(config.run_dir).absolute()}", "--config-name=config", "training.resume=auto"]
     words += ["overwrite=false"] if config.overwrite else []
-    return shlex.join(own_command("train", *words))
+    return shlex.join(shell_command("train", *words))
 
 
 ADAPTERS = " adapters"  # after the name of their part

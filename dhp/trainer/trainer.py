@@ -379,7 +379,7 @@ class Trainer:
         larger = larger_layouts()
         if not (grows and larger):
             return
-        there = self.session.devices_there()
+        there = self.session.devices_available()
         if there >= min(larger):
             raise MoreDevices(f"{there} devices are there again: the run goes on in a larger layout", there)
 

@@ -120,7 +120,7 @@ def _save() -> list[Point]:
         *_driver("save.all_written", "dhp.trainer.saving:finish_checkpoint", "before", 1),
         *_driver("save.model_files", f"{folder}:write_about", "before", 1),
         *_driver("save.after_manifest", f"{folder}:write_about", "after", 1),
-        *_driver("save.before_rename", f"{folder}:require_own", "after", 1),
+        *_driver("save.before_rename", f"{folder}:require_fence", "after", 1),
         *_driver("save.after_rename", "dhp.trainer.saving:finish_checkpoint", "after", 1),
         *_driver("rotate.renamed", f"{folder}:remove", "before", 1, KEPT),
         *_driver("rotate.removing", f"{folder}:remove", "during", 1, KEPT),

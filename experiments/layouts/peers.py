@@ -57,7 +57,7 @@ class SplitObjective(nn.Module):
         named = {name: tensor for name, tensor in inputs.items() if name != "labels"}
         hidden = self.model.model(**named, use_cache=False).last_hidden_state[0]
         labels = F.pad(inputs["labels"][0, 1:], (0, 1), value=-100)
-        targets = _own_rows(labels, 0, value=-100)
+        targets = _row_slice(labels, 0, value=-100)
         wanted = targets != -100
         return factor * F.cross_entropy(self.model.lm_head(hidden[wanted]), targets[wanted], reduction="sum")
 
@@ -78,7 +78,7 @@ def split_tower(tower: nn.Module) -> None:
     autosp.dist = SimpleNamespace(**vars(autosp.dist) | {"all_gather": gather_with_gradient})
     for block in tower.blocks:
         block.attn = _Rows(autosp.UlyssesSPViTAttention(_Batch(block.attn), dist.group.WORLD, has_cls_token=False))
-    tower.blocks[0].register_forward_pre_hook(lambda _, given: (_own_rows(given[0], 0), *given[1:]))
+    tower.blocks[0].register_forward_pre_hook(lambda _, given: (_row_slice(given[0], 0), *given[1:]))
     tower.merger.register_forward_hook(
         lambda *given: wait_tensor(all_gather_single_autograd(given[-1], 0, dist.group.WORLD))
     )
@@ -96,8 +96,8 @@ def split_decoder(decoder: nn.Module) -> None:
 
     def share(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         own = {
-            "inputs_embeds": _own_rows(named["inputs_embeds"], 1),
-            "position_ids": _own_rows(named["position_ids"], -1),
+            "inputs_embeds": _row_slice(named["inputs_embeds"], 1),
+            "position_ids": _row_slice(named["position_ids"], -1),
         }
         return given, named | own
 
@@ -138,7 +138,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor
     return F.scaled_dot_product_attention(*states, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
 
 
-def _own_rows(states: Tensor, axis: int, value: float = 0) -> Tensor:
+def _row_slice(states: Tensor, axis: int, value: float = 0) -> Tensor:
     ranks, axis = dist.get_world_size(), axis % states.ndim
     short = -states.shape[axis] % ranks
     padding = [0, 0] * (states.ndim - 1 - axis) + [0, short]

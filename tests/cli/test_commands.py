@@ -19,7 +19,7 @@ from dhp.cli.inspect_data import COLUMNS, CONTENTS, COSTS, DATASETS, LENGTHS
 from dhp.cli.report import main as main_of_report
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, PartFailed, RecordError
-from dhp.core.text import own_command
+from dhp.core.text import shell_command
 from dhp.plan.search.sample_source import map_chunks
 from dhp.report.charts import HEIGHT, WIDTH
 from dhp.version import VERSION
@@ -38,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["--help"]) == 0
-    called = " ".join(own_command())
+    called = " ".join(shell_command())
     assert capsys.readouterr().out.count(f"usage: {called} COMMAND") == 2
     assert main(["--version"]) == 0 and capsys.readouterr().out.strip() == VERSION
 
@@ -46,7 +46,7 @@ def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["exprot"]) == 2
     told = capsys.readouterr().err
-    assert told == f"exprot is no command of dhp; did you mean export? {' '.join(own_command())} --help lists all\n"
+    assert told == f"exprot is no command of dhp; did you mean export? {' '.join(shell_command())} --help lists all\n"
     assert main(["nothing"]) == 2  # like none of them: all are shown
     assert capsys.readouterr().err.startswith("nothing is no command of dhp\n\nusage: ")
 

@@ -14,7 +14,7 @@ from dhp.__main__ import main
 from dhp.cli.plan import NOTHING_FITS
 from dhp.cli.plan_table import _freeing
 from dhp.config.command_line import compose_config
-from dhp.core.text import own_command
+from dhp.core.text import shell_command
 from dhp.report.charts import HEIGHT, WIDTH
 from dhp.trainer.dry_run import dry_run
 from dhp.trainer.preflight import prepare
@@ -68,7 +68,7 @@ def test_what_is_written_trains(capsys: pytest.CaptureFixture[str], tiny_assets:
     files = {name: tmp_path / f"plan.{name}" for name in ("yaml", "json", "png")}
     flags = [f"--write={files['yaml']}", f"--json={files['json']}", f"--plot={files['png']}"]
     shown = planned(capsys, tiny_assets, "free=all", "training.batch_size=12", *flags)
-    assert f"{' '.join(own_command('train'))} {files['yaml']}" in line(shown, "train")
+    assert f"{' '.join(shell_command('train'))} {files['yaml']}" in line(shown, "train")
     with Image.open(files["png"]) as picture:
         assert picture.size == (2 * WIDTH, 4 * HEIGHT)
     found = json.loads(files["json"].read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.cluster.host import expand_segments, record_nccl, require_fixed_segments, require_own_gpu
+from dhp.cluster.host import expand_segments, record_nccl, require_fixed_segments, require_single_gpu
 from dhp.core.errors import ConfigError
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -71,9 +71,9 @@ def test_this_torch_knows_both_the_name_and_the_setting() -> None:
 
 @pytest.mark.parametrize("value", ["0", "false", ""])
 def test_ray_may_be_told_to_show_each_process_its_own_gpu(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_own_gpu(WHERE)
+    require_single_gpu(WHERE)
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", value)
-    require_own_gpu(WHERE)
+    require_single_gpu(WHERE)
 
 
 NCCL_VARIABLES = (

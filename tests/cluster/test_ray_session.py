@@ -41,12 +41,12 @@ from dhp.cluster.ray_session import (
     changed_environment,
     check_token_file,
     cluster_gpus,
-    own_ray,
-    own_token,
+    private_ray,
     ray_session,
+    session_token,
     within,
 )
-from dhp.cluster.servers import descendants, has_ended, limited_teardown, own_servers, require_servers
+from dhp.cluster.servers import descendants, has_ended, limited_teardown, require_servers, watch_servers
 from dhp.core.errors import ClusterError, ConfigError
 from dhp.core.graph import StageGraph
 from dhp.core.process import interruptible
@@ -65,7 +65,7 @@ def test_each_run_has_a_token_of_its_own_and_no_file_of_it(tmp_path: Path, monke
     seen = []
     for _ in range(2):
         before = {name: os.environ.get(name) for name in (TOKEN, "RAY_AUTH_MODE")}
-        with own_token():
+        with session_token():
             ensure_token_if_auth_enabled()  # what `ray.init` does: it makes a file where it finds no token
             assert os.environ["RAY_AUTH_MODE"] == "token" and bearer() == f"Bearer {os.environ[TOKEN]}"
             seen.append(os.environ[TOKEN])
@@ -115,7 +115,7 @@ def test_others_cannot_enter_the_folder_of_its_sockets() -> None:
 
 
 def test_the_folder_is_removed_at_the_end() -> None:
-    with own_ray() as folder:
+    with private_ray() as folder:
         (folder / "session").mkdir(parents=True)
         assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
     assert not folder.parent.exists()
@@ -127,7 +127,7 @@ def test_the_folder_is_removed_at_the_end() -> None:
 def test_what_may_explain_a_failure_stays_and_is_named(
     error: BaseException, stays: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(type(error)), own_ray() as folder:
+    with pytest.raises(type(error)), private_ray() as folder:
         folder.mkdir()
         raise error
     assert folder.exists() is stays and (str(folder.parent) in capsys.readouterr().err) is stays
@@ -142,13 +142,13 @@ def test_a_long_folder_gives_way_to_one_in_which_sockets_have_names(
     long = tmp_path / ("x" * 60)
     long.mkdir()
     monkeypatch.setenv(name, str(long))
-    with own_ray() as folder:
+    with private_ray() as folder:
         assert folder.parent.parent == Path("/tmp")
     room = 107 - len(own._SOCKET)  # bytes of a path
     (short := Path("/tmp") / uuid4().hex.ljust(room, "y")[: room - len("/tmp/")]).mkdir()
     try:
         monkeypatch.setenv(name, str(short))
-        with own_ray() as folder:
+        with private_ray() as folder:
             assert folder.parent.parent == short
             session = "session_2026-01-01_00-00-00_000000_4194304"
             validate_socket_filepath(str(folder / session / "sockets" / "plasma_store"))
@@ -160,7 +160,7 @@ def test_a_long_folder_gives_way_to_one_in_which_sockets_have_names(
 def test_no_proxy_is_asked_for_loopback(given: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", given)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    with own_ray():
+    with private_ray():
         assert os.environ["no_proxy"] == os.environ["NO_PROXY"]
         assert {"127.0.0.1", "localhost"} <= set(os.environ["no_proxy"].split(","))
         assert os.environ["no_proxy"].startswith(found)
@@ -171,7 +171,7 @@ def test_no_proxy_is_asked_for_loopback(given: str, found: str, monkeypatch: pyt
 def test_nothing_is_reported_whatever_the_user_allows_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
     assert usage_stats_enabled()  # or nothing was asked
-    with own_ray():
+    with private_ray():
         assert not usage_stats_enabled()
     assert usage_stats_enabled()
 
@@ -274,7 +274,7 @@ def test_it_lists_its_actors(graph: StageGraph, told: str) -> None:
 def test_through_the_client_no_node_is_the_drivers(monkeypatch: pytest.MonkeyPatch, connected: bool, own: str) -> None:
     """The head's ids of processes mean others, or none, on the client's machine, where each would count as gone."""
     monkeypatch.setattr(cluster_module, "client", SimpleNamespace(is_connected=lambda: connected), raising=False)
-    monkeypatch.setattr(cluster_module, "own_node", lambda: "head")
+    monkeypatch.setattr(cluster_module, "this_node", lambda: "head")
     layout = ClusterSpec(make_graph(), "cpu", "ray://head:10001", 1, 60.0, 60.0, "logs", "checkpoints")
     topology = Topology([ClusterNode("head", "10.0.0.1", "10.0.0.1", {}, {})], [0])
     lookout = _make_lookout(layout, topology)
@@ -516,7 +516,7 @@ def others(raylet: subprocess.Popen[str]) -> list[int]:
 
 def test_a_server_that_ends_is_named(raylet: subprocess.Popen[str], tmp_path: Path) -> None:
     require_servers(at_once=True)  # there is none
-    with own_servers(others(raylet), tmp_path):
+    with watch_servers(others(raylet), tmp_path):
         require_servers()
         raylet.send_signal(signal.SIGKILL)
         raylet.wait()
@@ -535,7 +535,7 @@ def stop(raylet: subprocess.Popen[str]) -> None:
 def test_a_server_that_is_stopped_for_too_long_is_named(
     raylet: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with own_servers(others(raylet), tmp_path):
+    with watch_servers(others(raylet), tmp_path):
         monkeypatch.setattr(servers, "STOPPED_S", 60.0)
         stop(raylet)
         require_servers()
@@ -560,7 +560,7 @@ def test_a_server_that_is_stopped_for_too_long_is_named(
 
 def test_what_servers_leave_is_ended(raylet: subprocess.Popen[str], tmp_path: Path) -> None:
     (left,) = psutil.Process(raylet.pid).children(recursive=True)
-    with own_servers(others(raylet), tmp_path):
+    with watch_servers(others(raylet), tmp_path):
         raylet.kill()
         assert not has_ended(left)
     left.wait(60)
@@ -571,13 +571,13 @@ def test_a_teardown_that_waits_for_ray_goes_on_once_its_processes_are_killed(
     raylet: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(servers, "TEARDOWN_S", 0.1)
-    with own_servers(others(raylet), tmp_path), limited_teardown(None):
+    with watch_servers(others(raylet), tmp_path), limited_teardown(None):
         raylet.wait(60)
     assert "Ray has not ended in 0.1 s: killing its processes" in capsys.readouterr().err
 
 
 def test_a_teardown_in_time_is_left_alone(raylet: subprocess.Popen[str], tmp_path: Path) -> None:
-    with own_servers(others(raylet), tmp_path):
+    with watch_servers(others(raylet), tmp_path):
         with limited_teardown(None):
             pass
         assert raylet.poll() is None

@@ -11,7 +11,7 @@ import pytest
 
 from dhp.checkpoint.folder import Unfinished, finish_checkpoint, open_checkpoint
 from dhp.core.errors import CheckpointError
-from dhp.core.locks import TOKEN_FILE, TakenOver, fenced, read_token, require_own
+from dhp.core.locks import TOKEN_FILE, TakenOver, fenced, read_token, require_fence
 
 ABOUT = {"step": 1}
 
@@ -24,9 +24,9 @@ def test_the_token_is_there_for_the_time_of_the_run(tmp_path: Path) -> None:
     with fenced(tmp_path):
         token = read_token(tmp_path)
         assert token is not None and token.pid == os.getpid()
-        require_own(tmp_path)
+        require_fence(tmp_path)
     assert not list(tmp_path.iterdir())
-    require_own(tmp_path)  # nothing is fenced: no run's
+    require_fence(tmp_path)  # nothing is fenced: no run's
 
 
 def test_what_another_attempt_has_taken_over_stays_its_own(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_after_the_other_one_has_ended_too(tmp_path: Path) -> None:
     with fenced(tmp_path):
         (tmp_path / TOKEN_FILE).unlink()
         with pytest.raises(CheckpointError, match="whose run has ended"):
-            require_own(tmp_path)
+            require_fence(tmp_path)
 
 
 def test_a_folder_that_cannot_be_read_is_nobody_elses(tmp_path: Path) -> None:
@@ -52,14 +52,14 @@ def test_a_folder_that_cannot_be_read_is_nobody_elses(tmp_path: Path) -> None:
         (tmp_path / TOKEN_FILE).rename(tmp_path / "aside")
         (tmp_path / TOKEN_FILE).mkdir()  # which reads as a disk that fails
         with pytest.raises(CheckpointError, match="cannot be read") as raised:
-            require_own(tmp_path)
+            require_fence(tmp_path)
         assert not isinstance(raised.value, TakenOver)
         with pytest.raises(KeyError), Unfinished() as unfinished:  # the error of the run's own is the one to report
             unfinished.add(open_checkpoint(tmp_path, 1))
             raise KeyError
         (tmp_path / TOKEN_FILE).rmdir()
         (tmp_path / "aside").rename(tmp_path / TOKEN_FILE)
-        require_own(tmp_path)
+        require_fence(tmp_path)
 
 
 def test_a_stopped_process_that_wakes_renames_nothing(tmp_path: Path) -> None:

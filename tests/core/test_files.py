@@ -7,7 +7,7 @@ import pytest
 
 from dhp.core import files as module
 from dhp.core.files import fingerprint, new_folder, remove, replaced, require_writable, write_whole
-from dhp.core.text import aligned, did_you_mean, nearest, nearest_key, own_command
+from dhp.core.text import aligned, did_you_mean, nearest, nearest_key, shell_command
 
 
 def test_a_folder_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
@@ -170,23 +170,23 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_a_console_command_modules_are_named(script: Path) -> None:
-    assert own_command() == ["python", "-m", "dhp"]
-    assert own_command("export", "a", "b") == ["python", "-m", "dhp", "export", "a", "b"]
-    assert own_command("train", "my.yaml") == ["python", "-m", "dhp.train_ray", "my.yaml"]
+    assert shell_command() == ["python", "-m", "dhp"]
+    assert shell_command("export", "a", "b") == ["python", "-m", "dhp", "export", "a", "b"]
+    assert shell_command("train", "my.yaml") == ["python", "-m", "dhp.train_ray", "my.yaml"]
 
 
 def test_that_of_this_python_is_named_where_a_shell_finds_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(script.parent))
-    assert own_command("train", "my.yaml") == ["dhp", "train", "my.yaml"]
-    assert own_command("export", "a") == ["dhp", "export", "a"]
+    assert shell_command("train", "my.yaml") == ["dhp", "train", "my.yaml"]
+    assert shell_command("export", "a") == ["dhp", "export", "a"]
 
 
 def test_that_of_another_python_is_not(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(script.parent))
     monkeypatch.setattr(sys, "executable", "/usr/elsewhere/bin/python")
-    assert own_command("export") == ["python", "-m", "dhp", "export"]
+    assert shell_command("export") == ["python", "-m", "dhp", "export"]
 
 
 def test_what_was_called_by_its_path_is_named_by_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [str(script), "train", "my.yaml"])
-    assert own_command("train", "my.yaml") == [str(script), "train", "my.yaml"]
+    assert shell_command("train", "my.yaml") == [str(script), "train", "my.yaml"]

@@ -120,7 +120,7 @@ def test_the_start_of_ray_is_interrupted(tiny_assets: Path, tmp_path: Path, prog
         wait_for(lambda: any(program in command.split()[0] for command in processes_of(process).values()))
         process.send_signal(signal.SIGTERM)
 
-    outcome = train(*tiny(tiny_assets, run_dir), meanwhile=interrupt, own_ray=True)
+    outcome = train(*tiny(tiny_assets, run_dir), meanwhile=interrupt, private_ray=True)
     assert outcome.status == 130, outcome.stderr
     assert outcome.stderr == "interrupted\n"
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"

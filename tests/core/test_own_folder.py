@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dhp.core.files import base_for_socket, own_folder
+from dhp.core.files import base_for_socket, private_folder
 
 HOLDING = """
 import sys
-from dhp.core.files import own_folder
-with own_folder("dhp-test-") as folder:
+from dhp.core.files import private_folder
+with private_folder("dhp-test-") as folder:
     (folder / "file").touch()
     print(folder, flush=True)
     sys.stdin.read()
@@ -32,7 +32,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def test_it_is_removed_at_the_end(temporary: Path) -> None:
-    with pytest.raises(ValueError), own_folder("dhp-test-") as folder:
+    with pytest.raises(ValueError), private_folder("dhp-test-") as folder:
         assert folder.parent == temporary and folder.name.startswith("dhp-test-")
         assert folder.stat().st_mode & 0o077 == 0
         (folder / "file").touch()
@@ -45,14 +45,14 @@ def test_of_a_living_process_it_stays_and_of_a_killed_one_it_goes(temporary: Pat
     process = subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     other = Path(process.stdout.readline().strip())
-    with own_folder("dhp-test-") as mine, own_folder("dhp-test-") as again:
+    with private_folder("dhp-test-") as mine, private_folder("dhp-test-") as again:
         assert other.is_dir() and mine.is_dir() and again.is_dir()
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert (other / "file").exists()
-    with own_folder("dhp-other-"):
+    with private_folder("dhp-other-"):
         assert other.is_dir()
-    with own_folder("dhp-test-") as folder:
+    with private_folder("dhp-test-") as folder:
         assert list(temporary.iterdir()) == [folder]
 
 
@@ -61,7 +61,7 @@ def test_a_link_of_that_name_is_not_followed(temporary: Path) -> None:
     target.mkdir()
     (target / "file").touch()
     os.symlink(target, temporary / "dhp-test-link")
-    with own_folder("dhp-test-"):
+    with private_folder("dhp-test-"):
         pass
     assert (target / "file").exists() and (temporary / "dhp-test-link").is_symlink()
 
@@ -71,6 +71,6 @@ def test_a_socket_has_a_path_that_is_short_enough(tmp_path: Path, monkeypatch: p
     deep.mkdir()
     assert base_for_socket(str(tmp_path), "/s") == str(tmp_path) and base_for_socket(str(deep), "/s" * 9) == "/tmp"
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with own_folder("dhp-test-", "server") as folder, closing(socket.socket(socket.AF_UNIX)) as server:
+    with private_folder("dhp-test-", "server") as folder, closing(socket.socket(socket.AF_UNIX)) as server:
         server.bind(str(folder / "server"))
         assert folder.parent == Path("/tmp")

@@ -45,18 +45,18 @@ def train(
     *arguments: str,
     meanwhile: Callable[[subprocess.Popen[str]], None] | None = None,
     real: bool = False,
-    own_ray: bool = False,
+    private_ray: bool = False,
     module: str = "dhp.train_ray",
 ) -> Outcome:
     """`python -m` the module with the arguments; `meanwhile` is called with the started process.
 
     Its processes are forks of one with the imports done. With `real` they are started as a user's are, and Ray itself
-    can kill one that has stopped. A run joins the Ray that all runs share, but with `real` or `own_ray`: then its
+    can kill one that has stopped. A run joins the Ray that all runs share, but with `real` or `private_ray`: then its
     actors are processes of its own, which end with it."""
     mark = uuid4().hex
     start = {} if real else forks.environment()
     starts_ray = module != "dhp" or arguments[0] in ("evaluate", "generate") or arguments[:2] == ("doctor", "loss")
-    if starts_ray and not (real or own_ray or any("cluster.address" in word for word in arguments)):
+    if starts_ray and not (real or private_ray or any("cluster.address" in word for word in arguments)):
         address, joining = shared_ray.join()
         start, arguments = {**start, **joining}, (*arguments, f"cluster.address={address}")
         if not any("threads_per_actor" in word for word in arguments):

@@ -14,10 +14,10 @@ def two_nodes() -> Iterator[str]:
     """The cluster's address. It asks for a token, which processes started from here have by their environment."""
     from ray.cluster_utils import Cluster
 
-    from dhp.cluster.ray_session import own_token
+    from dhp.cluster.ray_session import session_token
 
     size = {"num_cpus": 2, "num_gpus": 2, "include_dashboard": False}
-    with own_token(), forks.of_rays_here():
+    with session_token(), forks.of_rays_here():
         cluster = Cluster(initialize_head=True, head_node_args={"node_ip_address": ADDRESSES[0], **size})
         try:
             cluster.add_node(node_ip_address=ADDRESSES[1], **size)

@@ -9,7 +9,7 @@ import pytest
 from dhp.cluster.cluster import ActorGroup
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.hangs.watch import wait_all
-from dhp.cluster.placement.nodes import own_node, read_nodes, reader_nodes
+from dhp.cluster.placement.nodes import read_nodes, reader_nodes, this_node
 from dhp.cluster.placement.reservation import Topology, bundle_nodes, find_topology, map_ranks, plan_placement, reserve
 from dhp.cluster.worker import GroupSettings
 from dhp.core.errors import ConfigError
@@ -121,7 +121,7 @@ class BatchReader:
 def test_the_dataset_actor_runs_beside_the_driver() -> None:
     actor = DatasetActor(BatchReader, micro_batches=1, shards={"vision": 1})
     try:
-        assert actor.ask("node", timeout_s=WAIT_S) == own_node()
+        assert actor.ask("node", timeout_s=WAIT_S) == this_node()
     finally:
         actor.stop()
 
@@ -132,20 +132,20 @@ def test_workers_take_turns_on_the_nodes_that_have_the_data(tmp_path: Path) -> N
     file.write_text("[]")
     needs = {"data.data_registry.a.annotation_path": str(file), "data.data_registry.a.data_path": str(tmp_path)}
     found = reader_nodes(nodes, needs, WAIT_S)
-    assert sorted(found) == sorted(nodes) and found[0] == own_node()
+    assert sorted(found) == sorted(nodes) and found[0] == this_node()
     actor = DatasetActor(BatchReader, micro_batches=1, shards={"vision": 1}, workers=3, nodes=found)
     try:
         import ray
 
         at = ray.get([one.ask.remote("node") for one in actor._actors], timeout=WAIT_S)
-        assert at == [own_node(), found[0], found[1], found[0]]
+        assert at == [this_node(), found[0], found[1], found[0]]
     finally:
         actor.stop()
 
 
 def test_a_node_with_other_annotations_reads_none() -> None:
     needs = {"data.data_registry.a.annotation_path": "/proc/self/stat"}  # there, but another one in each process
-    assert reader_nodes([node.id for node in read_nodes()], needs, WAIT_S) == [own_node()]
+    assert reader_nodes([node.id for node in read_nodes()], needs, WAIT_S) == [this_node()]
 
 
 def test_what_is_missing_is_told_node_by_node(reserved: Any) -> None:

@@ -19,7 +19,7 @@ from dhp.cluster.cluster import ActorGroup
 from dhp.cluster.hangs import watch
 from dhp.cluster.hangs.lookout import Lookout
 from dhp.cluster.hangs.watch import asking, require_answers, wait_all
-from dhp.cluster.placement.nodes import own_node, read_nodes
+from dhp.cluster.placement.nodes import read_nodes, this_node
 from dhp.cluster.placement.reservation import bundle_nodes, find_topology, plan_placement, reserve
 from dhp.cluster.worker import GroupSettings
 from dhp.core.dispatch import per_rank
@@ -79,9 +79,9 @@ def heads(cpus: int = 2) -> Iterator[Any]:
     """A cluster of a head."""
     from ray.cluster_utils import Cluster
 
-    from dhp.cluster.ray_session import own_token
+    from dhp.cluster.ray_session import session_token
 
-    with own_token(), forks.of_rays_here():
+    with session_token(), forks.of_rays_here():
         made = Cluster(
             initialize_head=True,
             head_node_args={"node_ip_address": "127.0.0.4", "num_cpus": cpus, "include_dashboard": False},
@@ -207,10 +207,10 @@ def lost() -> Iterator[Any]:
     """A cluster of its own, of two nodes, for it does not outlive the test."""
     from ray.cluster_utils import Cluster
 
-    from dhp.cluster.ray_session import own_token, ray_session
+    from dhp.cluster.ray_session import ray_session, session_token
 
     size = {"num_cpus": 2, "num_gpus": 2, "include_dashboard": False}
-    with own_token(), forks.of_rays_here():
+    with session_token(), forks.of_rays_here():
         cluster = Cluster(initialize_head=True, head_node_args={"node_ip_address": ADDRESSES[0], **size})
         try:
             second = cluster.add_node(node_ip_address=ADDRESSES[1], **size)
@@ -225,7 +225,7 @@ def start(logs: Path) -> tuple[ActorGroup, Lookout]:
     reserved = reserve(plan, WAIT_S)
     topology = find_topology(bundle_nodes(reserved), read_nodes())
     slots = plan.slots["text"]
-    lookout = Lookout(60.0, str(logs), own_node(), {node.id: node.name for node in topology.nodes})
+    lookout = Lookout(60.0, str(logs), this_node(), {node.id: node.name for node in topology.nodes})
     settings = GroupSettings("text", RANKS, "gloo", 1, WAIT_S, None, False)
     group = ActorGroup(settings, slots, reserved, topology.names(slots), lookout)
     group.start(Trainer)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from dhp.core.errors import ConfigError, RecordError
-from dhp.core.text import own_command
+from dhp.core.text import shell_command
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.ranks import SAVE, START, STEPS, EventWriter, RankShare, read_events
 from dhp.observe.recorder import Recorder
@@ -244,7 +244,7 @@ def test_a_slow_rank_is_named_on_the_terminal_and_in_the_summary(tmp_path: Path)
     assert summary(tmp_path)["stragglers"] == ["text rank 1"]
 
 
-CALLED = " ".join(own_command())
+CALLED = " ".join(shell_command())
 WORLD = {
     "vision": {"num_actors": 2, "data": 1, "ulysses": 2, "ring": 1, "tensor": 1, "expert": 1, "zero_stage": 1},
     "text": {"num_actors": 4, "data": 4, "ulysses": 1, "ring": 1, "tensor": 1, "expert": 2},

@@ -45,7 +45,7 @@ def test_a_course_goes_on_in_the_stage_that_was_stopped(tiny_assets: Path, tmp_p
         wait_for_steps(root / "2_two", 2, process)
         process.send_signal(signal.SIGINT)
 
-    stopped = train(*arguments, meanwhile=interrupt, own_ray=True)
+    stopped = train(*arguments, meanwhile=interrupt, private_ray=True)
     assert stopped.status == 130 and stopped.left == (), stopped.stderr
     assert "the curriculum stops in stage 2, two; the same command with this run_dir goes on there" in stopped.stdout
     assert ["steps" in one for one in json.loads((root / "stages.json").read_text()).values()] == [True, False]

@@ -54,7 +54,7 @@ def summary(run_dir: Path) -> dict:
 @pytest.mark.slow
 def test_a_broken_image_ends_the_run_by_name(tiny_assets: Path, broken_set: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    outcome = train(*tiny(tiny_assets, run_dir, *on(broken_set)), own_ray=True)
+    outcome = train(*tiny(tiny_assets, run_dir, *on(broken_set)), private_ray=True)
     assert outcome.status == 1
     for told in ("DataError", "broken", "6", "broken.png"):
         assert told in outcome.stderr
@@ -73,7 +73,7 @@ def kill_a_rank(run_dir: Path, process: subprocess.Popen[str]) -> None:
 def test_a_killed_rank_ends_the_run_by_name(tiny_assets: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = tiny(tiny_assets, run_dir, "training.max_steps=1000", *ONE_ACTOR_EACH)
-    outcome = train(*arguments, meanwhile=lambda process: kill_a_rank(run_dir, process), own_ray=True)
+    outcome = train(*arguments, meanwhile=lambda process: kill_a_rank(run_dir, process), private_ray=True)
     assert outcome.status == 1
     assert "PartFailed" in outcome.stderr and " rank " in outcome.stderr and "died" in outcome.stderr
     assert summary(run_dir)["status"] == "failed"
@@ -99,7 +99,9 @@ def test_an_interrupted_run_says_so_and_nothing_that_a_second_one_did_in_its_dir
         assert second.status == 1 and f"run_dir={run_dir} is in use: process {holder} on host " in second.stderr
         process.send_signal(number)
 
-    outcome = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000", *layout), meanwhile=interrupt, own_ray=True)
+    outcome = train(
+        *tiny(tiny_assets, run_dir, "training.max_steps=1000", *layout), meanwhile=interrupt, private_ray=True
+    )
     assert outcome.status == 130, outcome.stderr
     done = summary(run_dir)["steps"]
     assert [one.name for one in (run_dir / "checkpoints").iterdir()] == [f"step_{done}"]  # what was trained is saved
@@ -181,7 +183,7 @@ def test_it_goes_on_from_its_newest_checkpoint(
 
     # Without its driver Ray leaves agents, which its supervisor ends where they are no forks of the tests' own server.
     real = victim is the_driver
-    outcome = train(*tiny(tiny_assets, run_dir, *LONG, *AGAIN), meanwhile=kill, own_ray=True, real=real)
+    outcome = train(*tiny(tiny_assets, run_dir, *LONG, *AGAIN), meanwhile=kill, private_ray=True, real=real)
     assert outcome.status == 0, outcome.stderr
     assert outcome.left == ()
     assert losses(run_dir) == undisturbed
@@ -225,7 +227,7 @@ def test_a_signal_ends_a_supervised_run(tiny_assets: Path, tmp_path: Path) -> No
         process.send_signal(signal.SIGTERM)
 
     arguments = tiny(tiny_assets, run_dir, *LONG, *AGAIN, "training.max_steps=1000")
-    outcome = train(*arguments, meanwhile=stop, own_ray=True)
+    outcome = train(*arguments, meanwhile=stop, private_ray=True)
     assert outcome.status == 130 and outcome.left == ()
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
     assert not (run_dir / "faults").exists()

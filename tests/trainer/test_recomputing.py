@@ -227,11 +227,11 @@ def trainer_of(there: int = 0) -> Any:
     made: Any = Trainer.__new__(Trainer)
     made._may_grow, made.asked = True, 0
 
-    def devices_there() -> int:
+    def devices_available() -> int:
         made.asked += 1
         return there
 
-    made.session = SimpleNamespace(devices_there=devices_there)
+    made.session = SimpleNamespace(devices_available=devices_available)
     return made
 
 

@@ -19,7 +19,7 @@ from dhp.checkpoint.resume import find_start
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError, ConfigError, DhpError
-from dhp.core.text import own_command
+from dhp.core.text import shell_command
 from dhp.data.remote import remote_files
 from dhp.plan.run_plan import plan_run
 from dhp.train_ray import main
@@ -145,7 +145,7 @@ def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path, long
     assert "nothing is left to train: training.max_steps or num_epochs give 4 steps" in outcome.stdout
     assert lines_of(run_dir) == [] and not any(run_dir.glob("checkpoints/*"))
     assert (summary(run_dir)["steps"], summary(run_dir)["status"]) == (STEPS, "completed")
-    assert f"{' '.join(own_command('export'))} {whole}/checkpoints/step_4 OUT_DIR" in outcome.stdout
+    assert f"{' '.join(shell_command('export'))} {whole}/checkpoints/step_4 OUT_DIR" in outcome.stdout
 
 
 def refused(assets: Path, run_dir: Path, *overrides: str) -> str:

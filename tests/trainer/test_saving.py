@@ -24,7 +24,7 @@ from dhp.step.stages import EngineProtocol
 from dhp.trainer.recipe import check_rates, check_recipe, free_layout, held_files, rates, recipe
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import DataPlan
-from dhp.trainer.settings import kept_settings
+from dhp.trainer.settings import fixed_settings
 from dhp.trainer.step_reports import Tracing
 
 PLAN = DataPlan(6, frozenset(), {"seed": 0}, 1, 1)
@@ -219,7 +219,7 @@ def config_of(*overrides: str) -> Config:
 
 def start_of(config: Config, steps: int = 60) -> Start:
     kept = {RECIPE: recipe(config) | rates(config, steps), LAYOUT: free_layout(config)}
-    settings = json.loads(json.dumps(kept_settings(config) | kept))
+    settings = json.loads(json.dumps(fixed_settings(config) | kept))
     return Start(Path("step_4"), 4, 0, settings, parts=("vision", "text"))
 
 
@@ -235,7 +235,7 @@ def test_every_key_of_both_sections_is_held_free_or_said() -> None:
     by_sampler = {f"data.{key}" for key in keys}
     sections = ("training", "data")
     held = {f"{name}.{key}" for name in sections for key in keys_with(getattr(Config(), name), resume=HELD)}
-    assert held - by_sampler <= set(kept_settings(config_of()))
+    assert held - by_sampler <= set(fixed_settings(config_of()))
 
 
 CHANGES = [
@@ -257,7 +257,7 @@ CHANGES = [
 def test_a_change_is_refused_and_where_it_is_asked_for_said(override: str, said: str, why: str) -> None:
     plain, now = config_of(), config_of(override)
     start = start_of(plain)
-    start.check(kept_settings(now))
+    start.check(fixed_settings(now))
     with pytest.raises(CheckpointError) as caught:
         check_recipe(now, start)
     assert said in str(caught.value) and why in str(caught.value)
@@ -311,19 +311,19 @@ def test_the_optimizer_stays() -> None:
     whole = "vision.zero_stage=0"
     start = start_of(config_of(whole))
     with pytest.raises(CheckpointError, match="training.optimizer was adamw and is muon. Reason: .*has other states"):
-        start.check(kept_settings(config_of(whole, "training.optimizer=muon")))
-    start.check(kept_settings(config_of(whole)))
+        start.check(fixed_settings(config_of(whole, "training.optimizer=muon")))
+    start.check(fixed_settings(config_of(whole)))
     unsaid = {key: value for key, value in start.settings.items() if key != "training.optimizer"}
     older = replace(start, settings=unsaid)  # which had AdamW alone
-    older.check(kept_settings(config_of(whole)))
+    older.check(fixed_settings(config_of(whole)))
     with pytest.raises(CheckpointError, match="training.optimizer was adamw and is adafactor"):
-        older.check(kept_settings(config_of(whole, "training.optimizer=adafactor")))
+        older.check(fixed_settings(config_of(whole, "training.optimizer=adafactor")))
 
 
 def test_layouts_may_change() -> None:
     now = config_of("text.tensor=1", "text.num_actors=1", "text.parallelism=none", "text.zero_stage=0")
     start = start_of(config_of())
-    start.check(kept_settings(now), ["vision", "text"])
+    start.check(fixed_settings(now), ["vision", "text"])
     check_recipe(now, start)
     assert start.changes(recipe(now), free_layout(now))[-1] == (
         "another layout than the checkpoint's, whose tensors are cut anew: text.num_actors 2 → 1, text.tensor 2 → 1"

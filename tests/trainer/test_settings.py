@@ -25,7 +25,7 @@ from dhp.core.errors import ConfigError
 from dhp.core.graph import Edge, Node, RankDevice, Route, StageGraph, dense
 from dhp.core.parameters import AdapterSettings, Selector, TrainingRules
 from dhp.core.reports import DeviceInfo, KernelUse
-from dhp.core.text import own_command
+from dhp.core.text import shell_command
 from dhp.data.sampling.sampler import BalanceSettings, BatchLayout
 from dhp.engine.stage import StageEngine
 from dhp.models.family import Family
@@ -49,7 +49,7 @@ from dhp.trainer.planned_layout import _fewer, find_layouts
 from dhp.trainer.preflight import prepare
 from dhp.trainer.recipe import free_layout
 from dhp.trainer.session import Session, look_ahead, named_elsewhere
-from dhp.trainer.settings import kept_settings, measures, needed_paths, resume_line, stage_settings
+from dhp.trainer.settings import fixed_settings, measures, needed_paths, resume_line, stage_settings
 from dhp.trainer.step_reports import compile_notes, find_peak, name_kernels, overlap_warning
 from tests.helpers.graphs import make_graph
 from tests.helpers.graphs import make_graph as make_graph_of_graphs
@@ -214,10 +214,10 @@ def test_how_rows_are_balanced_reaches_the_dataset_actor() -> None:
 
 def test_a_resumed_run_keeps_shares_and_weights() -> None:
     """Both decide which samples a step has; a weight of one is not told, as before there were weights."""
-    plain = kept_settings(resolve(compose_config("tiny", overrides=OVERRIDES)))
+    plain = fixed_settings(resolve(compose_config("tiny", overrides=OVERRIDES)))
     assert plain["data.datasets"] == ["shapes", "shapes%50"]
     heavy = compose_config("tiny", overrides=[*OVERRIDES, "data.data_registry.shapes.weight=1.5"])
-    assert kept_settings(resolve(heavy))["data.datasets"] == ["shapes (weight 1.5)", "shapes%50 (weight 1.5)"]
+    assert fixed_settings(resolve(heavy))["data.datasets"] == ["shapes (weight 1.5)", "shapes%50 (weight 1.5)"]
 
 
 def test_patches_are_rounded_on_the_way_where_the_tower_would_round_them() -> None:
@@ -236,7 +236,7 @@ def test_the_line_to_resume_reads_the_stopped_runs_own_configuration(tmp_path: P
     with pytest.raises(KeyboardInterrupt), Recorder(run_dir, 1, {}, to_yaml(config)) as recorder:
         recorder.record(StepMetrics(step=3, loss=2.0))
         raise KeyboardInterrupt
-    words, called = shlex.split(resume_line(config, newest)), own_command("train")
+    words, called = shlex.split(resume_line(config, newest)), shell_command("train")
     assert words[: len(called)] == called
     path, name, *overrides = words[len(called) :]
     again = resolve(compose_config(name.partition("=")[2], path.partition("=")[2], overrides))
@@ -246,7 +246,7 @@ def test_the_line_to_resume_reads_the_stopped_runs_own_configuration(tmp_path: P
 
 def test_a_resumed_run_trains_what_its_checkpoint_trained() -> None:
     asked = ["training.trainable=[text,vision]", "training.frozen=['*bias','layers.0']"]
-    kept = kept_settings(resolve(compose_config("tiny", overrides=asked)))
+    kept = fixed_settings(resolve(compose_config("tiny", overrides=asked)))
     assert kept["training.trainable"] == ["text", "vision"] and kept["training.frozen"] == ["*bias", "layers.0"]
 
 

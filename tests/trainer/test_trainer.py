@@ -85,7 +85,7 @@ def test_a_step_without_any_sample_leaves_the_model_as_it_was(
 def test_a_norm_that_is_not_finite_ends_the_run_before_the_weights_are_lost(tiny_assets: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     hopeless = [*ONE_ACTOR_EACH, *CONSTANT_RATE, "training.learning_rate=1e30", "training.max_nonfinite_steps=0"]
-    outcome = train(*tiny(tiny_assets, run_dir, *hopeless), own_ray=True)
+    outcome = train(*tiny(tiny_assets, run_dir, *hopeless), private_ray=True)
     assert outcome.status == 1
     assert "Diverged: the gradient norm of step 2 is " in outcome.stderr
     assert "Traceback" not in outcome.stderr

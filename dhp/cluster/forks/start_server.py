@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dhp.cluster.forks.fork_client import SERVER
-from dhp.core.files import own_folder
+from dhp.core.files import private_folder
 
 # GPUs' devices, by how Linux names them: NVIDIA's, those of a Jetson, AMD's, and any under Windows' own Linux.
 DEVICES = ("nvidia[0-9]*", "nvmap", "kfd", "dxg")
@@ -27,7 +27,7 @@ def fork_server(modules: Sequence[str]) -> Iterator[None]:
     if SERVER in os.environ or not sys.platform.startswith("linux") or has_gpus():
         yield
         return
-    with own_folder("dhp-forks-", "server") as folder:
+    with private_folder("dhp-forks-", "server") as folder:
         address = folder / "server"
         command = [sys.executable, "-m", "dhp.cluster.forks.server", str(address), *modules]
         server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

@@ -222,10 +222,10 @@ ANSWER_S = 5.0  # for a node to answer, with stacks too
 class Lookout:
     """One run's. Where Ray is on several nodes, an actor on each but the driver's looks at the processes there."""
 
-    def __init__(self, collective_s: float, log_dir: str | None, own_node: str, names: Mapping[str, str]):
-        """collective_s: the longest that a collective may hold a rank. own_node: Ray's id of this process's node.
+    def __init__(self, collective_s: float, log_dir: str | None, this_node: str, names: Mapping[str, str]):
+        """collective_s: the longest that a collective may hold a rank. this_node: Ray's id of this process's node.
         names: of nodes, by Ray's id, for messages; none where all is on this machine."""
-        self.collective_s, self._log_dir, self._own_node, self._names = collective_s, log_dir, own_node, names
+        self.collective_s, self._log_dir, self._own_node, self._names = collective_s, log_dir, this_node, names
         self._asked: list[tuple[str, Any]] = []  # who, and the ref of its Post
         self._posts: list[tuple[str, Post]] = []
         self._watches: dict[str, Any] = {}  # by node

@@ -45,12 +45,12 @@ class Post:
             return None
 
 
-def own_post(name: str, node: str, stacks: str, heartbeat: str = "") -> Post:
+def make_post(name: str, node: str, stacks: str, heartbeat: str = "") -> Post:
     """Of this process."""
     return Post(name, node, os.getpid(), psutil.Process().create_time(), stacks, heartbeat)
 
 
-def open_kept(log_dir: str | None, name: str, append: bool = False) -> tuple[int, str]:
+def open_lasting_file(log_dir: str | None, name: str, append: bool = False) -> tuple[int, str]:
     """A file for what a process keeps as long as it lives, and its path for others on the node: beside the logs, or,
     where none can be made there, as on a host that does not see the run's directory, in memory that ends with the
     process."""
@@ -215,8 +215,8 @@ class Frame:
 
 def open_stacks(log_dir: str | None, name: str) -> str:
     """From here on SIGUSR1 adds the stacks of this process's threads to a file, whose path is returned: see
-    `dhp.cluster.hangs.vitals.open_kept`."""
-    file, path = open_kept(log_dir, f"{name}{STACKS_SUFFIX}", append=True)
+    `dhp.cluster.hangs.vitals.open_lasting_file`."""
+    file, path = open_lasting_file(log_dir, f"{name}{STACKS_SUFFIX}", append=True)
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
     return path
 

@@ -41,7 +41,7 @@ def read_nodes() -> list[ClusterNode]:
     return sorted(found, key=lambda node: (natural(node.address), node.id))
 
 
-def own_node() -> str:
+def this_node() -> str:
     """The id of this process's node; for a client (`ray://`), of the node that it talks to."""
     return ray.get_runtime_context().get_node_id()
 
@@ -135,7 +135,7 @@ def reader_nodes(nodes: Sequence[str], needs: Mapping[str, str], timeout_s: floa
     paths of `needs` are, and annotations are the driver's own. Where that is none, the driver's.
 
     needs: paths by configuration key. timeout_s: until a node that does not answer is left out."""
-    here = own_node()
+    here = this_node()
     others = [node for node in nodes if node != here]
     if not others:
         return [here]

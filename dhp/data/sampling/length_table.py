@@ -182,7 +182,7 @@ class LengthTable:
         self.columns["text"] = UNKNOWN
         self.defects: dict[int, str] = {}
         self._missing = len(annotations)
-        self._take_kept()
+        self._load_cached()
         self._saved = time.monotonic()
         if self._missing:
             cache.check()
@@ -226,7 +226,7 @@ class LengthTable:
         self.defects |= {int(rows[index]): message for index, message in lengths.defects.items()}
         self._missing -= unknown
         if unknown and (not self._missing or time.monotonic() - self._saved > SAVE_S):
-            self._take_kept()  # another run may have measured what this one has not
+            self._load_cached()  # another run may have measured what this one has not
             self._cache.save(self._key, Lengths(self.columns, self.defects))
             self._saved = time.monotonic()
 
@@ -251,7 +251,7 @@ class LengthTable:
         unknown: np.ndarray = self.columns["text"][rows] == UNKNOWN
         return unknown
 
-    def _take_kept(self) -> None:
+    def _load_cached(self) -> None:
         """Load unknown lengths from disk. Those that were missing or broken before may be there by now."""
         kept = self._cache.load(self._key)
         if kept is None:

@@ -160,13 +160,13 @@ def new_token_attention(
     first = segments.held.since(rule.first_key(segments.held.total))
     states = query[0].transpose(0, 1), key[0, :, first:].transpose(0, 1), value[0, :, first:].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output, lse = attend_own(*states, scale, rule, segments.backend)
+    output, lse = attend_cached(*states, scale, rule, segments.backend)
     if segments.group is not None:
         output = merge_over_ranks(output, lse, segments.group)
     return output.to(query.dtype)[None, None], None
 
 
-def attend_own(
+def attend_cached(
     query: Tensor, key: Tensor, value: Tensor, scale: float, rule: LayerRule, backend: str = AUTO
 ) -> tuple[Tensor, Tensor]:
     """Output [heads, width of value] and log-sum-exp [heads] of one query [1, heads, dim] that sees all keys [tokens,

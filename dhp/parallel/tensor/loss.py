@@ -36,7 +36,7 @@ def token_loss_sum(
 
     The result may be added to, but not multiplied: its gradient must be 1, and whatever the loss is multiplied by is
     given as `factor`. So nothing passes over the head's gradient a second time. Backward raises otherwise."""
-    weight, first, group, _ = _own_head(head)
+    weight, first, group, _ = _head_slice(head)
     return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule, factor, losses)
 
 
@@ -51,7 +51,7 @@ def judge_tokens(
 ) -> tuple[Tensor, Tensor]:
     """The value of `token_loss_sum`, and bool [rows]: whether no token has a higher logit than the target. Saves
     nothing for backward."""
-    weight, first, group, _ = _own_head(head)
+    weight, first, group, _ = _head_slice(head)
     exact = torch.float64 if states.dtype == torch.float64 else torch.float32
     total, right = states.new_zeros((), dtype=exact), []
     factors = _factors(factor, len(states), chunk_rows, exact)
@@ -69,7 +69,7 @@ def judge_tokens(
 def whole_logits(head: nn.Linear, states: Tensor, rule: LogitRule = PLAIN) -> Tensor:
     """The logits of all tensor ranks' vocabulary, [rows, vocabulary], on each of them; without gradients. As
     `token_loss_sum` otherwise, and as it raises."""
-    weight, first, group, size = _own_head(head)
+    weight, first, group, size = _head_slice(head)
     exact = torch.float64 if states.dtype == torch.float64 else torch.float32
     own = _logits(states, weight, exact, rule)
     if group is None:
@@ -79,7 +79,7 @@ def whole_logits(head: nn.Linear, states: Tensor, rule: LogitRule = PLAIN) -> Te
     return sum_in_place(every, group)
 
 
-def _own_head(head: nn.Linear) -> tuple[Tensor, int, dist.ProcessGroup | None, int]:
+def _head_slice(head: nn.Linear) -> tuple[Tensor, int, dist.ProcessGroup | None, int]:
     """This rank's rows of the head, the token id of the first, the ranks that hold the others, and how many there are
     in all."""
     if head.bias is not None:
@@ -88,10 +88,10 @@ def _own_head(head: nn.Linear) -> tuple[Tensor, int, dist.ProcessGroup | None, i
     if isinstance(weight, DTensor):  # a model that transformers' own styles cut
         cut = AdapterCut(weight.device_mesh, weight.placements, weight.shape)
         weight = weight.to_local(grad_placements=weight.placements)
-    return weight, *_own_rows(cut), len(weight) if cut is None else cut.shape[0]
+    return weight, *_row_slice(cut), len(weight) if cut is None else cut.shape[0]
 
 
-def _own_rows(cut: AdapterCut | None) -> tuple[int, dist.ProcessGroup | None]:
+def _row_slice(cut: AdapterCut | None) -> tuple[int, dist.ProcessGroup | None]:
     """The token id of this rank's first row of the head, and the ranks that hold the others."""
     if cut is None or all(placement.is_replicate() for placement in cut.placements):
         return 0, None  # summing over ranks that all hold the whole vocabulary would count it several times

@@ -13,7 +13,7 @@ from dhp.core.errors import ConfigError
 from dhp.core.process import say_nothing
 from dhp.core.reports import DeviceInfo
 from dhp.models.family import Family
-from dhp.plan.bench.rate_bench import FILE, RateRequest, kept_rates, measured_rates
+from dhp.plan.bench.rate_bench import FILE, RateRequest, cached_rates, measured_rates
 from dhp.plan.bench.rate_fit import MeasuredRates
 from dhp.plan.count.loads import RunLoads
 from dhp.plan.count.rates import Channel, Rates, rates_of
@@ -150,7 +150,7 @@ def _power(count: float) -> int:
     return found
 
 
-def asked_rates(config: Config, loads: RunLoads, device: str, threads: int) -> RateRequest:
+def rate_request(config: Config, loads: RunLoads, device: str, threads: int) -> RateRequest:
     """What is measured of a machine for a run."""
     dtypes = {name: part.dtype for name, part in parts(config).items()}
     return RateRequest(dtypes, rows_of(config, loads), device, threads)
@@ -196,7 +196,7 @@ def machine_of_run(
     kinds = {device.kind for device in devices}
     count = len({device.device_id for device in devices}) if CPU not in kinds else len(devices)
     if kinds == {CPU}:
-        found = kept_rates(family, asked_rates(config, loads, CPU, threads), folder_of(config))
+        found = cached_rates(family, rate_request(config, loads, CPU, threads), folder_of(config))
         return None if found is None else measured_machine(config, found, CPU, count, float("inf"))
     try:
         device = find_device(devices[0].name)
@@ -216,7 +216,7 @@ def measure_here(
     say: Callable[[str], None] = say_nothing,
 ) -> MeasuredRates:
     """Rates of this machine for a run, measured now or before. Raises what `measured_rates` raises."""
-    return measured_rates(source, family, asked_rates(config, loads, device, threads), folder_of(config), say)
+    return measured_rates(source, family, rate_request(config, loads, device, threads), folder_of(config), say)
 
 
 def folder_of(config: Config) -> Path:
@@ -232,7 +232,7 @@ def expected_machine(config: Config, family: Family, loads: RunLoads, count: int
     formats = {part.dtype for part in parts(config).values()}
     if config.cluster.device != CPU:
         return machine_of(find_device(ASSUMED), count, min(count, NODE), find_link(BETWEEN), formats)
-    rates = kept_rates(
-        family, asked_rates(config, loads, CPU, config.cluster.threads_per_actor or 1), folder_of(config)
+    rates = cached_rates(
+        family, rate_request(config, loads, CPU, config.cluster.threads_per_actor or 1), folder_of(config)
     )
     return assumed_cpu(count, formats, inf) if rates is None else measured_machine(config, rates, CPU, count, inf)

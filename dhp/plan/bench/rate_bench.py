@@ -82,7 +82,7 @@ def measured_rates(
     return found
 
 
-def kept_rates(family: Family, asked: RateRequest, folder: Path) -> MeasuredRates | None:
+def cached_rates(family: Family, asked: RateRequest, folder: Path) -> MeasuredRates | None:
     """Rates that `folder` keeps of an earlier measurement with the same model, versions and device, of rows as near to
     the asked ones as there are; None where there are none."""
     shape = _shape(family, asked)

@@ -182,7 +182,7 @@ def gathered_moments(part: PartConfig, shape: PartShape, units: Units, shards: i
     bucket = float(bucket_bytes(part, trained))
     if part.zero_stage < 3:
         return Gathered(after=bucket, last=bucket, backward=bucket, summing=bucket)
-    whole = bucket + _kept_whole(part, shape.per_rank)
+    whole = bucket + _gathered_bytes(part, shape.per_rank)
     # What it gathers ahead comes in one piece, which stays beside the weights that are copied out of it.
     ahead = min(AHEAD_ELEMENTS, shape.per_rank - units.root) * VALUE_BYTES[part.dtype]
     # It copies the bucket for its sum: behind the layers, or amid their backward where they fill more than one.
@@ -221,7 +221,7 @@ def bucket_bytes(part: PartConfig, trained: int) -> int:
     return min(BUCKET_ELEMENTS, trained) * (VALUE_BYTES[part.dtype] if part.zero_stage == 2 else sum_bytes(part))
 
 
-def _kept_whole(part: PartConfig, parameters: int) -> int:
+def _gathered_bytes(part: PartConfig, parameters: int) -> int:
     """Of weights that DeepSpeed's stage 3 has gathered: it keeps them while there are no more than so many."""
     return min(LIVE_ELEMENTS, parameters) * VALUE_BYTES[part.dtype]
 

@@ -146,7 +146,7 @@ class Planner:
         for stage, usage in usages.items():
             if usage is not None:
                 self._profiles[stage].add(usage, timed=self._steps > 1)
-        if not self._is_of_asked(usages):
+        if not self._ran_as_planned(usages):
             return False
         if self.settled and any(usages[stage] is not None for stage in self._auto - self._planned if stage in usages):
             return self._begin_anew()
@@ -199,7 +199,7 @@ class Planner:
         }
         return self._arrangement.device_bytes(held, {stage: usage.peak_bytes for stage, usage in known.items()})
 
-    def _is_of_asked(self, usages: Mapping[str, StageUsage | None]) -> bool:
+    def _ran_as_planned(self, usages: Mapping[str, StageUsage | None]) -> bool:
         """Whether the step ran as asked: steps that were on their way when the plan changed did not."""
         ran = {stage: usage.choices for stage, usage in usages.items() if usage is not None and stage in self._auto}
         if any(choices != self.asked[stage] for stage, choices in ran.items()):

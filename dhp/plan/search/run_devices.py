@@ -15,15 +15,15 @@ from dhp.plan.bench.machine import (
     BETWEEN,
     CPU,
     Machine,
-    asked_rates,
     assumed_cpu,
     device_here,
     folder_of,
     machine_of,
     measure_here,
     measured_machine,
+    rate_request,
 )
-from dhp.plan.bench.rate_bench import kept_rates
+from dhp.plan.bench.rate_bench import cached_rates
 from dhp.plan.bench.rate_fit import MeasuredRates
 from dhp.plan.count.rates import Rates
 from dhp.plan.count.samples import Samples
@@ -137,8 +137,8 @@ def _cpus(subject: Subject, samples: Samples, count: int, say: Callable[[str], N
         plain.cluster, threads_per_actor=plain.cluster.threads_per_actor or max(1, count_cores() // count)
     )
     plain = replace(plain, cluster=cluster)
-    asked = asked_rates(plain, samples.loads(plain), CPU, cluster.threads_per_actor or 1)
-    known, memory = kept_rates(subject.family, asked, folder_of(plain)), host_bytes() / count
+    asked = rate_request(plain, samples.loads(plain), CPU, cluster.threads_per_actor or 1)
+    known, memory = cached_rates(subject.family, asked, folder_of(plain)), host_bytes() / count
     if known is not None:
         return measured_machine(plain, known, CPU, count, memory), "rates measured here before"
     assumed = assumed_cpu(count, {part.dtype for part in parts(plain).values()}, memory)

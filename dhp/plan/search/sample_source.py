@@ -71,7 +71,7 @@ def measuring_settings(config: Config) -> BatchReaderSettings:
 _feeds: dict[str, BatchReader] = {}  # of a worker process: the one that it works on
 
 
-def own_reader(settings: BatchReaderSettings) -> BatchReader:
+def reader_of_process(settings: BatchReaderSettings) -> BatchReader:
     """The reader of this process, which is made once."""
     if not _feeds:
         _feeds["own"] = make_reader(settings)
@@ -79,7 +79,7 @@ def own_reader(settings: BatchReaderSettings) -> BatchReader:
 
 
 def _measured(settings: BatchReaderSettings, chunk: RowChunk) -> Lengths:
-    return own_reader(settings).measure(chunk)
+    return reader_of_process(settings).measure(chunk)
 
 
 def measure_all(feed: BatchReader, settings: BatchReaderSettings, workers: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from dhp.cluster.hangs import vitals
 from dhp.cluster.hangs.lookout import GONE, SILENT, STOPPED, Seen, Stall, find_stall, frames, suspects
-from dhp.cluster.hangs.vitals import Beat, Heart, keep_heartbeat, open_kept, own_post, read_beat
+from dhp.cluster.hangs.vitals import Beat, Heart, keep_heartbeat, make_post, open_lasting_file, read_beat
 from dhp.core.collectives import CallRecord, Collective
 from tests.helpers.posts import seen
 
@@ -332,12 +332,12 @@ def test_what_a_rank_does_is_said_with_its_node_and_how_to_wake_it() -> None:
 
 
 def test_a_file_lies_beside_the_logs_or_in_memory_of_the_process(tmp_path: Path) -> None:
-    file, path = open_kept(str(tmp_path), "text-0.stacks", append=True)
+    file, path = open_lasting_file(str(tmp_path), "text-0.stacks", append=True)
     os.write(file, b"first ")
     os.write(file, b"second")
     assert path == str(tmp_path / "text-0.stacks") and Path(path).read_text() == "first second"
     for folder in (None, str(tmp_path / "missing")):
-        file, path = open_kept(folder, "text-0.stacks")
+        file, path = open_lasting_file(folder, "text-0.stacks")
         os.write(file, b"here")
         assert path == f"/proc/{os.getpid()}/fd/{file}" and Path(path).read_text() == "here"
         os.close(file)
@@ -345,11 +345,11 @@ def test_a_file_lies_beside_the_logs_or_in_memory_of_the_process(tmp_path: Path)
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "text-0.stacks").symlink_to(tmp_path / "elsewhere")
-    file, path = open_kept(str(tmp_path), "text-0.stacks")
+    file, path = open_lasting_file(str(tmp_path), "text-0.stacks")
     assert path.startswith("/proc/") and not (tmp_path / "elsewhere").exists()
     os.close(file)
 
 
 def test_the_process_is_found_again() -> None:
-    process = own_post("text-0", "here", "/missing").process()
+    process = make_post("text-0", "here", "/missing").process()
     assert process is not None and process.pid == os.getpid()

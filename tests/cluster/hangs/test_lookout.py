@@ -16,7 +16,7 @@ from dhp.cluster.hangs import lookout as lookout_module
 from dhp.cluster.hangs.lookout import RUNS, SILENT, Lookout, Seen, Sight
 from dhp.cluster.hangs.vitals import Beat, Post
 from dhp.cluster.hangs.watch import wait_all
-from dhp.cluster.placement.nodes import own_node
+from dhp.cluster.placement.nodes import this_node
 from dhp.cluster.placement.reservation import plan_placement, reserve
 from dhp.cluster.worker import GroupSettings
 from dhp.core.dispatch import per_rank
@@ -80,7 +80,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     plan = plan_placement({"text": range(RANKS)}, gpus=0)
     reserved = reserve(plan, WAIT_S)
     logs = tmp_path_factory.mktemp("logs")
-    lookout = Lookout(60.0, str(logs), own_node(), {})
+    lookout = Lookout(60.0, str(logs), this_node(), {})
     settings = GroupSettings("text", RANKS, "gloo", 1, WAIT_S, str(logs), True, collective_s=LIMIT_S, steps_done=4)
     group = ActorGroup(settings, plan.slots["text"], reserved, (), lookout)
     group.start(Trainer)

@@ -32,7 +32,7 @@ from dhp.parallel.attention.row_decode import (
     NewToken,
     ShardedCacheIndex,
     ShardedKVCache,
-    attend_own,
+    attend_cached,
     keep_likeliest,
     new_token_attention,
 )
@@ -345,14 +345,14 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, softcap: float | None
 def test_parts_merged_are_the_whole(parts: list[int], value_width: int, softcap: float | None) -> None:
     query, key, value = partial_states(value_width)
     pairs = zip(key.split(parts), value.split(parts), strict=True)
-    found = [attend_own(query, k, v, 0.3, LayerRule(softcap=softcap)) for k, v in pairs]
+    found = [attend_cached(query, k, v, 0.3, LayerRule(softcap=softcap)) for k, v in pairs]
     merged = merge_of_row_decode(*(torch.stack(list(one)) for one in zip(*found, strict=True)))
     torch.testing.assert_close(merged, written_out(query, key, value, softcap), rtol=0, atol=1e-14)
 
 
 def test_without_keys_nothing_is_seen() -> None:
     query, key, value = partial_states(5)
-    output, lse = attend_own(query, key[:0], value[:0], 0.3, PLAIN)
+    output, lse = attend_cached(query, key[:0], value[:0], 0.3, PLAIN)
     assert output.shape == (PARTIAL_HEADS, 5) and not output.any() and bool((lse == float("-inf")).all())
 
 
