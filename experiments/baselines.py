@@ -23,7 +23,6 @@ from dhp.data.balance.packs import (
     Loads,
     Packs,
     chosen,
-    costly,
     divisible,
     from_groups,
     join,
@@ -142,3 +141,9 @@ def by_profile(units: Sequence[Unit], runs: int, held: PinnedUnit | None = None)
 
 dhp.BALANCE_METHODS.update(length_group=length_group, device_group=device_group, balanced_stages=balanced_stages)
 dhp.PARTITION_METHODS.update(profile=by_profile, layers=by_layers)
+
+
+def costly(squares: np.ndarray, quantiles: Sequence[float]) -> np.ndarray:
+    """Class of each pack by Σ tokens², which is what attention costs: int64 [packs], 0 for most packs. Classes are few
+    and small: packs of one class hold samples that are alike, and steps of like samples bias the order of training."""
+    return np.searchsorted(np.quantile(squares, quantiles), squares)

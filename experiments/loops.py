@@ -181,14 +181,14 @@ class Data:
 class Ours:
     """dhp's trainers of both parts in this process, one rank each, and its step."""
 
-    def __init__(self, model: str, data: Data, **changes: Any):
+    def __init__(self, model: str, data: Data, packing: bool = True, **changes: Any):
         """changes: of both parts' settings."""
         graph = pair_of(data.family)
         trainers = {VISION: EncoderEngine, TEXT: TextEngine}
         self.trainers = {s: t(settings_of(graph, s, model, UPDATE, **changes)) for s, t in trainers.items()}
         self._stages = make_stages(graph, {stage: Here(trainer) for stage, trainer in self.trainers.items()})
         self._schedule = make_schedule("sequential", graph, MICRO_BATCHES)
-        self._dealer = BatchSharder(data.family, Collator(data.family, 0, changes.get("packing", True)))
+        self._dealer = BatchSharder(data.family, Collator(data.family, 0, packing))
 
     def shard(self, samples: MicroBatches) -> StepData:
         """What other processes do ahead of a step."""

@@ -19,17 +19,8 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dhp.config.keys import (
-    ANY_NAME,
-    Key,
-    default_words,
-    find_key,
-    schema_keys,
-    translated_errors,
-    type_words,
-    unknown_key,
-    unknown_keys,
-)
+from dhp.config.hydra_errors import translated_errors
+from dhp.config.keys import ANY_NAME, Key, default_words, find_key, schema_keys, type_words, unknown_key, unknown_keys
 from dhp.config.schema import Config
 from dhp.config.vocabulary import has_alias, names_here, translated
 from dhp.config.yaml_files import ENTRY, ConfigSource, named_file, say, wrong_keys

@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from dhp.config.command_line import to_config
 from dhp.config.generate_request import check_layout
-from dhp.config.keys import translated_errors, unknown_keys
+from dhp.config.hydra_errors import translated_errors
+from dhp.config.keys import unknown_keys
 from dhp.config.layout import LAYOUTS, resolve_part
 from dhp.config.parts import OPTIONAL, decoder, encoders, parts, resolved, sections, split_share
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training, require_choice

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dhp.config.command_line import compose_config, to_config
 from dhp.config.data import DataConfig, DatasetEntry
-from dhp.config.keys import translated_errors
+from dhp.config.hydra_errors import translated_errors
 from dhp.config.parts import OPTIONAL, PARTS, parts, read_datasets, split_share
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError

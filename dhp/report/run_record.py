@@ -10,7 +10,7 @@ from dhp.config.run_dir import plain_values
 from dhp.core.errors import RecordError
 from dhp.core.text import did_you_mean, nearest
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_record
-from dhp.observe.ranks import END, Event, RankLine, read_events, read_rank_lines
+from dhp.observe.ranks import Event, RankLine, read_events, read_rank_lines
 
 Kind = TypeVar("Kind", StepMetrics, EvalMetrics, AnswerMetrics)
 
@@ -84,11 +84,6 @@ def read_run(run_dir: Path) -> RunRecord:
         summary=summary,
         broken=_count(run_dir / "metrics.jsonl") - len(lines),
     )
-
-
-def ended_by_itself(record: RunRecord) -> bool:
-    """Whether the newest attempt wrote that it ended."""
-    return bool(record.events) and record.events[-1].event == END
 
 
 def _of(lines: Sequence[Line], kind: type[Kind]) -> list[Kind]:

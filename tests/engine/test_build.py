@@ -348,7 +348,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.families) for name in FAMILIES if
 def test_compiled_layers_give_the_same_gradients(name: str, tmp_path: Path, uncompiled_kernels: None) -> None:
     model = str(save_family(name, tmp_path))
     wanted = gradients(model)
-    assert_same(gradients(model, compiled=True), wanted)
+    assert_same(gradients(model, compile=True), wanted)
 
 
 def test_a_step_by_flash_attn_gives_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

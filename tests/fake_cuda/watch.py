@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-HERE = str(Path(__file__).parent)
+HERE = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("device", "drive", "stand_ins", "watch"))
 
 
 class Watch(TorchDispatchMode):

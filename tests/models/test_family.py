@@ -231,7 +231,10 @@ def test_a_module_beside_is_not_imported_but_named(tmp_path: Path, monkeypatch: 
         ("1 / 0", r"fails when it is imported \(ZeroDivisionError: division by zero\)"),
         ("raise SystemExit(3)", r"fails when it is imported \(SystemExit: 3\)"),
         ("x = ", r"fails when it is imported \(SyntaxError"),
-        ("x = 1", "no vision-language model and no objective.*AutoModelForImageTextToText.register.*dhp.OBJECTIVES"),
+        (
+            "x = 1",
+            "no vision-language model and nothing with dhp.*AutoModelForImageTextToText.register.*dhp.OBJECTIVES",
+        ),
     ],
 )
 def test_a_module_that_is_no_family_is_refused(text: str, told: str, folder: Path) -> None:

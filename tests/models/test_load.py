@@ -30,7 +30,6 @@ from dhp.checkpoint.resume import Start
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.errors import ModelError
-from dhp.core.parameters import TrainingRules
 from dhp.doctor.diagnose import examine
 from dhp.models import registry
 from dhp.models.empty import start_limit_s, weight_bytes
@@ -295,7 +294,7 @@ def test_a_run_waits_for_its_parts_by_the_size_of_its_model(
     config.text.model_name = str(model)
     config.cluster.start_timeout_s, config.cluster.step_timeout_s = 40.0, 50.0
     graph = make_graph()
-    plan = RunPlan(config, str(model), SimpleNamespace(), TrainingRules(), {}, graph)
+    plan = RunPlan(config, SimpleNamespace(source=str(model), rules=TrainingRules()), graph)
     session = Session(plan, tmp_path, Start())
     cluster = session._cluster
     assert (cluster._layout.start_timeout_s, cluster._layout.build_timeout_s) == (40.0, 110.0)

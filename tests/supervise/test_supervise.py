@@ -404,8 +404,7 @@ DRIVER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from dhp.core.errors import HUNG, RAISED, ConfigError, Fault, MoreDevices, PartFailed, TooFewDevices
-from dhp.supervise.attempt import this_attempt
-from dhp.supervise.attempt import Layout, Layouts
+from dhp.supervise.attempt import ElasticLayout, ElasticLayouts, this_attempt
 
 attempt = this_attempt()
 attempt.opened()
@@ -427,7 +426,7 @@ for word in sys.argv[attempt.number].split("+"):
     elif word == "done":
         attempt.ended(None)
     elif word == "layouts":
-        attempt.has_layouts(Layouts(Layout(4), (Layout(2, ("text.num_actors=2",)),)))
+        attempt.has_layouts(ElasticLayouts(ElasticLayout(4), (ElasticLayout(2, ("text.num_actors=2",)),)))
     elif word == "loading":
         attempt.in_state("loading")
     elif word == "barred":

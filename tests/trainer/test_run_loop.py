@@ -36,7 +36,7 @@ def test_a_configuration_trains_in_one_call(tiny_assets: Path, tmp_path: Path) -
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(AttributeError, match="it has Config, DhpError"):
+    with pytest.raises(AttributeError, match="it has BALANCE_METHODS, Config, DhpError"):
         dhp.Trainer  # noqa: B018
     with pytest.raises(dhp.DhpError, match="batch_size"):
         dhp.load_config("tiny", ["training.batch_sise=3"])

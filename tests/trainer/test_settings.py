@@ -522,7 +522,7 @@ def test_its_settings_come_from_its_own_section(heard: tuple[WithRadar, StageGra
     assert measures(config)
     assert not measures(replace(config, radar=replace(config.radar, recompute="none")))
     own = stage_settings(config, graph, graph.stage("radar"), "cpu", 10)
-    assert (own.dtype, own.recompute) == ("bfloat16", ("none", "none"))
+    assert (own.part.dtype, own.recompute) == ("bfloat16", ("none", "none"))
     encoders = feed_settings(config, find_localities(graph, devices_as_planned(graph), 0.01)).encoders
     assert (encoders["radar"].replicas, encoders["radar"].dtype) == (3, "bfloat16")
     assert encoders["radar"].locality.distances == ((0, 1, 1),)  # the first of them is on the first text stage's device

@@ -143,14 +143,6 @@ def others_than(chosen: np.ndarray, count: int) -> np.ndarray:
     return np.flatnonzero(free)
 
 
-def costly(squares: np.ndarray, quantiles: Sequence[float]) -> np.ndarray:
-    """Class of each pack by Σ tokens², which is what attention costs: int64 [packs], 0 for most packs.
-
-    Classes are few and small: packs of one class hold samples that are alike, and steps of like samples bias the order
-    of training."""
-    return np.searchsorted(np.quantile(squares, quantiles), squares)
-
-
 def single(samples: np.ndarray) -> Packs:
     """Each sample in a pack of its own."""
     return Packs(samples, np.arange(1, len(samples) + 1))

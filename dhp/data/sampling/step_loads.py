@@ -140,36 +140,10 @@ class StepLoads:
         return mean
 
     @property
-    def mean_pairs(self) -> np.ndarray:
-        """Σ tokens² of each step, mean over its replicas: float64 [steps]."""
-        mean: np.ndarray = self.pairs.sum(axis=1).mean(axis=1)
-        return mean
-
-    @property
     def longest_rows(self) -> np.ndarray:
         """Tokens of each step's longest row: int64 [steps]."""
         longest: np.ndarray = self.tokens.max(axis=(1, 2))
         return longest
-
-    def slowest_work(self, of_token: float, of_pair: float) -> np.ndarray:
-        """Work of each step's slowest replica, in the unit of the two arguments: float64 [steps]."""
-        work: np.ndarray = (self.tokens * of_token + self.pairs * of_pair).sum(axis=1).max(axis=1)
-        return work
-
-    @property
-    def mean_slowest_tokens(self) -> float:
-        """Tokens that a step waits for, mean over steps."""
-        return float(self.slowest_tokens.mean())
-
-    @property
-    def mean_slowest_pairs(self) -> float:
-        """Σ tokens² that a step waits for, mean over steps."""
-        return float(self.slowest_pairs.mean())
-
-    @property
-    def unseen_by_means(self) -> float:
-        """By which share of the time of its tokens an epoch would seem faster if replicas were taken for even."""
-        return float(1.0 - self.mean_tokens.sum() / self.slowest_tokens.sum())
 
     def row(self, step: int, micro_batch: int, replica: int) -> Row:
         """One row. step: within the epoch, 0-based."""
@@ -223,16 +197,6 @@ def step_loads(
     pictures = of_rows.get("pictures", _sums(shown > 0, ends).reshape(shape))
     by_row = (tokens.reshape(shape), pairs.reshape(shape), of_rows["vision"], pictures)
     return StepLoads(first, *by_row, totals, samples, ends, columns)
-
-
-def row_bound(columns: np.ndarray, micro_batch_size: int, packing: bool = True) -> Row:
-    """The longest samples in one row: no row has more tokens, by a method that puts `micro_batch_size` samples into
-    each, as random, whatever the seed. columns: as `Table.rows`."""
-    longest = np.argsort(-columns["text"].astype(np.int64), kind="stable")[:micro_batch_size]
-    samples = longest[columns["text"][longest] > 0]
-    lengths = columns["text"][samples].astype(np.int64)
-    tokens, pairs = (_packed if packing else _padded)(lengths, np.array([len(samples)]))
-    return _row(None, samples, columns, tokens[0], pairs[0])
 
 
 def make_sampler(

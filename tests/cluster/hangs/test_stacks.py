@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RpcError
 
+from dhp.cluster import ray_private
 from dhp.cluster.hangs import watch
 from dhp.cluster.hangs.lookout import GONE, RUNS, STOPPED, NodeWatch, look
 from dhp.cluster.hangs.vitals import Beat, Frame, Post, describe, group, odd_ones, take_stacks, working
@@ -129,7 +130,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             raise RpcError("Deadline Exceeded")
         return False
 
-    monkeypatch.setattr(watch, "global_worker", SimpleNamespace(gcs_client=SimpleNamespace(internal_kv_exists=exists)))
+    monkeypatch.setattr(
+        ray_private, "global_worker", SimpleNamespace(gcs_client=SimpleNamespace(internal_kv_exists=exists))
+    )
     monkeypatch.setattr(watch, "_EVERY_S", 0.02)
     return state
 
@@ -179,7 +182,7 @@ def test_five_questions_without_an_answer_are_no_error_whatever_is_raised(monkey
         return False
 
     store = SimpleNamespace(gcs_client=SimpleNamespace(internal_kv_exists=exists))
-    monkeypatch.setattr(watch, "global_worker", store)
+    monkeypatch.setattr(ray_private, "global_worker", store)
     monkeypatch.setattr(watch, "_EVERY_S", 0.01)
     with asking():
         deadline = time.monotonic() + 30

@@ -2,16 +2,8 @@
 
 import numpy as np
 
-from dhp.data.balance.packs import (
-    Limits,
-    Packs,
-    costly,
-    divisible,
-    least_bins,
-    others_than,
-    shuffled_steps,
-    whole_shares,
-)
+from dhp.data.balance.packs import Limits, Packs, divisible, least_bins, others_than, shuffled_steps, whole_shares
+from experiments.baselines import costly
 
 
 def test_bins_keep_both_limits_and_leave_whole_units_of_vision() -> None:
