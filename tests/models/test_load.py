@@ -30,6 +30,7 @@ from dhp.checkpoint.resume import Start
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.errors import ModelError
+from dhp.core.parameters import TrainingRules
 from dhp.doctor.diagnose import examine
 from dhp.models import registry
 from dhp.models.empty import start_limit_s, weight_bytes
