@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 
 from dhp.batch.collate import Collator, pixels_by_argument
-from dhp.batch.shard import BatchSharder
+from dhp.batch.shard import BatchSharder, Division
 from dhp.core.batch import IGNORED, StepData
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
@@ -188,7 +188,7 @@ class Ours:
         self.trainers = {s: t(settings_of(graph, s, model, UPDATE, **changes)) for s, t in trainers.items()}
         self._stages = make_stages(graph, {stage: Here(trainer) for stage, trainer in self.trainers.items()})
         self._schedule = make_schedule("sequential", graph, MICRO_BATCHES)
-        self._dealer = BatchSharder(data.family, Collator(data.family, 0, packing))
+        self._dealer = BatchSharder(data.family, Collator(data.family, 0, packing), Division())
 
     def shard(self, samples: MicroBatches) -> StepData:
         """What other processes do ahead of a step."""

@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReader
+from dhp.batch.shard import Division
 from dhp.cluster.cluster import Cluster, ClusterSpec
 from dhp.cluster.hangs.watch import wait_all
 from dhp.core.axes import Degrees
@@ -125,11 +126,8 @@ def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample], 
     """The step's samples dealt out to the ranks of both parts, packed."""
     layout = BatchLayout(text.data, micro_batches, -(-len(samples) // (text.data * micro_batches)))
     encoders = {VISION: Split(vision.data, vision.sequence, stages=2 if micro_batches > 1 else 1)}
-
-    def make(source: Any) -> BatchReader:
-        return BatchReader(source, load_family(model), 0, encoders, packing=True, text=text)
-
-    return dealer(make, samples, layout)
+    division = Division(encoders, packing=True, text=text)
+    return dealer(lambda source: BatchReader(source, load_family(model), 0, division), samples, layout)
 
 
 def wait_for(groups: Iterable[Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import fill
 from dhp.batch.reader import BatchReaderSettings, make_preprocessor, open_datasets, open_model, pad_token
+from dhp.batch.row_shards import NO_DRAWS
 from dhp.batch.shard import BatchSharder
 from dhp.core.batch import PositionRange, Sampling, StepData, VisionInput
 from dhp.core.errors import DataError
@@ -53,7 +54,7 @@ class PromptReader:
         """positions: that the model knows."""
         self._records, self._preprocess, self._sharder = list(records), preprocess, sharder
         self._tokenizer, self._sampling, self._positions = tokenizer, sampling, positions
-        self._replicas = settings.text.data
+        self._replicas = settings.division.text.data
         self._references: list[str | None] = [None] * len(records)
 
     def add(self, record: Record, reference: str | None = None, looked_at: bool = True) -> None:
@@ -146,8 +147,8 @@ def make_prompt_feed(settings: BatchReaderSettings, records: Sequence[Record], s
     model without the needed parts."""
     family, tokenizer = open_model(settings)
     preprocess = make_preprocessor(settings, family, tokenizer)
-    division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups)
-    sharder = BatchSharder(family, Collator(family, pad_token(tokenizer), True), *division)
+    division = replace(settings.division, even_calls=False, draws=NO_DRAWS)
+    sharder = BatchSharder(family, Collator(family, pad_token(tokenizer), True), division)
     own = replace(sampling, stop=find_stops(settings.model_name, family.config, tokenizer))
     return PromptReader(settings, records, preprocess, sharder, tokenizer, own, find_positions(family.config))
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -12,13 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from dhp.batch.collate import Collator, pixels_by_argument, sounds_by_argument
-from dhp.batch.encoder_shards import AUDIO, ReadPatches, Split, fill, nothing_unread
-from dhp.batch.row_shards import NO_DRAWS, Draws
-from dhp.batch.shard import ONE, ONE_GROUP, ONE_RANK, BatchSharder
+from dhp.batch.encoder_shards import AUDIO, ReadPatches, fill, nothing_unread
+from dhp.batch.shard import BatchSharder, Division
 from dhp.checkpoint.feature_folder import FeatureFolder
 from dhp.config.data import DataConfig
 from dhp.config.parts import resolved
-from dhp.core.axes import Degrees
 from dhp.core.batch import FeatureSettings, StepData, VisionInput
 from dhp.core.errors import DhpError, ModelError
 from dhp.data.media.frames import FrameSampling
@@ -47,7 +45,6 @@ from dhp.data.sampling.sampler import RANDOM, BalanceSettings, BatchLayout, Samp
 from dhp.data.sampling.step_loads import make_sampler
 from dhp.models.config_file import find_positions
 from dhp.models.family import Family
-from dhp.models.flops import TrainedShare
 from dhp.models.pretrained import load_image_processor, load_tokenizer
 from dhp.models.processor_files import find_frame_size
 from dhp.models.registry import import_on_rank, load_family
@@ -62,30 +59,14 @@ class BatchReader:
         source: BatchSource,
         family: Family,
         pad_token_id: int,
-        encoders: Mapping[str, Split] = ONE_RANK,
-        packing: bool = False,
+        division: Division,
         measured: MeasuredDataset | None = None,
-        passes: Mapping[str, TrainedShare] = MappingProxyType({}),
-        text: Degrees = ONE,
-        sequence_groups: str = ONE_GROUP,
-        even_calls: bool = False,
         read_patches: ReadPatches = nothing_unread,
         objective: Objective | None = None,
         open_lengths: Callable[[], MeasuredDataset] | None = None,
         dataset: Dataset | None = None,
-        draws: Draws = NO_DRAWS,
     ):
-        """encoders: how the inputs of each encoder of the run are divided, by part.
-
-        packing: a text replica has one row without padding in each micro-batch, not a row a sample.
-
-        measured: the dataset's lengths; None: rows are not balanced.
-
-        passes: what a step computes of each part of which not all is trained.
-
-        text: degrees of the decoder; where ranks share a row, there is one without padding, whatever `packing` says.
-
-        sequence_groups, even_calls: see `dhp.batch.shard.BatchSharder`.
+        """measured: the dataset's lengths; None: rows are not balanced.
 
         read_patches: of long videos, see `dhp.data.sample.picture_inputs.Pictures.read_patches`.
 
@@ -93,14 +74,12 @@ class BatchReader:
 
         open_lengths: makes `measured` where rows are not balanced, for what a run is expected to take.
 
-        dataset: whose samples the source has, so that those of a step can be named; None: they cannot.
-
-        draws: see `dhp.batch.shard.BatchSharder`."""
+        dataset: whose samples the source has, so that those of a step can be named; None: they cannot."""
         self._dataset = dataset
         self._source, self._read_patches = source, read_patches
         self._family = family
-        self._collator = Collator(family, pad_token_id, packing or text.sequence > 1, objective)
-        self._sharder = BatchSharder(family, self._collator, encoders, passes, text, sequence_groups, even_calls, draws)
+        self._collator = Collator(family, pad_token_id, division.packed, objective)
+        self._sharder = BatchSharder(family, self._collator, division)
         self.measured, self._open_lengths = measured, open_lengths
 
     @property
@@ -233,37 +212,24 @@ class BatchReaderSettings:
 
     data: the run's section, resolved; chat_template is the template's text there.
 
-    encoders: how each one's inputs are sharded, by part.
-
     features: where those of pictures are; None: every picture is decoded.
-
-    passes: what a step computes of each part of which not all is trained; none: all is.
-
-    text: degrees of the decoder. sequence_groups, even_calls: see `dhp.batch.shard.BatchSharder`.
 
     exchange: OWN or OTHERS of `dhp.data.sampling.dataset`: samples with images that can be exchanged; "": all, as
     they are.
 
     objective: the name of what a step minimizes (`dhp.objectives.objective.find_objective`).
 
-    drawing: parts whose adapters have dropout, which draw by `seed`.
-
     plugins: modules that register the model's family (`dhp.models.registry`)."""
 
     model_name: str
     data: DataConfig
     layout: BatchLayout
-    encoders: Mapping[str, Split]
+    division: Division
     seed: int
     balancing: BalanceSettings = BalanceSettings()
-    passes: Mapping[str, TrainedShare] = field(default_factory=dict)
     features: FeatureSettings | None = None
-    text: Degrees = ONE
-    sequence_groups: str = ONE_GROUP
-    even_calls: bool = False
     exchange: str = ""
     objective: str = "sft"
-    drawing: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
 
 
@@ -282,18 +248,16 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
         records = Exchanged(dataset, settings.exchange, settings.data.on_bad_sample == "skip")
     sampler = _sampler(settings, measured or records)
     source = BatchSource(records, preprocess, sampler, settings.data.on_bad_sample, preprocess.pictures.complete)
-    division = (settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
-    shape = (settings.encoders, settings.data.packing, measured, *division)
     return BatchReader(
         source,
         family,
         pad_token(tokenizer),
-        *shape,
+        settings.division,
+        measured,
         preprocess.pictures.read_patches,
         find_objective(settings.objective),
         open_lengths,
         None if settings.exchange else dataset,
-        Draws(settings.seed, settings.drawing),
     )
 
 
@@ -305,7 +269,7 @@ def _open_lengths(settings: BatchReaderSettings, dataset: Dataset, preprocess: P
 def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
     """The family, ready to read samples, and the tokenizer. Raises ModelError for a model without the needed parts."""
     import_on_rank(settings.plugins)
-    family = load_family(settings.model_name).having(settings.encoders)
+    family = load_family(settings.model_name).having(settings.division.encoders)
     family.processor.load()
     family.processor.published_positions = settings.data.positions == "published"
     tokenizer = load_tokenizer(settings.model_name, settings.data.chat_template)

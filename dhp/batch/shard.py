@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from types import MappingProxyType
 
 import numpy as np
 from torch import Tensor
@@ -74,43 +73,53 @@ def text_work(
 
 TEXT = "text"
 ONE = Degrees()
-ONE_RANK: Mapping[str, Split] = MappingProxyType({VISION: Split()})
 ONE_GROUP = "one"
+
+
+@dataclass(frozen=True)
+class Division:
+    """How steps are divided over the ranks of all parts.
+
+    encoders: how the inputs of each encoder of the run are divided, by part.
+
+    packing: a text replica has one row without padding in each micro-batch, not a row a sample; so it is where ranks
+    share a row.
+
+    text: degrees of the decoder, whose ring × Ulysses ranks share a replica's row. sequence_groups: "one": all of them
+    share each sample; "auto": short samples stay on fewer.
+
+    even_calls: the decoder's layers that take each sample by itself are called equally often on all ranks, because
+    each call gathers weights.
+
+    passes: what a step computes of each part of which not all is trained. draws: which parts' adapters draw."""
+
+    encoders: Mapping[str, Split] = field(default_factory=lambda: {VISION: Split()})
+    packing: bool = False
+    text: Degrees = ONE
+    sequence_groups: str = ONE_GROUP
+    even_calls: bool = False
+    passes: Mapping[str, TrainedShare] = field(default_factory=dict)
+    draws: Draws = NO_DRAWS
+
+    @property
+    def packed(self) -> bool:
+        """Whether a replica has one row a micro-batch."""
+        return self.packing or self.text.sequence > 1
 
 
 class BatchSharder:
     """Shards samples over the ranks of all parts; a pure function of the samples."""
 
-    def __init__(
-        self,
-        family: Family,
-        collator: Collator,
-        encoders: Mapping[str, Split] = ONE_RANK,
-        passes: Mapping[str, TrainedShare] = MappingProxyType({}),
-        text: Degrees = ONE,
-        sequence_groups: str = ONE_GROUP,
-        even_calls: bool = False,
-        draws: Draws = NO_DRAWS,
-    ):
-        """encoders: how the inputs of each encoder of the run are divided, by part.
-
-        passes: what a step computes of each part of which not all is trained.
-
-        text: degrees of the decoder, whose ring × Ulysses ranks share a replica's row.
-
-        sequence_groups: "one": all of them share each sample; "auto": short samples stay on fewer.
-
-        even_calls: the decoder's layers that take each sample by itself are called equally often on all ranks, because
-        each call gathers weights.
-
-        draws: which parts' adapters draw."""
-        self._draws = draws
+    def __init__(self, family: Family, collator: Collator, division: Division):
+        self._draws = division.draws
         self._encoders = {
-            name: Encoder(name, family.encoders[name], split, name in draws.parts) for name, split in encoders.items()
+            name: Encoder(name, family.encoders[name], split, name in division.draws.parts)
+            for name, split in division.encoders.items()
         }
-        self._family, self._collator, self._passes, self._degrees = family, collator, passes, text
-        self._auto_groups = sequence_groups != ONE_GROUP
-        self._even_calls = even_calls and bool(family.decoder.mixers)
+        self._family, self._collator = family, collator
+        self._passes, self._degrees = division.passes, division.text
+        self._auto_groups = division.sequence_groups != ONE_GROUP
+        self._even_calls = division.even_calls and bool(family.decoder.mixers)
 
     def shard(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""

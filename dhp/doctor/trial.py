@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from dhp.batch.collate import Collator, sounds_by_argument
 from dhp.batch.encoder_shards import VISION, Split
-from dhp.batch.shard import BatchSharder
+from dhp.batch.shard import BatchSharder, Division
 from dhp.config.data import DataConfig
 from dhp.config.schema import Config, PartConfig
 from dhp.core.axes import Degrees
@@ -146,7 +146,7 @@ def run_whole(model: PreTrainedModel, family: Family, samples: Sequence[Sample])
 def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: bool) -> TrialResult:
     """The engines of all parts, one rank each, in this process."""
     encoders = dict.fromkeys((VISION, *family.others), Split(dtype="float64"))
-    dealer = BatchSharder(family, Collator(family, 0, packing), encoders)
+    dealer = BatchSharder(family, Collator(family, 0, packing), Division(encoders))
     data = dealer.shard(StepSamples(0, 0, ((tuple(samples),),), ()))
     graph = _graph(family)
     with _one_rank():

@@ -128,6 +128,8 @@ def feed_settings(
     step computes of each part of which not all is trained. features: of pictures, where a run keeps them; without them
     pixels are read."""
     from dhp.batch.reader import BatchReaderSettings  # imports what reads samples, and objectives
+    from dhp.batch.row_shards import Draws
+    from dhp.batch.shard import Division
 
     near = localities or {}
     data = config.data
@@ -135,16 +137,19 @@ def feed_settings(
         model_name=model_name(config),
         data=replace(data, chat_template=read_template(data.chat_template)),
         layout=batch_layout(config),
-        encoders={name: _split(part, near.get(name)) for name, part in encoders(config).items()},
+        division=Division(
+            encoders={name: _split(part, near.get(name)) for name, part in encoders(config).items()},
+            packing=data.packing,
+            text=degrees(decoder(config)),
+            sequence_groups=decoder(config).sequence_groups,
+            even_calls=decoder(config).zero_stage == 3,
+            passes=dict(passes),
+            draws=Draws(config.seed, tuple(name for name, own in adapters_of(config).items() if own.dropout)),
+        ),
         seed=config.seed,
         objective=config.training.objective,
         balancing=balance_settings(config),
-        passes=dict(passes),
         features=features,
-        text=degrees(decoder(config)),
-        sequence_groups=decoder(config).sequence_groups,
-        even_calls=decoder(config).zero_stage == 3,
-        drawing=tuple(name for name, adapters in adapters_of(config).items() if adapters.dropout),
         plugins=tuple(config.plugins),
     )
 

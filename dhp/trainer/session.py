@@ -11,6 +11,7 @@ from typing import Any
 
 from dhp.batch.prompts import PromptReader
 from dhp.batch.reader import make_reader
+from dhp.batch.row_shards import NO_DRAWS
 from dhp.checkpoint.folder import check_writable, remove_unfinished
 from dhp.checkpoint.resume import LAYOUT, RECIPE, Start, find_start
 from dhp.cluster.address import chosen_address
@@ -203,7 +204,9 @@ class Session:
         """Start the actors that read other data than the run's, as `config` says; once they have opened it. exchange:
         see `dhp.batch.reader.BatchReaderSettings`."""
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
-        settings = replace(feed_settings(config, near), exchange=exchange, drawing=())  # without training nothing draws
+        settings = feed_settings(config, near)
+        division = replace(settings.division, draws=NO_DRAWS)  # without training nothing draws
+        settings = replace(settings, exchange=exchange, division=division)
         actor = self._cluster.dataset_actor(
             make_reader,
             settings,

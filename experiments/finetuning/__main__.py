@@ -26,7 +26,7 @@ from torch import nn
 from transformers.utils import logging
 
 from dhp.batch.collate import Collator
-from dhp.batch.shard import BatchSharder
+from dhp.batch.shard import BatchSharder, Division
 from dhp.cluster.host import keep_freed_memory
 from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
@@ -235,7 +235,7 @@ class Ours:
 
     def __init__(self, model: str, trained: Trained, data: Data):
         self.way = Way(model, trained, MICRO_BATCHES)
-        self._dealer = BatchSharder(data.family, Collator(data.family, 0, packing=True))
+        self._dealer = BatchSharder(data.family, Collator(data.family, 0, packing=True), Division())
 
     def shard(self, samples: MicroBatches) -> Any:
         """What other processes do ahead of a step."""

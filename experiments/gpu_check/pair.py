@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedModel, Qwen2_5_VLConfig
 
 from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import Split
-from dhp.batch.shard import BatchSharder
+from dhp.batch.shard import BatchSharder, Division
 from dhp.config.devices import shipped_directory
 from dhp.config.layout import read_choices
 from dhp.config.schema import PartConfig
@@ -134,7 +134,7 @@ def deal_prompt(setting: Setting, folder: str, sample: Sample, new_tokens: int) 
 
 def _dealer(setting: Setting, folder: str) -> BatchSharder:
     family = load_family(folder)
-    return BatchSharder(family, Collator(family, 0, packing=True), {VISION: Split(dtype=setting.format)})
+    return BatchSharder(family, Collator(family, 0, packing=True), Division({VISION: Split(dtype=setting.format)}))
 
 
 def _sample(wanted: Sizes, seed: int, image_token: int) -> Sample:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import Split
-from dhp.batch.shard import BatchSharder
+from dhp.batch.shard import BatchSharder, Division
 from dhp.checkpoint.folder import OPTIMIZER
 from dhp.checkpoint.shard_reader import ShardReader, read_shards
 from dhp.core.axes import Degrees
@@ -385,7 +385,7 @@ def deal_step(setting: Setting, layout: Layout, step: int) -> StepData:
     family, samples = load_family(tiny.folder), tiny.steps[step]
     split = Split(layout.vision.data, layout.vision.sequence, even_calls=even)
     collator = Collator(family, 0, packing=True)
-    dealer = BatchSharder(family, collator, {VISION: split}, text=layout.text, even_calls=even)
+    dealer = BatchSharder(family, collator, Division({VISION: split}, text=layout.text, even_calls=even))
     size = -(-len(samples) // (MICRO_BATCHES * layout.text.data))
     dealt = slots(samples, BatchLayout(layout.text.data, MICRO_BATCHES, size))
     return dealer.shard(StepSamples(step, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ()))

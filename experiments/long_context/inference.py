@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, DynamicCache
 
 from dhp.batch.collate import Collator
-from dhp.batch.shard import BatchSharder
+from dhp.batch.shard import BatchSharder, Division
 from dhp.core.axes import Degrees
 from dhp.core.batch import Answer, PromptInput, Sampling
 from dhp.data.sampling.dataset import StepSamples
@@ -96,7 +96,7 @@ class Ours:
 
 def prompt_of(family: Family, tokens: int, degrees: Degrees, new: int) -> PromptInput:
     """This rank's share of a prompt of so many tokens, which `new` ones are to follow."""
-    dealer = BatchSharder(family, Collator(family, 0, True), text=degrees)
+    dealer = BatchSharder(family, Collator(family, 0, True), Division(text=degrees))
     row = StepSamples(0, 0, (((make_row(tokens),),),), ())
     shared: PromptInput = dealer.shard_prompts(row, Sampling(new)).work[TEXT][0][dist.get_rank() // degrees.tensor]
     return shared

@@ -23,6 +23,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 
 from dhp.batch.reader import BatchReader
 from dhp.batch.row_shards import SequenceGroups
+from dhp.batch.shard import Division
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.reports import StageReport
@@ -55,7 +56,7 @@ class Decoder:
         """A step of one row."""
         samples = StepSamples(0, 0, (((make_row(tokens),),),), ())
         source: Any = SimpleNamespace(step=lambda _: samples)
-        return BatchReader(source, load_family(self._model), 0, packing=True, text=self.degrees).step(0)
+        return BatchReader(source, load_family(self._model), 0, Division(packing=True, text=self.degrees)).step(0)
 
     def step(self, data: StepData) -> StageReport:
         """Forward, backward and update, as `dhp.step.step` has them."""

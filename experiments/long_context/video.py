@@ -23,6 +23,7 @@ import ray
 from dhp.batch.assign_images import ImageWork, Piece, Pieces
 from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReader, BatchReaderSettings, make_reader
+from dhp.batch.shard import Division
 from dhp.config.data import DataConfig, DatasetEntry
 from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, StepData, VisionInput
@@ -74,7 +75,7 @@ def _settings(folder: Path, minutes: int) -> BatchReaderSettings:
             max_pixels=SIDE * SIDE, cache_dir=str(folder), video_fps=float(FPS), video_max_frames=1 << 20,
         ),
         layout=BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1),
-        encoders={VISION: Split()},
+        division=Division(),
         seed=0,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from dhp.batch.reader import BatchReader
+from dhp.batch.row_shards import NO_DRAWS
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import micro_batches, resolve
 from dhp.core.batch import StepData
@@ -124,12 +125,8 @@ class Layout:
         config = self.plan.config
         layout, feed = batch_layout(config), feed_settings(config)
         samples = make_samples(self.load, config.training.batch_size)
-        more = {"packing": config.data.packing, "text": feed.text, "sequence_groups": feed.sequence_groups}
-
-        def make(source: Any) -> BatchReader:
-            return BatchReader(source, self.plan.family, 0, feed.encoders, even_calls=feed.even_calls, **more)
-
-        return dealer(make, samples, layout)
+        division = replace(feed.division, draws=NO_DRAWS)
+        return dealer(lambda source: BatchReader(source, self.plan.family, 0, division), samples, layout)
 
 
 class Running:

@@ -15,6 +15,7 @@ from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReaderSettings, open_model
 from dhp.batch.reader import make_reader as make_real_feed
 from dhp.batch.row_shards import SequenceGroups, choose_groups
+from dhp.batch.shard import Division
 from dhp.config.data import DataConfig, DatasetEntry
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
@@ -210,7 +211,7 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(tmp_path: 
     tokenizer.add_tokens([f"<extra {n}>" for n in range(rows - len(tokenizer) + 1)])
     tokenizer.save_pretrained(folder)
     layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
-    settings = BatchReaderSettings(folder, DataConfig(), layout, {"vision": Split()}, 0)
+    settings = BatchReaderSettings(folder, DataConfig(), layout, Division({"vision": Split()}), 0)
     with pytest.raises(ModelError, match=f"ids up to {rows}, but the model's vocabulary has {rows} rows"):
         make_real_feed(settings)
 
@@ -230,7 +231,7 @@ def test_a_video_file_reaches_a_plain_model_as_it_reaches_the_ranks(tmp_path: Pa
     model_name = str(tiny_assets / "model")
     more = {"video_fps": 1.0, "video_whole_frames": None, "positions": "library"}
     data = DataConfig(["v"], data_registry={"v": entry}, shuffle=False, **more)
-    feed = make_real_feed(BatchReaderSettings(model_name, data, layout, {"vision": Split()}, 0))
+    feed = make_real_feed(BatchReaderSettings(model_name, data, layout, Division({"vision": Split()}), 0))
     named = {key.rpartition("/")[2]: tensor for key, tensor in feed.model_inputs(0).items()}
     assert named["video_grid_thw"].tolist() == [[2, 6, 8]]  # four frames, in pairs
     assert named["second_per_grid_ts"].tolist() == [1.5]
@@ -246,7 +247,9 @@ def test_a_video_file_reaches_a_plain_model_as_it_reaches_the_ranks(tmp_path: Pa
 
 def test_a_plugin_that_the_reader_lacks_is_named_with_its_node(tiny_assets: Path) -> None:
     model_name, layout = str(tiny_assets / "model"), BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
-    settings = BatchReaderSettings(model_name, DataConfig(), layout, {"vision": Split()}, 0, plugins=("plugin_far",))
+    settings = BatchReaderSettings(
+        model_name, DataConfig(), layout, Division({"vision": Split()}), 0, plugins=("plugin_far",)
+    )
     with pytest.raises(ModelError, match="^on the node .*, plugins=plugin_far: there is no module plugin_far"):
         open_model(settings)
 

@@ -20,6 +20,7 @@ from dhp.batch.encoder_shards import Split
 from dhp.batch.prompts import check_room, find_stops, make_held_out_feed, make_prompt_feed
 from dhp.batch.reader import BatchReader, BatchReaderSettings, make_reader
 from dhp.batch.row_shards import FILLER, runs_of_rows, runs_of_shard, sample_keys, with_keys
+from dhp.batch.shard import Division
 from dhp.config.command_line import compose_config
 from dhp.config.data import DataConfig, DatasetEntry
 from dhp.config.resolve import resolve
@@ -292,7 +293,7 @@ def feed(tmp_path: Path, tiny_assets: Path) -> Callable[..., BatchReader]:
                 video_whole_frames=whole_frames,
             ),
             layout=BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1),
-            encoders={"vision": split},
+            division=Division({"vision": split}),
             seed=0,
             **more,
         )

@@ -25,7 +25,7 @@ from dhp.batch.assign_images import (
     shard_images,
 )
 from dhp.batch.row_shards import ROOM, SequenceGroups, choose_groups, count_divided, divide_all, grouped_plan
-from dhp.batch.shard import encoder_work, text_work
+from dhp.batch.shard import Division, encoder_work, text_work
 from dhp.core.axes import Degrees
 from dhp.core.batch import SOUND, Features, StepData, TextInput, VisionInput
 from dhp.core.graph import later
@@ -132,7 +132,9 @@ def test_sound_travels_in_the_parts_format(folder: str, samples: list[Sample]) -
     from dhp.batch.shard import BatchSharder
 
     family, case = load_family(folder), Case(ONE, ONE, 1, audio=ONE)
-    dealer = BatchSharder(family, Collator(family, 0, True), {"vision": Split(), "audio": Split(dtype="bfloat16")})
+    dealer = BatchSharder(
+        family, Collator(family, 0, True), Division({"vision": Split(), "audio": Split(dtype="bfloat16")})
+    )
     work = dealer.shard(_slotted(0, case, samples)).work
     assert work["audio"][0][0].pixels.dtype == torch.bfloat16 and work["vision"][0][0].pixels.dtype == torch.float32
 

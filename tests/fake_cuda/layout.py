@@ -64,14 +64,7 @@ class Layout:
         """One micro-batch for all ranks, of a row for each replica."""
         feed = feed_settings(self.config)
         row = tuple(_sample(sizes, number, self.family) for number in range(sizes.samples))
-        dealer = BatchSharder(
-            self.family,
-            Collator(self.family, 0, feed.data.packing),
-            feed.encoders,
-            text=feed.text,
-            sequence_groups=feed.sequence_groups,
-            even_calls=feed.even_calls,
-        )
+        dealer = BatchSharder(self.family, Collator(self.family, 0, feed.data.packing), feed.division)
         return dealer.shard(StepSamples(0, 0, ((row,) * feed.layout.replicas,), ()))
 
 

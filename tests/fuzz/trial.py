@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dhp.batch.collate import Collator
-from dhp.batch.row_shards import Draws
 from dhp.batch.shard import BatchSharder
 from dhp.config.command_line import compose_config
 from dhp.config.parts import decoder, parts
@@ -194,9 +193,7 @@ def _some_steps(
     config, graph = layout.config, layout.graph
     family = load_family(parts(config)["text"].model_name).having(parts(config))
     settings = feed_settings(config, None, passes_of(count_model(config)))
-    division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
-    packing = settings.data.packing or settings.text.sequence > 1
-    dealer = BatchSharder(family, Collator(family, 0, packing), *division, Draws(settings.seed, settings.drawing))
+    dealer = BatchSharder(family, Collator(family, 0, settings.division.packed), settings.division)
     rows = layout_of(config)
     rules = training_rules(config.training, family, adapters_of(config))
     losses, norms, evaluated = [], [], 0.0

@@ -9,6 +9,7 @@ from PIL import Image
 
 from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReaderSettings, make_preprocessor, open_model
+from dhp.batch.shard import Division
 from dhp.config.data import DataConfig, DatasetEntry
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.picture_inputs import NO_MEDIA
@@ -57,7 +58,7 @@ def read(model: str, folder: Path, peers: bool) -> list[dict[str, Any]]:
     registry = {"rows": DatasetEntry(str(folder / "rows.json"), str(folder), keep_newlines=peers)}
     more = {"min_pixels": PIXELS[0], "max_pixels": PIXELS[1], "learn_newline": peers}
     data = DataConfig(["rows"], data_registry=registry, shuffle=False, **more)
-    settings = BatchReaderSettings(model, data, BatchLayout(1, 1, 1), {"vision": Split()}, 0)
+    settings = BatchReaderSettings(model, data, BatchLayout(1, 1, 1), Division({"vision": Split()}), 0)
     family, tokenizer = open_model(settings)
     preprocess, dataset = make_preprocessor(settings, family, tokenizer), open_dataset(["rows"], registry)
     samples = [preprocess(dataset.record(number)) for number in range(len(rows))]

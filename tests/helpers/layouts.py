@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import Split
 from dhp.batch.row_shards import Draws
-from dhp.batch.shard import BatchSharder
+from dhp.batch.shard import BatchSharder, Division
 from dhp.config.layout import read_choices
 from dhp.config.schema import Config, PartConfig
 from dhp.config.training import TrainingConfig
@@ -333,15 +333,13 @@ def make_reader(
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     family = family_of(model, case)
     family.processor.published_positions = published_positions
-    return BatchReader(
-        source, family, 0, _encoders(case), case.packing, **_division(case), objective=find_objective(case.objective)
-    )
+    return BatchReader(source, family, 0, _division(case), objective=find_objective(case.objective))
 
 
-def _division(case: Case) -> dict[str, Any]:
-    even = case.text_zero_stage == 3
+def _division(case: Case) -> Division:
     draws = Draws(0, tuple(part for part, asked in case.lora if asked.dropout))
-    return {"text": case.text, "sequence_groups": case.sequence_groups, "even_calls": even, "draws": draws}
+    rows = {"text": case.text, "sequence_groups": case.sequence_groups, "even_calls": case.text_zero_stage == 3}
+    return Division(_encoders(case), case.packing, **rows, draws=draws)
 
 
 def _encoders(case: Case) -> dict[str, Split]:
@@ -365,8 +363,8 @@ def _slotted(step: int, case: Case, samples: Sequence[Sample]) -> StepSamples:
 def make_sharder(model: str, case: Case) -> BatchSharder:
     """What deals samples out over the case's ranks: the feed without what reads and decodes them."""
     family = family_of(model, case)
-    collator = Collator(family, 0, case.packing or case.text.sequence > 1, find_objective(case.objective))
-    return BatchSharder(family, collator, _encoders(case), **_division(case))
+    division = _division(case)
+    return BatchSharder(family, Collator(family, 0, division.packed, find_objective(case.objective)), division)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReaderSettings, make_reader
+from dhp.batch.shard import Division
 from dhp.config.schema import PartConfig
 from dhp.core.batch import SOUND
 from dhp.core.errors import ConfigError, DataError, ModelError
@@ -193,7 +194,9 @@ def of_run(folder: Path, encoders: tuple[str, ...]) -> Preprocessor:
 
     registry = {"x": DatasetEntry(str(folder / "none.json"))}
     data = DataConfig(["x"], data_registry=registry, cache_dir=str(folder / "cache"))
-    settings = BatchReaderSettings(str(folder), data, BatchLayout(1, 1, 1), dict.fromkeys(encoders, Split()), 0)
+    settings = BatchReaderSettings(
+        str(folder), data, BatchLayout(1, 1, 1), Division(dict.fromkeys(encoders, Split())), 0
+    )
     return make_reader(settings)._source._preprocess
 
 

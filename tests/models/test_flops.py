@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dhp.batch.collate import Collator
-from dhp.batch.shard import BatchSharder
+from dhp.batch.shard import BatchSharder, Division
 from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings
@@ -117,7 +117,7 @@ def test_a_step_counts_what_its_samples_need_however_it_is_dealt_out(counted: Co
 def test_a_step_counts_what_its_parts_compute(made_model: str) -> None:
     family, half = load_family(made_model), TrainedShare(layers=MatmulShare(inputs=0.0), attention=0.5)
     samples, slot = qwen_step(family), lambda sample: (sample,)
-    dealer = BatchSharder(family, Collator(family, 0, True), passes={"vision": NO_BACKWARD, "text": half})
+    dealer = BatchSharder(family, Collator(family, 0, True), Division(passes={"vision": NO_BACKWARD, "text": half}))
     flops = dealer.shard(StepSamples(0, 0, tuple((slot(sample),) for sample in samples), ())).info.flops
     lengths, targets = [len(s.input_ids) for s in samples], sum(s.target_tokens for s in samples)
     layouts = [family.tower.image_layout(grid) for sample in samples for grid in sample.grids]

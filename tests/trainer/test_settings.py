@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from dhp.batch.encoder_shards import Split
+from dhp.batch.row_shards import Draws
+from dhp.batch.shard import Division
 from dhp.checkpoint.resume import Start
 from dhp.cluster.transport.shared_memory import RemoteValue
 from dhp.config.command_line import compose_config, to_yaml, with_words
@@ -174,24 +176,24 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "model_name": "a/model",
         "data": config.data,
         "layout": BatchLayout(replicas=3, micro_batches=2, micro_batch_size=5),
-        "encoders": {"vision": Split(2, 6, "float32", None)},  # near whom is known once the ranks have their devices
+        "division": Division(
+            {"vision": Split(2, 6, "float32", None)},  # near whom is known once the ranks have their devices
+            text=Degrees(data=3, tensor=2),
+            passes={"vision": NO_BACKWARD},
+            draws=Draws(11),
+        ),
         "seed": 11,
         "balancing": BalanceSettings(),
-        "passes": {"vision": NO_BACKWARD},
         "features": None,  # which a run alone looks for
-        "text": Degrees(data=3, tensor=2),
-        "sequence_groups": "one",
-        "even_calls": False,
         "exchange": "",
         "objective": "sft",
-        "drawing": (),
         "plugins": ("mine",),
     }
 
 
 def test_parts_whose_adapters_drop_reach_the_dataset_actor() -> None:
     own = ["text.lora.rank=2", "text.lora.dropout=0.1", "vision.lora.rank=2"]
-    assert feed_settings(resolve(compose_config("tiny", overrides=own))).drawing == ("text",)
+    assert feed_settings(resolve(compose_config("tiny", overrides=own))).division.draws.parts == ("text",)
 
 
 def test_what_is_computed_follows_from_what_is_trained(made_model: str) -> None:
@@ -222,7 +224,7 @@ def test_a_resumed_run_keeps_shares_and_weights() -> None:
 
 def test_patches_are_rounded_on_the_way_where_the_tower_would_round_them() -> None:
     settings = feed_settings(resolve(compose_config("tiny", overrides=["vision.dtype=bfloat16"])))
-    assert settings.encoders["vision"].dtype == "bfloat16"
+    assert settings.division.encoders["vision"].dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -523,7 +525,7 @@ def test_its_settings_come_from_its_own_section(heard: tuple[WithRadar, StageGra
     assert not measures(replace(config, radar=replace(config.radar, recompute="none")))
     own = stage_settings(config, graph, graph.stage("radar"), "cpu", 10)
     assert (own.part.dtype, own.recompute) == ("bfloat16", ("none", "none"))
-    encoders = feed_settings(config, find_localities(graph, devices_as_planned(graph), 0.01)).encoders
+    encoders = feed_settings(config, find_localities(graph, devices_as_planned(graph), 0.01)).division.encoders
     assert (encoders["radar"].replicas, encoders["radar"].dtype) == (3, "bfloat16")
     assert encoders["radar"].locality.distances == ((0, 1, 1),)  # the first of them is on the first text stage's device
     assert set(encoders) == {"vision", "radar"}
@@ -596,9 +598,9 @@ def test_what_reads_for_evaluation_draws_nothing() -> None:
         devices=devices_as_planned(session.graph),
         dataset_actor=lambda make, settings, **more: opened.append(settings) or actor,
     )
-    assert feed_settings(config).drawing == ("text",)
+    assert feed_settings(config).division.draws.parts == ("text",)
     assert session.open_reader(config, "others") is actor
-    assert [(one.drawing, one.exchange) for one in opened] == [((), "others")]
+    assert [(one.division.draws.parts, one.exchange) for one in opened] == [((), "others")]
 
 
 def test_steps_wait_for_a_checkpoint_only_where_it_is_not_written_beside_them(
