@@ -1,7 +1,5 @@
 """`python -m experiments list | run NAME|all [--quick] [arguments …] | index`: what `dhp experiments` starts."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -7,8 +7,6 @@ packs are even (`exchange`). Samples with so much text for their images that no 
 are packed by text alone. Nothing is dropped or padded. `profile` and `layers` cut a chain into stages alike in forward
 time or layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

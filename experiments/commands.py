@@ -1,7 +1,5 @@
 """Commands: the one that a row says it came from, and those that an experiment runs as a user would."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Of each experiment the figures of its sentence, the main one first. One that is missing here has no sentence yet."""
 
-from __future__ import annotations
-
 from experiments import figures
 from experiments.figures import Figure, column, percent
 

@@ -1,7 +1,5 @@
 """What a figure of an experiment is: a phrase with a number and its spread, made of rows, and what was published."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

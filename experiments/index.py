@@ -1,7 +1,5 @@
 """The table of EXPERIMENTS.md: of each experiment its question and the sentence of its rows in results/."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tiny models made wide, samples of mixed lengths, and a step of them by dhp and by a plain loop."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

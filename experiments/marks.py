@@ -1,7 +1,5 @@
 """Tables that commands write into pages, between two marks."""
 
-from __future__ import annotations
-
 
 def put_between(page: str, begin: str, end: str, text: str) -> str:
     """The page with `text` in the place of what stands between the marks. Raises ValueError for a page without them."""

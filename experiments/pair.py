@@ -1,7 +1,5 @@
 """One vision and one text stage, made by hand: their graph, their settings, and a step's data as they take it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Every experiment: its question, how long it takes, the arguments of a full and of a quick run, what it needs."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 

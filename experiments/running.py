@@ -1,7 +1,5 @@
 """A run of an experiment: its commands, its rows with machine and load, its sentence, its picture."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What experiments train: small models, samples, a made dataset; steps of them by actors or by the real entry."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

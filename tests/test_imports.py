@@ -2,8 +2,6 @@
 
 Imports inside functions and under `if TYPE_CHECKING` count: a hidden dependency is one all the same."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

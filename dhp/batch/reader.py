@@ -24,10 +24,9 @@ from dhp.data.media.sound import AudioPreprocessing
 from dhp.data.media.sources import File
 from dhp.data.read.records import Record
 from dhp.data.remote.places import remote_of
-from dhp.data.sample.lengths import LENGTH_COLUMNS, tile_arguments
 from dhp.data.sample.picture_inputs import CachedPictures, ModelMedia
 from dhp.data.sample.preprocess import Preprocessor
-from dhp.data.sample.sample import Sample, Videos
+from dhp.data.sample.sample import LENGTH_COLUMNS, Sample, Videos, tile_arguments
 from dhp.data.sample.tokens import NO_ACTORS, NO_TOWER
 from dhp.data.sampling.dataset import (
     BatchSource,

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from dhp.checkpoint.folder import find_checkpoint, read_about
 from dhp.cli.common import PLUGIN, add_plugins, make_parser
 from dhp.core.errors import ConfigError
-from dhp.trainer.checkpoint_export import adapters_in, export_whole, picture_settings, read_parts
+from dhp.trainer.saving import adapters_in, export_whole, picture_settings, read_parts
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,10 +26,9 @@ from dhp.data.sampling.probe import count_unread
 from dhp.data.sampling.sampler import BalanceSettings
 from dhp.data.sampling.step_loads import Table
 from dhp.plan.batches import unreached
-from dhp.plan.run_plan import plan_run
+from dhp.plan.run_plan import devices_as_planned, find_localities, plan_run
 from dhp.plan.search.sample_source import map_chunks, measure_all, measuring_settings, reader_of_process
 from dhp.plan.search.verdict import expect, verdict
-from dhp.plan.stage_graph import devices_as_planned, find_localities
 from dhp.report.plots import histograms
 
 CONTENTS = {

@@ -39,8 +39,8 @@ from dhp.core.files import write_whole
 from dhp.core.process import StartUp, heed, say_line
 from dhp.core.text import json_safe, shell_command
 from dhp.plan.search.candidates import Candidate
-from dhp.plan.search.explain import loses_by
 from dhp.plan.search.free_keys import DEVICES, ROWS, SCHEDULE, find_held, with_settings
+from dhp.plan.search.verdict import loses_by
 from dhp.report.plots import Point, points_on_axes
 
 _OF_EACH_RUN = ("run_dir",)  # its default has the time in it

@@ -19,7 +19,6 @@ from dhp.plan.bench.machine import Machine
 from dhp.plan.count.loads import window_length
 from dhp.plan.count.samples import Samples
 from dhp.plan.search.candidates import Candidate
-from dhp.plan.search.explain import TooLarge, equations, too_large
 from dhp.plan.search.free_keys import FixedKeys, freed
 from dhp.plan.search.inverse import (
     Ways,
@@ -34,6 +33,7 @@ from dhp.plan.search.layout_search import Found, search
 from dhp.plan.search.needs import Needs, needs_of, useful_operations
 from dhp.plan.search.run_devices import measured_here
 from dhp.plan.search.space import Space, WholeRun, keys_of_run, make_space, read_subject
+from dhp.plan.search.verdict import TooLarge, equations, too_large
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table

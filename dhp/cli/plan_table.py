@@ -13,10 +13,10 @@ from dhp.models.family import VISION
 from dhp.plan.batches import a_step, rows_by_tokens
 from dhp.plan.forecast.moments import NAMES
 from dhp.plan.search.candidates import Candidate
-from dhp.plan.search.explain import loses_by, refusals
 from dhp.plan.search.free_keys import ROWS
 from dhp.plan.search.inverse import MOST_TOKENS, samples_a_step
 from dhp.plan.search.needs import FAILURE_HOURS, PIXELS_S, SAVED_BYTES_S, crossing
+from dhp.plan.search.verdict import loses_by, refusals
 
 SHOWN = 10  # layouts of the table
 _REFUSED = 3  # messages that are shown

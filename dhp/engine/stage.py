@@ -50,7 +50,7 @@ from dhp.parallel.kernels.replace import require_compiler
 from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, clip_coefficient, exact_dtype, widen
 from dhp.parallel.recompute.meter import ActivationMeter
 from dhp.parallel.recompute.recomputed_layers import ATTENTION, RecomputedLayers, tile_mlps
-from dhp.parallel.recompute.saved_calls import save_output
+from dhp.parallel.recompute.saved_tensors import save_output
 from dhp.parallel.tensor.slices import as_dtensors
 from dhp.parallel.tensor.tensor_plan import require_alike
 from dhp.parallel.traffic import count_collectives, time_collectives

@@ -23,7 +23,6 @@ from dhp.observe.metrics import (
     read_evaluations,
     read_record,
 )
-from dhp.observe.planned import Planned, PlanVersusRun
 from dhp.observe.ranks import (
     END,
     EVALUATION,
@@ -35,7 +34,7 @@ from dhp.observe.ranks import (
     Stragglers,
     keep_rank_lines,
 )
-from dhp.observe.summary import StepTotals, Summary, write_summary
+from dhp.observe.summary import Planned, PlanVersusRun, StepTotals, Summary, write_summary
 from dhp.observe.terminal import Progress, answer_line, closing_table, eval_line
 from dhp.observe.trace import TraceWriter
 

@@ -25,9 +25,9 @@ from dhp.core.locks import locked
 from dhp.models.config_file import change_positions
 from dhp.models.pretrained import auxiliary_files
 from dhp.observe.metrics import read_metrics
-from dhp.trainer.checkpoint_export import export_whole
 from dhp.trainer.planned_layout import with_layout
 from dhp.trainer.preflight import prepare
+from dhp.trainer.saving import export_whole
 
 NAME = "stages.json"
 _STEPS = "steps"  # an entry has it from the stage's end on

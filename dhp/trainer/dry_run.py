@@ -19,11 +19,9 @@ from dhp.plan.batches import a_step, assumed_rows, rows_by_tokens, unreached
 from dhp.plan.count.state_bytes import RankBytes, by_zero_stage, copied_bytes, rank_bytes, runtime_bytes
 from dhp.plan.cut.partition import is_joint, part_cuts
 from dhp.plan.forecast.forecast import play_step
-from dhp.plan.forecast.moments import Moment
-from dhp.plan.forecast.stage_bytes import shape_of
-from dhp.plan.run_plan import RunPlan, plan_run
+from dhp.plan.forecast.moments import Moment, shape_of
+from dhp.plan.run_plan import RunPlan, plan_run, stage_choices
 from dhp.plan.search.verdict import Expected, expect, verdict
-from dhp.plan.stage_graph import stage_choices
 from dhp.step.schedule import draw, make_schedule
 from dhp.step.timed import Timeline, draw_timeline
 from dhp.trainer.settings import FULLEST_FIRST, table_of_training

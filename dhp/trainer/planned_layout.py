@@ -22,16 +22,15 @@ from dhp.models.family import VISION
 from dhp.models.registry import import_plugins
 from dhp.plan.count.samples import Samples, assumed_equal, equal_samples
 from dhp.plan.search.candidates import Candidate
-from dhp.plan.search.explain import equations
 from dhp.plan.search.free_keys import RECOMPUTE, ROWS, FixedKeys, find_held, put, searched_keys, with_settings
 from dhp.plan.search.layout_search import Found, search
 from dhp.plan.search.run_devices import machine_ahead
 from dhp.plan.search.sample_source import measured_table, why_not_measured
 from dhp.plan.search.space import Space, Subject, make_space, read_subject
+from dhp.plan.search.verdict import equations
 from dhp.supervise.attempt import ElasticLayout, ElasticLayouts
 from dhp.trainer.preflight import prepare
-from dhp.trainer.recipe import recipe
-from dhp.trainer.settings import fixed_settings
+from dhp.trainer.settings import fixed_settings, recipe
 
 
 def with_layout(

@@ -12,14 +12,14 @@ import numpy as np
 from dhp.config.parts import encoders, parts
 from dhp.config.resolve import micro_batches
 from dhp.core.reports import DeviceInfo
-from dhp.observe.planned import Planned, PlanVersusRun
 from dhp.observe.recorder import Recorder
+from dhp.observe.summary import Planned, PlanVersusRun
 from dhp.plan.batches import LOOKED_AT, LOOKING_S
 from dhp.plan.bench.machine import CPU, Machine, assumed_cpu, machine_of_run, may_be_known
 from dhp.plan.count.costs import StageCosts
 from dhp.plan.count.samples import Samples, assumed_equal
 from dhp.plan.forecast.forecast import Forecast, forecast
-from dhp.plan.forecast.stage_bytes import counted_costs
+from dhp.plan.forecast.moments import counted_costs
 from dhp.plan.run_plan import Question, RunPlan, attempt, is_quick
 from dhp.step.schedule import Schedule, make_schedule
 from dhp.trainer.recomputing import Recomputing, plans_any

@@ -12,8 +12,7 @@ from dhp.core.text import binary_size
 from dhp.plan.count.costs import Plan, StageCosts, arrange, plan_table, read_costs, write_costs
 from dhp.plan.recompute.planner import Planner, as_text
 from dhp.plan.recompute.profile import run_shape, usage_of
-from dhp.plan.run_plan import RunPlan
-from dhp.plan.stage_graph import stage_choices, world
+from dhp.plan.run_plan import RunPlan, stage_choices, world
 from dhp.step.schedule import Schedule
 from dhp.step.stages import EngineProtocol, Stages
 

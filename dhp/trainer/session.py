@@ -33,14 +33,22 @@ from dhp.engine.engines import make_rank
 from dhp.engine.stage_settings import StageSettings
 from dhp.models.empty import start_limit_s, weight_bytes
 from dhp.plan.batches import LOOKED_AT, LOOKING_S, feed_settings, may_be_unreached, passes_of, unreached
-from dhp.plan.run_plan import RunPlan
-from dhp.plan.stage_graph import find_localities
+from dhp.plan.run_plan import RunPlan, find_localities
 from dhp.step.stages import EngineProtocol, Stages, make_stages
 from dhp.supervise.attempt import known_device, restarts, tell_opened, this_attempt
 from dhp.trainer.dry_run import require_room
 from dhp.trainer.preflight import feature_settings, keep_settings
-from dhp.trainer.recipe import check_rates, check_recipe, free_layout, held_files, rates, recipe
-from dhp.trainer.settings import fixed_settings, needed_paths, stage_settings
+from dhp.trainer.settings import (
+    check_rates,
+    check_recipe,
+    fixed_settings,
+    free_layout,
+    held_files,
+    needed_paths,
+    rates,
+    recipe,
+    stage_settings,
+)
 
 Work = Mapping[str, Sequence[Sequence[Any]]]  # refs by part, [micro-batch][shard]
 

@@ -22,9 +22,9 @@ from dhp.core.tracing import Span
 from dhp.observe.logger_process import RunInfo
 from dhp.observe.loggers import Loggers
 from dhp.observe.metrics import StepMetrics
-from dhp.observe.planned import Planned, peak_flops, unknown_devices, utilisation, who_measures
 from dhp.observe.ranks import SKIPPED, Pace, RankShare, pace, rank_line
 from dhp.observe.recorder import Recorder
+from dhp.observe.summary import Planned, peak_flops, unknown_devices, utilisation, who_measures
 from dhp.observe.terminal import kernel_lines
 from dhp.observe.trace import TraceWriter
 from dhp.report.page import FILE, write_report

@@ -18,8 +18,7 @@ from dhp.observe.metrics import EvalMetrics, Line, StepMetrics, read_evaluations
 from dhp.observe.ranks import NONFINITE
 from dhp.observe.recorder import Recorder
 from dhp.observe.summary import DataStall
-from dhp.plan.run_plan import plan_run
-from dhp.plan.stage_graph import world
+from dhp.plan.run_plan import plan_run, world
 from dhp.step.step import StepRefs, train_step
 from dhp.supervise.attempt import (
     LOADING,

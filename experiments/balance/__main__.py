@@ -1,7 +1,5 @@
 """ISF by its own settings, as OmniBal sweeps them: passes (figure 4) and from what on a pack is full (table 6)."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

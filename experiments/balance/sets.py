@@ -1,7 +1,5 @@
 """How few packs there can be, whatever the method."""
 
-from __future__ import annotations
-
 import csv
 from math import ceil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Train a configuration through the real entry, and the unmodified model in one process beside it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

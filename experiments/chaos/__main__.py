@@ -1,7 +1,5 @@
 """`python -m experiments.chaos --points`: what a run keeps of itself when its processes are killed. See README.md."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

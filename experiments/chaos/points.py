@@ -1,7 +1,5 @@
 """Runs that faults meet, and named points of them: a function of dhp, and which of its calls."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

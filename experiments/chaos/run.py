@@ -1,7 +1,5 @@
 """Runs that are watched, and what is wrong with one that a fault has met."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

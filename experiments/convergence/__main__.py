@@ -1,7 +1,5 @@
 """`python -m experiments.convergence [--methods …] [--seeds …] [--epochs N] [--read FILE …] [--plot FILE]`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -3,8 +3,6 @@
 Groups of empty actors, four micro-batches, text in replicas of eight tensor ranks; the product's own step, schedule and
 routes. JSON lines: {ranks, routes, calls, refs, submit_s, step_s}, medians of interleaved rounds."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -29,7 +27,7 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import Batch
 from dhp.core.dispatch import Call, per_rank, spread
 from dhp.core.graph import Edge, Route, StageGraph, StageSpec, dense
-from dhp.plan.stage_graph import devices_as_planned, find_localities
+from dhp.plan.run_plan import devices_as_planned, find_localities
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step

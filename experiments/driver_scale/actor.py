@@ -1,7 +1,5 @@
 """An actor that does nothing, in a process without torch: what is left of a step is what the driver and Ray do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -7,8 +7,6 @@ frozen: a tower that stays as it is, and its projector alone, beside full traini
 lora, lora_even: adapters beside full training, and beside peft in a plain loop; of samples of mixed lengths, or of one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -4,8 +4,6 @@ what it should, and how fast?
 A JSON object a row, printed and appended to `--out` as soon as it is there. Status 0: all is right; 1: something
 deviates, failed or found no time; 2: there is no device."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -1,7 +1,5 @@
 """Rows: Qwen2.5-VL 3B at full depth in one process beside the plain model; its kernels, and what recomputing costs."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -17,7 +15,7 @@ from dhp.config.layout import CHOICES, OFFLOAD
 from dhp.core.batch import IGNORED, StepInfo
 from dhp.core.reports import DeviceInfo, StageReport
 from dhp.data.sample.sample import Sample
-from dhp.observe.planned import known_peaks
+from dhp.observe.summary import known_peaks
 from dhp.plan.count.costs import Arrangement, predicted_bytes
 from dhp.plan.recompute.planner import Planner, as_text
 from experiments.gpu_check.pair import (

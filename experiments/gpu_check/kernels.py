@@ -1,7 +1,5 @@
 """Rows: kernels against references in float32, forward and backward, and how long they take."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec

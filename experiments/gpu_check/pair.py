@@ -1,7 +1,5 @@
 """Qwen2.5-VL 3B's shape with random weights, samples for it, and both its parts on one rank each in this process."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Rows: ranks of both parts that share the device, against the plain model on the same device."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Rows: what there is, and whether it serves; and which kernel computes what of a model here."""
 
-from __future__ import annotations
-
 import platform
 import re
 import subprocess

@@ -3,8 +3,6 @@
 The latest run's rows go to `gpu.json` beside the file, its figures to the table of docs/performance.md. Without rows of
 a GPU the page says that nothing was measured."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Sequence

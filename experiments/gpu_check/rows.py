@@ -3,8 +3,6 @@
 Modules are imported where a row runs, so that one that cannot be imported costs its own rows alone. Sections stand in
 the order of what their answers are worth."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

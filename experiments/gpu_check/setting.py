@@ -1,7 +1,5 @@
 """What a row is told: where it runs, and at which sizes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 `reduce_scatter_single` is the later name of `reduce_scatter_tensor`. Of Ray a rank's process imports errors and calls
 one function."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from importlib.util import find_spec

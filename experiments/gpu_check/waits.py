@@ -1,8 +1,6 @@
 """Rows: whether a micro-batch makes the host wait for the device, in each layout of the parity rows that one process
 holds."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What the fork server imports: all that a rank needs, stand-ins before what imports them."""
 
-from __future__ import annotations
-
 import experiments.gpu_check.stand_ins  # noqa: F401
 
 # isort: split

@@ -1,8 +1,6 @@
 """Where rows run: a process that is replaced when a row fails, dies or takes too long. A GPU's context is of no use to
 the next row after some failures, and neither is a process that waits in a collective."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

@@ -1,7 +1,5 @@
 """`python -m experiments.imbalance [--ways WAY …] [--steps 6] [--plot FILE] [--read FILE]`: how uneven are stages?"""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

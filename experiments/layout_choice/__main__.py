@@ -3,8 +3,6 @@
 For each model, number of GPUs and length of a row, the layout that `dhp plan` puts first, a JSON line each; nothing is
 trained. `--table results/layout_choice.jsonl` writes the rows as a table into docs/parallelism.md."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

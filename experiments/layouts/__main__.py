@@ -1,7 +1,5 @@
 """`python -m experiments.layouts [--rounds N] [--sizes 1k 4k …]`: dhp's layouts and its peers on the same work."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,8 +1,6 @@
 """`python -m experiments.layouts.chart`: seconds a step of dhp's layouts and of their peers, of the run in
 results/layouts.jsonl that has most of them, as docs/layouts.svg, right on light pages and dark ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ The measure is the time that a tower layer under tensor parallelism communicates
 rank sends four all-reduces of its hidden states (two forward, two backward), 2 (N−1)/N of them each, and does a share
 1/N of 6 (4 H² + 3 H I) operations for every patch."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import secrets

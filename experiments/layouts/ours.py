@@ -1,8 +1,6 @@
 """dhp on the same work: two vision and two text actors that share two cores in each layout, or four and four; and one
 chain over two devices, of which the second has the tower's last stage and the decoder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ each rank computes whole. Of the decoder its `DistributedAttention`, DeepSpeed-U
 what it would put in is put in here, and what it lacks is added: the gather's gradient (its own has none, so nothing
 below an attention would learn from other ranks' patches), and the ranks' shares of patches, tokens and targets."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence

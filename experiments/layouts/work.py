@@ -1,7 +1,5 @@
 """The work that every layout does: two model shapes, and batches of two samples with one image each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -11,8 +11,6 @@ schedule: when each rank computes which layer of a prompt; with --plot a picture
 long_sets: rows, Pad, Dist and SP-Ratio of a long and of a mixed set by sampler.
 two_stages: what it is worth to deal pictures out evenly first, beside giving each to the rank that has its tokens."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -4,8 +4,6 @@ All ways of a number of ranks are measured in turn in the same processes of one 
 transformers' `generate` runs on the first one while the others wait; and its layers are dealt out over the ranks as
 `device_map="auto"` deals them out over devices, one rank working at a time and sending its states to the next."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping

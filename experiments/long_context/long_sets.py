@@ -4,8 +4,6 @@ Both sets are made: the long one as its Long-2.5W is described (25,000 samples o
 the mixed one with a few samples of up to 20 pictures among short ones. Replicas share a row over eight sequence ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The peer outside dhp is transformers with DeepSpeed's Ulysses (`UlyssesSPAttenti
 context parallelism the CPU has no kernels. Each rank has the next part of the row; labels are shifted before it is cut,
 losses summed and divided by the count of all ranks, gradients summed once, and AdamW takes the step."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence

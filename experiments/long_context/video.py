@@ -1,7 +1,5 @@
 """Long videos: frames that are read and shared out, and rows whose frames are sharded before their tokens."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """The model and the rows of all questions: a decoder with the proportions of a 7B, and text of any length."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`python -m experiments.longest_sequence [--ranks 1 2 4] [--recompute none] [--budget-mib 64] [--shape balanced]`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

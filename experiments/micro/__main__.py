@@ -6,8 +6,6 @@ tensor_host: what a decoder layer costs the host, cut and whole.
 checkpoint: how long saving holds training up, beside torch's distributed checkpoint.
 experts: experts shared out among two replicas, or cut over two tensor ranks."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Layers: compiled, by dhp's kernels, cut over tensor ranks, with experts shared out over replicas."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """A tensor from a vision to a text actor, and what saving costs a step beside torch's distributed checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,8 +1,6 @@
 """`python -m experiments.needle_frames [--seeds 0] [--frames N …]`: does training on longer videos find more in longer
 ones?"""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """`python -m experiments.overhead [--rounds N] [--micro-batches M]`: one actor a part against a plain loop."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

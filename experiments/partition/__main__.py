@@ -1,7 +1,5 @@
 """`python -m experiments.partition [--only QUESTION] [--rounds 5]`: cuts, beside published ones and as steps."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Every rank of every stage is here, as a run's actors are elsewhere, and works on one thread, one action at a time. So
 seconds of CPU of an action are those of the rank that did it."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

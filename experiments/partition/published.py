@@ -3,8 +3,6 @@
 A step is simulated, 1F1B with 32 micro-batches on A100s whose rates are assumed. What was fitted says so and agrees
 with nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

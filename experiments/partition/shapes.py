@@ -1,8 +1,6 @@
 """What OmniBal (Yao et al. 2025, "OmniBal: Towards Fast Instruction-Tuning for Vision-Language Models via Omniverse
 Computation Balance") published of its partition: figures alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from dhp.plan.count.row_bytes import NONE

@@ -1,7 +1,5 @@
 """`python -m experiments.plan_accuracy [--only memory|time] [--out FILE] [--plot FILE]`: plans beside runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A layout: its small model, what a plan expects of it, its actors; and the layouts that are compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`python -m experiments.published [--out FILE] [--plot FILE]`: simulated steps beside published tables."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

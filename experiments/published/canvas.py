@@ -1,7 +1,5 @@
 """A picture of panels side by side, drawn larger and reduced, for smooth letters, with Pillow."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 Operations are those that dhp counts; a matrix has as many parameters as a token takes multiply-adds of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Steps of sequences: the Ray system's cells of Qwen2.5-VL-32B on 8 GPUs, and LongVILA's decoder on 32 and 64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

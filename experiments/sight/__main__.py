@@ -1,7 +1,5 @@
 """`python -m experiments.sight [--seeds …] [--ways …] [--read FILE …]`: does a run learn from the picture?"""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Pictures and questions that only they answer, in three sets, and a small model for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`python -m experiments.stages_on_off [--ways WAY …] [--seeds 0] [--last-steps 60]`: what do two stages give?"""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

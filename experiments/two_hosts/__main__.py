@@ -1,7 +1,5 @@
 """`python -m experiments.two_hosts [--rounds N]`: attention over two hosts with slow links between them, by layout."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@
 A rank has a namespace of its own, so that its address decides what goes over which link: gloo does not bind the source
 of its connections, and two ranks in one namespace would share a link. Links are limited in both directions."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

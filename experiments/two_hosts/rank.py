@@ -1,7 +1,5 @@
 """One rank, in its namespace: `python -m experiments.two_hosts.rank RANK ROUNDS CASES`. Rank 0 prints all results."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -30,7 +30,7 @@ from dhp.core.draws import keys_of
 from dhp.core.errors import DataError, UnreadableVideo
 from dhp.core.parameters import AdapterSettings
 from dhp.data.read.records import Record, Turn
-from dhp.data.sample.lengths import LENGTH_COLUMNS
+from dhp.data.sample.sample import LENGTH_COLUMNS
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BalanceSettings, BatchLayout
 from dhp.models.pretrained import load_image_processor

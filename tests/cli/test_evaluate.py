@@ -45,8 +45,7 @@ from dhp.core.batch import IGNORED, SOUND, ProcessorOutput
 from dhp.core.reports import EvaluatedShare
 from dhp.data.media.sources import Sound, Video
 from dhp.data.read.records import Record, Turn
-from dhp.data.sample.lengths import LENGTH_COLUMNS
-from dhp.data.sample.sample import Sample
+from dhp.data.sample.sample import LENGTH_COLUMNS, Sample
 from dhp.models.contract.generic_parts import ContractProcessor
 from dhp.models.contract.random_pictures import pack
 from dhp.models.families.llava import LlavaProcessor

@@ -1,7 +1,5 @@
 """Rows that do what a row of the check of a GPU may do wrong. They import nothing that takes time."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The quick form: both parts in this process, without actors, and one kind of question."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The lower bound on packs, as it is written into tables of results."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The largest row, and the time of an epoch's steps, of packs that are counted by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Loads of pictures by preprocessing: tiles and tokens counted by hand, the same pictures for every way."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from experiments.balance.__main__ import SAMPLES, WAYS, anyres, made_loads, own_size, tiles

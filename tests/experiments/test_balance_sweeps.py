@@ -1,7 +1,5 @@
 """Sweeps of ISF: which limits each row has, and that fewer passes leave more uneven packs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

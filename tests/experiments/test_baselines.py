@@ -1,7 +1,5 @@
 """Baselines beside the papers' methods: like samples together, packs constant in both, what they register."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

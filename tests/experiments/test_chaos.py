@@ -1,7 +1,5 @@
 """The chaos experiment: its points are functions of dhp, its judge sees what is wrong, and one fault is survived."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

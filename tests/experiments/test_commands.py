@@ -1,7 +1,5 @@
 """The command that rows are given, and commands that experiments run."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """The summary of several seeds, and the picture of their losses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The layout whose driver is measured, and the routes that its images take."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What is not trained keeps no bytes, and the plain loop has the adapters that ours has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The check of a GPU, tried on the CPU: its rows are written one by one, and one that fails ends none of the others."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -1,7 +1,5 @@
 """The whole check of a GPU on a CPU, a row or more of each section, where nothing but the least is installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The table of the documents is what the command makes of the rows that are kept."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Spreads over stages, replicas and time, by hand; the ways of the experiment are configurations."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import time

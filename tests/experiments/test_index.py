@@ -1,7 +1,5 @@
 """The table of EXPERIMENTS.md that is made of results/ is the one that its command makes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table of which layout when: what is asked, how rows are written, and that the page has those of results/."""
 
-from __future__ import annotations
-
 import pytest
 
 from experiments.layout_choice.__main__ import BEGIN, DEVICES, END, MODELS, PAGE, TOKENS, table, with_table, words_of

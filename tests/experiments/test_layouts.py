@@ -1,8 +1,6 @@
 """The peer AutoSP does the work of the plain model; what DeepSpeed's own classes lack for that is lacking still. The
 picture of all peers is that of the rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import deepspeed

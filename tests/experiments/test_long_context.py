@@ -1,7 +1,5 @@
 """Long rows: what is measured, on rows that are short."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The search for the largest size within a budget: what it finds, and what it measures on its way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

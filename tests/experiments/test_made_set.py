@@ -1,7 +1,5 @@
 """What several experiments train on: a generated dataset, and families made wide."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each small question gives its row: both ways take the same samples to the same losses, ranks hold what they must."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of needles found, by what a model was trained on, and their picture."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

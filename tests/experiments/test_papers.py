@@ -1,7 +1,5 @@
 """experiments/PAPERS.md: every id once, everything that it names exists, its count and its figures are right."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections import Counter

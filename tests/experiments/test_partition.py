@@ -1,7 +1,5 @@
 """Columns of published tables by the published shapes, and cuts of a chain as the experiment runs and replays them."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The experiment that holds plans to runs: its counter, its tables, its scores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The simulator beside published tables: its scores, the roles of rows, and the counts it rests on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

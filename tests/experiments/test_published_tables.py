@@ -1,7 +1,5 @@
 """The tables of experiments/published/README.md have the figures of the rows in results/published.jsonl."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The registry names every experiment, its arguments are accepted, and sentences come of the rows that are here."""
 
-from __future__ import annotations
-
 import json
 import re
 

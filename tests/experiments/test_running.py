@@ -1,7 +1,5 @@
 """A run by `dhp experiments run`: its lines, where its rows go, when it is not judged. The experiment is a stand-in."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

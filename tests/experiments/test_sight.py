@@ -1,7 +1,5 @@
 """What is asked and held out, what chance gives, the goal, and a small run that learns from its pictures or not."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

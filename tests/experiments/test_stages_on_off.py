@@ -1,7 +1,5 @@
 """Which stages a way has, and what is read of a curriculum that has ended."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

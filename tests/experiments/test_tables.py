@@ -1,7 +1,5 @@
 """The tables in the experiments' READMEs have the figures of the rows in results/."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -2,8 +2,6 @@
 
 A loaded guard stays, so whoever needs it works in a process of its own."""
 
-from __future__ import annotations
-
 import ctypes
 import glob
 import importlib.util

@@ -3,8 +3,6 @@
 Collectives are torch's fake backend's, which answers at once. An operation on tensors of two devices raises, as on a
 GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType

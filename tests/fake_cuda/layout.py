@@ -1,7 +1,5 @@
 """A layout as a user says it, by keys of the configuration, and a step's data for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

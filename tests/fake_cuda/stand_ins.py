@@ -1,7 +1,5 @@
 """In the place of what needs values or a real device: loading, attention's choice of a kernel, groups' time limits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What tensor operations would do on a real device: kernels, transfers, and where the host waits."""
 
-from __future__ import annotations
-
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -58,7 +58,7 @@ class LocalGroup(RankGroup):
     def execute_all_async(
         self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
     ) -> list[list[Any]]:
-        """As `dhp.step.stages.Group`, with values for refs."""
+        """As `dhp.step.stages.RankGroup`, with values for refs."""
         method = method if isinstance(method, str) else method.__name__
         results = self.execute_all(method, *arguments)
         counts = spread((returns,), self.size)

@@ -28,19 +28,6 @@ from dhp.observe.metrics import (
     read_metrics,
     read_record,
 )
-from dhp.observe.planned import (
-    COMPUTING,
-    READING,
-    SENDING,
-    WAITING,
-    Planned,
-    PlanVersusRun,
-    known_peaks,
-    peak_flops,
-    unknown_devices,
-    utilisation,
-    who_measures,
-)
 from dhp.observe.ranks import (
     MOST_RANKS,
     STEPS,
@@ -55,7 +42,21 @@ from dhp.observe.ranks import (
     rank_line,
     read_rank_lines,
 )
-from dhp.observe.summary import STALL_WINDOW, DataStall
+from dhp.observe.summary import (
+    COMPUTING,
+    READING,
+    SENDING,
+    STALL_WINDOW,
+    WAITING,
+    DataStall,
+    Planned,
+    PlanVersusRun,
+    known_peaks,
+    peak_flops,
+    unknown_devices,
+    utilisation,
+    who_measures,
+)
 from dhp.observe.trace import FILE, TraceWriter
 
 FIELDS = (

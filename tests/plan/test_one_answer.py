@@ -11,10 +11,10 @@ from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.core.reports import DeviceInfo
 from dhp.core.text import binary_size
-from dhp.data.sample.lengths import LENGTH_COLUMNS
+from dhp.data.sample.sample import LENGTH_COLUMNS
 from dhp.plan.batches import assumed_rows
 from dhp.plan.count.samples import assumed_samples
-from dhp.plan.cut.part_units import PartUnits
+from dhp.plan.cut.partition import PartUnits
 from dhp.plan.forecast.forecast import Forecast
 from dhp.plan.run_plan import Question, RunPlan, plan_run
 from dhp.plan.search.free_keys import FixedKeys, searched_keys

@@ -13,13 +13,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from dhp.__main__ import main
 from dhp.cli.generate import answer_line
-from dhp.data.sample.lengths import tile_arguments
-from dhp.data.sample.sample import area_bounds
+from dhp.data.sample.sample import area_bounds, tile_arguments
 from dhp.models.pretrained import load_image_processor
 from dhp.models.processor_files import find_frame_size
 from dhp.observe.metrics import AnswerMetrics
 from dhp.tiny.tiny_model import make_family
-from dhp.trainer.checkpoint_export import _write_pictures, _write_stops, picture_settings
+from dhp.trainer.saving import _write_pictures, _write_stops, picture_settings
 from tests.helpers.runs import ONE_ACTOR_EACH, Outcome, tiny, train
 
 OTHER = "<|vision_pad|>"  # in the place of the tokenizer's eos

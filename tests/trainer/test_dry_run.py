@@ -11,12 +11,12 @@ from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
 from dhp.core.errors import DIED, ClusterError, ConfigError, DataError, Fault, PartFailed
 from dhp.core.reports import DeviceInfo
-from dhp.data.sample.lengths import LENGTH_COLUMNS
+from dhp.data.sample.sample import LENGTH_COLUMNS
 from dhp.data.sampling.sampler import BatchLayout
 from dhp.models.shape import PartShape
 from dhp.plan.count.counted_model import Counted
 from dhp.plan.count.state_bytes import RankBytes, rank_bytes
-from dhp.plan.forecast.stage_bytes import shape_of
+from dhp.plan.forecast.moments import shape_of
 from dhp.plan.run_plan import attempt, plan_run
 from dhp.trainer import ready
 from dhp.trainer.dry_run import dry_run

@@ -23,8 +23,8 @@ from dhp.core.errors import ConfigError, DataError
 from dhp.core.reports import EvaluatedShare, SampleLosses, StageReport
 from dhp.data.sampling.sampler import BatchLayout, RandomSampler
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_metrics
-from dhp.observe.planned import Planned
 from dhp.observe.ranks import RankShare
+from dhp.observe.summary import Planned
 from dhp.plan.batches import feed_settings
 from dhp.trainer import step_reports
 from dhp.trainer.evaluation import EvalData, Evaluation, _Done, _metrics, due, misses, of_evaluation

@@ -24,9 +24,8 @@ from dhp.data.remote import remote_files
 from dhp.plan.run_plan import plan_run
 from dhp.train_ray import main
 from dhp.trainer.preflight import prepare
-from dhp.trainer.recipe import held_files
 from dhp.trainer.session import Session
-from dhp.trainer.settings import needed_paths
+from dhp.trainer.settings import held_files, needed_paths
 from tests.helpers.buckets import Faults, buckets
 from tests.helpers.graphs import make_graph
 from tests.helpers.runs import BROKEN, LONG, Outcome, tiny, train

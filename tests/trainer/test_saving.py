@@ -21,10 +21,9 @@ from dhp.core.tracing import FORWARD, Span
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.trace import FILE, TraceWriter
 from dhp.step.stages import EngineProtocol
-from dhp.trainer.recipe import check_rates, check_recipe, free_layout, held_files, rates, recipe
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import DataPlan
-from dhp.trainer.settings import fixed_settings
+from dhp.trainer.settings import check_rates, check_recipe, fixed_settings, free_layout, held_files, rates, recipe
 from dhp.trainer.step_reports import Tracing
 
 PLAN = DataPlan(6, frozenset(), {"seed": 0}, 1, 1)

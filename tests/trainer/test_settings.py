@@ -38,9 +38,8 @@ from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
 from dhp.plan.batches import feed_settings, passes_of
 from dhp.plan.count.counted_model import Counted, count_model
-from dhp.plan.run_plan import plan_run
-from dhp.plan.stage_graph import devices_as_planned, find_localities, world
-from dhp.plan.stage_graph import make_graph as stage_graph_of
+from dhp.plan.run_plan import devices_as_planned, find_localities, plan_run, world
+from dhp.plan.run_plan import make_graph as stage_graph_of
 from dhp.plan.trainable import training_rules
 from dhp.step.schedule import draw, make_schedule
 from dhp.step.stages import make_stages
@@ -49,9 +48,8 @@ from dhp.supervise.attempt import ElasticLayout, ElasticLayouts
 from dhp.trainer import session as module
 from dhp.trainer.planned_layout import _fewer, find_layouts
 from dhp.trainer.preflight import prepare
-from dhp.trainer.recipe import free_layout
 from dhp.trainer.session import Session, look_ahead, named_elsewhere
-from dhp.trainer.settings import fixed_settings, measures, needed_paths, resume_line, stage_settings
+from dhp.trainer.settings import fixed_settings, free_layout, measures, needed_paths, resume_line, stage_settings
 from dhp.trainer.step_reports import compile_notes, find_peak, name_kernels, overlap_warning
 from tests.helpers.graphs import make_graph
 from tests.helpers.graphs import make_graph as make_graph_of_graphs

@@ -12,8 +12,6 @@ From and to a GPU, that memory is locked once (`pin`), and copies run asynchrono
 Where all actors share one GPU, CUDA IPC does the same without any copy: the receiver maps the sender's device memory.
 Between hosts, Ray's object store carries a tensor in several copies."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable, Sequence

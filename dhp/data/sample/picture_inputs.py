@@ -42,8 +42,7 @@ from dhp.data.media.sources import (
     settings_of,
 )
 from dhp.data.media.video import map_frames, read_extent, read_groups, read_length
-from dhp.data.sample.lengths import Grids, Size
-from dhp.data.sample.sample import Output, Sample, Videos, area_bounds
+from dhp.data.sample.sample import Grids, Output, Sample, Size, Videos, area_bounds
 
 if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor

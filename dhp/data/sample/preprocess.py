@@ -18,9 +18,8 @@ from dhp.data.media.frames import FrameTimes
 from dhp.data.media.sound import Clip
 from dhp.data.media.sources import stored_bytes
 from dhp.data.read.records import Record, located
-from dhp.data.sample.lengths import Length, check_length
 from dhp.data.sample.picture_inputs import ModelMedia, Outline, PicturePatches, Pictures
-from dhp.data.sample.sample import Sample
+from dhp.data.sample.sample import Length, Sample, check_length
 from dhp.data.sample.tokens import ConversationTokenizer, Tokens, miscounted, refuse_sound, sounds_of
 
 if TYPE_CHECKING:

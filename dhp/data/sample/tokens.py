@@ -17,8 +17,8 @@ from dhp.data.media.sound import Clip
 from dhp.data.media.sources import File, name_of
 from dhp.data.read.records import Record
 from dhp.data.sample.chat import Rendered, render, replace_each, to_messages
-from dhp.data.sample.lengths import check_characters, longest_token
 from dhp.data.sample.picture_inputs import ModelMedia, Outline, PicturePatches
+from dhp.data.sample.sample import check_characters, longest_token
 from dhp.data.sample.template_check import find_answer_end
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from dhp.data.read.annotations import Annotations
 from dhp.data.read.records import located
 from dhp.data.remote.places import Place, Shards
 from dhp.data.remote.remote_files import RemoteFile
-from dhp.data.sample.lengths import LENGTH_COLUMNS
 from dhp.data.sample.preprocess import Preprocessor
+from dhp.data.sample.sample import LENGTH_COLUMNS
 from dhp.data.sampling.dataset import Dataset
 
 CACHE_FORMAT = 4  # of the cache and of what is measured: raise it when either changes
@@ -30,7 +30,7 @@ CACHE_FORMAT = 4  # of the cache and of what is measured: raise it when either c
 class Lengths:
     """Lengths of rows of one dataset.
 
-    columns: LENGTH_COLUMNS [samples], each a `dhp.data.sample.lengths.Length`; all 0 where the sample is defective.
+    columns: LENGTH_COLUMNS [samples], each a `dhp.data.sample.sample.Length`; all 0 where the sample is defective.
     defects: by index in these, what is wrong and where."""
 
     columns: np.ndarray

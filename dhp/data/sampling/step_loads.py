@@ -101,7 +101,7 @@ class StepLoads:
     sample with image tokens has one.
 
     totals: int64 [steps], of all samples of a step together and without padding, by the name of each column that is
-    known (`dhp.data.sample.lengths.Length`: text, vision, patches, squares, targets, pictures and so on).
+    known (`dhp.data.sample.sample.Length`: text, vision, patches, squares, targets, pictures and so on).
 
     samples, ends: numbers of the samples of all rows one after another, and where each row ends among them.
 

@@ -26,7 +26,7 @@ from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import AllToAll, exchange_rows
 from dhp.parallel.expert.expert_modules import Groups, experts_of, run_experts
 from dhp.parallel.recompute.recomputed_layers import VISITS
-from dhp.parallel.recompute.saved_calls import save_output
+from dhp.parallel.recompute.saved_tensors import save_output
 
 # Rows sorted by own expert, and which are whose → the experts' outputs.
 Compute = Callable[[Tensor, Groups], Tensor]

@@ -18,8 +18,16 @@ from dhp.core.errors import ModelError
 from dhp.core.reports import RecomputePolicies
 from dhp.core.torch_private import tree_flatten, tree_unflatten
 from dhp.core.wrapping import wrap_forward
-from dhp.parallel.recompute.saved_calls import _Calls, keeping_nothing, part_of_tokens, save_output
-from dhp.parallel.recompute.saved_tensors import detached, note, noting, top_hooks
+from dhp.parallel.recompute.saved_tensors import (
+    _Calls,
+    detached,
+    keeping_nothing,
+    note,
+    noting,
+    part_of_tokens,
+    save_output,
+    top_hooks,
+)
 
 _counts: list[Callable[[Tensor], None]] = []
 

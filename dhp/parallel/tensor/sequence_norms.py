@@ -20,8 +20,7 @@ from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import gather_alike, sum_scattered
 from dhp.parallel.expert.expert_modules import is_experts
 from dhp.parallel.kernels.replace import INNER
-from dhp.parallel.recompute.saved_calls import in_part, runs_again
-from dhp.parallel.recompute.saved_tensors import detached, note, top_hooks
+from dhp.parallel.recompute.saved_tensors import detached, in_part, note, runs_again, top_hooks
 from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWWISE, entry_of, exit_by, exit_of, is_cut_whole, style_of
 
 Shape = tuple[int, ...]

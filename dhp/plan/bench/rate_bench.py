@@ -37,8 +37,15 @@ from dhp.plan.bench.rate_fit import (
 from dhp.plan.count.costs import read_entries, read_entry, write_entry
 from dhp.plan.count.rates import Operation, Operations
 from dhp.plan.count.row_bytes import NONE, PartBytes, RowBytes, TracedRows
-from dhp.plan.count.unit_operations import TowerLoad, tower_pieces
-from dhp.plan.count.unit_work import ATTENTION_BACKWARD, Passes, TextLoad, decoder_passes, tower_passes
+from dhp.plan.count.unit_work import (
+    ATTENTION_BACKWARD,
+    Passes,
+    TextLoad,
+    TowerLoad,
+    decoder_passes,
+    tower_passes,
+    tower_pieces,
+)
 
 if TYPE_CHECKING:
     from dhp.plan.bench.layer_bench import LayerSeconds

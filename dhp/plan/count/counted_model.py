@@ -36,7 +36,7 @@ from dhp.plan.count.row_bytes import (
     trace_bytes,
     written_bytes,
 )
-from dhp.plan.count.unit_operations import (
+from dhp.plan.count.unit_work import (
     TowerLoad,
     UnitParameters,
     replay_shares,
@@ -66,7 +66,10 @@ def trace_layers(
 def _of_some(
     source: str, family: Family, part: str, stands: Mapping[int, int], how: How, first_apart: bool
 ) -> PartBytes:
-    from dhp.plan.count.traced import TraceSettings, trace_moments  # imports torch, and modeling code
+    from dhp.plan.count.traced import (
+        TraceSettings,  # imports torch, and modeling code
+        trace_moments,
+    )
 
     layers = sorted(set(stands.values()))
 

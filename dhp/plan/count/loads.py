@@ -12,8 +12,7 @@ import numpy as np
 from dhp.core.axes import Degrees
 from dhp.models.family import Family
 from dhp.plan.count.row_bytes import TracedRows
-from dhp.plan.count.unit_operations import TowerLoad
-from dhp.plan.count.unit_work import TextLoad
+from dhp.plan.count.unit_work import TextLoad, TowerLoad
 
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import StepLoads

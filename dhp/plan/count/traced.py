@@ -30,7 +30,7 @@ from dhp.parallel.attention.segments import packed_attention, segment_attention
 from dhp.parallel.kernels.replace import replace_without_weights
 from dhp.parallel.recompute.meter import ActivationMeter, LiveStorages
 from dhp.parallel.recompute.recomputed_layers import ATTENTION, RecomputedLayers, tile_mlps
-from dhp.parallel.recompute.saved_calls import save_output
+from dhp.parallel.recompute.saved_tensors import save_output
 from dhp.parallel.tensor.slices import sum_without_ranks
 from dhp.parallel.tensor.styles import with_fused
 from dhp.parallel.tensor.tensor_plan import local_plan

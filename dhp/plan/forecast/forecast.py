@@ -17,9 +17,8 @@ from dhp.plan.count.rates import Operations
 from dhp.plan.count.row_bytes import CHOICES
 from dhp.plan.count.seconds import KINDS, StageSeconds, UnitSeconds, once_a_step, stage_seconds, unit_seconds
 from dhp.plan.count.state_bytes import VALUE_BYTES
-from dhp.plan.count.unit_operations import hidden_width, tower_width
-from dhp.plan.forecast.moments import Moment, StageMemory
-from dhp.plan.forecast.stage_bytes import fullest_device, memory_of, rows_of_stage, shape_of
+from dhp.plan.count.unit_work import hidden_width, tower_width
+from dhp.plan.forecast.moments import Moment, StageMemory, fullest_device, memory_of, rows_of_stage, shape_of
 from dhp.plan.recompute.best_plan import filled_plan
 from dhp.plan.run_plan import Question, RunPlan
 from dhp.step.schedule import Action, Forward, make_schedule

@@ -1,19 +1,24 @@
-"""Bytes of one rank at each moment of a step.
-
-Moments are the forward of each layer, whose insides come and go; the loss, when all activations are held and logits
-besides; the backward of each layer, when what follows it is freed, its insides may be made again, and weights that are
-cut are whole for a while; and the update."""
+"""Bytes of a rank at each moment of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
+from dhp.config.layout import OFFLOAD
+from dhp.config.parts import DECODER, parts
+from dhp.config.resolve import micro_batches
 from dhp.config.schema import PartConfig
-from dhp.core.graph import StageSpec
+from dhp.core.batch import CHUNK_ROWS
+from dhp.core.graph import HIDDEN_STATES, StageSpec
 from dhp.core.reports import RecomputePolicies
-from dhp.models.shape import PartShape
-from dhp.plan.count.costs import StageCosts
-from dhp.plan.count.row_bytes import StageInsides
+from dhp.models.shape import PartShape, sum_shape
+from dhp.models.types import chunks_of
+from dhp.plan.count.costs import LayerCost, StageCosts
+from dhp.plan.count.counted_model import Cut, stage_parameters
+from dhp.plan.count.loads import text_rows, tower_rows
+from dhp.plan.count.row_bytes import CHOICES, NONE, StageInsides, TracedRows
+from dhp.plan.count.seconds import unit_seconds
 from dhp.plan.count.state_bytes import (
+    VALUE_BYTES,
     Gathered,
     RankBytes,
     Units,
@@ -21,7 +26,11 @@ from dhp.plan.count.state_bytes import (
     keeps_gradients,
     rank_bytes,
     runtime_bytes,
+    stage_units,
+    sum_bytes,
 )
+from dhp.plan.count.unit_work import hidden_width, tower_width
+from dhp.plan.run_plan import Question, RunPlan
 
 NAMES = (
     "weights", "optimizer", "gradients", "activations", "recomputed", "inside", "loss", "gathered", "handed",
@@ -197,3 +206,156 @@ def device_peak(
 
 def _joined(name: str, taken: Sequence[Mapping[str, float]]) -> Moment:
     return Moment(name, {what: sum(one.get(what, 0.0) for one in taken) for what in NAMES})
+
+
+def memory_of(
+    asked: Question, stage: StageSpec, costs: StageCosts | None, recompute: Mapping[str, RecomputePolicies]
+) -> StageMemory:
+    """Of a stage, with what its layers recompute. costs: of what they keep; None: no backward goes through it."""
+    plan = asked.plan
+    section = parts(plan.config)[stage.part]
+    kept = asked.counted.keeps(stage.part, Cut.of(section))
+    passing = Passing(
+        costs,
+        recompute[stage.name],
+        kept.inside(_of_one_chunk(rows_of_stage(asked, stage)), stage.layers, recompute[stage.name]),
+        asked.arrangement.holding[stage.name][stage.name],
+        micro_batches(plan.config),
+        _handed(asked, stage),
+        _flown(asked, stage),
+        _more_targets(asked, stage),
+        stage_units(asked.counted.unit_parameters(stage.part, Cut.of(section)), stage.layers),
+        _grown(asked, stage),
+    )
+    return stage_memory(section, stage, shape_of(asked.plan, stage), passing, asked.machine.contexts)
+
+
+def rows_of_stage(asked: Question, stage: StageSpec) -> TracedRows:
+    """Of its largest micro-batch."""
+    return (text_rows if stage.part == DECODER else tower_rows)(asked.loads.worst, stage.degrees)
+
+
+def _of_one_chunk(rows: TracedRows) -> TracedRows:
+    """With as many targets as the loss takes at once."""
+    return replace(rows, targets=min(rows.targets, CHUNK_ROWS))
+
+
+def _handed(asked: Question, stage: StageSpec) -> float:
+    """Bytes of gradients that a rank receives and hands on, and of those with which its backward begins, beyond what
+    is inside its layers' passes; with tensor parallelism also a copy of the one that ranks sum."""
+    if not any(map(asked.plan.graph.goes_back, stage.nodes)):
+        return 0.0
+    section, rows = parts(asked.plan.config)[stage.part], rows_of_stage(asked, stage)
+    size, width = VALUE_BYTES[section.dtype], hidden_width(asked.plan.family)
+    if stage.part == DECODER:
+        states = rows.tokens * width * size
+        between = (0 not in stage.layers) + 2 * (len(asked.counted.sizes.layers) - 1 not in stage.layers)
+        return float(states * (between + (stage.degrees.tensor > 1)))
+    outputs = [edge for node in stage.nodes for edge in asked.plan.graph.outputs(node)]
+    family, patches = asked.plan.family, rows_of_stage(asked, stage).patches
+    features = patches / family.tower.merge_unit * hidden_width(family)
+    each = [
+        patches * tower_width(family) if edge.tensors == (HIDDEN_STATES,) else features * len(edge.tensors)
+        for edge in outputs
+    ]
+    copied = patches * tower_width(family) * ((stage.degrees.tensor > 1) + (0 not in stage.layers))
+    return size * (2 * sum(each) + copied)
+
+
+def _flown(asked: Question, stage: StageSpec) -> float:
+    """Bytes of what one micro-batch received and will have handed on, which autograd need not keep."""
+    section, rows, family = parts(asked.plan.config)[stage.part], rows_of_stage(asked, stage), asked.plan.family
+    width, sent = hidden_width(family), [e for node in stage.nodes for e in asked.plan.graph.outputs(node)]
+    numbers: float
+    if stage.part == DECODER:
+        numbers = rows.tokens * width * bool(sent) + rows.features * width * (0 in stage.layers)
+    else:
+        numbers = rows.patches / family.tower.merge_unit * width * sum(e.tensors != (HIDDEN_STATES,) for e in sent)
+    return float(numbers * VALUE_BYTES[section.dtype])
+
+
+def _more_targets(asked: Question, stage: StageSpec) -> float:
+    """Bytes that the loss has beyond those of one chunk of targets: their states and gradients, and a chunk's gradient
+    of the head beside the exact sum of those before it."""
+    section, part = parts(asked.plan.config)[stage.part], asked.plan.family.parts[stage.part]
+    head = part.head_shape(chunks_of(stage.chunks, part.whole))
+    more = text_rows(asked.loads.worst, stage.degrees).targets - CHUNK_ROWS
+    if stage.part != DECODER or more <= 0 or head is None or not head.loss:
+        return 0.0
+    size, exact = VALUE_BYTES[section.dtype], max(VALUE_BYTES[section.dtype], VALUE_BYTES["float32"])
+    matrix = -(-head.vocabulary // stage.degrees.tensor) * head.hidden
+    return float(2 * more * head.hidden * size + matrix * (2 * exact - size))
+
+
+def _grown(asked: Question, stage: StageSpec) -> tuple[float, ...] | None:
+    """Bytes of gradients where autograd accumulates them, as backward goes; None where all have their room before it
+    begins: in buckets that are summed, or in another format."""
+    section = parts(asked.plan.config)[stage.part]
+    if section.zero_stage or stage.degrees.shards > 1 or VALUE_BYTES[section.dtype] != sum_bytes(section):
+        return None
+    trained = asked.counted.unit_parameters(stage.part, Cut.of(section), trained=True)
+    units = [trained[at + 1] for at in reversed(stage.layers)]
+    last = len(trained) - 2
+    after = trained[-1] if last - 1 in stage.layers else 0
+    found, values = [0, after], after
+    for unit in units:
+        values += unit
+        found.append(values)
+    return tuple(float(VALUE_BYTES[section.dtype] * count) for count in found)
+
+
+def shape_of(plan: RunPlan, stage: StageSpec) -> PartShape:
+    """Parameters of a stage."""
+    part = plan.family.parts[stage.part]
+    held = plan.counted.held(stage.part, Cut.of(parts(plan.config)[stage.part]))
+    absent = part.absent(chunks_of(stage.chunks, part.whole))
+    selects = bool(plan.rules.selects or plan.family.idle)
+    return sum_shape(stage_parameters(held, absent), selects, plan.config.training.optimizer)
+
+
+def fullest_device(asked: Question, memory: Mapping[str, StageMemory]) -> tuple[Moment, tuple[str, ...]]:
+    """The fullest moment of the fullest device, and the stages there."""
+    plan, arrangement = asked.plan, asked.arrangement
+    found = {
+        stages: device_peak(
+            {name: memory[name] for name in memory if name in stages}, arrangement.together, arrangement.holding
+        )
+        for stages in arrangement.sharing
+    }
+    fullest = max(found, key=lambda stages: found[stages].total)
+    return found[fullest], tuple(stage.name for stage in plan.graph.stages if stage.name in fullest)
+
+
+def counted_costs(asked: Question) -> dict[str, StageCosts]:
+    """By stage through which gradients go back, as `dhp.plan.recompute.profile` has them of measured steps. Raises
+    ModelError where what layers keep is not known."""
+    graph = asked.plan.graph
+    going = [stage for stage in graph.stages if any(map(graph.goes_back, stage.nodes))]
+    return {stage.name: _of_stage(asked, stage) for stage in going}
+
+
+def _of_stage(asked: Question, stage: StageSpec) -> StageCosts:
+    section = parts(asked.plan.config)[stage.part]
+    kept, rows = asked.counted.keeps(stage.part, Cut.of(section)), rows_of_stage(asked, stage)
+    rates = asked.machine.of(stage.part, section.dtype)
+    units = unit_seconds(asked.counted, stage.part, section, stage.degrees, asked.loads, rates)
+    count = micro_batches(asked.plan.config)
+    reported = asked.plan.family.parts[stage.part].layers.kinds  # a trace has more of them
+    kinds = tuple(reported[at] for at in stage.layers)
+    layers: dict[str, dict[str, LayerCost]] = {kind: {} for kind in kinds}
+    for at, kind in zip(stage.layers, kinds, strict=True):
+        for choice in (*CHOICES, OFFLOAD):  # which is the last resort, and never chosen for its seconds
+            traced = (kept.kinds[at], choice)
+            cost = LayerCost(
+                kept.held[traced].of(rows), kept.replay[traced].of(rows), count * units[at + 1].again_s(choice)
+            )
+            layers[kind][choice] = _most(cost, layers[kind].get(choice, cost))
+    after = kept.after.of(rows) if len(kept.kinds) - 1 in stage.layers else 0.0
+    all_of = kept.held_by(stage.layers, NONE).of(rows)
+    before = max(0.0, all_of - after - sum(layers[kind][NONE].held_bytes for kind in kinds))
+    return StageCosts(rows.patches or rows.tokens, kinds, before, after, layers)
+
+
+def _most(one: LayerCost, other: LayerCost) -> LayerCost:
+    both = zip(astuple(one), astuple(other), strict=True)
+    return LayerCost(*(max(pair) for pair in both))

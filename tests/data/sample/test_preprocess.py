@@ -15,7 +15,7 @@ from transformers.models.mllama.image_processing_pil_mllama import MllamaImagePr
 from dhp.core.batch import IGNORED, PositionRange
 from dhp.core.errors import ConfigError, DataError, ModelError
 from dhp.data.read.records import Record, Turn
-from dhp.data.sample.lengths import Length, check_characters, check_length, longest_token, tile_arguments
+from dhp.data.sample.sample import Length, check_characters, check_length, longest_token, tile_arguments
 from dhp.data.sample.tokens import NO_ACTORS, NO_TOWER
 from tests.data.sample.made import make_preprocessor
 

@@ -19,7 +19,7 @@ from dhp.config.parts import split_share
 from dhp.core.errors import ConfigError, DataError
 from dhp.data.balance.packs import Loads
 from dhp.data.read.annotations import read_annotations
-from dhp.data.sample.lengths import LENGTH_COLUMNS
+from dhp.data.sample.sample import LENGTH_COLUMNS
 from dhp.data.sampling import probe
 from dhp.data.sampling.dataset import BatchSource, Dataset, names, open_dataset, rows_of
 from dhp.data.sampling.dataset import digest as digest_rows

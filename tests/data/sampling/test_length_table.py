@@ -26,10 +26,9 @@ from dhp.data.media.frames import FrameSampling
 from dhp.data.media.sources import Picture, files_of, open_media
 from dhp.data.read.annotations import Annotations, read_annotations
 from dhp.data.read.records import Record
-from dhp.data.sample.lengths import LENGTH_COLUMNS, Length
 from dhp.data.sample.picture_inputs import ModelMedia
 from dhp.data.sample.preprocess import Preprocessor
-from dhp.data.sample.sample import Sample, Videos
+from dhp.data.sample.sample import LENGTH_COLUMNS, Length, Sample, Videos
 from dhp.data.sampling import length_table
 from dhp.data.sampling.balanced_sampler import BalancedSampler
 from dhp.data.sampling.dataset import Dataset, open_dataset

@@ -48,7 +48,7 @@ from dhp.parallel.attention.segment_plan import SegmentPlan, plan_segments
 from dhp.parallel.attention.segments import packed_attention, run_by_segment
 from dhp.parallel.attention.visibility import number_runs
 from dhp.parallel.recompute.recomputed_layers import ATTENTION, RecomputedLayers
-from dhp.parallel.recompute.saved_calls import save_output
+from dhp.parallel.recompute.saved_tensors import save_output
 from tests.helpers.double import PACKED, SMALL, alone, largest_error, make_decoder, packed, samples_of, stay_in_double
 
 LENGTHS = (9, 3, 14, 9, 1)  # shorter and longer than the window and the chunk, which are 4 and 5

@@ -16,8 +16,7 @@ from dhp.core.errors import ModelError
 from dhp.parallel.recompute import meter as meter_module
 from dhp.parallel.recompute.meter import ActivationMeter
 from dhp.parallel.recompute.recomputed_layers import ATTENTION, Away, Host, RecomputedLayers, tile_mlps
-from dhp.parallel.recompute.saved_calls import save_output
-from dhp.parallel.recompute.saved_tensors import SavedTensors, noting, top_hooks
+from dhp.parallel.recompute.saved_tensors import SavedTensors, noting, save_output, top_hooks
 
 ROWS, WIDTH, INNER = 24, 16, 40
 

@@ -24,8 +24,16 @@ from dhp.plan.count.rates import Channel, Operations, Rates, Transfer, rates_of,
 from dhp.plan.count.row_bytes import PartBytes, TracedRows, trace_bytes
 from dhp.plan.count.samples import EqualSamples, Samples, made_for, read_table
 from dhp.plan.count.traced import TraceSettings, trace_moments
-from dhp.plan.count.unit_operations import TowerLoad, tower_pieces
-from dhp.plan.count.unit_work import ATTENTION_BACKWARD, Passes, TextLoad, decoder_passes, recomputed, tower_passes
+from dhp.plan.count.unit_work import (
+    ATTENTION_BACKWARD,
+    Passes,
+    TextLoad,
+    TowerLoad,
+    decoder_passes,
+    recomputed,
+    tower_passes,
+    tower_pieces,
+)
 from dhp.plan.cut.units import FREE, Positions, StageLink, first_trained, layer_cuts
 from tests.helpers.rows import slow
 from tests.plan.cut.made import unit

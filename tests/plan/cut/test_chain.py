@@ -19,10 +19,7 @@ from dhp.plan.forecast.forecast import forecast
 from dhp.plan.run_plan import Question, RunPlan, plan_run
 from tests.helpers.rows import slow
 from tests.helpers.tiny_families import save_family
-from tests.plan.cut.test_partition import (
-    FROZEN_TOWER,  # noqa: F401
-    config_of,
-)
+from tests.plan.cut.test_partition import FROZEN_TOWER, config_of
 from tests.plan.made import machine
 
 TOWER = ("vision.parallelism=pipeline", "vision.num_actors=2", "vision.zero_stage=0", "vision.dtype=bfloat16")

@@ -21,8 +21,7 @@ from dhp.plan.count.loads import text_rows
 from dhp.plan.count.samples import assumed_samples
 from dhp.plan.cut import partition
 from dhp.plan.cut.bmp import by_parameters
-from dhp.plan.cut.part_units import PartUnits
-from dhp.plan.cut.partition import LayerCuts, part_cuts
+from dhp.plan.cut.partition import LayerCuts, PartUnits, part_cuts
 from dhp.plan.cut.units import Unit
 from dhp.plan.run_plan import plan_run
 from tests.helpers.tiny import save_llava_with_experts
@@ -47,7 +46,7 @@ def config_of(model: str, *overrides: str) -> Config:
 @pytest.fixture(autouse=True)
 def round_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds are operations by one rate: what a stage computes decides."""
-    monkeypatch.setattr("dhp.plan.cut.part_units.expected_machine", lambda *given: machine())
+    monkeypatch.setattr("dhp.plan.cut.partition.expected_machine", lambda *given: machine())
 
 
 def cuts_of(model: str, *overrides: str, trains: bool = True) -> LayerCuts:
@@ -278,6 +277,6 @@ def test_rates_that_were_measured_here_are_named(four_layers_model: str, monkeyp
     """A decoder's layers by a rate of its own."""
     slow = machine(measured={"vision": RATES, "text": replace(RATES, products=1e11)})
     plain = units_of(four_layers_model, "text", *WHOLE)
-    monkeypatch.setattr("dhp.plan.cut.part_units.expected_machine", lambda *given: slow)
+    monkeypatch.setattr("dhp.plan.cut.partition.expected_machine", lambda *given: slow)
     assert cuts_of(four_layers_model).why.endswith(", by rates measured before")
     assert units_of(four_layers_model, "text", *WHOLE)[1].forward_s > 2 * plain[1].forward_s

@@ -29,8 +29,7 @@ from dhp.plan.count.row_bytes import CHOICES, NONE, InsideBytes, StageInsides, T
 from dhp.plan.count.samples import EqualSamples, Samples, assumed_samples
 from dhp.plan.count.state_bytes import BUCKET_ELEMENTS, Units, gathered_moments
 from dhp.plan.forecast.forecast import Forecast, forecast, play_step
-from dhp.plan.forecast.moments import BACKWARD, FORWARD, LOSS, Passing, stage_memory
-from dhp.plan.forecast.stage_bytes import counted_costs, rows_of_stage
+from dhp.plan.forecast.moments import BACKWARD, FORWARD, LOSS, Passing, counted_costs, rows_of_stage, stage_memory
 from dhp.plan.recompute.profile import Profile, usage_of
 from dhp.plan.run_plan import Question, RunPlan, plan_run
 from dhp.plan.search.verdict import expect
@@ -160,7 +159,7 @@ def test_counts_are_kept_on_disk_and_equal(made_model: str, tmp_path: Path) -> N
 
 
 def test_tower_operations_are_linear_in_the_load(made_model: str) -> None:
-    from dhp.plan.count.unit_operations import TowerLoad, tower_operations
+    from dhp.plan.count.unit_work import TowerLoad, tower_operations
 
     plan = plan_run(config_of(made_model))
     counted, load = plan.counted, TowerLoad(512, 32768, 131072, 128, 2)
@@ -418,7 +417,7 @@ def test_stages_of_a_tower_take_together_what_the_whole_takes(four_layers_model:
 
 
 def test_the_better_cut_has_the_smaller_bubble(four_layers_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dhp.plan.cut.part_units.expected_machine", lambda *given: machine())  # as the steps are played
+    monkeypatch.setattr("dhp.plan.cut.partition.expected_machine", lambda *given: machine())  # as the steps are played
     uneven, exact = (
         step_of(four_layers_model, f"text.{how}", *FROZEN_TOWER) for how in ("cuts=[1]", "partition=exact")
     )

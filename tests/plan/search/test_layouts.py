@@ -31,7 +31,6 @@ from dhp.plan.count.samples import EqualSamples, Samples
 from dhp.plan.forecast.forecast import Forecast
 from dhp.plan.run_plan import plan_run
 from dhp.plan.search.candidates import Pair, evaluate, firsts, join, ranked, settings_of
-from dhp.plan.search.explain import loses_by, refusals
 from dhp.plan.search.free_keys import ALL, ROWS, SCHEDULE, find_held, freed, held_keys, one_actor_each, with_settings
 from dhp.plan.search.inverse import _first, _last
 from dhp.plan.search.layout_search import Found, search
@@ -39,6 +38,7 @@ from dhp.plan.search.layouts import PartLayout, PlanChecks, Refused, part_layout
 from dhp.plan.search.needs import crossing, useful_operations
 from dhp.plan.search.scorer import Rows, Scores
 from dhp.plan.search.space import Space, WholeRun
+from dhp.plan.search.verdict import loses_by, refusals
 from dhp.plan.trainable import training_rules
 from dhp.trainer.preflight import prepare
 from tests.helpers.rows import slow
