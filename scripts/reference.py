@@ -56,14 +56,14 @@ def key_tables() -> str:
     for sections in by_type.values():
         title = " and ".join(f"`{section}`" for section in sections)
         tables += [f"### {title}\n", schema_keys()[sections[0]].doc + "\n", _keys_table(sections[0])]
-    expert = [key for key in schema_keys().values() if key.expert]
+    advanced = [key for key in schema_keys().values() if key.advanced]
     rows = [
-        (f"`{key.path}`", *_key_cells(key)) for key in expert if key.path.partition(".")[0] not in ("audio", "text")
+        (f"`{key.path}`", *_key_cells(key)) for key in advanced if key.path.partition(".")[0] not in ("audio", "text")
     ]
     said = (
         "Few runs need these; no configuration that comes with dhp sets one. Those of `vision` are those of every part."
     )
-    return "\n".join([*tables, f"### Expert\n\n{said}\n", _table(_COLUMNS, rows)])
+    return "\n".join([*tables, f"### Advanced\n\n{said}\n", _table(_COLUMNS, rows)])
 
 
 def alias_table() -> str:
@@ -111,7 +111,7 @@ def field_meaning(of: type, name: str) -> tuple[str, str, str]:
 def _keys_table(section: str) -> str:
     rows = []
     for key in schema_keys().values():
-        if key.path.rpartition(".")[0] == section and not key.is_section and not key.expert:
+        if key.path.rpartition(".")[0] == section and not key.is_section and not key.advanced:
             rows.append((f"`{key.path.removeprefix(f'{section}.')}`", *_key_cells(key)))
     return _table(_COLUMNS, rows)
 

@@ -80,7 +80,7 @@ class DataConfig:
     """A file with the Jinja template that conversations are written by (chat_template.jinja of some model, for
     example); an export takes it along. Null: the model's own."""
 
-    learn_empty_thoughts: bool = key(False, expert=True)
+    learn_empty_thoughts: bool = key(False, advanced=True)
     """Learn the empty block of thoughts (<think></think>) too that a chat template writes before an answer without any:
     the model then learns not to think. False: the block is read, and not learned."""
 
@@ -116,7 +116,7 @@ class DataConfig:
 
     limits: LimitsConfig = key(factory=LimitsConfig, resume=HELD)
 
-    locality_slack: float = key(0.01, resume=BESIDE, expert=True)
+    locality_slack: float = key(0.01, resume=BESIDE, advanced=True)
     """Images are encoded on the device, or else the node, of the text replica that needs them, as far as the busiest
     vision replica gets no more than this fraction of work beyond the most even way. 0: only where evenness costs
     nothing."""
@@ -125,7 +125,7 @@ class DataConfig:
     """Samples of a random order that are balanced together, each window measured while the one before it is trained on:
     for datasets too large to be measured before the first step; needs training.max_steps. Null: an epoch."""
 
-    isf_passes: int = key(10, resume=HELD, expert=True)
+    isf_passes: int = key(10, resume=HELD, advanced=True)
     """isf: most passes of sampling and filtering; the packs of the last one are kept, however full they are."""
 
     long_tokens: Optional[int] = key(None, resume=HELD)
@@ -143,14 +143,14 @@ class DataConfig:
     """Directory of measured lengths, and of copies of files from addresses, for all runs. Null: dhp in $XDG_CACHE_HOME
     or ~/.cache."""
 
-    cache_gib: Optional[float] = key(50.0, resume=BESIDE, expert=True)
+    cache_gib: Optional[float] = key(50.0, resume=BESIDE, advanced=True)
     """GiB of copies in cache_dir of annotations and media that are read from addresses (s3://, gs://, hf://, http://);
     beyond it, those go that were not used for longest. Null: no bound."""
 
-    fetch_tries: int = key(5, resume=BESIDE, expert=True)
+    fetch_tries: int = key(5, resume=BESIDE, advanced=True)
     """Tries of a request to such an address, with growing pauses between them, before its file counts as unreadable."""
 
-    fetch_s: float = key(300.0, resume=BESIDE, expert=True)
+    fetch_s: float = key(300.0, resume=BESIDE, advanced=True)
     """Seconds that all tries of such a request may take, one large file included."""
 
     cache_features: Optional[str] = key(None, resume=BESIDE)
@@ -158,7 +158,7 @@ class DataConfig:
     neither decoded nor encoded. Needs training.frozen=[vision,projector]. On several nodes: one that all of them share.
     Null: nothing is kept."""
 
-    cache_features_gib: Optional[float] = key(None, resume=BESIDE, expert=True)
+    cache_features_gib: Optional[float] = key(None, resume=BESIDE, advanced=True)
     """GiB of files in cache_features beyond which a run adds none; nothing is ever removed. Null: no bound."""
 
     num_workers: int = key(0, resume=BESIDE)

@@ -33,7 +33,7 @@ class Key:
     default: Any
     doc: str
     is_section: bool
-    expert: bool = False
+    advanced: bool = False
 
 
 _SETTINGS = f"stages.{ANY_NAME}.settings."  # of a training stage: any key of a run
@@ -97,8 +97,8 @@ def _walk(made: Any, prefix: str) -> Iterator[Key]:
         path, hint = f"{prefix}{field.name}", hints[field.name]
         inner = hint if isinstance(hint, type) and is_dataclass(hint) else _entry_type(hint)
         if inner is None:
-            expert = field.metadata.get("expert", False)
-            yield Key(path, hint, getattr(made, field.name), docs.get(field.name, ""), False, expert)
+            advanced = field.metadata.get("advanced", False)
+            yield Key(path, hint, getattr(made, field.name), docs.get(field.name, ""), False, advanced)
             continue
         doc = docs.get(field.name, "") or inspect.getdoc(inner) or ""
         yield Key(path, hint, None, doc, is_section=True)

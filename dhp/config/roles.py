@@ -16,11 +16,11 @@ def key(
     factory: Callable[[], Any] | None = None,
     resume: str = RECIPE,
     layout: str = FIXED,
-    expert: bool = False,
+    advanced: bool = False,
 ) -> Any:
-    """A field of a section. factory: makes the default. resume, layout: what the key is to either. expert: few runs
+    """A field of a section. factory: makes the default. resume, layout: what the key is to either. advanced: few runs
     need it, and the reference has it apart."""
-    metadata = {"resume": resume, "layout": layout, "expert": expert}
+    metadata = {"resume": resume, "layout": layout, "advanced": advanced}
     return (
         field(default=default, metadata=metadata)
         if factory is None

@@ -31,7 +31,7 @@ class LoraConfig:
     dora: bool = False
     """true: train the norms of the matrices' rows too (DoRA). With tensor=1 and zero_stage=0."""
 
-    rslora: bool = key(False, expert=True)
+    rslora: bool = key(False, advanced=True)
     """true: alpha / √rank in the place of alpha / rank (rank-stabilized LoRA)."""
 
     quantization: Optional[str] = None
@@ -226,7 +226,7 @@ class ClusterConfig:
     wait for that: raise it where one may compile, or read, for longer than the others. Not beyond step_timeout_s. While
     the parts are loaded their own limit holds (start_timeout_s). Null: 600, or step_timeout_s where that is shorter."""
 
-    check_collectives: bool = key(False, expert=True)
+    check_collectives: bool = key(False, advanced=True)
     """Ranks agree on each collective (operation, shapes, type, the layer that it is about) before it begins, so that
     one that differs between ranks ends the run with its name. Slow: a round over the network for each. For layouts that
     stand still."""

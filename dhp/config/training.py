@@ -63,10 +63,10 @@ class TrainingConfig:
     weight_decay: float = 0.01
     """Decoupled decay of every parameter: each step takes learning_rate × weight_decay of it away."""
 
-    muon_momentum: float = key(0.95, expert=True)
+    muon_momentum: float = key(0.95, advanced=True)
     """Muon's decay rate of the mean of the gradients, in [0, 1); Nesterov's, as torch has it."""
 
-    muon_adjust_lr: str = key("match_rms_adamw", expert=True)
+    muon_adjust_lr: str = key("match_rms_adamw", advanced=True)
     """What Muon multiplies the learning rate of a matrix by: match_rms_adamw (0.2 × √ of its longer side, so that its
     updates have the size of AdamW's and both take one learning_rate) | original (√ of rows / columns, at least 1)."""
 
@@ -104,22 +104,22 @@ class TrainingConfig:
     """Learning rate at the end of a schedule that falls, a rate and no share of one. Groups with other rates fall to
     the same share of theirs, min_lr / learning_rate. With warmup_stable_decay the warm-up begins there as well."""
 
-    lr_num_cycles: int = key(1, expert=True)
+    lr_num_cycles: int = key(1, advanced=True)
     """Half waves of cosine_with_restarts: each begins at learning_rate again."""
 
-    lr_decay_steps: Optional[int] = key(None, resume=BESIDE, expert=True)
+    lr_decay_steps: Optional[int] = key(None, resume=BESIDE, advanced=True)
     """Last steps of the run, over which warmup_stable_decay falls; beats lr_decay_ratio. Null: by lr_decay_ratio."""
 
-    lr_decay_ratio: float = key(0.1, resume=BESIDE, expert=True)
+    lr_decay_ratio: float = key(0.1, resume=BESIDE, advanced=True)
     """Fraction of all steps over which warmup_stable_decay falls; rounded up to whole steps."""
 
-    lr_decay_type: str = key("cosine", expert=True)
+    lr_decay_type: str = key("cosine", advanced=True)
     """How warmup_stable_decay falls: cosine (half a wave) | linear | 1-sqrt (fast, then slower)."""
 
     max_grad_norm: Optional[float] = None
     """Largest global gradient norm, over all stages; larger gradients are scaled to it. Null or 0: no clipping."""
 
-    max_nonfinite_steps: int = key(3, resume=BESIDE, expert=True)
+    max_nonfinite_steps: int = key(3, resume=BESIDE, advanced=True)
     """Steps in a row whose loss or gradient is not finite that end the run. Fewer are skipped: nothing is updated, and
     their samples are named. 0 or 1: the first one ends it."""
 
@@ -155,7 +155,7 @@ class TrainingConfig:
     thread writes the copy while training goes on. false: training waits until all is written, with 256 MiB of
     copies."""
 
-    save_timeout_s: float = key(1800.0, resume=BESIDE, expert=True)
+    save_timeout_s: float = key(1800.0, resume=BESIDE, advanced=True)
     """The longest that ranks may take to write a checkpoint, seconds; a run in which one takes longer fails."""
 
     save_final: bool = key(True, resume=BESIDE)
@@ -175,7 +175,7 @@ class TrainingConfig:
     evaluation, the likeliest token each time, and shown with those of the dataset: in the log, metrics.jsonl and
     TensorBoard. With text.pipeline=1, expert=1, compile=false, and zero_stage up to 2 by DeepSpeed. 0: none."""
 
-    eval_answer_tokens: int = key(64, resume=BESIDE, expert=True)
+    eval_answer_tokens: int = key(64, resume=BESIDE, advanced=True)
     """The longest of these answers, tokens."""
 
     best_metric: Optional[str] = key(None, resume=BESIDE)
@@ -220,5 +220,5 @@ class TrainingConfig:
     [wandb, mlflow]. Packages of their own, to be installed; their environment variables act (WANDB_MODE=offline,
     MLFLOW_TRACKING_URI, SWANLAB_MODE=offline). One that fails never stops a run."""
 
-    logger_project: Optional[str] = key(None, resume=BESIDE, expert=True)
+    logger_project: Optional[str] = key(None, resume=BESIDE, advanced=True)
     """Where the loggers file the run: their project, MLflow's experiment. Null: the run's name."""

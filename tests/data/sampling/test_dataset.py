@@ -510,7 +510,7 @@ def test_ranks_of_a_run_get_what_was_said(write_json, images: Path, tmp_path: Pa
     registry = {"w": DatasetEntry(str(words), weight=1.5), "p": DatasetEntry(str(shown), str(images))}
     data = DataConfig(["w", "p"], data_registry=registry, packing=packing, cache_dir=str(tmp_path / "cache"))
     layout, model = BatchLayout(2, 2, 1), str(tiny_assets / "model")
-    random = reader.BatchReaderSettings(model, data, layout, Division({"vision": Split()}), 3)
+    random = reader.BatchReaderSettings(model, data, layout, Division({"vision": Split()}, packing), 3)
     balanced = replace(random, balancing=BalanceSettings("isf" if packing else "length_group"))
     lengths = reader.make_reader(balanced).lengths
     for settings in (random, balanced):
