@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def extra_lines(name: str) -> list[str]:
     return (ROOT / f"requirements-{name}.txt").read_text().splitlines()
 
 
+@cache
 def imported() -> set[str]:
     """Distributions that dhp and its tests import."""
     names = set()

@@ -192,6 +192,7 @@ def test_freed_memory_is_used_again():
     assert kept == "True" and faults < FEW
 
 
+@pytest.mark.slow
 def test_by_itself_the_library_gives_it_back():
     """What keeping is for; should this fail, it is not needed any more."""
     assert probe("leave")[1] > MANY

@@ -207,6 +207,7 @@ def test_sigterm_is_left_to_whoever_handled_it() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_a_ray_of_our_own_keeps_no_events_of_tasks() -> None:
     """Its control store would keep 3 KiB for each call of a run, and nobody could ask for them."""

@@ -234,6 +234,7 @@ def test_gpus_are_told_by_name_and_capability(monkeypatch: pytest.MonkeyPatch) -
     assert look_around().gpus == ("Model 0 (compute capability 9.0)",)
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_layout_is_the_plain_models(tiny_assets: Path) -> None:
     done = train("doctor", "loss", "--config-name=tiny", f"tiny_assets={tiny_assets}", module="dhp")
     assert (done.status, done.left) == (0, ()), done.stdout + done.stderr

@@ -16,7 +16,7 @@ from tests.engine.test_declared_families import Made, made, run
 from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare, compare_rounding, train
-from tests.helpers.rows import slow, slow_but
+from tests.helpers.rows import slow
 from tests.helpers.tiny_families import FAMILIES
 
 ONE = Degrees()
@@ -130,7 +130,7 @@ ALWAYS = ["qwen3_5_moe", "kimi_k25", "gemma3"]  # gated delta nets and a shared 
 OTHERS = [pytest.param(name, marks=pytest.mark.families) for name in FAMILIES if name not in ALWAYS]
 
 
-@pytest.mark.parametrize("name", [*slow_but(ALWAYS, "gemma3"), *OTHERS])
+@pytest.mark.parametrize("name", [*map(slow, ALWAYS), *OTHERS])
 def test_adapters_of_families_equal_peft_on_the_plain_model(name: str, made: dict[str, Made]) -> None:
     assert_exact(run(made[name], CASE))
 

@@ -93,7 +93,10 @@ def test_adapters_equal_pefts_on_the_plain_model(audio: Degrees, made: Made, mon
     assert_exact(run(made, case))
 
 
-ZERO = [(TWO, 1), *(pytest.param(*case, marks=pytest.mark.families) for case in product((TWO, SEQUENCE), (1, 2, 3)))]
+ZERO = [
+    slow(TWO, 1),
+    *(pytest.param(*case, marks=pytest.mark.families) for case in product((TWO, SEQUENCE), (1, 2, 3))),
+]
 
 
 @pytest.mark.parametrize(("audio", "stage"), ZERO)

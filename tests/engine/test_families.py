@@ -297,7 +297,7 @@ class Text(ByParcel):
 PARCEL_CASES = [
     slow(Case(Degrees(), Degrees(data=2), micro_batches=4, schedule="vision_ahead")),
     Case(Degrees(data=2), Degrees(data=2), micro_batches=2, packing=True),
-    Case(Degrees(data=2), Degrees(), micro_batches=4, packing=True, stages=2, schedule="1f1b"),
+    slow(Case(Degrees(data=2), Degrees(), micro_batches=4, packing=True, stages=2, schedule="1f1b")),
 ]
 
 

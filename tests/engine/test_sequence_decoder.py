@@ -149,6 +149,7 @@ def _work(step: StepData) -> TextInput:
 CUT_STATES = [Case(Degrees(ulysses=2), Degrees(ring=2), 1, "float32", zero_stage=1, text_zero_stage=3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CUT_STATES, ids=str)
 def test_states_that_are_cut_too(case: Case, few_keys_model: str) -> None:
     # Of the other model, whose scores are large, one plain process in float32 is as far from another's sums.

@@ -34,6 +34,7 @@ from experiments.gpu_check.parity import Trained, read_layout
 from experiments.gpu_check.rows import IN_ONE_PROCESS, LAYOUTS, PARITY, SECTIONS, Row, Section
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.workshop import Workshop
+from tests.helpers.rows import slow
 
 ROOT = Path(__file__).parents[2]
 PLANTED = "tests.experiments.planted_rows"
@@ -105,7 +106,7 @@ def test_a_row_that_lacks_a_module_costs_no_process(tmp_path: Path) -> None:
         workshop.close()
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("by", [slow(signal.SIGTERM), signal.SIGKILL])
 def test_ended_from_outside_it_leaves_no_process(by: signal.Signals, tmp_path: Path) -> None:
     """SIGTERM is what `timeout` sends."""
     program = (
@@ -136,6 +137,7 @@ def test_a_row_that_hangs_is_ended(tmp_path: Path) -> None:
     assert totals["no time"] == ["planted: who"]
 
 
+@pytest.mark.slow
 def test_a_section_without_time_takes_none_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PATIENCE, "cpu", 1.0)
     who = Row("who", PLANTED, "who")
@@ -240,6 +242,7 @@ def test_intervals_on_a_stream() -> None:
     assert (full_depth.total(kernels), full_depth.overlap(kernels, copies)) == (4.0, 1.0)
 
 
+@pytest.mark.slow
 def test_a_rank_starts_where_ray_is_missing() -> None:
     hidden = (
         "import importlib.util as u, sys; find = u.find_spec;"

@@ -52,6 +52,7 @@ def _losses(kind: str, model: str) -> list[float]:
     return [float(loss) / dist.get_world_size() for loss in losses]
 
 
+@pytest.mark.slow
 def test_the_steps_of_peers_are_the_plain_models(tmp_path: Path) -> None:
     """The update too: of the second step's loss."""
     model = str(make_model(tmp_path, "vision-dominated"))

@@ -50,12 +50,13 @@ def test_samples_have_what_their_load_says() -> None:
 TRIED = ["replicas", "chain", "experts, 16 bits", "LoRA, frozen tower", "offload", "FSDP2"]
 
 
-@pytest.mark.parametrize("name", slow_but(TRIED, "replicas", "offload", "FSDP2"))
+@pytest.mark.parametrize("name", slow_but(TRIED, "offload"))
 def test_a_case_resolves_and_a_plan_knows_its_bytes(name: str, models: Path) -> None:
     expected = layout_of(CASES[name], models).expected(any_machine())
     assert all(own.peak.total > own.states.weights > 0 or own.peak.total > 0 for own in expected.memory.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_layouts_of_a_group_resolve_and_do_the_same_work(group: str, models: Path) -> None:
     own = GROUPS[group]

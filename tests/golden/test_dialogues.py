@@ -76,6 +76,7 @@ def test_with_the_peers_values_they_are_the_peers(trainer: str, model: str, tmp_
     assert sum(same) == len(wanted) == 24
 
 
+@pytest.mark.slow
 def test_by_default_an_answer_ends_in_its_end_token_and_a_newline_belongs_to_its_tag(
     model: str, tmp_path: Path
 ) -> None:

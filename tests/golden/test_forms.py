@@ -14,6 +14,7 @@ from dhp.data.sample.picture_inputs import NO_MEDIA
 from dhp.data.sample.template_check import find_answer_end
 from dhp.data.sample.tokens import ConversationTokenizer
 from tests.golden.vocabularies import FOLDER, load_mistral, load_qwen, load_smollm2
+from tests.helpers.rows import slow
 
 pytestmark = [
     pytest.mark.xdist_group("vocabularies"),  # each takes seconds to be read
@@ -144,14 +145,8 @@ def learn(encoder: ConversationTokenizer, tokenizer: Any, system: str | None, th
     return [tokenizer.decode(own.ids[start:stop]) for start, stop in zip(edges[::2], edges[1::2])]
 
 
-SPACED = [form for form in FORMS if "space" in form or "Mistral" in form]
-CASES = [("smollm2", form) for form in FORMS] + [(name, form) for name in ("qwen", "mistral") for form in SPACED]
-SLOW = [
-    pytest.param(name, form, marks=pytest.mark.slow)
-    for name in ("qwen", "mistral")
-    for form in FORMS
-    if form not in SPACED
-]
+CASES = [("smollm2", form) for form in FORMS]
+SLOW = [slow(name, form) for name in ("qwen", "mistral") for form in FORMS]
 
 
 @pytest.mark.parametrize(("vocabulary", "form"), [*CASES, *SLOW])

@@ -185,6 +185,7 @@ def test_a_second_name_of_a_weight_says_the_first(tied_model: str) -> None:
         check_rules(rules_of(tied_model, frozen=["lm_head"]), list_parameters(tied_model, family), part_names(family))
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_are_frozen_one_by_one(tied_model: str) -> None:
     cut = ["text.parallelism=pipeline", "text.num_actors=2", "vision.zero_stage=0"]
 

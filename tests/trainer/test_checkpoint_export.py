@@ -158,6 +158,7 @@ def test_the_adapters_of_a_run_answer_as_their_export_does(tiny_assets: Path, tm
     assert generated(tmp_path / "a.json", *given) == plainly(tmp_path / "exported", image)
 
 
+@pytest.mark.slow
 def test_a_dataset_is_answered_after_one_start(tiny_assets: Path, tmp_path: Path) -> None:
     model, rows = tiny_assets / "model", json.loads((tiny_assets / "data" / "annotations.json").read_text())
     shown = [row for row in rows if "image" in row][:3]

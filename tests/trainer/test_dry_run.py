@@ -100,7 +100,7 @@ def test_large_models_on_fewer_devices_fit_with_a_row_of_16k(name: str, device: 
         assert fullest_of(exact) == 84.6 and "planned        does not fit: 84.6 GiB" in exact
 
 
-@pytest.mark.parametrize(("name", "device"), [("3b", 60.1), slow("7b", 59.6), slow("32b", 59.0), slow("72b", 50.9)])
+@pytest.mark.parametrize(("name", "device"), [slow("3b", 60.1), slow("7b", 59.6), ("32b", 59.0), slow("72b", 50.9)])
 def test_each_ready_made_configuration_passes_without_a_download(name: str, device: float, tmp_path: Path) -> None:
     printed = dry_run(prepared(f"qwen2_5_vl_{name}", f"run_dir={tmp_path / 'run'}"))
     assert fullest_of(printed) == device and "planned        fits: " in printed
@@ -140,6 +140,7 @@ def test_parts_on_devices_of_their_own(tiny_assets: Path, tmp_path: Path) -> Non
     assert "devices        4: one rank each" in printed
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_and_their_clock(tiny_assets: Path, made_model: str, tmp_path: Path) -> None:
     models = (f"vision.model_name={made_model}", f"text.model_name={made_model}")
     assets = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}")

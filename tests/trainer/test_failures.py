@@ -85,7 +85,7 @@ def test_a_killed_rank_ends_the_run_by_name(tiny_assets: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("number", "layout", "again"),
-    [(signal.SIGINT, ONE_ACTOR_EACH, "training.resume=auto"), slow(signal.SIGTERM, (), "overwrite=true")],
+    [slow(signal.SIGINT, ONE_ACTOR_EACH, "training.resume=auto"), slow(signal.SIGTERM, (), "overwrite=true")],
 )
 def test_an_interrupted_run_says_so_and_nothing_that_a_second_one_did_in_its_directory(
     tiny_assets: Path, tmp_path: Path, number: signal.Signals, layout: tuple[str, ...], again: str

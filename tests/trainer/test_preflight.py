@@ -203,6 +203,7 @@ def test_a_step_that_has_no_whole_groups_of_micro_batches_cannot_be_interleaved(
         prepare(compose_config("tiny", overrides=[*own, *cut, *few, f"tiny_assets={tiny_assets}"]))
 
 
+@pytest.mark.slow
 def test_a_tied_weight_may_be_cut_by_any_engine(tiny_assets: Path, tied_model: str, tmp_path: Path) -> None:
     own = [f"{part}.model_name={tied_model}" for part in ("vision", "text")]
     cut = ["text.pipeline=2", "text.parallelism=data", "text.num_actors=4", "text.zero_stage=1"]
@@ -338,6 +339,7 @@ def test_a_given_layout_is_not_planned(tiny_assets: Path) -> None:
     assert with_layout(config) is config
 
 
+@pytest.mark.slow
 def test_what_files_set_stays_with_auto(monkeypatch: pytest.MonkeyPatch, tiny_assets: Path, tmp_path: Path) -> None:
     overrides = ["layout=auto", "text.tensor=2", "text.ulysses=1", f"run_dir={tmp_path / 'run'}"]
     config, said = planned(monkeypatch, tiny_assets, *overrides, devices=machine(4))

@@ -110,6 +110,7 @@ def test_groups_have_the_limit_of_training_once_the_stage_is_loaded_later_ones_t
     assert group.execute_all("limits", timeout_s=WAIT_S) == [[LIMIT_S] * 2, [LIMIT_S] * 2, [LIMIT_S]]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_slow_within_the_limit_is_no_hang(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookout_module, "EVERY_S", 0.5)
     looks, watch = [], started.lookout.watch
@@ -147,6 +148,7 @@ def test_a_stopped_rank_is_named_as_that(started: Started) -> None:
     assert error.fault.who == "text rank 1"
 
 
+@pytest.mark.slow
 def test_where_no_call_ends_the_rank_that_others_wait_for_is_blamed(started: Started) -> None:
     error = failure(started, 0.0, 6.0, 0.0, collective_s=60.0, step_s=3.0)
     said = str(error)
@@ -177,6 +179,7 @@ def test_processes_of_a_node_that_does_not_answer_stay_with_what_they_did_last(m
     assert lookout.look()["text rank 1"].sight == Sight(known, RUNS, beat)
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_for_longer_is_slow_and_those_that_wait_for_it_are_not(started: Started) -> None:
     """What of a step's methods is not spent in a collective is a rank's own."""
     group, stragglers = started.group, Stragglers()

@@ -86,6 +86,7 @@ def test_processes_that_wait_say_where_and_the_odd_one_is_named(
     assert {post.name for post in take_stacks(posts)} == {"text-1", "vision-0"}
 
 
+@pytest.mark.slow
 def test_a_process_that_has_the_id_of_one_that_ended_gets_no_signal(actors: dict[str, subprocess.Popen[str]]) -> None:
     posts = [replace(post, begun=post.begun - 60) for post in posts_of(actors)]
     assert take_stacks(posts, wait_s=0.5) == {}

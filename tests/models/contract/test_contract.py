@@ -87,6 +87,7 @@ def test_rows_that_all_pictures_share_get_the_sum_of_their_gradients() -> None:
     assert torch.allclose(shared.grad, weights.sum(0))
 
 
+@pytest.mark.slow
 def test_unused_layers_are_those_of_the_whole_tower() -> None:
     """CLIP's last layer, whose states LLaVA passes over, though the twin's tower has four layers."""
     config = LlavaConfig()

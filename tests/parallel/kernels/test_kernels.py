@@ -201,7 +201,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
 
 
 WAYS = [*product(FUNCTIONS, COMPILING)]
-QUICK = [(name, how) for name, how in WAYS if how == "written" or name == "neighbours"]
+QUICK = [(name, how) for name, how in WAYS if how == "written"]
 
 
 @pytest.mark.parametrize(("name", "how"), slow_but(WAYS, *QUICK))
@@ -308,6 +308,7 @@ def test_rotary_positions_of_other_lengths_compile_nothing_anew(counter: Compile
     assert counter.frame_count == made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(FUNCTIONS, "neighbours to halves"))
 def test_the_compiler_never_gives_up_on_rotary_positions(name: str, counter: CompileCounter) -> None:
     """torch makes eight graphs of a function and runs it uncompiled from then on, with no more than a warning: what

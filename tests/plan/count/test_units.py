@@ -155,7 +155,7 @@ def test_attention_exchanges_again_where_it_runs_again(made_model: str) -> None:
     assert recomputed(forward, "all", 1.0).sent == forward.sent and not recomputed(forward, "linear", 0.9).sent
 
 
-@pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2), Degrees(ulysses=2)], ids=str)
+@pytest.mark.parametrize("degrees", [slow(Degrees()), slow(Degrees(tensor=2)), Degrees(ulysses=2)], ids=str)
 @pytest.mark.parametrize("model", ["made_model", slow("qwen3_vl_model")])
 def test_all_ranks_of_a_tower_do_the_operations_of_a_step(
     model: str, degrees: Degrees, request: pytest.FixtureRequest

@@ -46,7 +46,7 @@ def step_s(model: str, *overrides: str) -> float:
     return forecast(Question(plan, machine(), loads)).timeline.step_s
 
 
-@pytest.mark.parametrize("frozen", [slow(()), FROZEN_TOWER], ids=["trained", "frozen"])
+@pytest.mark.parametrize("frozen", [slow(()), slow(FROZEN_TOWER)], ids=["trained", "frozen"])
 def test_the_step_is_as_short_as_under_the_best_of_all_cuts(four_layers_model: str, frozen: tuple[str, ...]) -> None:
     """Played with both actors on the shared device, which the search takes for one."""
     inside = range(1, LAYERS)
@@ -62,7 +62,7 @@ def test_the_step_is_as_short_as_under_the_best_of_all_cuts(four_layers_model: s
     assert own == step_s(four_layers_model, *CHAIN, *frozen)  # the graph has them
 
 
-@pytest.mark.parametrize("method", ["bmp", "profile", "layers", "parameters"])
+@pytest.mark.parametrize("method", [slow("bmp"), slow("profile"), "layers", slow("parameters")])
 def test_each_method_cuts_the_whole_chain(method: str, four_layers_model: str) -> None:
     found = cuts_of(four_layers_model, *CHAIN, f"text.partition={method}")
     assert {name: len(one.cuts) for name, one in found.items()} == {"vision": 1, "text": 2}
@@ -91,6 +91,7 @@ def test_a_third_part_in_stages_has_cuts_of_its_own_beside_the_chain(tmp_path: P
     assert alone == {"audio": LayerCuts((1,), "layers")}
 
 
+@pytest.mark.slow
 def test_where_they_are_cut_apart_each_has_its_own(four_layers_model: str) -> None:
     found = cuts_of(four_layers_model, *APART)
     assert all(one.why.startswith("exact") and WHERE not in one.why for one in found.values())

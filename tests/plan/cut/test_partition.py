@@ -24,6 +24,7 @@ from dhp.plan.cut.bmp import by_parameters
 from dhp.plan.cut.partition import LayerCuts, PartUnits, part_cuts
 from dhp.plan.cut.units import Unit
 from dhp.plan.run_plan import plan_run
+from tests.helpers.rows import slow
 from tests.helpers.tiny import save_llava_with_experts
 from tests.plan.made import RATES, machine
 
@@ -185,6 +186,7 @@ def shares(units: Sequence[Unit]) -> list[float]:
 WHOLE = ("text.parallelism=none", "text.num_actors=1")
 
 
+@pytest.mark.slow
 def test_units_of_a_decoder_are_what_the_layout_makes_of_them(four_layers_model: str) -> None:
     one = units_of(four_layers_model, "text", *WHOLE)
     assert [unit.layers for unit in one] == [0, 1, 1, 1, 1, 0]
@@ -210,7 +212,7 @@ TOWER = ("vision.parallelism=none", "vision.num_actors=1", "vision.zero_stage=0"
          "text.parallelism=none")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["four_layers_model", "qwen3_vl_model"])
+@pytest.mark.parametrize("name", ["four_layers_model", slow("qwen3_vl_model")])
 def test_units_of_a_tower_sum_up_to_it(name: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(name)
     family, units = load_family(model).having(("vision", "text")), units_of(model, "vision", *TOWER)
@@ -221,6 +223,7 @@ def test_units_of_a_tower_sum_up_to_it(name: str, request: pytest.FixtureRequest
     assert [unit.cut for unit in units] == ["never", *["may"] * (layers - 1), "never", "never"]
 
 
+@pytest.mark.slow
 def test_each_way_to_split_a_tower_halves_what_a_rank_computes(four_layers_model: str) -> None:
     one = units_of(four_layers_model, "vision", *TOWER)
     for degree in ("tensor", "ulysses", "ring"):
@@ -238,6 +241,7 @@ def test_layers_with_windows_take_less_than_those_without(four_layers_model: str
     assert max(seconds["window"]) < min(seconds["full"])
 
 
+@pytest.mark.slow
 def test_an_inner_merger_belongs_to_its_layer(qwen3_vl_model: str) -> None:
     units, tower = units_of(qwen3_vl_model, "vision", *TOWER), load_family(qwen3_vl_model).tower
     inner = {at for name, at in tower.leaves.items() if name != "embeddings"}
@@ -246,6 +250,7 @@ def test_an_inner_merger_belongs_to_its_layer(qwen3_vl_model: str) -> None:
     assert units[-1].parameters > 0 and units[0].parameters > 0
 
 
+@pytest.mark.slow
 def test_what_of_a_tower_trains_goes_back(four_layers_model: str) -> None:
     plain = units_of(four_layers_model, "vision", *TOWER)
     assert shares(plain)[0] == pytest.approx(1)  # pixels have no gradient

@@ -307,7 +307,7 @@ def test_fsdp_gathers_a_layer_beside_the_one_that_computes() -> None:
 ALONE, TARGETS, FEATURES = Degrees(), 20, 256
 
 
-@pytest.mark.parametrize("choice", ["none", "light", "all"])
+@pytest.mark.parametrize("choice", [slow("none"), "light", slow("all")])
 def test_stages_keep_what_ranks_of_a_pipeline_count(four_layers_model: str, choice: str) -> None:
     case = Case(ALONE, ALONE, 1, "float32", packing=True, schedule="1f1b", stages=2)
     data = make_reader(four_layers_model, case, [[make_sample([(1, 32, 32)], 40, TARGETS, 0, IMAGE_TOKEN)]]).step(0)
@@ -396,6 +396,7 @@ def test_stages_take_what_their_layers_do(four_layers_model: str) -> None:
     assert seconds(recomputed, Backward, "text.1") == pytest.approx(back[1])
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_has_no_backward_and_frozen_layers_less(four_layers_model: str) -> None:
     timeline = step_of(four_layers_model, "text.cuts=[2]", *FROZEN_TOWER)
     assert not any(span.action == Backward(Node("vision"), 0) for span in timeline.spans)
@@ -432,6 +433,7 @@ def test_the_lines_name_shares_of_the_step(four_layers_model: str) -> None:
     assert waits > 0.1 and f"text.0 {waits:.0%} for text.1" in waiting
 
 
+@pytest.mark.slow
 def test_what_tower_stages_hand_on_takes_by_the_towers_own_bytes(four_layers_model: str) -> None:
     """Twice as wide an own format is twice as long on the way, and the decoder's does not count."""
     staged = ("vision.parallelism=pipeline", "vision.num_actors=2", "vision.cuts=[2]", "text.cuts=[2]")
@@ -456,6 +458,7 @@ def test_the_decoder_gets_a_row_for_each_token_of_a_picture(four_layers_model: s
     assert on_the_way == pytest.approx(4 * width * 4 * 1024 / HANDOVER)  # four pictures in float32
 
 
+@pytest.mark.slow
 def test_features_of_inner_layers_go_along(qwen3_vl_model: str) -> None:
     question = step_question(qwen3_vl_model, "text.cuts=[3]")
     plan = question.plan

@@ -402,6 +402,7 @@ def found_for(model: str, devices: int, memory: float) -> Found:
     return search(space_of(model, devices, memory))
 
 
+@pytest.mark.slow
 def test_of_those_that_tie_groups_of_every_layer_stay_on_a_node(made_model: str) -> None:
     """Two devices a node: Ulysses over four, of one kind, comes after Ulysses 2 × data 2, of two."""
     alike = [replace(one, found=replace(one.found, step_s=1.0)) for one in found_for(made_model, 4, 2.0**30).candidates]
@@ -452,6 +453,7 @@ def test_little_memory_finds_layouts_that_divide_more(made_model: str) -> None:
     assert tight.candidates[0].found.step_s >= roomy.candidates[0].found.step_s
 
 
+@pytest.mark.slow
 def test_nothing_fits_names_the_smallest(made_model: str) -> None:
     found = found_for(made_model, 2, 2.0**20)
     assert not found.candidates and found.tight is not None
