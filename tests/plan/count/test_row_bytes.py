@@ -107,7 +107,7 @@ def deep(path: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("model", "dtype", "tensor", "part"), slow_but(TRACED))
+@pytest.mark.parametrize(("model", "dtype", "tensor", "part"), [slow(*row) for row in TRACED])
 def test_some_layers_tell_of_all(
     model: str, dtype: str, tensor: int, part: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
