@@ -23,10 +23,6 @@ from dhp.plan.count.loads import RunLoads, even_loads, loads_of_steps
 if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table
 
-
-if TYPE_CHECKING:
-    from dhp.data.sampling.step_loads import Table
-
 QUICK_STEPS = 64  # of a search's candidates; what is shown is made from all
 _NAMES = ("text", "vision", "patches", "squares", "pictures", "targets")
 _NEEDED = ("text",)
