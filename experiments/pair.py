@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from dhp.config.layout import read_choices
 from dhp.config.schema import Config, PartConfig
+from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
 from dhp.core.dispatch import PerRank, spread
@@ -53,7 +54,13 @@ def pair_of(
 
 
 def settings_of(
-    graph: StageGraph, stage: str, model: str, update: OptimizerSettings, recompute: str = "none", **changes: Any
+    graph: StageGraph,
+    stage: str,
+    model: str,
+    update: OptimizerSettings,
+    recompute: str = "none",
+    deterministic: bool = False,
+    **changes: Any,
 ) -> StageSettings:
     """Of one stage: float32 on a CPU, packed rows, all of it trained, nothing cut. recompute: as a part's key says it;
     changes: of any other setting, or of the part's section."""
@@ -62,7 +69,7 @@ def settings_of(
     of_stage = {key: value for key, value in changes.items() if key in StageSettings.__dataclass_fields__}
     of_part = {key: value for key, value in changes.items() if key not in of_stage}
     section = replace(PartConfig(model_name=model, zero_engine="deepspeed"), **of_part)
-    config = Config(**{spec.part: section})
+    config = Config(training=TrainingConfig(deterministic=deterministic), **{spec.part: section})
     return StageSettings(config=config, spec=spec, graph=graph, update=update, **given | of_stage)
 
 

@@ -382,7 +382,14 @@ def _checked_arguments(rest: list[str], source: ConfigSource) -> list[str]:
     flags = wrong_flags(rest, _FLAGS)
     if flags:  # what follows one is its value, and no setting of ours
         overrides = [part for before, part in zip(["", *rest], rest) if _is_override(part) and before[:2] != "--"]
-    return checked_overrides(overrides, source, flags) + [part for part in rest if not _is_override(part)]
+    folder = [_folder_of(part) for part in overrides if part.lstrip("+").startswith("run_dir=") and "hydra:job" in part]
+    places = [f"hydra.sweep.dir={one}" for one in folder[-1:]] + ["hydra.sweep.subdir=."] * bool(folder)
+    return checked_overrides(overrides, source, flags) + places + [part for part in rest if not _is_override(part)]
+
+
+def _folder_of(setting: str) -> str:
+    """Where a sweep's own file goes: above the directories that its jobs number, which have no name before they run."""
+    return str(Path(setting.partition("=")[2].partition("$")[0] + "_").parent)
 
 
 def _is_override(part: str) -> bool:

@@ -97,6 +97,17 @@ def known_links() -> dict[str, Link]:
     }
 
 
+@cache
+def known_peaks() -> dict[tuple[str, str], float]:
+    """Operations a second by device name and number format, as vendors state them."""
+    return {
+        (name, number_format): peak.value
+        for device in known_devices().values()
+        for name in device.names
+        for number_format, peak in device.peaks.items()
+    }
+
+
 def find_device(name: str) -> Device:
     """The device of this short name, or of torch's name for it. Raises ConfigError for one that is not known."""
     known = known_devices()

@@ -9,14 +9,13 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from dhp.config.devices import known_devices
+from dhp.config.devices import known_peaks
 from dhp.core.files import write_whole
 from dhp.core.reports import DeviceInfo
 from dhp.core.text import json_safe
@@ -152,17 +151,6 @@ class PlanVersusRun:
         found = f"{planned:.3g} s a step, took {measured:.3g} ({ratio - 1:+.0%})"
         differing = self.differing()
         return found if differing is None else f"{found}: most by {differing}"
-
-
-@cache
-def known_peaks() -> dict[tuple[str, str], float]:
-    """Operations a second by device name and number format, as vendors state them."""
-    return {
-        (name, number_format): peak.value
-        for device in known_devices().values()
-        for name in device.names
-        for number_format, peak in device.peaks.items()
-    }
 
 
 def who_measures(devices: Sequence[DeviceInfo]) -> list[bool]:

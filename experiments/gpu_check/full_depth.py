@@ -11,11 +11,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from dhp.config.devices import known_peaks
 from dhp.config.layout import CHOICES, OFFLOAD
 from dhp.core.batch import IGNORED, StepInfo
 from dhp.core.reports import DeviceInfo, StageReport
 from dhp.data.sample.sample import Sample
-from dhp.observe.summary import known_peaks
 from dhp.plan.count.costs import Arrangement, predicted_bytes
 from dhp.plan.recompute.planner import Planner, as_text
 from experiments.gpu_check.pair import (

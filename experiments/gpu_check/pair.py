@@ -248,7 +248,7 @@ def shared_pair(setting: Setting, compiled: bool = False) -> Pair:
     if (setting, compiled) not in _SHARED:
         free()
         recompute = "none" if compiled else "full"
-        _SHARED[setting, compiled] = start_pair(setting, make_shape(setting), recompute, compiled=compiled)
+        _SHARED[setting, compiled] = start_pair(setting, make_shape(setting), recompute, compile=compiled)
     return _SHARED[setting, compiled]
 
 

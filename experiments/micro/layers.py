@@ -53,14 +53,14 @@ def compiled(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each family; in the first three steps layers are compiled, for one length and then for any."""
     for name in given.families or COMPILED:
         torch.compiler.reset()
-        row, _ = in_turn(name, given.rounds or 9, 3, "compiled", {}, {"compiled": True})
+        row, _ = in_turn(name, given.rounds or 9, 3, "compiled", {}, {"compile": True})
         yield row
 
 
 def kernels(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each family."""
     for name in given.families or KERNELED:
-        plain = {"kernels": dict.fromkeys(KERNELS, PLAIN)}
+        plain = {"kernels": ",".join(f"{kind}:{PLAIN}" for kind in KERNELS)}
         row, ours = in_turn(name, given.rounds or 9, 2, "kernels", plain, {})
         served = {use.kind: use.kernel for trainer in ours.trainers.values() for use in trainer.describe_kernels()}
         yield row | {"dtype": "float32", "kernels": {kind: served[kind] for kind in KERNELS if kind in served}}

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
+import experiments.baselines  # noqa: F401  it registers length_group
 from dhp.__main__ import main
 from dhp.__main__ import main as dhp
 from dhp.cli.common import add_options, find_configuration
@@ -181,20 +182,21 @@ def test_any_run_is_evaluated_and_asked(kind: str, tmp_path: Path, tiny_assets: 
     checkpoint.mkdir(parents=True)
     (checkpoint / "checkpoint.json").write_text(json.dumps({"step": 1}))
     own = [setting.format(folder=tmp_path) for setting in KINDS[kind]]
+    known = [setting for setting in own if setting.startswith("plugins=")]  # a run's file alone runs no code
     trained = resolve(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", f"run_dir={run_dir}", *own]))
     (run_dir / "config.yaml").write_text(to_yaml(trained))
 
-    loss, found = find_configuration(options(run_dir, ["data.eval_datasets=[shapes]"]))
+    loss, found = find_configuration(options(run_dir, ["data.eval_datasets=[shapes]", *known]))
     assert found is not None
     of_plain_rows(prepare(loss, new_run=False))
 
     (tmp_path / "a.jsonl").write_text("")
-    needle, _ = find_configuration(options(run_dir, []), [NAME])
+    needle, _ = find_configuration(options(run_dir, known), [NAME])
     of_plain_rows(prepare(_reading(needle, tmp_path / "a.jsonl", 16), new_run=False))
 
     request = GenerateRequest(prompt="a", checkpoint=str(run_dir))
     given = argparse.Namespace(config_name=None, config_path=None)
-    asked, found = _configuration(request, given, LAID_OUT.get(kind, ()))
+    asked, found = _configuration(request, given, (*LAID_OUT.get(kind, ()), *known))
     assert found is not None
     of_plain_rows(prepare(asked, new_run=False, reads=False))
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
 from dhp.config.command_line import hydra_entry
 from dhp.config.schema import Config
@@ -221,5 +222,6 @@ def test_multirun_numbers_the_jobs_below_run_dir(tmp_path):
     ],
 )
 def test_multirun_gives_each_job_a_directory(arguments: list[str], expected: list[str]):
+    HydraConfig.instance().cfg = None  # as in a process that begins
     configs = enter("--config-name=tiny", "-m", *arguments)
     assert [config.run_dir for config in configs] == expected

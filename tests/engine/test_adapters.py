@@ -15,7 +15,16 @@ from dhp.parallel.tensor import slices as cutting
 from tests.engine.test_declared_families import Made, made, run
 from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare, compare_rounding, train
+from tests.helpers.layouts import (
+    Case,
+    Fault,
+    InspectedText,
+    InspectedVision,
+    compare,
+    compare_rounding,
+    train,
+    with_part,
+)
 from tests.helpers.rows import slow
 from tests.helpers.tiny_families import FAMILIES
 
@@ -66,7 +75,7 @@ class CompiledText(InspectedText):
 def _compiled(settings: StageSettings) -> StageSettings:
     """For a rank's process: graphs are made, and run operation by operation; kernels of them would take minutes."""
     torch.compile = partial(torch.compile, backend="eager")
-    return replace(settings, compiled=True)
+    return with_part(settings, compile=True)
 
 
 COMPILED = [

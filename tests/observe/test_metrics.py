@@ -13,6 +13,7 @@ from statistics import median
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dhp.config.devices import known_peaks
 from dhp.core.errors import RecordError
 from dhp.core.reports import DeviceInfo, Spent, StageReport, StageUsage
 from dhp.core.tracing import FORWARD, WAIT, Span
@@ -51,7 +52,6 @@ from dhp.observe.summary import (
     DataStall,
     Planned,
     PlanVersusRun,
-    known_peaks,
     peak_flops,
     unknown_devices,
     utilisation,

@@ -397,7 +397,7 @@ class Scorer:
         logits = loss_bytes(section, head) if head is not None and head.loss else 0
         units = stage_units(self._counted.unit_parameters(layout.part, Cut.of(section)), stage.layers)
         whole = gathered_moments(section, shape, units, stage.degrees.shards, self._machine.contexts)
-        return float(states), logits + whole.most
+        return float(states), max(logits + max(whole.loss, whole.after), whole.most)  # the loss is over amid backward
 
 
 def even_runs(layers: int, stages: int) -> list[range]:
