@@ -53,7 +53,7 @@ from tests.helpers.tiny_families import save_family
 
 TEXT = (TracedRows(256, 64, 32), TracedRows(777, 192, 301))
 TOWER = (TracedRows(0, patches=1024, windows=64), TracedRows(0, patches=64 * 48, windows=64))
-DEEP = 16  # layers
+DEEP = 18  # layers
 ROWS = {"text": TEXT, "vision": TOWER}
 TRACED = [
     (model, *form, part)
