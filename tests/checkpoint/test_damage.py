@@ -211,6 +211,14 @@ def test_one_bit_in_any_file_is_noticed(tmp_path: Path, place: float) -> None:
     check_checkpoint(checkpoint)
 
 
+@pytest.mark.parametrize("damage", [cut, longer])
+def test_another_size_is_noticed_without_reading_contents(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    checkpoint = write(tmp_path, 1)
+    damage(checkpoint / "model" / "merges.txt")  # of which no header speaks
+    with pytest.raises(CheckpointError, match=r"merges\.txt.*it has \d+ bytes of 8"):
+        check_checkpoint(checkpoint, contents=False)
+
+
 def test_any_file_that_is_gone_is_noticed(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 6)
     for file in [file for file in sorted(checkpoint.rglob("*")) if file.is_file()]:

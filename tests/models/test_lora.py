@@ -214,8 +214,8 @@ def test_a_part_of_a_tied_model_gets_adapters_without_its_embedding(part: str, t
 
 
 Adapters = dict[str, AdapterSettings]
-BOTH = {"vision": AdapterSettings(2, 8.0), "text": AdapterSettings(3, 3.0, targets=("q_proj", "down_proj"))}
-DORA = {"text": AdapterSettings(2, 2.0, dora=True, rslora=True)}
+BOTH = {"vision": AdapterSettings(2, 8.0), "text": AdapterSettings(3, 4.0, targets=("q_proj", "down_proj"))}
+DORA = {"text": AdapterSettings(2, 3.0, dora=True, rslora=True)}
 CASES = {
     "both parts": (BOTH, Case(Degrees(ulysses=2), Degrees(tensor=2), 2, "float32", lora=tuple(BOTH.items()))),
     "dora and the projector": (

@@ -350,7 +350,7 @@ ANSWERED = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_but(ANSWERED, ANSWERED[0]), ids=str)
+@pytest.mark.parametrize("case", slow_but(ANSWERED, ANSWERED[1]), ids=str)
 def test_answers_between_steps(case: Case, four_layers_model: str) -> None:
     model, steps = four_layers_model, awkward_steps()[:2]
     samples = [make_prompt([(1, 8, 6)], 9, 1), make_text(20, 2), make_prompt([(1, 4, 4), (1, 4, 8)], 3, 3)]
