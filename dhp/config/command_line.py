@@ -23,7 +23,7 @@ from dhp.config.hydra_errors import translated_errors
 from dhp.config.keys import ANY_NAME, Key, default_words, find_key, schema_keys, type_words, unknown_key, unknown_keys
 from dhp.config.schema import Config
 from dhp.config.vocabulary import has_alias, names_here, translated
-from dhp.config.yaml_files import ENTRY, ConfigSource, named_file, say, wrong_keys
+from dhp.config.yaml_files import ENTRY, ConfigSource, named_file, names_jobs, say, wrong_keys
 from dhp.core.errors import ConfigError, DhpError, raise_all
 from dhp.core.text import did_you_mean, harmless, nearest
 
@@ -351,7 +351,7 @@ def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
     def job(composed: DictConfig) -> None:
         # Hydra would announce a failed job and print its overrides before the message; leave before it can.
         try:
-            config = _numbered(to_config(composed), rest)
+            config = _numbered(to_config(composed), names_jobs(composed), rest)
             _check_letters(to_yaml(config))
             run(config)
         except DhpError as error:
@@ -382,25 +382,17 @@ def _checked_arguments(rest: list[str], source: ConfigSource) -> list[str]:
     flags = wrong_flags(rest, _FLAGS)
     if flags:  # what follows one is its value, and no setting of ours
         overrides = [part for before, part in zip(["", *rest], rest) if _is_override(part) and before[:2] != "--"]
-    folder = [_folder_of(part) for part in overrides if part.lstrip("+").startswith("run_dir=") and "hydra:job" in part]
-    places = [f"hydra.sweep.dir={one}" for one in folder[-1:]] + ["hydra.sweep.subdir=."] * bool(folder)
-    return checked_overrides(overrides, source, flags) + places + [part for part in rest if not _is_override(part)]
-
-
-def _folder_of(setting: str) -> str:
-    """Where a sweep's own file goes: above the directories that its jobs number, which have no name before they run."""
-    return str(Path(setting.partition("=")[2].partition("$")[0] + "_").parent)
+    return checked_overrides(overrides, source, flags) + [part for part in rest if not _is_override(part)]
 
 
 def _is_override(part: str) -> bool:
     return not part.startswith("-") and ("=" in part or part.startswith("~"))
 
 
-def _numbered(config: Config, arguments: list[str]) -> Config:
-    """In a sweep, give each job a directory of its own below run_dir, unless the command line has another for each."""
+def _numbered(config: Config, named: bool, arguments: list[str]) -> Config:
+    """In a sweep, give each job a directory of its own below run_dir, unless run_dir names jobs or is swept."""
     job = HydraConfig.get()
-    given = [part for part in arguments if part.lstrip("+").startswith("run_dir=")]
-    each = any("hydra:job" in part or is_swept(part) for part in given)
+    each = named or any(is_swept(part) for part in arguments if part.lstrip("+").startswith("run_dir="))
     if job.mode == RunMode.MULTIRUN and not each:
         config.run_dir = str(Path(config.run_dir) / str(job.job.num))
     return config

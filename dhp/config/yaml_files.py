@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.config_source import ConfigSource as HydraSource
@@ -208,6 +209,27 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
 
 ENTRY = "_dhp_entry"  # primary config that Hydra composes: schema, then settings of Hydra, then the named YAML
 _SCHEMA = "_dhp_schema"
+SWEEP = "dhp_sweep"  # a resolver: where Hydra keeps what belongs to a sweep, and to one of its jobs
+
+
+def _sweep(what: str, *, _root_: DictConfig) -> str:
+    """Runs of one sweep are numbered folders below its run_dir. One that numbers its jobs by itself has no name before
+    they run: what belongs to the sweep goes above it."""
+    if what == "subdir":
+        return "." if names_jobs(_root_) else str(HydraConfig.get().job.num)
+    return str(Path(_raw_run_dir(_root_).partition("$")[0] + "_").parent) if names_jobs(_root_) else str(_root_.run_dir)
+
+
+def names_jobs(composed: DictConfig) -> bool:
+    """Whether run_dir is another in each job of a sweep by itself."""
+    return "hydra:job" in _raw_run_dir(composed)
+
+
+def _raw_run_dir(composed: DictConfig) -> str:
+    values = OmegaConf.to_container(composed, resolve=False)
+    return str(values["run_dir"]) if isinstance(values, dict) else ""
+
+
 _HELP = """usage: {called} FILE.yaml|--config-name=NAME key=value …
 
 --help KEY …   type, default and meaning of a key, as data.balance, or of all keys of a section, as text
@@ -285,6 +307,7 @@ class ConfigSource:
         The entry makes the schema the base of every YAML, so that a YAML needs no defaults list, and keeps
         Hydra from writing directories, changing the working directory and configuring logging."""
         YamlFiles.register()
+        OmegaConf.register_new_resolver(SWEEP, _sweep, replace=True)
         store = ConfigStore.instance()
         store.store(name=_SCHEMA, node=Config)
         named = [f"{self.name}@_global_"] if self.name else []
@@ -297,8 +320,7 @@ class ConfigSource:
                     "searchpath": [f"{YamlFiles.scheme()}://{directory}" for directory in self.directories],
                     "output_subdir": None,
                     "run": {"dir": "."},
-                    # Runs of one sweep are numbered folders below the run_dir of the unswept config.
-                    "sweep": {"dir": "${run_dir}", "subdir": "${hydra:job.num}"},
+                    "sweep": {"dir": f"${{{SWEEP}:dir}}", "subdir": f"${{{SWEEP}:subdir}}"},
                     "job": {"name": "train_ray", "chdir": False},
                     "help": {"app_name": "dhp.train_ray", "template": _help(self.names())},
                 },

@@ -218,6 +218,7 @@ def test_multirun_numbers_the_jobs_below_run_dir(tmp_path):
     [
         (["run_dir=a,b"], ["a", "b"]),
         (["run_dir=r_${hydra:job.num}", "seed=1,2"], ["r_0", "r_1"]),
+        (["run_dir='a b/r_${hydra:job.num}'", "seed=1,2"], ["a b/r_0", "a b/r_1"]),
         (["run_dir=r", "seed=1,2"], ["r/0", "r/1"]),  # in one, the second would remove the first's record
     ],
 )
@@ -225,3 +226,12 @@ def test_multirun_gives_each_job_a_directory(arguments: list[str], expected: lis
     HydraConfig.instance().cfg = None  # as in a process that begins
     configs = enter("--config-name=tiny", "-m", *arguments)
     assert [config.run_dir for config in configs] == expected
+
+
+def test_a_files_own_numbers_of_jobs_are_directories_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    HydraConfig.instance().cfg = None
+    (tmp_path / "f.yaml").write_text("run_dir: runs/r_${hydra:job.num}\n")
+    configs = enter("f.yaml", "-m", "seed=1,2")
+    assert [config.run_dir for config in configs] == ["runs/r_0", "runs/r_1"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["f.yaml", "multirun.yaml", "runs"]
