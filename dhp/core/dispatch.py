@@ -23,11 +23,14 @@ class Several:
 class Call:
     """A method of the engine, for every rank of a group.
 
-    method: by name or as a method. arguments: as `spread` takes them. returns: how many results each rank has."""
+    method: by name or as a method. arguments: as `spread` takes them. returns: how many results each rank has. sends:
+    of each rank, by result, on which way (`dhp.core.graph.StageGraph.ways`) and to which ranks it goes; None: not
+    known."""
 
     method: str | Callable[..., Any]
     arguments: tuple[Any, ...]
     returns: int | PerRank = 1
+    sends: PerRank | None = None
 
     @property
     def name(self) -> str:

@@ -94,13 +94,19 @@ class Fault:
 
     kind: RAISED an error; the process DIED; its node or the connection to it is LOST; its node was DRAINED, which was
     announced; nothing moved any more, it HUNG. who: `text rank 1`. action: its call. node: as a person knows it.
-    step: from 1; None: before the first, or between two."""
+    step: from 1; None: before the first, or between two. short: of its GPU's memory."""
 
     kind: str = RAISED
     who: str = ""
     action: str = ""
     node: str = ""
     step: int | None = None
+    short: bool = False
+
+    @property
+    def part(self) -> str:
+        """Of the stage that failed: `text` of `text.0 rank 1`; "" where that is not known."""
+        return self.who.partition(" ")[0].partition(".")[0]
 
 
 class Diverged(DhpError):

@@ -48,6 +48,29 @@ def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
     return {first: tuple(seconds) for first, seconds in found.items()}
 
 
+@dataclass(frozen=True)
+class Way:
+    """What ranks of one stage send ranks of another: between each two, in the order of micro-batches.
+
+    pairs: (rank that sends, rank that receives), all that there may be in any step."""
+
+    source: str
+    target: str
+    pairs: tuple[tuple[int, int], ...]
+
+
+def forward_way(edge: int) -> int:
+    """The number among `StageGraph.ways` of what goes along an edge, by its number."""
+    return 2 * edge
+
+
+def backward_way(edge: int) -> int:
+    """Of what comes back along it."""
+    return 2 * edge + 1
+
+
+# How tensors go along edges, and back.
+TRANSPORTS = SHARED_MEMORY, OBJECT_STORE, CUDA_IPC, NCCL = ("shared_memory", "object_store", "cuda_ipc", "nccl")
 HIDDEN_STATES = "hidden_states"  # the output of one range of layers, input of the next
 
 
@@ -117,6 +140,22 @@ class Edge:
         return f"{self.source} → {self.target}: {', '.join(self.tensors)}{back}"
 
 
+def ranks_of_shard(stage: StageSpec, shard: int) -> range:
+    """The ranks of a stage that have a shard, its tensor ranks; the first of them sends for it."""
+    tensor = stage.degrees.tensor
+    return range(shard * tensor, (shard + 1) * tensor)
+
+
+def _way(source: StageSpec, target: StageSpec, shards: Iterable[tuple[int, int]]) -> Way:
+    return Way(
+        source.name,
+        target.name,
+        tuple(
+            (ranks_of_shard(source, here)[0], rank) for here, there in shards for rank in ranks_of_shard(target, there)
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Tie:
     """A weight that two stages hold, the embedding that is the head too: its gradients are summed, and both take the
@@ -160,6 +199,25 @@ class StageGraph:
         """The name of what a stage gets of these."""
         first = stage.name == self.of_part(stage.part)[0].name or stage.part == self.parts()[-1]
         return stage.part if first else later(stage.part)
+
+    def ways(self) -> tuple[Way, ...]:
+        """Two of each edge, there and back, and two of each tie, from the owner and to it."""
+        found = []
+        for edge in self.edges:
+            source, target = self.stage(edge.source.stage), self.stage(edge.target.stage)
+            shards, others = source.degrees.shards, target.degrees.shards
+            route = straight(shards) if source.part == target.part else dense(shards, others)
+            back = tuple((there, here) for here, there in route.pairs) if edge.gradients else ()
+            found += [_way(source, target, route.pairs), _way(target, source, back)]
+        for tie in self.ties:
+            ranks = tuple((rank, rank) for rank in range(self.stage(tie.owner).degrees.world))
+            found += [Way(tie.owner, tie.other, ranks), Way(tie.other, tie.owner, ranks)]
+        return tuple(found)
+
+    def tied_way(self, stage: str) -> int:
+        """The number of the way on which a stage sends the gradient of the weight that it shares."""
+        number = next(n for n, tie in enumerate(self.ties) if stage in (tie.owner, tie.other))
+        return 2 * (len(self.edges) + number) + (stage == self.ties[number].other)
 
     def parts(self) -> tuple[str, ...]:
         """Names of the parts, in order."""

@@ -66,7 +66,9 @@ class StageReport:
     None where nothing of it is trained, or the step had no data for it. grad_norm is of all stages together.
 
     samples: losses of single samples, on the first tensor rank of each shard where the head is; None elsewhere, and for
-    an objective in which they have no meaning."""
+    an objective in which they have no meaning.
+
+    graphs: that torch.compile has made on this rank since it began, and how often it gave a function up."""
 
     rank: int
     loss: float | None
@@ -83,6 +85,7 @@ class StageReport:
     finite: bool = True
     stage_norm: float | None = None
     samples: SampleLosses | None = None
+    graphs: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

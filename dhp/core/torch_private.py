@@ -1,6 +1,10 @@
 """Private names of torch; tests/core/test_torch_private.py has their canaries."""
 
+import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx.experimental import _config as shapes
 from torch.optim._muon import _adjust_lr as muon_rate
 from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
 from torch.optim._muon import muon as muon_step
@@ -20,9 +25,12 @@ __all__ = [
     "FRONT_KEY",
     "StridedShard",
     "TorchDispatchMode",
+    "add_each",
     "all_groups",
     "backends_of",
     "copy_each",
+    "count_graphs",
+    "forks_may_use_gpus",
     "is_traceable_wrapper_subclass",
     "is_view_of_parameter",
     "keys_behind",
@@ -39,12 +47,53 @@ __all__ = [
     "scale_each",
     "set_allocator",
     "split_tensor",
+    "tell_sizes_apart",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
 ]
+
+
+_ANSWER_S = 60  # a driver without a daemon that keeps it is loaded first
+
+
+def forks_may_use_gpus() -> bool:
+    """Whether CUDA works in a fork of this process, which it does as long as nothing has asked the driver here. Asked
+    of a fork that ends at once: the answer would be what spoils it. Torch counts no GPU where the driver fails."""
+    if not torch.cuda._is_compiled():
+        return True
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_ANSWER_S)
+            none = torch.cuda._device_count_nvml() <= 0
+            if not torch.cuda._is_in_bad_fork() and (none or torch._C._cuda_getDeviceCount() > 0):
+                os._exit(0)
+        os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def count_graphs() -> tuple[int, int]:
+    """Graphs that torch.compile has made in this process, and how often it gave a function up behind as many as it
+    makes of one."""
+    utils = sys.modules.get("torch._dynamo.utils")  # without it nothing was compiled, and to import it takes seconds
+    if utils is None:
+        return 0, 0
+    counters = utils.counters
+    given_up = [n for of in list(counters.values()) for name, n in list(of.items()) if _LIMIT in str(name)]
+    return counters["stats"]["unique_graphs"], sum(given_up)
+
+
+_LIMIT = "recompile limit exceeded"
+
+
+def tell_sizes_apart() -> None:
+    """Let what is compiled from here on in this process not take two sizes for one because they are equal once: with
+    data of varied lengths each chance of this kind becomes a graph."""
+    shapes.use_duck_shape = False
 
 
 def all_groups() -> list[dist.ProcessGroup]:
@@ -80,6 +129,14 @@ def scale_each(tensors: Sequence[Tensor], factor: Any) -> None:
 def copy_each(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy all in few kernels."""
     torch._foreach_copy_(list(into), list(tensors))
+
+
+def add_each(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Add all in few kernels."""
+    if into[0].is_cuda and into[0].dtype != tensors[0].dtype:  # one kernel of several tensors adds one format
+        narrow, tensors = tensors, [torch.empty_like(one) for one in into]
+        copy_each(tensors, narrow)
+    torch._foreach_add_(list(into), list(tensors))
 
 
 def norms_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -1,8 +1,9 @@
-"""Replaces modules' forwards, and records who did."""
+"""Replaces modules' forwards, and records who did; hooks of tensors."""
 
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 _WRAPPERS = "dhp_wrappers"  # on a module: who replaced its forward, in order
 
@@ -19,3 +20,18 @@ def wrappers_of(model: Any) -> dict[tuple[str, str], int]:
     for module in model.modules():
         found.update((type(module).__name__, by) for by in vars(module).get(_WRAPPERS, ()))
     return dict(found)
+
+
+def call_weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook of a parameter that calls `method` while the method's object lives.
+
+    torch keeps a tensor's hooks where Python's collector does not look: one that held an object which holds the tensor
+    would keep both for good."""
+    held = WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        method = held()
+        if method is not None:
+            method(*arguments)
+
+    return call

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ import torch
 
 from dhp.core.process import count_cores
 from dhp.core.reports import DeviceInfo
+from dhp.core.text import binary_size
 
 LARGEST_ROWS = 2048  # rows of the matrices that are multiplied
 LONG_ENOUGH_S, MEASURING_S = 0.005, 0.2  # one product; all of them
@@ -31,6 +33,16 @@ def describe_device(device: torch.device, dtype: torch.dtype, measure: bool = Fa
     machine = _BOOT.read_text().strip() if _BOOT.is_file() else socket.gethostname()
     found = DeviceInfo("cpu", "cpu", f"CPUs of {machine}", own)
     return replace(found, measured=measure_speed(dtype)) if measure else found
+
+
+def require_memory(nbytes: int, device: torch.device) -> None:
+    """Raise torch.OutOfMemoryError where the GPU has no room for `nbytes` more of this process. Nothing is taken."""
+    if device.type != "cuda":
+        return
+    counts = torch.cuda.memory_stats_as_nested_dict()
+    cached = counts["reserved_bytes"]["all"]["current"] - counts["allocated_bytes"]["all"]["current"]
+    if nbytes > cached and nbytes > cached + torch.cuda.mem_get_info()[0]:
+        raise torch.OutOfMemoryError(f"the GPU has no room for the {binary_size(nbytes)} that backward takes")
 
 
 def measure_speed(dtype: torch.dtype) -> float:
@@ -71,6 +83,27 @@ def compute_alike() -> None:
     os.environ.setdefault(WORKSPACE, ":4096:8")  # one of the two with which cuBLAS promises the same bits
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads uninitialized memory
     torch.use_deterministic_algorithms(True)
+
+
+class CopyLead:
+    """How far the host may run ahead of a side stream's copies.
+
+    What a copy reads and writes stays taken until it is done, and the host launches copies faster than a bus carries
+    them out: without a bound all of a step's lie in the GPU's memory at once."""
+
+    def __init__(self, most: int):
+        """most: copies that may be under way when another begins."""
+        self._most = most
+        self._events: deque[torch.cuda.Event] = deque()
+
+    def wait(self) -> None:
+        """Before a copy begins: wait until there are fewer under way than the most."""
+        while len(self._events) >= self._most:
+            self._events.popleft().synchronize()
+
+    def begun(self, stream: torch.cuda.Stream) -> None:
+        """A copy began on `stream`."""
+        self._events.append(stream.record_event())
 
 
 def device_name() -> str:

@@ -1,6 +1,7 @@
 """Canaries: torch's private names are what dhp takes them for, and stand in one file."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,21 @@ def test_they_stand_in_one_file() -> None:
     )
     found = [str(file.relative_to(ROOT)) for file in (ROOT / "dhp").rglob("*.py") if private.search(file.read_text())]
     assert found == ["dhp/core/torch_private.py"]
+
+
+def test_what_says_whether_a_fork_may_use_gpus_is_there() -> None:
+    assert torch.cuda._is_compiled() == (torch.version.cuda is not None) and not torch.cuda._is_in_bad_fork()
+    assert callable(torch.cuda._device_count_nvml)
+    assert torch_private.forks_may_use_gpus()  # nothing in these processes asks a driver
+
+
+def test_a_driver_that_does_not_answer_a_fork_is_waited_for_no_longer_than_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: time.sleep(600))
+    monkeypatch.setattr(torch_private, "_ANSWER_S", 1)
+    assert not torch_private.forks_may_use_gpus()
 
 
 def test_few_kernels_do_what_many_do() -> None:
@@ -106,3 +122,18 @@ def test_trees_and_dispatch_are_torchs() -> None:
     with Count() as count:
         torch.zeros(2) + 1
     assert count.calls >= 2
+
+
+def test_graphs_are_counted_and_what_the_compiler_gives_up() -> None:
+    def add(states: torch.Tensor, number: int) -> torch.Tensor:
+        return states + number
+
+    torch.compiler.reset()
+    before = torch_private.count_graphs()
+    compiled = torch.compile(add, backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for number in range(4):
+            compiled(torch.zeros(2), number)
+    made, given_up = torch_private.count_graphs()
+    assert made - before[0] == 2 and given_up > before[1]
+    torch.compiler.reset()

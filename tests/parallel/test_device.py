@@ -114,3 +114,18 @@ def test_gpus_are_told_apart_by_their_own_ids(monkeypatch: pytest.MonkeyPatch, a
     assert (found.kind, found.name, found.device_id) == ("cuda", "NVIDIA H200", "GPU 1234-ab")
     assert (found.format, found.measured, found.memory_bytes) == (expected, None, 141 * 2**30)
     assert describe_device(torch.device("cuda", 0), torch.bfloat16).format == "bfloat16"
+
+
+@pytest.mark.parametrize(("wanted", "fits"), [(20, True), (30, True), (31, False)])
+def test_room_is_what_the_process_holds_unused_and_what_the_gpu_has_free(
+    wanted: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {"reserved_bytes": {"all": {"current": 100}}, "allocated_bytes": {"all": {"current": 80}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: counts)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10, 1000))
+    device.require_memory(10**12, torch.device("cpu"))
+    if fits:
+        device.require_memory(wanted, torch.device("cuda"))
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match="MiB that backward takes"):
+            device.require_memory(wanted, torch.device("cuda"))

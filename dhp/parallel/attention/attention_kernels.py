@@ -1,6 +1,6 @@
 """Chooses and runs attention kernels for blocks."""
 
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dhp.core.errors import ConfigError
+from dhp.parallel.attention.registered_flash import REGISTERED, block_trial, segments_trial
 from dhp.parallel.device import FLASH_ATTENTION, find_extra, flash_attention_package
 
 QkvGradients = tuple[Tensor, Tensor, Tensor]
@@ -111,6 +112,10 @@ class CudaFlash:
     """PyTorch's flash attention for GPUs, 16-bit formats."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        if REGISTERED.name is not None:
+            heads = _heads(query, key)
+            make = partial(block_trial, heads, self, block)
+            REGISTERED.admit(("block", *heads, block.diagonal), query.device, query.dtype, make)
         states = (_heads_first(s) for s in (query, key, value))
         output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             *states, 0.0, block.diagonal, False, scale=block.scale
@@ -137,6 +142,11 @@ class CudaFlash:
         )
         query_, key_, value_ = (g[0].transpose(0, 1) for g in gradients)
         return query_, key_, value_
+
+
+def _heads(query: Tensor, key: Tensor) -> tuple[int, int, int]:
+    """How many heads queries and keys have, and their width."""
+    return query.shape[1], key.shape[1], query.shape[2]
 
 
 def _heads_first(states: Tensor) -> Tensor:
@@ -276,7 +286,10 @@ def segment_kernel(backend: str, device: torch.device, dtype: torch.dtype) -> st
     """The name of what computes attention over segments of several lengths."""
     if backend == FLASH_ATTENTION_2:
         return FLASH_ATTENTION_2
-    return "varlen" if has_varlen(device, dtype) else "sdpa by length"
+    if not has_varlen(device, dtype):
+        return "sdpa by length"
+    name = REGISTERED.choose() if backend == AUTO else None
+    return "varlen" if name is None else f"varlen by {name}"
 
 
 def takes_varlen(query: Tensor) -> bool:
@@ -302,6 +315,24 @@ def attend_varlen(
     unlike cuDNN it builds no plan for each new length, and nothing is sorted."""
     if backend == FLASH_ATTENTION_2:
         return attend(query, key, value, bounds, longest, causal, scale, window)
+    if REGISTERED.name is not None:
+        heads, windowed = _heads(query, key), window is not None
+        kind = ("segments", *heads, causal, windowed)
+        make = partial(segments_trial, heads, causal, windowed, _attend_varlen)
+        REGISTERED.admit(kind, query.device, query.dtype, make)
+    return _attend_varlen(query, key, value, bounds, longest, causal, scale, window)
+
+
+def _attend_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> Tensor:
     sizes = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
     grouped = query.shape[1] != key.shape[1]
     return varlen_attn(

@@ -1,7 +1,10 @@
 """Compiles norms and gates into few passes, proved equal."""
 
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
+from shutil import which
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,7 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dhp.config.rules import COMPILED, TORCH
+from dhp.core.torch_private import tell_sizes_apart
 from dhp.core.wrapping import wrap_forward
+
+# Of inductor: it is not to sum a norm's gradients in another way for few rows. That makes more graphs where lengths
+# vary, and kernels for many rows that a trial of few has not proved.
+ALL_SIZES = {"triton.mix_order_reduction_non_strict_mode": True}
 
 
 def compile_layers(layers: Sequence[nn.Module], eager_classes: Collection[str]) -> None:
@@ -19,18 +27,26 @@ def compile_layers(layers: Sequence[nn.Module], eager_classes: Collection[str]) 
 
     eager_classes: classes of modules inside, by name, that run as they are. Layers of one class share what is compiled.
     """
+    tell_sizes_apart()
     for layer in layers:
         for module in layer.modules():
             if type(module).__name__ in eager_classes:
                 wrap_forward(module, eager(module.forward), __name__)
-        wrap_forward(layer, torch.compile(layer.forward, dynamic=True), __name__)
+        wrap_forward(layer, torch.compile(layer.forward, dynamic=True, options=ALL_SIZES), __name__)
 
 
-def compile_apart(function: FunctionType) -> Callable[..., Any]:
+def can_compile() -> bool:
+    """triton makes the kernels, and builds what launches them with a C compiler, on each node."""
+    return find_spec("triton") is not None and any(map(which, (os.environ.get("CC") or "cc", "gcc", "clang")))
+
+
+def compile_apart(function: FunctionType, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """`function` compiled for one kind of call, as often as it is asked for. torch counts the graphs that it makes of
-    a function by the function's code object and runs it as it is behind eight, so each kind gets a code object."""
+    a function by the function's code object and runs it as it is behind eight, so each kind gets a code object.
+
+    settings: of torch's inductor."""
     own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
-    return torch.compile(own, dynamic=True)
+    return torch.compile(own, dynamic=True, options=ALL_SIZES | dict(settings or {}))
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,16 +138,17 @@ def is_gated(module: nn.Module) -> bool:
     return any(named.keys() - set(_ACTIVATIONS) == set(matrices) for matrices in (_APART, _TOGETHER))
 
 
-def gate_forward(module: nn.Module) -> Function:
-    """The MLP's forward with one kernel between its matrices."""
-    name = _activation_name(module)
+def gate_forward(module: nn.Module, kernel: str = COMPILED) -> Function:
+    """The MLP's forward with one kernel between its matrices. kernel: compiled, or written, which saves what a compiled
+    one saves."""
+    name, gated = _activation_name(module), _gated if kernel == COMPILED else _Gate.apply
 
     def run(states: Tensor) -> Tensor:
         if hasattr(module, "gate_up_proj"):
             gate, up = module.gate_up_proj(states).chunk(2, -1)
         else:
             gate, up = module.gate_proj(states), module.up_proj(states)
-        return module.down_proj(_gated(getattr(module, name), gate, up))
+        return module.down_proj(gated(getattr(module, name), gate, up))
 
     return run
 
@@ -164,6 +181,22 @@ def _compiled_gate(act: nn.Module, *kind: Any) -> Function:
     if key not in _KEPT:
         _KEPT[key] = compile_apart(lambda gate, up: act(gate) * up)
     return _KEPT[key]
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.act = act
+        ctx.save_for_backward(gate, up)
+        return act(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        leaves = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.act(leaves[0]) * leaves[1]
+        return None, *torch.autograd.grad(output, leaves, gradient)
 
 
 def _activation(module: nn.Module) -> Any:

@@ -5,12 +5,9 @@ must. A replacement is put in only where it is proved at start, on the very devi
 module's own code gives, forward and backward; otherwise the module stays as it is."""
 
 import inspect
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
-from shutil import which
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
@@ -25,6 +22,7 @@ from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import largest_in_place
 from dhp.parallel.kernels import rotary
 from dhp.parallel.kernels.elementwise import (
+    can_compile,
     gate_forward,
     gate_trial,
     is_gated,
@@ -84,15 +82,21 @@ def replace_without_weights(
     model: nn.Module, dtype: torch.dtype, wanted: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Replace norms and rotary positions of a model on the meta device by the written kernels, which save what GPUs'
-    kernels save, but where `wanted` says plain. A norm's proof needs its weights, so ranks alone try it."""
+    kernels save, but where `wanted` says plain. A norm's proof needs its weights, so ranks alone try it. Gates are
+    compiled only where `wanted` says so: whether ranks have a compiler is not known here, and plain gates save more."""
     cpu = torch.device("cpu")
     for kind, modules in _classes(model).values():
-        if kind == "gate" or wanted.get(kind) == PLAIN:
+        if wanted.get(kind) == PLAIN or kind == "gate" and wanted.get(kind) != COMPILED:
             continue
-        make = (lambda one: norm_forwards(one, WRITTEN)[0]) if kind == "norm" else None
-        make = make or _find_rotary(modules[0], WRITTEN, cpu, dtype)
+        make = _WRITTEN.get(kind) or _find_rotary(modules[0], WRITTEN, cpu, dtype)
         for module in modules if make is not None else ():
             _replace(module, make(module))
+
+
+_WRITTEN: Mapping[str, Make] = {
+    "norm": lambda module: norm_forwards(module, WRITTEN)[0],
+    "gate": lambda module: gate_forward(module, WRITTEN),
+}
 
 
 def left_to_compiler(wanted: Mapping[str, str]) -> dict[str, str]:
@@ -104,17 +108,12 @@ def left_to_compiler(wanted: Mapping[str, str]) -> dict[str, str]:
 def require_compiler(part: str, wanted: Mapping[str, str]) -> None:
     """Raises PartFailed where a compiled kernel is asked for and nothing makes kernels here. Before anything is
     loaded."""
-    if COMPILED in wanted.values() and not _can_compile():
+    if COMPILED in wanted.values() and not can_compile():
         raise PartFailed(
             f"{part}.kernels={','.join(f'{kind}:{kernel}' for kind, kernel in wanted.items())}: triton and a "
             "C compiler, with which torch.compile makes GPU kernels, are not both on this node. Install them, or leave "
             f"{part}.kernels out"
         )
-
-
-def _can_compile() -> bool:
-    """triton makes the kernels, and builds what launches them with a C compiler, on each node."""
-    return find_spec("triton") is not None and any(map(which, (os.environ.get("CC") or "cc", "gcc", "clang")))
 
 
 def _uses(served: Mapping[str, tuple[str, str, int]], device: torch.device) -> tuple[KernelUse, ...]:
@@ -221,7 +220,7 @@ def _calling(functions: Mapping[str, Forward], module: nn.Module) -> Forward:
 
 def _try(name: str, candidate: KernelChoice) -> Make | None:
     """A kernel that fails counts as missing; the rank's log says so."""
-    if candidate.kernel == COMPILED and not _can_compile():
+    if candidate.kernel == COMPILED and not can_compile():
         return None
     try:
         return candidate.find()

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dhp.core.parameters import COMPENSATION, MOMENTS, ParameterGroup, StateForm
+from dhp.parallel.device import CopyLead
+from dhp.parallel.kernels.elementwise import can_compile, compile_apart
 from dhp.parallel.optim.base import STEP, ScalingOptimizer, group_parameters, join_master, split_master
 from dhp.parallel.optim.value_ranges import HeldBlock, PlacedOptimizer
 
@@ -26,6 +28,9 @@ class HasMoments(Protocol):
 Job = TypeVar("Job", bound=HasMoments)
 
 
+CHUNKS_UNDER_WAY = 3
+
+
 class HostMoments:
     """The copies of one optimizer."""
 
@@ -34,6 +39,7 @@ class HostMoments:
         self._device, self._cuda = device, device.type == "cuda"
         if self._cuda:
             self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._lead = CopyLead(CHUNKS_UNDER_WAY)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros in host memory."""
@@ -63,6 +69,7 @@ class HostMoments:
             for there, here in zip(host, rows, strict=True):
                 there.copy_(here, non_blocking=True)
                 here.record_stream(self._going)  # its memory is not reused before it was read
+        self._lead.begun(self._going)
 
     def settle(self) -> None:
         """Wait until all rows are back."""
@@ -72,6 +79,7 @@ class HostMoments:
     def _fetch(self, host: Sequence[Tensor]) -> list[Tensor]:
         if not self._cuda:
             return [rows.clone() for rows in host]
+        self._lead.wait()
         with torch.cuda.stream(self._coming):
             return [rows.to(self._device, non_blocking=True) for rows in host]
 
@@ -101,9 +109,19 @@ def draw_halves(
 ) -> tuple[Tensor, Tensor]:
     """Two independent whole numbers from 0 to 2¹⁶ - 1, int32, for each element of the block of `shape` that begins at
     `offset` in a parameter of shape `whole`."""
+    return _halves(shape, _places(key, offset, whole), device)
+
+
+def _places(key: int, offset: Sequence[int], whole: Sequence[int]) -> tuple[int, ...]:
+    """What `_halves` needs of a block: key, where it begins on each axis, and elements from one index to the next."""
+    return key, *offset, *(prod(whole[axis + 1 :]) for axis in range(len(whole)))
+
+
+def _halves(shape: Sequence[int], places: Sequence[Any], device: torch.device) -> tuple[Tensor, Tensor]:
+    key, begins, strides = places[0], places[1 : len(shape) + 1], places[len(shape) + 1 :]
     index = torch.zeros((), dtype=torch.int64, device=device)
-    for axis, (begin, count) in enumerate(zip(offset, shape, strict=True)):
-        along = torch.arange(begin, begin + count, device=device) * prod(whole[axis + 1 :])
+    for axis, (count, begin, stride) in enumerate(zip(shape, begins, strides, strict=True)):
+        along = (torch.arange(count, device=device) + begin) * stride
         index = index + along.view(-1, *[1] * (len(shape) - axis - 1))
     bits = (index & _MASK).bitwise_xor_(key)
     for shift, factor in _ROUNDS:
@@ -134,10 +152,11 @@ class ChunkExtent(NamedTuple):
         shape = tuple(_rows_of(weight).shape)
         return cls(shape, [HeldBlock(tuple(slice(0, length) for length in shape), (0,) * len(shape))])
 
-    def chunks(self, weight: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-        """Parts of the weight, some rows at a time, and where each chunk begins in the whole parameter."""
+    def chunks(self, weight: Tensor, elements: int) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
+        """Parts of the weight, rows of that many elements at a time, and where each chunk begins in the whole
+        parameter."""
         rows = _rows_of(weight)
-        each = max(1, CHUNK_ELEMENTS // max(1, rows[:1].numel()))
+        each = max(1, elements // max(1, rows[:1].numel()))
         for (own, *others), offset in self.blocks:
             for begin in range(own.start, own.stop, each):
                 taken = slice(begin, min(begin + each, own.stop))
@@ -145,18 +164,15 @@ class ChunkExtent(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Rows of a weight with all that a step takes of them, on their memory. They begin at `offset` in a parameter of
-    shape `whole`."""
+    """Rows of a weight with all that a step takes of them, on their memory. numbers, places: see `StepRates.numbers`
+    and `_places`."""
 
     weight: Tensor
     gradient: Tensor
     moments: list[Tensor]
     compensation: Tensor | None
-    offset: tuple[int, ...]
-    whole: tuple[int, ...]
-    key: int
-    step: int
-    rates: StepRates
+    numbers: Sequence[Any]
+    places: Sequence[Any]
 
 
 class StepRates(NamedTuple):
@@ -167,6 +183,13 @@ class StepRates(NamedTuple):
     weight_decay: float
     betas: tuple[float, float]
     eps: float
+
+    def numbers(self, step: int) -> tuple[float, ...]:
+        """What `step_adamw` takes in step number `step`, from 1."""
+        beta_1, beta_2 = self.betas
+        pace, root = self.learning_rate / (1 - beta_1**step), sqrt(1 - beta_2**step)
+        decay = 1 - self.learning_rate * self.weight_decay
+        return self.factor, decay, beta_1, 1 - beta_1, beta_2, 1 - beta_2, root, self.eps, pace
 
 
 class ChunkedAdamW(ScalingOptimizer):
@@ -181,6 +204,9 @@ class ChunkedAdamW(ScalingOptimizer):
         self._seed = seed
         there = next((weight.device for group in groups for weight in group["params"]), torch.device("cpu"))
         self._host = HostMoments(there) if host else None
+        self._kernels = UpdateKernels(there) if there.type == "cuda" and can_compile() else None
+        # A kernel takes what it computes in from registers; without one, temporaries bound a chunk.
+        self._elements = WHOLE if self._kernels is not None and not host else CHUNK_ELEMENTS
         self.extents: dict[Tensor, ChunkExtent] = {}
 
     def hold_halves(self, weight: nn.Parameter, master: Tensor) -> None:
@@ -193,12 +219,13 @@ class ChunkedAdamW(ScalingOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update every weight that has a gradient, times `coefficient`. There is no closure."""
+        chunks = self._chunks() if self._kernels is None else self._kernels.placed(list(self._chunks()))
         if self._host is None:
-            for chunk in self._chunks():
-                _update(chunk, chunk.moments)
+            for chunk in chunks:
+                self._update(chunk)
             return
-        for chunk, moments in self._host.ahead(self._chunks()):
-            _update(chunk, moments)
+        for chunk, moments in self._host.ahead(chunks):
+            self._update(chunk._replace(moments=moments))
             self._host.put_back(chunk.moments, moments)
 
     def new_moments(self, weight: Tensor) -> dict[str, Tensor]:
@@ -228,38 +255,121 @@ class ChunkedAdamW(ScalingOptimizer):
         state[STEP] += 1
         step = int(state[STEP])
         key, extent = draw_key(self._seed, name, step), self.extents.get(weight) or ChunkExtent.whole(weight)
-        for taken, offset in extent.chunks(weight):
+        for taken, offset in extent.chunks(weight, self._elements):
             own, gradient, *moments = (
                 _rows_of(values)[taken] for values in (weight.detach(), weight.grad, *(state[k] for k in MOMENTS))
             )
             half = _rows_of(state[COMPENSATION])[taken] if COMPENSATION in state else None
-            yield _Chunk(own, gradient, moments, half, offset, extent.shape, key, step, rates)
+            yield _Chunk(own, gradient, moments, half, rates.numbers(step), _places(key, offset, extent.shape))
+
+    def _update(self, chunk: _Chunk) -> None:
+        kernel = None if self._kernels is None else self._kernels.find(chunk)
+        (kernel or update_rows)(*chunk)
 
 
-def _update(chunk: _Chunk, moments: Sequence[Tensor]) -> None:
-    """Update a chunk's rows, and `moments`, on their device, in place."""
+def update_rows(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Sequence[Tensor],
+    compensation: Tensor | None,
+    numbers: Sequence[Any],
+    places: Sequence[Any],
+) -> None:
+    """Update rows of a weight and their moments and compensation, in place."""
     wide = [moment.float() for moment in moments]
-    halves = chunk.compensation is not None
-    master = join_master(chunk.weight, chunk.compensation) if halves else chunk.weight
-    step_adamw(master, chunk.gradient.float(), *wide, chunk.step, chunk.rates)
-    if halves:
-        for half, values in zip((chunk.weight, chunk.compensation), split_master(master), strict=True):
+    master = weight if compensation is None else join_master(weight, compensation)
+    step_adamw(master, gradient.float(), *wide, numbers)
+    if compensation is not None:
+        for half, values in zip((weight, compensation), split_master(master), strict=True):
             half.copy_(values)
     if wide[0].dtype != moments[0].dtype:
-        drawn = draw_halves(chunk.offset, chunk.weight.shape, chunk.whole, chunk.key, chunk.weight.device)
+        drawn = _halves(weight.shape, places, weight.device)
         for moment, values, bits in zip(moments, wide, drawn, strict=True):
             moment.copy_(round_stochastically(values, bits))
 
 
-def step_adamw(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, rates: StepRates) -> None:
-    """AdamW's step number `step`, from 1, in place of `weight` and of both moments."""
-    (beta_1, beta_2), rate = rates.betas, rates.learning_rate
-    gradient = gradient * rates.factor
-    weight.mul_(1 - rate * rates.weight_decay)
-    first.mul_(beta_1).add_(gradient * (1 - beta_1))
-    second.mul_(beta_2).add_(gradient.square().mul_(1 - beta_2))
-    divisor = second.sqrt().div_(sqrt(1 - beta_2**step)).add_(rates.eps)
-    weight.sub_(first.div(divisor).mul_(rate / (1 - beta_1**step)))
+def step_adamw(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, numbers: Sequence[Any]) -> None:
+    """A step of AdamW in place of `weight` and of both moments. numbers: of `StepRates`, or scalars that hold them."""
+    factor, decay, beta_1, rest_1, beta_2, rest_2, root, eps, pace = numbers
+    gradient = gradient * factor
+    weight.mul_(decay)
+    first.mul_(beta_1).add_(gradient * rest_1)
+    second.mul_(beta_2).add_(gradient.square().mul_(rest_2))
+    weight.sub_(first.div(second.sqrt().div_(root).add_(eps)).mul_(pace))
+
+
+Update = Callable[..., None]
+WHOLE = 1 << 62  # elements of a chunk: all of a weight's rows
+AS_EAGER = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+}  # a compiler's: round each product
+_TRIAL_ROWS, _TRIAL_WIDTH, _TRIAL_BETWEEN = 67, 131, 3  # between: of the dimensions of a convolution
+
+
+def _update_placed(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Sequence[Tensor],
+    compensation: Tensor | None,
+    numbers: Tensor,
+    places: Tensor,
+) -> None:
+    update_rows(weight, gradient, moments, compensation, numbers.unbind(), places.unbind())
+
+
+class UpdateKernels:
+    """`update_rows` as one kernel a chunk, each proved at its first chunk to give what it gives, to the bit."""
+
+    def __init__(self, device: torch.device):
+        """device: of all chunks."""
+        self._device = device
+        self._proved: dict[tuple[Any, ...], Update | None] = {}
+
+    def placed(self, chunks: Sequence[_Chunk]) -> list[_Chunk]:
+        """The chunks with their numbers on the device: a kernel that had them as constants would be another each
+        step."""
+        widest = max((len(chunk.places) for chunk in chunks), default=0)
+        padded = [(*chunk.places, *[0] * (widest - len(chunk.places))) for chunk in chunks]
+        both = zip(
+            chunks, self._send([chunk.numbers for chunk in chunks], torch.float64), self._send(padded, torch.int64)
+        )
+        return [chunk._replace(numbers=numbers, places=places[: len(chunk.places)]) for chunk, numbers, places in both]
+
+    def find(self, chunk: _Chunk) -> Update | None:
+        """The kernel of such chunks; None where it could not be made or proved."""
+        tensors = (chunk.weight, chunk.gradient, *chunk.moments, chunk.compensation)
+        kind = (chunk.weight.ndim, *(one is not None and (one.dtype, one.is_contiguous()) for one in tensors))
+        if kind not in self._proved:
+            kernel = compile_apart(_update_placed, AS_EAGER)
+            self._proved[kind] = kernel if self._is_proved(chunk, kernel) else None
+        return self._proved[kind]
+
+    def _is_proved(self, chunk: _Chunk, kernel: Update) -> bool:
+        """Whether it gives the bits of `update_rows` on a small chunk of the same kind, of numbers of many sizes."""
+        tensors = (chunk.weight, chunk.gradient, *chunk.moments, chunk.compensation)
+        trial = [None if one is None else self._like(one, seed) for seed, one in enumerate(tensors)]
+        shape = trial[0].shape
+        places = self._send([_places(1234567, (3,) * len(shape), [2 * length for length in shape])], torch.int64)[0]
+        numbers = self._send([StepRates(0.7, 1e-3, 0.1, (0.9, 0.999), 1e-8).numbers(3)], torch.float64)[0]
+        found = []
+        for update in (update_rows, kernel):
+            weight, gradient, *moments, half = [None if one is None else one.clone() for one in trial]
+            update(weight, gradient, moments, half, numbers, places)
+            found.append([weight, *moments, *([] if half is None else [half])])
+        return all(map(torch.equal, *found))
+
+    def _like(self, tensor: Tensor, seed: int) -> Tensor:
+        """Positive numbers from 1e-12 to 10, or whole numbers of 16 bits, in a small tensor of the same kind."""
+        shape = [_TRIAL_ROWS, *[_TRIAL_BETWEEN] * (tensor.ndim - 2), *[_TRIAL_WIDTH] * (tensor.ndim > 1)]
+        shape[-1] += not tensor.is_contiguous()
+        drawn = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+        values = (drawn - 0.5) * (1 << 16) if tensor.dtype == torch.int16 else 10 ** (drawn * 13 - 12)
+        return values.to(self._device, tensor.dtype)[..., : shape[-1] - (not tensor.is_contiguous())]
+
+    def _send(self, rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Sequence[Tensor]:
+        table = torch.tensor(rows, dtype=dtype, pin_memory=self._device.type == "cuda")
+        return table.to(self._device, non_blocking=True).unbind()
 
 
 def make_chunked_adamw(

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dhp.core.parameters import EXACT_STATES, FACTORS, FORMS, MASTER, STATE_KINDS, StateForm
 from dhp.core.state import StateSink, StateSource
+from dhp.core.wrapping import call_weakly
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.optim.base import (
     STEP,
@@ -60,7 +61,7 @@ class _Shard:
         self.weight.grad_dtype = None
         self.narrow_sum: Tensor | None = None
         if sums != self.weight.dtype and self.trained:
-            parameter.register_post_accumulate_grad_hook(partial(self._add, sums))
+            parameter.register_post_accumulate_grad_hook(partial(call_weakly(self._add), sums))
 
     def _add(self, sums: torch.dtype, parameter: Tensor) -> None:
         """Take a micro-batch's gradient over, which FSDP widens to the weight's format where it was sent in `sums`."""

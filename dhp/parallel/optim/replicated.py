@@ -1,6 +1,6 @@
 """Optimizer without sharding; sums gradients in buckets during backward."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from dhp.core.parameters import COMPENSATION, EXACT_STATES, FACTORS, FORMS, MASTER, STATE_KINDS, StateForm
 from dhp.core.state import StateSink, StateSource
-from dhp.core.torch_private import copy_each, norms_of
+from dhp.core.torch_private import add_each, copy_each, norms_of
 from dhp.core.tracing import COLLECTIVE, span
+from dhp.core.wrapping import call_weakly
 from dhp.parallel.comm import begin_sum, sum_in_place
 from dhp.parallel.expert.expert_shares import summed_over
 from dhp.parallel.optim.base import (
@@ -32,9 +33,10 @@ from dhp.parallel.optim.value_ranges import PlacedOptimizer, held_blocks
 from dhp.parallel.tensor.slices import as_dtensors, cut_of, owned_parameters, partial_over
 
 BUCKET_BYTES = 32 << 20
+ALONE_BYTES = 256 << 20  # where no sum waits to begin: fewer copies
 
 
-class _Bucket:
+class Bucket:
     """Consecutive parameters whose gradients are summed over the ranks in one message."""
 
     def __init__(self, over: dist.ProcessGroup | None, group: dist.ProcessGroup | None):
@@ -42,15 +44,42 @@ class _Bucket:
         self.over, self.group = over, group
         self.members: list[int] = []
         self.sizes: list[int] = []
-        self.flat: Tensor | None = None
-        self.begun: dist.Work | None = None
+        self.arrived: set[int] = set()  # places of members whose gradients are not in the sums yet
+        self.drop()
 
-    def open(self, shapes: Sequence[torch.Size], like: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Take memory for the gradients, not yet written: each member and its gradient's slice of it."""
-        self.flat = like.new_empty(sum(self.sizes), dtype=dtype)
-        self.missing = len(self.members)
-        for member, shape, own in zip(self.members, shapes, self.flat.split(list(self.sizes)), strict=True):
-            yield member, own.view(shape)
+    def open(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        """Take memory for the sums, not yet written."""
+        own = [parameters[member] for member in self.members]
+        self.flat = own[0].detach().new_empty(sum(self.sizes), dtype=dtype)
+        self.sums = [part.view(p.shape) for part, p in zip(self.flat.split(self.sizes), own, strict=True)]
+        self.unwritten = set(range(len(own)))
+
+    def add(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add the gradients that have arrived to their sums, in few kernels, and drop them."""
+        own = {place: parameters[self.members[place]] for place in self.arrived}
+        first = [place for place in own if place in self.unwritten]  # zeros would be written and read for nothing
+        later = [place for place in own if place not in self.unwritten]
+        for places, join in ((first, copy_each), (later, add_each)):
+            if places:
+                join([self.sums[place] for place in places], [_gradient_of(own[place]) for place in places])
+        self.unwritten.difference_update(first)
+        for parameter in own.values():
+            parameter.grad = None
+        self.arrived.clear()
+
+    def fill(self) -> Tensor:
+        """All sums, with zeros where no gradient came."""
+        for place in self.unwritten:
+            self.sums[place].zero_()
+        self.unwritten.clear()
+        return self.flat
+
+    def drop(self) -> None:
+        """Give the sums' memory back."""
+        self.flat: Tensor | None = None
+        self.sums: list[Tensor] = []
+        self.begun: dist.Work | None = None
+        self.whole = False  # all of the step's gradients are in the sums
 
 
 class Gradients:
@@ -78,20 +107,27 @@ class Gradients:
     ):
         self._parameters, self._dtype, self._group = parameters, dtype, group
         self._partial, self._overlap, self._exclusive = partial_over, overlap, exclusive
-        self._sums: list[Tensor] | None = None
+        self._sums: list[Tensor] = []
         self._reducing = self._unfinished = False
+        self._next = 0  # the bucket whose sum over the ranks begins next
         self._direct = dist.get_world_size(group) == 1 and all(p.dtype == dtype for p in parameters)
+        self._buckets: list[Bucket] = []
         if not self._direct:
-            self._buckets, self._bucket_of = _cut_into_buckets(parameters, dtype, partial_over, others)
-            for index, parameter in enumerate(parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._take, index))
+            limit = BUCKET_BYTES if dist.get_world_size(group) > 1 or others else ALONE_BYTES
+            self._buckets = cut_into_buckets(parameters, dtype, partial_over, others, limit)
+            take = call_weakly(self._take)
+            for bucket in self._buckets:
+                for place, index in enumerate(bucket.members):
+                    parameters[index].register_post_accumulate_grad_hook(partial(take, bucket, place))
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradients of `loss`; with `last`, begin to sum what has accumulated over the ranks."""
-        if not self._direct and self._sums is None:
-            self._open()
         self._reducing = last and self._overlap
         loss.backward()
+        self._reducing = False
+        for bucket in self._buckets:
+            if bucket.arrived:
+                self._add(bucket)
         if last:
             self._begin_all()
             if self._exclusive:
@@ -102,68 +138,56 @@ class Gradients:
 
         Waits for the sums. `backward` does not: what it hands to the other part need not wait for them."""
         self._finish()
-        return self._sums
+        if self._direct:
+            return self._sums
+        sums = {index: own for bucket in self._buckets for index, own in zip(bucket.members, bucket.sums)}
+        return [sums[index] for index in range(len(sums))]
 
     def nbytes(self) -> int:
         """Memory that the step's gradients take."""
-        if self._direct:
-            found = [_gradient_of(parameter) for parameter in self._parameters if parameter.grad is not None]
-        else:
-            found = [bucket.flat for bucket in self._buckets if bucket.flat is not None]
-        return sum(gradient.nbytes for gradient in found)
+        direct = (parameter.grad for parameter in self._parameters if self._direct)
+        found = [*direct, *(bucket.flat for bucket in self._buckets)]
+        return sum(gradient.nbytes for gradient in found if gradient is not None)
 
     def drop(self) -> None:
         """Forget the step's gradients, and give their memory back."""
         self._finish()
-        self._sums = None
+        self._sums, self._next = [], 0
         for parameter in self._parameters:
             parameter.grad = None
-        for bucket in () if self._direct else self._buckets:
-            bucket.flat = bucket.begun = None
-
-    def _open(self) -> None:
-        shapes = [parameter.shape for parameter in self._parameters]
-        slices: dict[int, Tensor] = {}
         for bucket in self._buckets:
-            like = self._parameters[bucket.members[0]].detach()
-            slices |= bucket.open([shapes[m] for m in bucket.members], like, self._dtype)
-        self._sums = [slices[index] for index in range(len(self._parameters))]
-        self._unwritten = set(range(len(self._parameters)))
-        self._next = 0
+            bucket.drop()
 
-    def _take(self, index: int, parameter: nn.Parameter) -> None:
-        """Called when autograd has finished a parameter's gradient: add it to its sum, and drop it."""
-        if index in self._unwritten:  # zeros to add it to would be written and read for nothing
-            self._unwritten.remove(index)
-            self._sums[index].copy_(_gradient_of(parameter))
-        else:
-            self._sums[index] += _gradient_of(parameter)
-        parameter.grad = None
-        if self._reducing:
-            self._buckets[self._bucket_of[index]].missing -= 1
-            self._begin_ready()
+    def _take(self, bucket: Bucket, place: int, parameter: nn.Parameter) -> None:
+        """Called when autograd has finished a parameter's gradient, which waits for those of its bucket."""
+        bucket.arrived.add(place)
+        if len(bucket.arrived) == len(bucket.members):
+            self._add(bucket)
+            bucket.whole = self._reducing
+            while self._reducing and self._next < len(self._buckets) and self._buckets[self._next].whole:
+                self._begin_next()
 
-    def _begin_ready(self) -> None:
-        """Begin the sums of full buckets, in the order of the buckets: all ranks must send the same one next."""
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._begin(self._buckets[self._next])
-            self._next += 1
+    def _add(self, bucket: Bucket) -> None:
+        if bucket.flat is None:
+            bucket.open(self._parameters, self._dtype)
+        bucket.add(self._parameters)
 
-    def _begin(self, bucket: _Bucket) -> None:
-        for index in self._unwritten.intersection(bucket.members):
-            self._unwritten.remove(index)
-            self._sums[index].zero_()
+    def _begin_next(self) -> None:
+        """Begin the sum of the next bucket, in the order of the buckets: all ranks must send the same one next."""
+        bucket = self._buckets[self._next]
+        self._next += 1
+        if bucket.flat is None:
+            bucket.open(self._parameters, self._dtype)
+        values = bucket.fill()
         if bucket.over is not None:
-            sum_in_place(bucket.flat, bucket.over)
-        bucket.begun = begin_sum(bucket.flat, self._group if bucket.group is None else bucket.group)
+            sum_in_place(values, bucket.over)
+        bucket.begun = begin_sum(values, self._group if bucket.group is None else bucket.group)
 
     def _begin_all(self) -> None:
         """Begin the sums that need no other sum before them."""
-        self._reducing, self._unfinished = False, True
-        if not self._direct:
-            while self._next < len(self._buckets) and self._buckets[self._next].over is None:
-                self._begin(self._buckets[self._next])
-                self._next += 1
+        self._unfinished = True
+        while self._next < len(self._buckets) and self._buckets[self._next].over is None:
+            self._begin_next()
 
     def _finish(self) -> None:
         if not self._unfinished:
@@ -176,37 +200,37 @@ class Gradients:
                     sum_in_place(part, self._partial[id(parameter)])
             return
         with span("sums of gradients", COLLECTIVE):
-            for bucket in self._buckets[self._next :]:
-                self._begin(bucket)
+            while self._next < len(self._buckets):
+                self._begin_next()
             for bucket in self._buckets:
                 if bucket.begun is not None:
                     bucket.begun.wait()
 
 
-def _cut_into_buckets(
+def cut_into_buckets(
     parameters: Sequence[nn.Parameter],
     dtype: torch.dtype,
     partial_over: Mapping[int, dist.ProcessGroup],
     others: Mapping[int, dist.ProcessGroup],
-) -> tuple[list[_Bucket], dict[int, int]]:
-    """Buckets in the order of backward, each with one kind of sum, and the bucket of each parameter.
+    limit: int,
+) -> list[Bucket]:
+    """Buckets in the order of backward, each with one kind of sum, of at most `limit` bytes or one parameter.
 
     Those with a sum over further ranks come last, where waiting for it holds nothing up; a bucket comes where its last
     member does."""
     order = sorted(reversed(range(len(parameters))), key=lambda index: id(parameters[index]) in partial_over)
-    last: dict[_Bucket, int] = {}  # by bucket, the place of its last member
-    filling: dict[tuple[int, int], _Bucket] = {}  # by kind of sum
+    last: dict[Bucket, int] = {}  # by bucket, the place of its last member
+    filling: dict[tuple[int, int], Bucket] = {}  # by kind of sum
     for place, index in enumerate(order):
         over, group = partial_over.get(id(parameters[index])), others.get(id(parameters[index]))
         size = parameters[index].numel()
         bucket = filling.get((id(over), id(group)))
-        if bucket is None or (sum(bucket.sizes) + size) * dtype.itemsize > BUCKET_BYTES:
-            bucket = filling[id(over), id(group)] = _Bucket(over, group)
+        if bucket is None or (sum(bucket.sizes) + size) * dtype.itemsize > limit:
+            bucket = filling[id(over), id(group)] = Bucket(over, group)
         bucket.members.append(index)
         bucket.sizes.append(size)
         last[bucket] = place
-    buckets = sorted(last, key=last.__getitem__)
-    return buckets, {index: at for at, bucket in enumerate(buckets) for index in bucket.members}
+    return sorted(last, key=last.__getitem__)
 
 
 def _gradient_of(parameter: nn.Parameter) -> Tensor:
@@ -342,7 +366,7 @@ class Replicated:
         if self._summed:
             return
         self._summed = True
-        for master, gradient in zip(self._masters, self._gradients.local() or ()):
+        for master, gradient in zip(self._masters, self._gradients.local()):
             master.grad = gradient
 
     def save_weights(self, sink: StateSink) -> None:

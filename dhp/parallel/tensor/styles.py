@@ -30,6 +30,7 @@ from transformers.distributed.tensor_parallel import (
 from dhp.core.torch_private import StridedShard, local_shape_and_offset
 from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import sum_in_place
+from dhp.parallel.kernels.padded import product
 
 PARTIAL_OVER = "dhp_partial_over"  # on a module: the ranks over which its gradients are parts of a sum
 ROWS = "dhp_rows"  # on a module that every rank holds whole: the rows with which this one computes
@@ -132,7 +133,7 @@ class Colwise(ColwiseParallel):
     def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
         """Make `module` compute with its slices, which are plain tensors when it is called."""
         group, entry = mesh.get_group(), entry_of(module)
-        wrap_forward(module, lambda states: F.linear(entry.enter(states, group), module.weight, module.bias), __name__)
+        wrap_forward(module, lambda states: product(module, entry.enter(states, group), module.bias), __name__)
         return module
 
 
@@ -144,7 +145,7 @@ class Rowwise(RowwiseParallel):
         group = mesh.get_group()
 
         def forward(states: Tensor) -> Tensor:
-            make, part = exit_of(module), F.linear(states, module.weight)
+            make, part = exit_of(module), product(module, states, None)
             output = sum_of_ranks(part, group) if make is None else make(part)
             return output if module.bias is None else output + module.bias
 

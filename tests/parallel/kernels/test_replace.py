@@ -1,6 +1,7 @@
 """Kernels in the place of what modules do: put in where they are proved on the device, left out where they are not."""
 
 import copy
+import importlib
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Q
 from dhp.core.errors import PartFailed
 from dhp.core.reports import KernelUse
 from dhp.parallel.kernels import elementwise, replace
-from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels, require_compiler
+from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels, replace_without_weights, require_compiler
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny_families import FAMILIES, make_config
 
@@ -46,7 +47,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for GPUs run on CPUs too, graphs of the compiler operation by operation; only nothing is gained."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch.compiler.reset()
-    monkeypatch.setattr(replace, "_can_compile", lambda: True)
+    monkeypatch.setattr(replace, "can_compile", lambda: True)
     monkeypatch.setattr(replace, "_agree", lambda proved, *_: list(proved))
     monkeypatch.setattr(elementwise, "_KEPT", {})
     proved = replace.is_proved
@@ -112,6 +113,38 @@ def test_what_is_asked_for_is_taken_and_plain_leaves_all_as_it_is(as_on_a_gpu: N
     assert not any("forward" in vars(module) for module in layer.modules())
 
 
+def test_all_that_is_compiled_serves_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: given.append(how) or function)
+    monkeypatch.setattr(elementwise, "tell_sizes_apart", lambda: None)  # which stays for a whole process
+    elementwise.compile_layers([_Layer()], ())
+    elementwise.compile_apart(lambda states: states)
+    elementwise.compile_apart(lambda states: states, {"max_fusion_size": 8})
+    inductor = importlib.import_module("torch._inductor").config
+    assert elementwise.ALL_SIZES.keys() == {"triton.mix_order_reduction_non_strict_mode"}
+    assert inductor.triton.mix_order_reduction_non_strict_mode is False  # its default, which is said otherwise
+    assert [how["options"] for how in given] == [elementwise.ALL_SIZES] * 2 + [
+        elementwise.ALL_SIZES | {"max_fusion_size": 8}
+    ]
+
+
+def test_on_the_meta_device_a_gate_that_is_to_be_compiled_saves_what_a_compiled_one_does() -> None:
+    layer, states = _Layer().double(), torch.randn(5, 16, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(states).sum(), list(layer.parameters()))
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for kernel in ("auto", "plain", "compiled"):
+        replace_without_weights(layer, torch.float64, {"gate": kernel, "norm": "plain"})
+        into = shapes.setdefault(kernel, [])
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved, into=into: into.append(saved.shape) or saved, lambda saved: saved
+        ):
+            layer.mlp(states)
+    assert shapes["auto"] == shapes["plain"] and shapes["plain"].count((5, 24)) == 4  # of the product's matrix too
+    assert shapes["compiled"].count((5, 24)) == 3
+    for ours, theirs in zip(torch.autograd.grad(layer(states).sum(), list(layer.parameters())), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_on_cpus_what_is_written_out_serves_and_nothing_is_compiled() -> None:
     assert on_a_cpu(_Layer()) == {("gate", "plain"): 2, ("norm", "written"): 2}
 
@@ -119,7 +152,7 @@ def test_on_cpus_what_is_written_out_serves_and_nothing_is_compiled() -> None:
 def test_where_nothing_compiles_the_line_says_what_would_be_faster(
     as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replace, "_can_compile", lambda: False)
+    monkeypatch.setattr(replace, "can_compile", lambda: False)
     uses = replace_kernels(_Layer(), torch.device("cuda"), torch.float32, None)
     (own,) = (use for use in uses if use.kind == "gate")
     assert own.kernel == "plain" and own.faster is not None and own.faster.startswith("gate compiled, which needs")
@@ -133,7 +166,7 @@ def test_ranks_without_a_compiler_name_the_same_kernels(as_on_a_gpu: None, monke
     without: list[list[bool]] = []
     monkeypatch.setattr(replace, "_agree", lambda proved, *_: without.append(list(proved)) or list(proved))
     with monkeypatch.context() as patch:
-        patch.setattr(replace, "_can_compile", lambda: False)
+        patch.setattr(replace, "can_compile", lambda: False)
         served = on_a_gpu(_Layer())
     agreed, with_one = iter(without), []
     monkeypatch.setattr(replace, "_agree", lambda proved, *_: with_one.append(list(proved)) or next(agreed))

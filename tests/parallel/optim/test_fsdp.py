@@ -16,10 +16,9 @@ from dhp.config.schema import PartConfig
 from dhp.core.axes import Degrees
 from dhp.core.graph import StageSpec
 from dhp.models.shape import PartShape
-from dhp.parallel.optim import replicated
 from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.optim.muon import WholeMatrices
-from dhp.parallel.optim.replicated import Gradients, _cut_into_buckets
+from dhp.parallel.optim.replicated import Gradients, cut_into_buckets
 from dhp.parallel.optim.value_ranges import Place, find_place, held_blocks, shard_rows
 from dhp.parallel.tensor.slices import AdapterCut
 from dhp.plan.count.state_bytes import rank_bytes
@@ -264,21 +263,19 @@ def test_matrices_are_changed_whole_and_come_back_in_parts() -> None:
     assert run_on_ranks(_flipped, 3) == [[True] * 5] * 3
 
 
-def test_a_bucket_has_one_kind_of_sum_and_comes_where_its_last_member_does(monkeypatch: Any) -> None:
-    monkeypatch.setattr(replicated, "BUCKET_BYTES", 12)  # three values
+def test_a_bucket_has_one_kind_of_sum_and_comes_where_its_last_member_does() -> None:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(9)]
     over: Any = "tensor ranks"
     copies: Any = "ranks with the same experts"
     partial = {id(parameters[8]): over}
     others = {id(parameters[number]): copies for number in (1, 4, 5, 7)}
-    buckets, bucket_of = _cut_into_buckets(parameters, torch.float32, partial, others)
+    buckets = cut_into_buckets(parameters, torch.float32, partial, others, 12)  # three values
     # Backward comes by from the last one on; what is summed over further ranks waits for all others.
     assert [bucket.members for bucket in buckets] == [[7, 5, 4], [6, 3, 2], [1], [0], [8]]
     assert [bucket.group for bucket in buckets] == [copies, None, copies, None, None]
     assert [bucket.over for bucket in buckets] == [None, None, None, None, over]
-    assert bucket_of == {7: 0, 5: 0, 4: 0, 6: 1, 3: 1, 2: 1, 1: 2, 0: 3, 8: 4}
     ends = {id(parameters[number]): copies for number in (0, 4)}  # a bucket that begins first and is full last
-    buckets, _ = _cut_into_buckets(parameters[:5], torch.float32, {}, ends)
+    buckets = cut_into_buckets(parameters[:5], torch.float32, {}, ends, 12)
     assert [bucket.members for bucket in buckets] == [[3, 2, 1], [4, 0]]
 
 

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -203,6 +204,76 @@ def test_bytes_are_those_of_the_fullest_micro_batch_and_rows_those_of_all() -> N
     assert (usage.rows, usage.all_rows) == (ROWS, ROWS + ROWS // 2)
     for name in ("held_bytes", "replay_bytes"):
         assert [getattr(layer, name) for layer in usage.layers] == [getattr(layer, name) for layer in alone.layers]
+
+
+@pytest.mark.parametrize("choice", ["all", "none"])
+def test_what_backward_takes_is_known_where_it_is_the_fullest_moment(choice: str) -> None:
+    model = Model()
+    meter = ActivationMeter(model, torch.device("cpu"), Parts.kinds)
+    layers = RecomputedLayers(model.layers, Parts(), (choice,) * 3, meter)
+    assert meter.backward_bytes(ROWS, 0) == 0  # before any
+    for number, rows in enumerate((ROWS, ROWS // 2)):
+        with meter.forward(rows, number):
+            loss = model(torch.randn(rows, WIDTH, requires_grad=True)).square().sum()
+        with meter.backward(number):
+            loss.backward()
+    again = meter.take(layers.choices).layers[-1].replay_bytes
+    taken = again - INPUT if again else 0  # what the square saved is free by then
+    assert meter.backward_bytes(ROWS // 2, 0) == taken // 2 and (taken > 0) == (choice == "all")
+    assert meter.backward_bytes(2 * ROWS, 0) == taken  # no more than what was measured
+
+
+class Counts:
+    """Of a GPU: bytes of activations and gradients, as they are set."""
+
+    has_gradients = True
+
+    def __init__(self) -> None:
+        self.bytes = self.most = self.gradients = 0
+
+    def begin(self) -> None:
+        self.most = self.bytes
+
+    def now(self) -> int:
+        return self.bytes
+
+    def peak(self) -> int:
+        return self.most
+
+    def take_peak(self, gradient_bytes: int) -> int:
+        return self.most - gradient_bytes
+
+    def counting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def test_gradients_do_not_grow_with_rows_and_are_looked_for_where_they_are_not_there_yet() -> None:
+    """The first backward of a step makes room for gradients, which later ones find."""
+    meter, counts = ActivationMeter(Model(), torch.device("cpu"), Parts.kinds), Counts()
+    meter._bytes = counts
+
+    def step(rows: int, kept: int, passing: int, gradients: int) -> None:
+        with meter.forward(rows):
+            counts.bytes += kept
+            counts.most = max(counts.most, counts.bytes)
+        with meter.backward(0, lambda: counts.gradients):
+            counts.most = max(counts.most, counts.bytes + gradients + passing)
+            counts.gradients += gradients
+            counts.bytes += gradients - kept
+
+    step(1_000, 500, 30, 2_400)
+    assert [meter.backward_bytes(rows, 0) for rows in (1_000, 16_000, 500)] == [2_430, 2_430, 2_415]
+    assert meter.backward_bytes(16_000, 2_400) == 30  # a later micro-batch
+    meter.take(("none",) * 3)
+    counts.gradients = counts.bytes = 0
+    step(16_000, 500, 90, 2_400)
+    assert meter.backward_bytes(16_000, 0) == 2_490
+    meter.plan_anew()
+    assert meter.backward_bytes(16_000, 0) == 2_490  # until a backward was measured under the new plan
+    meter.take(("none",) * 3)
+    counts.gradients = counts.bytes = 0
+    step(16_000, 3_000, -2_300, 2_400)  # layers' own memory becomes free as gradients come
+    assert meter.backward_bytes(16_000, 0) == 100
 
 
 def test_a_step_without_work_has_no_usage() -> None:
