@@ -29,6 +29,7 @@ from dhp.cluster.placement.reservation import (
     TENSOR,
     Slot,
     Topology,
+    beside,
     bundle_nodes,
     describe_straddle,
     find_straddles,
@@ -45,7 +46,7 @@ from dhp.cluster.servers import limited_teardown, require_servers
 from dhp.cluster.worker import GIVEN, GroupSettings, Worker
 from dhp.core.dispatch import Call, PerRank, spread
 from dhp.core.errors import ConfigError
-from dhp.core.graph import RankDevice, StageGraph
+from dhp.core.graph import NCCL, RankDevice, StageGraph, Way
 from dhp.core.process import ending_on_error, say_nothing
 
 
@@ -73,9 +74,15 @@ class ActorGroup:
 
     def start(self, factory: Callable[..., Any], *arguments: Any) -> None:
         """Submit rendezvous and the making of each rank's engine; `take_watched` has the calls to wait for."""
-        address = self._actors[0].listen.options(num_returns=2).remote()
-        self._submit("joining the group", [actor.join.remote(*address) for actor in self._actors])
+        self.address = self._actors[0].listen.options(num_returns=2).remote()
+        self._submit("joining the group", [actor.join.remote(*self.address) for actor in self._actors])
         self._submit("loading the stage", [actor.build.remote(factory, arguments) for actor in self._actors])
+
+    def link(self, address: Sequence[Any], ways: Sequence[Way], sizes: Mapping[str, int]) -> None:
+        """Submit that each rank connects with those of other stages, at the store of the group that has this
+        address."""
+        links = [actor.link.remote(tuple(ways), dict(sizes), *address) for actor in self._actors]
+        self._submit("connecting with other stages", links)
 
     def execute_all_async(
         self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
@@ -92,7 +99,7 @@ class ActorGroup:
         counts = [spread((call.returns,), self.size) for call in calls]
         refs = []
         for rank, actor in enumerate(self._actors):
-            verbs = tuple((call.name, tuple(map(_plain, of_ranks[rank]))) for call, of_ranks in zip(calls, given))
+            verbs = tuple(_verb(call, of_ranks[rank], rank) for call, of_ranks in zip(calls, given))
             count = sum(of_ranks[rank][0] for of_ranks in counts)
             remote = actor.call.options(num_returns=1 + count, name=f"{self.settings.stage}.{names}")
             values = (value for of_ranks in given for value in of_ranks[rank] if isinstance(value, ray.ObjectRef))
@@ -147,6 +154,12 @@ class ActorGroup:
         for rank, (actor, ref) in enumerate(zip(self._actors, refs, strict=True)):
             who, node = f"{stage} rank {rank}", self._nodes[rank]
             self._watched.append(Watched(who, what, ref, actor_id(actor), node, self._lookout))
+
+
+def _verb(call: Call, arguments: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+    """As `Worker.call` takes it."""
+    sends = () if call.sends is None else (call.sends.values[rank],)
+    return call.name, tuple(map(_plain, arguments)), *sends
 
 
 def _plain(value: Any) -> Any:
@@ -216,6 +229,7 @@ class Cluster:
     groups: dict[str, ActorGroup]
     device: str
     devices: Mapping[str, Sequence[RankDevice]]  # of each stage, by rank
+    linked = False  # ranks of different stages send tensors to each other without the host
 
     def __init__(self, layout: ClusterSpec, say: Callable[[str], None] = say_nothing):
         """say: receives a line when something that takes time begins."""
@@ -256,12 +270,13 @@ class Cluster:
                 for name, of_stage in slots.items()
             }
             self._where = f", on nodes {topology.describe(slots)}" if len(topology.nodes) > 1 else ""
-            common = self._common(choose_backend(self.device, plan.gpus_per_bundle), topology.threads(slots))
+            common = self._common(choose_backend(plan.bundles_per_gpu), topology.threads(slots))
             self.threads: int = common["threads"]
             common["shares_gpu"] = any(slot.gpus < 1 for of_stage in plan.slots.values() for slot in of_stage)
             common["transport"] = choose_transport(
-                layout.transport, topology.describe(slots), len(topology.nodes), gpus if self.device == "cuda" else 0.0
+                layout.transport, topology.describe(slots), len(topology.nodes), plan.gpus, plan.bundles_per_gpu
             )
+            self.linked = common["transport"] == NCCL
             if not topology.only(this_node()):
                 common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))
             self._lookout = _make_lookout(layout, topology)
@@ -270,7 +285,9 @@ class Cluster:
             for stage in layout.graph.stages:
                 of_stage, needs = slots[stage.name], layout.needs.get(stage.part, {})
                 nodes = () if local else topology.names(of_stage)
-                settings = GroupSettings(stage.name, len(of_stage), needs=needs, **common)
+                settings = GroupSettings(
+                    stage.name, len(of_stage), needs=needs, beside=beside(stage.name, slots), **common
+                )
                 group = ActorGroup(settings, of_stage, reserved, nodes, self._lookout)
                 stack.callback(group.stop)
                 self.groups[stage.name] = group
@@ -282,6 +299,14 @@ class Cluster:
     ) -> None:
         with limited_teardown(error):
             self._stack.__exit__(kind, error, trace)
+
+    def link(self) -> None:
+        """Let ranks that send to each other connect, where tensors do not go through the host; behind their start."""
+        if self.linked:
+            first, *_ = self.groups.values()
+            sizes = {name: group.size for name, group in self.groups.items()}
+            for group in self.groups.values():
+                group.link(first.address, self._layout.graph.ways(), sizes)
 
     def dataset_actor(
         self, factory: Callable[..., Any], *arguments: Any, micro_batches: int, workers: int = 0, prefetch: int = 0

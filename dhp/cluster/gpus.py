@@ -2,35 +2,41 @@
 
 import os
 import subprocess
+import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from dhp.cluster.host import require_single_gpu
-from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
+from dhp.cluster.transport.shared_memory import available
 from dhp.core.errors import ConfigError
+from dhp.core.graph import CUDA_IPC, NCCL, OBJECT_STORE, SHARED_MEMORY
+from dhp.core.text import binary_size
 
-QUERY = ("nvidia-smi", "--query-gpu=index,driver_version,compute_mode,memory.total", "--format=csv,noheader")
+COLUMNS = ("index", "driver_version", "compute_mode", "memory.total", "memory.used")
+QUERY = ("nvidia-smi", f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheader")
 TIMEOUT_S = 30.0  # without a daemon that keeps the driver loaded, it loads it first
 OLDEST_DRIVERS = {12: 525, 13: 580}  # by major version of CUDA, as NVIDIA's table of CUDA's compatibility has them
 EXCLUSIVE = ("Exclusive_Process", "Exclusive_Thread")
 PROHIBITED = "Prohibited"
 HERE = "this machine"
+MUCH_HELD = 1 / 20  # of a GPU's memory: more than what its driver, or a screen, takes
 ON_CPUS = "set cluster.device=cpu"
 
 
 @dataclass(frozen=True)
 class Gpu:
     """A GPU that the driver knows. driver: its version. mode: its compute mode: how many processes it admits. memory:
-    its bytes; None where the driver does not say."""
+    its bytes; held: those that processes have taken; None where the driver does not say."""
 
     index: int
     driver: str
     mode: str
     memory: int | None = None
+    held: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,20 +48,41 @@ class Build:
     available: bool
 
 
-def read_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that this process may use; none where nvidia-smi is missing, fails, or does not answer."""
+def read_gpus(sizes: bool = True) -> tuple[Gpu, ...]:
+    """The GPUs that this process may use; none where nvidia-smi is missing, fails, or does not answer.
+
+    sizes: where CUDA_VISIBLE_DEVICES names them by UUID, or slices of them (MIG), another process asks each for its
+    memory; nvidia-smi tells that of whole cards, and of all."""
+    gpus, setting = parse_gpus(_output_of(QUERY)), os.environ.get("CUDA_VISIBLE_DEVICES")
+    said = _output_of((sys.executable, "-c", _ASK)).split() if sizes and gpus and _names_devices(setting) else []
+    if said and all(size.isdigit() for size in said):
+        return tuple(replace(gpus[0], index=index, memory=int(size)) for index, size in enumerate(said))
+    return visible_gpus(gpus, setting)
+
+
+_ASK = (
+    "import torch\nfor at in range(torch.cuda.device_count()): print(torch.cuda.get_device_properties(at).total_memory)"
+)
+
+
+def _output_of(command: Sequence[str]) -> str:
+    """What a command prints; nothing where it fails or does not answer."""
     try:
-        found = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ()
-    gpus = parse_gpus(found.stdout) if found.returncode == 0 else ()
-    return visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return ""
+    return found.stdout if found.returncode == 0 else ""
+
+
+def _names_devices(setting: str | None) -> bool:
+    return setting is not None and any(name.strip() and not name.strip().isdigit() for name in setting.split(","))
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """The GPUs in nvidia-smi's output for `QUERY`; lines that are none of its table are left out."""
     rows = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
-    return tuple(Gpu(int(row[0]), row[1], row[2], _bytes(row[3])) for row in rows if len(row) == 4 and row[0].isdigit())
+    rows = [row for row in rows if len(row) == len(COLUMNS) and row[0].isdigit()]
+    return tuple(Gpu(int(index), driver, mode, *map(_bytes, sizes)) for index, driver, mode, *sizes in rows)
 
 
 def _bytes(text: str) -> int | None:
@@ -71,11 +98,9 @@ def least_memory(gpus: Sequence[Gpu]) -> int | None:
 
 def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES=`setting` leaves; all of them where it has anything but numbers."""
-    if setting is None:
+    if setting is None or _names_devices(setting):
         return tuple(gpus)
     names = [name.strip() for name in setting.split(",") if name.strip()]
-    if not all(name.isdigit() for name in names):
-        return tuple(gpus)
     return tuple(gpu for gpu in gpus if gpu.index in map(int, names))
 
 
@@ -131,10 +156,35 @@ def check_modes(gpus: Sequence[Gpu], shared: bool, where: str) -> None:
     )
 
 
+def warn_of_others(gpus: Sequence[Gpu], where: str) -> None:
+    """Warn where other processes hold memory of GPUs before the run has taken any, which plan and budget count on."""
+    for gpu in gpus:
+        if gpu.memory is not None and gpu.held is not None and gpu.held > MUCH_HELD * gpu.memory:
+            warnings.warn(
+                f"{where}: other processes hold {binary_size(gpu.held)} of the {binary_size(gpu.memory)} of GPU "
+                f"{gpu.index}, and the run counts on all of it. `nvidia-smi` names them: end them, leave the GPU "
+                "out by CUDA_VISIBLE_DEVICES, or set memory.budget_gib for what is left",
+                stacklevel=2,
+            )
+
+
 def check_gpus(gpus: Sequence[Gpu], shared: bool, where: str) -> None:
     """Both checks for this machine. shared: the run has several processes on a GPU. Raises ConfigError."""
     check_build(read_build(), gpus, where)
     check_modes(gpus, shared and not mps_runs(), where)
+
+
+def tell_memory(beside: Sequence[str]) -> str:
+    """Who holds this process's GPU, for an error that says that its memory is short. beside: ranks of other parts whose
+    processes are on it."""
+    free, whole = torch.cuda.mem_get_info()
+    taken, tensors = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    others = f"{' and '.join(beside)} on the same GPU, other processes" if beside else "other processes"
+    return (
+        f"Of the GPU's {binary_size(whole)} this process has taken {binary_size(taken)}, of which "
+        f"{binary_size(taken - tensors)} lie between its tensors; {others} and contexts have taken "
+        f"{binary_size(max(0, whole - free - taken))}, and {binary_size(free)} are free."
+    )
 
 
 def mps_runs() -> bool:
@@ -165,6 +215,7 @@ def check_devices_here(asked: str, bundles: int, collocate: bool) -> None:
     if gpus:
         require_single_gpu(HERE)
         check_gpus(gpus, collocate or len(gpus) < bundles, HERE)
+        warn_of_others(gpus, HERE)
 
 
 def choose_device(asked: str, gpus: float) -> str:
@@ -176,16 +227,30 @@ def choose_device(asked: str, gpus: float) -> str:
     return asked
 
 
-def choose_transport(asked: str, nodes: str, count: int, gpus: float) -> str:
-    """The transport of tensors between actors on `count` nodes, described by `nodes`, that use `gpus`.
+def choose_transport(asked: str, nodes: str, count: int, gpus: float, per_gpu: int) -> str:
+    """The transport of tensors between actors on `count` nodes, described by `nodes`, that use `gpus`, each of at most
+    `per_gpu` ranks of one group.
 
-    Raises ConfigError when shared memory is asked for and the actors are on several nodes, or CUDA IPC and they do not
-    share one GPU."""
+    auto: CUDA IPC where all share one GPU, NCCL where each rank of a group has a GPU to itself; without GPUs, and where
+    these do not do, shared memory on one host and Ray's object store between several.
+
+    Raises ConfigError when shared memory is asked for and the actors are on several nodes, CUDA IPC and they do not
+    share one GPU, or NCCL and ranks of one group share one."""
+    if asked == NCCL and per_gpu > 1:
+        raise ConfigError(
+            f"cluster.transport={NCCL}, but {per_gpu} ranks of one group share a GPU, and NCCL does not connect these; "
+            "use as many GPUs as ranks, or set cluster.transport=auto"
+        )
     if asked == CUDA_IPC and (count > 1 or gpus != 1):
         raise ConfigError(
             f"cluster.transport=cuda_ipc, but the actors use {gpus:g} GPUs on {count} nodes, and it goes between "
             "actors that share one GPU; set cluster.transport=auto"
         )
+    if asked == "auto" and gpus:
+        if count == gpus == 1:
+            return CUDA_IPC
+        if per_gpu == 1:
+            return NCCL
     if asked == "auto":
         return SHARED_MEMORY if count == 1 and available() else OBJECT_STORE
     if asked == SHARED_MEMORY and count > 1:
@@ -196,15 +261,13 @@ def choose_transport(asked: str, nodes: str, count: int, gpus: float) -> str:
     return asked
 
 
-def choose_backend(device: str, gpus_per_bundle: float) -> str:
-    """nccl where every rank of a group has a GPU of its own; gloo otherwise, with a warning on GPUs."""
-    if device == "cpu":
-        return "gloo"
-    if gpus_per_bundle >= 1.0:
-        return "nccl"
-    warnings.warn(
-        f"ranks of one group share a GPU ({gpus_per_bundle:g} GPU each), which NCCL refuses: collectives go through "
-        "gloo and host memory. Correct, but slow; use as many GPUs as ranks for real runs",
-        stacklevel=2,
-    )
-    return "gloo"
+def choose_backend(bundles_per_gpu: int) -> str:
+    """nccl where every rank of a group has a GPU to itself, as `PlacementPlan.bundles_per_gpu` tells; gloo otherwise,
+    with a warning on GPUs. Ranks of several parts on one GPU are in groups apart."""
+    if bundles_per_gpu > 1:
+        warnings.warn(
+            f"{bundles_per_gpu} ranks of one group share a GPU, which NCCL refuses: collectives go through gloo and "
+            "host memory. Correct, but slow; use as many GPUs as ranks for real runs",
+            stacklevel=2,
+        )
+    return "nccl" if bundles_per_gpu == 1 else "gloo"

@@ -20,7 +20,6 @@ from tempfile import mkstemp
 import psutil
 import ray
 
-from dhp.cluster.transport.shared_memory import CUDA_IPC
 from dhp.core.errors import ConfigError
 from dhp.core.torch_private import set_allocator
 
@@ -46,13 +45,10 @@ def require_single_gpu(where: str) -> None:
         )
 
 
-def expand_segments(transport: str) -> bool:
+def expand_segments() -> bool:
     """Let CUDA's allocator here grow what it has in place of fragmenting it: two processes on a GPU have no memory to
-    leave unused.
-
-    False, and nothing changed, where the environment has settings of the allocator, and where `transport` hands memory
-    of the device itself to other processes, which then could not map it."""
-    if transport == CUDA_IPC or ALLOCATOR in os.environ or OLD_ALLOCATOR in os.environ:
+    leave unused. False, and nothing changed, where the environment has settings of the allocator."""
+    if ALLOCATOR in os.environ or OLD_ALLOCATOR in os.environ:
         return False
     os.environ[ALLOCATOR] = EXPANDABLE
     set_allocator(EXPANDABLE)
@@ -77,17 +73,23 @@ def _dump_to(log_dir: Path, name: str) -> dict[str, str]:
     return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} | dict.fromkeys(names, prefix) | dict.fromkeys(sizes, "2000")
 
 
-def require_fixed_segments(transport: str, where: str) -> None:
-    """Raise ConfigError for CUDA IPC with expandable segments: torch opens those in another process by a right that
-    containers and hardened kernels refuse."""
-    for name in (OLD_ALLOCATOR, ALLOCATOR):
-        value = os.environ.get(name, "")
-        if transport == CUDA_IPC and re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
-            raise ConfigError(
-                f"{where}: cluster.transport={CUDA_IPC} with {name}={value}: memory in expandable segments is shared "
-                "by a system call that containers and hardened kernels refuse (pidfd_getfd). Take expandable_segments "
-                f"out of {name}, or set cluster.transport=auto"
-            )
+@contextmanager
+def fixed_segments() -> Iterator[None]:
+    """What the allocator takes from CUDA in here stays in one place, so that other processes can map it: torch opens
+    memory in expandable segments by a right that containers and hardened kernels refuse (pidfd_getfd)."""
+    both = (os.environ.get(name, "") for name in (ALLOCATOR, OLD_ALLOCATOR))
+    settings = next((one for one in both if _EXPANDS.search(one)), None)
+    if settings is None:
+        yield
+        return
+    set_allocator(_EXPANDS.sub("expandable_segments:False", settings))
+    try:
+        yield
+    finally:
+        set_allocator(settings)
+
+
+_EXPANDS = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
 # <malloc.h> of glibc

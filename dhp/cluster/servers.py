@@ -7,11 +7,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import torch
 
 from dhp.core.errors import RAISED, ClusterError, DhpError, Fault, RankRaised
 from dhp.core.process import INTERRUPTED, is_command
@@ -113,8 +114,10 @@ def redirect_output(log_dir: str | None, name: str) -> None:
 
 
 @contextmanager
-def named_errors(who: str, what: str) -> Iterator[None]:
+def named_errors(who: str, what: str, tell_memory: Callable[[], str] | None = None) -> Iterator[None]:
     """Turn an unforeseen exception into RankRaised with its traceback; errors meant for a person pass as they are.
+
+    tell_memory: who holds the GPU, behind an error that says that its memory is short.
 
     The name is put in here because a failure also reaches callers that depend on the result, under their names."""
     try:
@@ -123,7 +126,9 @@ def named_errors(who: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         text = f"{who} failed in {what}: {type(error).__name__}: {error}"
-        raise RankRaised(f"{text}\n{traceback.format_exc()}", Fault(RAISED, who, what)) from None
+        short = isinstance(error, torch.OutOfMemoryError)
+        said = f"\n{tell_memory()}" if short and tell_memory is not None else ""
+        raise RankRaised(f"{text}{said}\n{traceback.format_exc()}", Fault(RAISED, who, what, short=short)) from None
 
 
 NAMES = {"gcs_server": "its control store", "raylet": "its server of this node"}

@@ -2,10 +2,11 @@
 
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import ray
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dhp.cluster.clock import BusyTime, ClockReading, read_clock
-from dhp.cluster.gpus import check_gpus, read_gpus
+from dhp.cluster.gpus import check_gpus, read_gpus, tell_memory
 from dhp.cluster.hangs.vitals import (
     HEARTBEAT_SUFFIX,
     IN_STEP,
@@ -32,24 +33,17 @@ from dhp.cluster.host import (
     open_listener,
     record_nccl,
     require_beacon,
-    require_fixed_segments,
     require_paths,
     require_single_gpu,
     set_local_rank,
     whereabouts,
 )
 from dhp.cluster.servers import named_errors, redirect_output
-from dhp.cluster.transport.shared_memory import (
-    CUDA_IPC,
-    SHARED_MEMORY,
-    Inbox,
-    Lookahead,
-    Outbox,
-    RemoteValue,
-    take_refusals,
-)
+from dhp.cluster.transport.links import LinkParcel, Links
+from dhp.cluster.transport.shared_memory import SMALLEST_BYTES, Inbox, Lookahead, Outbox, RemoteValue, take_refusals
 from dhp.core.batch import Bundle
 from dhp.core.collectives import RECORD
+from dhp.core.graph import CUDA_IPC, NCCL, SHARED_MEMORY, Way
 from dhp.core.process import count_cores
 from dhp.core.reports import StageReport
 from dhp.core.torch_private import all_groups, limit_group
@@ -79,7 +73,7 @@ _KINDS = {
 }
 _END_STEP = {"optimizer_step", "end_evaluation"}
 FLOAT_BYTES = 8  # the norm of a stage
-NCCL = "nccl"
+_Send = tuple[int, tuple[int, ...]]  # of a result: its way, and the ranks that receive it
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,8 @@ class GroupSettings:
 
     pinned: memory between the stages is locked for GPUs.
 
-    cuda: ranks use GPUs. shares_gpu: other processes of the run use a rank's GPU too.
+    cuda: ranks use GPUs. shares_gpu: other processes of the run use a rank's GPU too. beside: by rank, the ranks of
+    other stages in the same place.
 
     check_collectives: ranks agree on each collective before it begins (`dhp.core.collectives`).
 
@@ -128,12 +123,19 @@ class GroupSettings:
     pinned: bool = False
     cuda: bool = False
     shares_gpu: bool = False
+    beside: Sequence[tuple[str, ...]] = ()
     check_collectives: bool = False
     collective_s: float | None = None
     steps_done: int = 0
 
 
 GIVEN = ...  # in the place of an argument that is sent on its own
+
+
+def _peer(name: str) -> tuple[str, int]:
+    """The stage and the rank of a rank that is beside another."""
+    stage, _, rank = name.rpartition(" rank ")
+    return stage, int(rank)
 
 
 class Worker:
@@ -150,7 +152,7 @@ class Worker:
         self._files = open_stacks(settings.log_dir, name), path
         set_local_rank()
         if settings.cuda:
-            expand_segments(settings.transport)
+            expand_segments()
             record_nccl(settings.log_dir, f"{settings.stage}-{rank}")
         # Ray's CPUs may be more than there are cores (`ray start --num-cpus`), and threads that wait for one spin.
         torch.set_num_threads(min(settings.threads, count_cores()))
@@ -163,6 +165,7 @@ class Worker:
         self._outbox: Outbox | None = None
         if settings.transport in (SHARED_MEMORY, CUDA_IPC):
             self._outbox = Outbox(settings.transport == CUDA_IPC, settings.pinned)
+        self._links: Links | None = None
         self._lookahead = Lookahead()
         self._idle_since = time.perf_counter_ns()
         self._busy = BusyTime(settings.cuda)
@@ -190,32 +193,49 @@ class Worker:
             if self.settings.cuda:
                 where = whereabouts(self._who)
                 require_single_gpu(where)
-                require_fixed_segments(self.settings.transport, where)
-                check_gpus(read_gpus(), self.settings.shares_gpu, where)
+                check_gpus(read_gpus(sizes=False), self.settings.shares_gpu, where)
             self._join(host, port)
+
+    def link(self, ways: tuple[Way, ...], sizes: Mapping[str, int], host: str, port: int) -> None:
+        """Connect with the ranks of other stages that this one sends to or receives from. host, port: of the store
+        of one of the groups. ways, sizes: see `dhp.cluster.transport.links.Links`."""
+        with named_errors(self._who, "connecting with other stages"):
+            settings = self.settings
+            timeout = timedelta(seconds=settings.timeout_s)
+            store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+            near = [_peer(name) for name in settings.beside[self.rank]] if settings.cuda and settings.beside else ()
+            device = torch.device("cuda", 0) if settings.cuda else torch.device("cpu")
+            own = settings.stage, self.rank
+            self._links = Links(own, ways, sizes, store, device, near, settings.timeout_s)
 
     def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Make the engine; the process group is ready by then."""
-        with named_errors(self._who, "loading the stage"):
+        with self._named_errors("loading the stage"):
             self._trainer = factory(*arguments)
             self._limit_collectives()
 
-    def call(self, verbs: tuple[tuple[str, tuple[Any, ...]], ...], *values: Any) -> Any:
-        """Run methods of the engine one after another, each with its arguments; the next of `values` stands wherever
-        one is GIVEN. Answers (status, *results) as far as there are results."""
+    def call(self, verbs: tuple[tuple[Any, ...], ...], *values: Any) -> Any:
+        """Run methods of the engine one after another, each with its arguments, and where it is known, on which way and
+        to which ranks each result goes; the next of `values` stands wherever an argument is GIVEN. Answers (status,
+        *results) as far as there are results."""
         left = iter(values)
         results: list[Any] = []
-        for method, arguments in verbs:
-            results += self._run(method, tuple(next(left) if value is GIVEN else value for value in arguments))
+        for method, arguments, *sends in verbs:
+            given = tuple(next(left) if value is GIVEN else value for value in arguments)
+            results += self._run(method, given, sends[0] if sends else ())
         return (None, *results) if results else None
 
-    def _run(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _named_errors(self, what: str) -> AbstractContextManager[None]:
+        beside = self.settings.beside[self.rank] if self.settings.beside else ()
+        return named_errors(self._who, what, partial(tell_memory, beside))
+
+    def _run(self, method: str, arguments: tuple[Any, ...], sends: Sequence[_Send]) -> tuple[Any, ...]:
         """The results of one method."""
         micro_batch = arguments[0] if arguments and isinstance(arguments[0], int) else None
         name = method if micro_batch is None else f"{method} {micro_batch}"
         self._heart.begin(method, micro_batch)
         add_span(f"for {name}", WAIT, self._idle_since, time.perf_counter_ns())
-        with named_errors(self._who, method):
+        with self._named_errors(method):
             with span("receive", TRANSFER):
                 given = [self._open(argument) for argument in arguments]
             kind = _KINDS.get(method, OPTIMIZER)
@@ -226,11 +246,13 @@ class Worker:
                 result = self._add_times(result)
             results = result if isinstance(result, tuple) else () if result is None else (result,)
             with span("send", TRANSFER):
-                results = tuple(self._hand_over(value) for value in results)
+                goes = sends or (None,) * len(results)
+                results = tuple(self._hand_over(value, send) for value, send in zip(results, goes, strict=True))
                 if self._outbox is not None:
                     self._outbox.flush()
-        if method in _END_STEP and self._outbox is not None:
-            self._outbox.end_step()
+        for box in (self._outbox, self._links) if method in _END_STEP else ():
+            if box is not None:
+                box.end_step()
         self._heart.end(method == "optimizer_step")
         self._limit_collectives()
         self._idle_since = time.perf_counter_ns()
@@ -259,17 +281,25 @@ class Worker:
         if isinstance(value, RemoteValue):
             value = self._lookahead.take(value)
         if isinstance(value, Bundle):
-            return Bundle({name: self._inbox.open(tensor) for name, tensor in value.tensors.items()})
+            return Bundle({name: self._open(tensor) for name, tensor in value.tensors.items()})
+        if isinstance(value, LinkParcel):
+            assert self._links is not None
+            return self._links.open(value)
         return self._inbox.open(value)
 
-    def _hand_over(self, value: Any) -> Any:
-        """A result as it is sent to other processes. Its bytes count once, however many read it: it is written once."""
+    def _hand_over(self, value: Any, send: _Send | None) -> Any:
+        """A result as it is sent to other processes. send: its way and the ranks there, where they are known. Its bytes
+        count as often as they are written: once, or for each rank that they are sent to."""
         if isinstance(value, Bundle):
-            return Bundle({name: self._hand_over(tensor) for name, tensor in value.tensors.items()})
+            return Bundle({name: self._hand_over(tensor, send) for name, tensor in value.tensors.items()})
         if isinstance(value, float):
             add_sent(HANDOFF, FLOAT_BYTES)
         if not isinstance(value, torch.Tensor):
             return value
+        if self._links is not None and send is not None and value.nbytes >= SMALLEST_BYTES:
+            parcel = self._links.send(value, *send)
+            add_sent(HANDOFF, value.nbytes * len(parcel.numbers))
+            return parcel
         add_sent(HANDOFF, value.nbytes)
         return value.cpu() if self._outbox is None else self._outbox.send(value)
 

@@ -28,6 +28,7 @@ from dhp.models.types import Chunk, LayerParts, Part
 from dhp.parallel.attention.attention_kernels import segment_kernel
 from dhp.parallel.comm import replicas_mesh
 from dhp.parallel.expert.expert_modules import GATE_UP, takes_groups
+from dhp.parallel.kernels.padded import pad_gated_mlps
 from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels
 from dhp.parallel.optim.adafactor import make_adafactor
 from dhp.parallel.optim.base import Frozen, StageOptimizer, TiedOptimizer, exact_dtype, make_adamw
@@ -168,11 +169,13 @@ def place_kernels(
     device = torch.device(settings.device)
     backend = segment_kernel(settings.part.attention_backend, device, dtype) if ours else "the library's"
     wanted = left_to_compiler(settings.kernels) if settings.part.compile else settings.kernels
+    padded = pad_gated_mlps(model, device, dtype, settings.kernels)
     elementwise = replace_kernels(model, device, dtype, dist.group.WORLD, wanted)
     return (
         KernelUse("attention", backend, len(settings.spec.layers)),
         *_experts(model, dtype),
         *_mixers(model, mixers),
+        *padded,
         *elementwise,
         *_patches(model),
     )

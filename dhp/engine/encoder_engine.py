@@ -235,7 +235,7 @@ class EncoderEngine(StageEngine):
             if given:
                 surrogate = surrogate + (sent.of(tensor) * joined(given)).sum()
             surrogate = surrogate + tensor[sum(sent.rows) :].sum() * 0.0
-        with self.metered_backward():
+        with self.metered_backward(micro_batch):
             self.optimizer.backward(surrogate, last)
         if flight.hidden is None or not self.sends:
             return ()
@@ -245,7 +245,7 @@ class EncoderEngine(StageEngine):
         self._flights.pop(micro_batch, None)
 
     def take_notes(self) -> tuple[str, ...]:
-        return () if self._keeper is None else self._keeper.take_notes()
+        return (*super().take_notes(), *(() if self._keeper is None else self._keeper.take_notes()))
 
     def _resume_weights(self) -> None:
         """Features are kept under a key of the model's own weights, so a checkpoint must have the same."""

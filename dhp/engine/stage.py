@@ -22,7 +22,7 @@ from dhp.core.collectives import RECORD, watch_layers
 from dhp.core.draws import DrawRun, TokenKeys, keys_of
 from dhp.core.graph import Edge, Node
 from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, SavedShare, StageReport, StageUsage, WrittenFile
-from dhp.core.torch_private import persistent_buffers
+from dhp.core.torch_private import count_graphs, persistent_buffers
 from dhp.core.tracing import forget, take_sent, take_waited
 from dhp.engine.build import (
     cuts_first,
@@ -44,8 +44,9 @@ from dhp.models.registry import import_on_rank, load_family
 from dhp.models.types import LayerParts
 from dhp.parallel.attention.attention_kernels import FLASH_ATTENTION_2, require
 from dhp.parallel.comm import build_mesh
-from dhp.parallel.device import compute_alike, describe_device
+from dhp.parallel.device import compute_alike, describe_device, require_memory
 from dhp.parallel.kernels.elementwise import compile_layers, eager
+from dhp.parallel.kernels.kept_graphs import keep_graphs
 from dhp.parallel.kernels.replace import require_compiler
 from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, clip_coefficient, exact_dtype, widen
 from dhp.parallel.recompute.meter import ActivationMeter
@@ -61,8 +62,12 @@ Output = TypeVar("Output")
 class Measuring:
     """Measured passes of one rank. short: whether a pass since the last `take` ran out of memory and was made again."""
 
-    def __init__(self, layers: RecomputedLayers, meter: ActivationMeter, device: torch.device):
+    def __init__(
+        self, layers: RecomputedLayers, meter: ActivationMeter, device: torch.device, gradient_bytes: Callable[[], int]
+    ) -> None:
+        """gradient_bytes: of the step's gradients by now."""
         self._layers, self._meter, self._device = layers, meter, device
+        self._gradient_bytes = gradient_bytes
         self._planned = False  # whether a plan says what is recomputed, and not the user
         self._alone: bool | None = None  # whether passes begin no collective, as far as was seen
         self.short = False
@@ -70,13 +75,15 @@ class Measuring:
     def choose(self, choices: RecomputePolicies) -> None:
         """A plan's: what each layer recomputes from the next forward on."""
         self._layers.choose(choices)
+        self._meter.plan_anew()
         self._planned = True
 
     def forward(self, rows: int, micro_batch: int, compute: Callable[[], Output]) -> Output:
         """The result of `compute`, a micro-batch of `rows` patches or tokens.
 
         Where it runs out of memory under a plan that keeps anything, every layer is recomputed from here on, and the
-        pass is made again. But only in a stage whose passes begin no collective: in
+        pass is made again. Room for backward is looked for here, too: there, gradients may be with others already,
+        and nothing can be made again. But only in a stage whose passes begin no collective: in
         others, ranks may wait inside one already, and would wait in backward for those of layers that are not run
         again. There the error goes on, as it does where everything was recomputed already."""
         if not torch.is_grad_enabled():
@@ -97,11 +104,17 @@ class Measuring:
         with self._meter.forward(rows, micro_batch):
             output = compute()
         self._alone = self._alone is not False and RECORD.last is last_call
+        if self._alone and self._planned and self._keeps_any():
+            require_memory(self._meter.backward_bytes(rows, self._gradient_bytes()), self._device)
         return output
 
-    def take(self, gradient_bytes: int) -> tuple[StageUsage | None, bool]:
+    def backward(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Around the backward pass of a micro-batch."""
+        return self._meter.backward(micro_batch, self._gradient_bytes)
+
+    def take(self) -> tuple[StageUsage | None, bool]:
         """The step's usage, and `short`; None where no layer or no micro-batch was measured as a whole."""
-        usage, short = self._meter.take(self._layers.choices, gradient_bytes), self.short
+        usage, short = self._meter.take(self._layers.choices, self._gradient_bytes()), self.short
         self.short = False
         return (None if short else usage), short
 
@@ -269,7 +282,7 @@ class StageEngine(EvaluatingEngine):
         update = self.settings.update
         norm, coefficient = clip_coefficient([self._norm_sq, *other_norms_sq], update.max_grad_norm)
         rates = rates_at(info.step, self._groups, update)
-        usage, short = (None, False) if self.measuring is None else self.measuring.take(self.optimizer.gradient_bytes())
+        usage, short = (None, False) if self.measuring is None else self.measuring.take()
         finite = math.isfinite(norm)
         if finite and self.is_active(info):
             self.optimizer.step(rates, coefficient)
@@ -283,11 +296,14 @@ class StageEngine(EvaluatingEngine):
         named = {of.name: rate for of, rate in rates.items()}
         first = (self.rank, loss, norm, named, peak, take_sent(), usage, self.take_notes(), short)
         own = math.sqrt(self._norm_sq) if self.spec.trains and self.is_active(info) else None
-        return StageReport(*first, comm_s=comm_s, finite=finite, stage_norm=own, samples=samples)
+        compiled = count_graphs()
+        return StageReport(*first, comm_s=comm_s, finite=finite, stage_norm=own, samples=samples, graphs=compiled)
 
     def take_notes(self) -> tuple[str, ...]:
         """Notes for the run's log since the last call."""
-        return ()
+        taken = tuple(self._notes)
+        self._notes.clear()
+        return taken
 
     def forward(self, rows: int, micro_batch: int, compute: Callable[[], Output]) -> Output:
         """The forward pass of a micro-batch of `rows` patches or tokens, measured where that is asked for."""
@@ -297,9 +313,9 @@ class StageEngine(EvaluatingEngine):
 
         return run() if self.measuring is None else self.measuring.forward(rows, micro_batch, run)
 
-    def metered_backward(self) -> AbstractContextManager[None]:
+    def metered_backward(self, micro_batch: int) -> AbstractContextManager[None]:
         """Around the backward pass of a micro-batch."""
-        return nullcontext() if self.meter is None else self.meter.backward()
+        return nullcontext() if self.measuring is None else self.measuring.backward(micro_batch)
 
     def set_recompute(self, choices: RecomputePolicies) -> None:
         """Set what each layer recomputes from the next forward on. For stages that measure."""
@@ -357,6 +373,10 @@ class StageEngine(EvaluatingEngine):
         if self.settings.part.attention_backend == FLASH_ATTENTION_2:
             require(f"{self.spec.part}.attention_backend", self.device)
         require_compiler(self.spec.part, self.settings.kernels)
+        config = self.settings.config
+        folder = config.memory.cache_dir or config.data.cache_dir
+        refused = None if folder is None else keep_graphs(Path(folder), self.device)
+        self._notes = [] if refused is None else [refused]
         count_collectives()
         time_collectives()
 
@@ -387,7 +407,7 @@ class StageEngine(EvaluatingEngine):
             self.layers = RecomputedLayers(self._present_layers(), parts, self.settings.recompute, self.meter)
         self.measuring = None
         if self.layers is not None and self.meter is not None:
-            self.measuring = Measuring(self.layers, self.meter, self.device)
+            self.measuring = Measuring(self.layers, self.meter, self.device, lambda: self.optimizer.gradient_bytes())
 
     def _present_layers(self) -> list[torch.nn.Module]:
         """The layers that this stage holds, in the order of its chunks."""

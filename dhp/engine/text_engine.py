@@ -129,7 +129,7 @@ class TextEngine(StageEngine):
         if received:  # gradients from elsewhere enter as a scalar, the only thing DeepSpeed's engine takes
             (bundle,) = received
             loss = (flight.output * to_device(bundle.tensors[HIDDEN_STATES], self.device)).sum()
-        with self.metered_backward():
+        with self.metered_backward(micro_batch):
             self.optimizer.backward(loss, last)
         if not self.sends:
             return ()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dhp.core.batch import Answer, Batch, Bundle, PromptInput, StepInfo
 from dhp.core.dispatch import Call, PerRank, Several, per_rank, several
-from dhp.core.graph import Edge, Node, Route, StageGraph, StageSpec, straight
+from dhp.core.graph import Edge, Node, Route, StageGraph, StageSpec, backward_way, forward_way, ranks_of_shard, straight
 from dhp.core.reports import EvaluatedShare, RecomputePolicies, SavedShare, StageReport
 from dhp.step.schedule import Action, Backward, Forward
 
@@ -101,8 +101,9 @@ class Stage:
     and each actor. So the last stage of a pipeline goes forward and back in one call. A forward never joins what is
     before it: a call begins when all that it needs has come, and a forward's own data come while the stage works."""
 
-    def __init__(self, spec: StageSpec, graph: StageGraph, group: RankGroup):
-        self.spec, self.group = spec, group
+    def __init__(self, spec: StageSpec, graph: StageGraph, group: RankGroup, linked: bool = False):
+        """linked: calls say which ranks each result goes to."""
+        self.spec, self.group, self._linked = spec, group, linked
         self._graph = graph
         self._inputs = {node: graph.inputs(node) for node in spec.nodes}
         self._outputs = {node: graph.outputs(node) for node in spec.nodes}
@@ -172,14 +173,15 @@ class Stage:
         incoming = self._given(self._inputs[node], m, in_flight.batch, in_flight.forward, receives=True)
         sent = self._pairs(self._outputs[node], m, in_flight.batch, sends=True)
         work = per_rank(ref for ref in in_flight.batch.work[self._work][m] for _ in range(self._tensor))
-        return Call(verb, (m, node.chunk, work, incoming), self._counts(sent)), sent
+        return Call(verb, (m, node.chunk, work, incoming), self._counts(sent), self._sends(sent, False)), sent
 
     def _run_backward(self, node: Node, m: int, last: bool, in_flight: InFlight) -> None:
         outputs = [edge for edge in self._outputs[node] if edge.gradients]
         inputs = [edge for edge in self._inputs[node] if edge.gradients]
         incoming = self._given(outputs, m, in_flight.batch, in_flight.backward, receives=False)
         sent = self._pairs(inputs, m, in_flight.batch, sends=False)
-        call = Call(EngineProtocol.backward_step, (m, node.chunk, last, incoming), self._counts(sent))
+        arguments, sends = (m, node.chunk, last, incoming), self._sends(sent, True)
+        call = Call(EngineProtocol.backward_step, arguments, self._counts(sent), sends)
         if outputs:
             self.flush()
         waiting, self._waiting = self._waiting, []
@@ -212,7 +214,11 @@ class Stage:
 
     def tied_gradient(self, info: Ref) -> list[Ref]:
         """Each rank's share of the gradient of a weight that another stage holds too."""
-        return [ref for (ref,) in self.group.execute_all_async(EngineProtocol.tied_gradient, info)]
+        if not self._linked:
+            return [ref for (ref,) in self.group.execute_all_async(EngineProtocol.tied_gradient, info)]
+        way, ranks = self._graph.tied_way(self.spec.name), range(self.spec.degrees.world)
+        call = Call(EngineProtocol.tied_gradient, (info,), 1, per_rank(((way, (rank,)),) for rank in ranks))
+        return [ref for (ref,) in self.group.execute_in_turn_async(call)]
 
     def grad_norm_sq(self, info: Ref, tied: Sequence[Ref] = ()) -> Ref:
         """The squared norm of the stage's gradient: every rank has it, the first one's is taken."""
@@ -258,6 +264,19 @@ class Stage:
         """The number of results of each rank: those of its shard on the first tensor rank, none on the others."""
         return per_rank(len(of_shard) if lead else 0 for of_shard in sent for lead in _leads(self._tensor))
 
+    def _sends(self, sent: Pairs, back: bool) -> PerRank | None:
+        """Of each rank, by result, its way and the ranks that receive it."""
+        if not self._linked:
+            return None
+        of_shards = [tuple(self._send(*pair, back) for pair in of_shard) for of_shard in sent]
+        return per_rank(of_shard if lead else () for of_shard in of_shards for lead in _leads(self._tensor))
+
+    def _send(self, edge: Edge, source: int, target: int, back: bool) -> tuple[int, tuple[int, ...]]:
+        number = self._graph.edges.index(edge)
+        if back:
+            return backward_way(number), tuple(ranks_of_shard(self._graph.stage(edge.source.stage), source))
+        return forward_way(number), tuple(ranks_of_shard(self._graph.stage(edge.target.stage), target))
+
     def _file(self, answers: list[list[Ref]], sent: Pairs, m: int, into: Sent) -> None:
         for of_shard, refs in zip(sent, self.leaders(answers), strict=True):
             for (edge, source, target), ref in zip(of_shard, refs, strict=True):
@@ -274,6 +293,6 @@ def _leads(tensor: int) -> list[bool]:
 Stages = dict[str, Stage]
 
 
-def make_stages(graph: StageGraph, groups: Mapping[str, RankGroup]) -> Stages:
-    """All stages by name, each with its group."""
-    return {spec.name: Stage(spec, graph, groups[spec.name]) for spec in graph.stages}
+def make_stages(graph: StageGraph, groups: Mapping[str, RankGroup], linked: bool = False) -> Stages:
+    """All stages by name, each with its group. linked: see `Stage`."""
+    return {spec.name: Stage(spec, graph, groups[spec.name], linked) for spec in graph.stages}

@@ -205,8 +205,9 @@ class Session:
             given = (self.start.checkpoint, self.plan.rules, kept.get(spec.part), states)
             settings = stage_settings(self.config, self.graph, spec, self.device, steps, *given)
             self.groups[spec.name].start(make, settings)
+        self._cluster.link()
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
-        self.stages = make_stages(self.graph, self.groups)
+        self.stages = make_stages(self.graph, self.groups, self._cluster.linked)
 
     def open_reader(self, config: Config, exchange: str = "") -> DatasetActor:
         """Start the actors that read other data than the run's, as `config` says; once they have opened it. exchange:

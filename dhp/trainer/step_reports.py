@@ -139,6 +139,10 @@ def left_out(info: StepInfo) -> Iterator[str]:
         yield f"skipped: {more} more; `python -m dhp inspect data` lists them"
 
 
+GIVEN_UP = (
+    "{stage}: torch.compile gave a function up behind as many graphs as it makes of one; it runs uncompiled from "
+    "here on, and slower. TORCH_LOGS=recompiles says what varies"
+)
 NO_MFU = "mfu is left out where it would be above 100%: the machine was busy when the peak of its devices was measured"
 
 
@@ -185,6 +189,7 @@ def step_metrics(
         mfu=utilisation(info.flops, timing.step_s, timing.peak_flops),
         memory_bytes={name: max(peaks) for name, peaks in memory.items()} if all(memory.values()) else None,
         activation_bytes=activation_bytes(reports),
+        graphs=_graphs(reports),
         comm_bytes={name: _summed(r.sent_bytes for r in of) for name, of in reports.items()},
         dist_ratio=info.dist_ratio,
         pad_ratio=1.0 - info.tokens / info.padded_tokens,
@@ -198,6 +203,7 @@ def step_metrics(
 def notes(reports: Mapping[str, Sequence[StageReport]], metrics: StepMetrics, timing: Timing) -> Iterator[str]:
     """Notes of the step, each printed once in a run: by its ranks, and why it has no mfu where there is a peak."""
     yield from (note for of in reports.values() for report in of for note in report.notes)
+    yield from (GIVEN_UP.format(stage=name) for name, of in (metrics.graphs or {}).items() if of["given_up"])
     if metrics.mfu is None and timing.peak_flops is not None:
         yield NO_MFU
 
@@ -208,6 +214,14 @@ def _mean(reports: Mapping[str, Sequence[StageReport]], name: str) -> dict[str, 
         stage: [value for report in of if (value := getattr(report, name)) is not None] for stage, of in reports.items()
     }
     return {name: sum(of) / len(of) for name, of in known.items()} if all(known.values()) else None
+
+
+def _graphs(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, dict[str, int]] | None:
+    """By stage, of the rank with most: what torch.compile has made, and given up."""
+    counts = {
+        name: [max(of) for of in zip(*(report.graphs for report in of_stage))] for name, of_stage in reports.items()
+    }
+    return {name: {"made": made, "given_up": lost} for name, (made, lost) in counts.items() if made} or None
 
 
 def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:

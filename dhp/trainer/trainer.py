@@ -18,7 +18,8 @@ from dhp.observe.metrics import EvalMetrics, Line, StepMetrics, read_evaluations
 from dhp.observe.ranks import NONFINITE
 from dhp.observe.recorder import Recorder
 from dhp.observe.summary import DataStall
-from dhp.plan.run_plan import plan_run, world
+from dhp.plan.run_plan import RunPlan, plan_run, world
+from dhp.plan.search.verdict import relief
 from dhp.step.step import StepRefs, train_step
 from dhp.supervise.attempt import (
     LOADING,
@@ -72,6 +73,18 @@ def naming_step(step: int) -> Iterator[None]:
         raise error.at_step(step + 1) from error.__cause__
     except ClusterError as error:
         raise ClusterError(f"step {step + 1}: {error}", step + 1) from error.__cause__
+
+
+@contextmanager
+def naming_relief(plan: RunPlan) -> Iterator[None]:
+    """Where a rank runs out of its GPU's memory in here, the error says what would free how much."""
+    try:
+        yield
+    except PartFailed as error:
+        said = relief(plan, error.fault.part) if error.fault.short else ""
+        if not said:
+            raise
+        raise type(error)(f"{error}\n{said}", error.fault) from error.__cause__
 
 
 NAMED = 20  # samples of a step that a line names
@@ -176,7 +189,15 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
                 say(plan.family.note)
             session, unfinished = Session(plan, run_dir, start, say), Unfinished()
             # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
-            with unfinished, session, recorder.before_teardown(), unfinished, ending(), telling_end():
+            with (
+                unfinished,
+                session,
+                recorder.before_teardown(),
+                unfinished,
+                ending(),
+                telling_end(),
+                naming_relief(plan),
+            ):
                 Trainer(session, recorder, unfinished).run()
 
 

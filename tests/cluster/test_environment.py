@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.cluster.host import expand_segments, record_nccl, require_fixed_segments, require_single_gpu
-from dhp.core.errors import ConfigError
+from dhp.cluster.host import expand_segments, fixed_segments, record_nccl, require_single_gpu
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 WHERE = "node 10.0.0.6, where text rank 0 runs"
@@ -26,36 +25,41 @@ def set_by_nobody(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "object_store"])
-def test_segments_grow_where_nobody_says_otherwise(transport: str, set_by_nobody: list[str]) -> None:
-    assert expand_segments(transport)
+def test_segments_grow_where_nobody_says_otherwise(set_by_nobody: list[str]) -> None:
+    assert expand_segments()
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert set_by_nobody == ["expandable_segments:True"]
-
-
-def test_segments_stay_where_other_processes_reach_into_them(set_by_nobody: list[str]) -> None:
-    assert not expand_segments("cuda_ipc")
-    assert "PYTORCH_ALLOC_CONF" not in os.environ and set_by_nobody == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_users_allocator_stays(name: str, monkeypatch: pytest.MonkeyPatch, set_by_nobody: list[str]) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64")
-    assert not expand_segments("shared_memory")
+    assert not expand_segments()
     assert {name: os.environ.get(name) for name in NAMES if name in os.environ} == {name: "max_split_size_mb:64"}
     assert set_by_nobody == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: True"])
-def test_expandable_segments_and_cuda_ipc_are_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("value", "meanwhile"),
+    [
+        ("expandable_segments:True", ["expandable_segments:False", "expandable_segments:True"]),
+        (
+            "max_split_size_mb:64, expandable_segments: True",
+            ["max_split_size_mb:64, expandable_segments:False", "max_split_size_mb:64, expandable_segments: True"],
+        ),
+        ("expandable_segments:False", []),
+        ("", []),
+    ],
+)
+def test_memory_for_others_is_taken_in_segments_that_stay_and_the_users_settings_come_back(
+    name: str, value: str, meanwhile: list[str], monkeypatch: pytest.MonkeyPatch, set_by_nobody: list[str]
+) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError) as caught:
-        require_fixed_segments("cuda_ipc", WHERE)
-    assert str(caught.value).startswith(f"{WHERE}: cluster.transport=cuda_ipc with {name}={value}: ")
-    require_fixed_segments("shared_memory", WHERE)
-    monkeypatch.setenv(name, "expandable_segments:False")
-    require_fixed_segments("cuda_ipc", WHERE)
+    with pytest.raises(RuntimeError, match="no memory"), fixed_segments():
+        assert set_by_nobody == meanwhile[:1]
+        raise RuntimeError("no memory")
+    assert set_by_nobody == meanwhile
 
 
 def test_this_torch_knows_both_the_name_and_the_setting() -> None:

@@ -1,6 +1,8 @@
 """What nvidia-smi and torch say of GPUs, and which answers a run refuses. No GPU is needed: all of it is told."""
 
 import subprocess
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,8 @@ from dhp.cluster.gpus import (
 from dhp.core.errors import ConfigError
 from tests.helpers.graphs import make_graph
 
-NVIDIA_SMI_OUTPUT = "0, 580.65.06, Default, 81559 MiB\n1, 580.65.06, Exclusive_Process, 40960 MiB\n"
-TWO = (Gpu(0, "580.65.06", "Default", 81559 << 20), Gpu(1, "580.65.06", "Exclusive_Process", 40 << 30))
+NVIDIA_SMI_OUTPUT = "0, 580.65.06, Default, 81559 MiB, 12 MiB\n1, 580.65.06, Exclusive_Process, 40960 MiB, 0 MiB\n"
+TWO = (Gpu(0, "580.65.06", "Default", 81559 << 20, 12 << 20), Gpu(1, "580.65.06", "Exclusive_Process", 40 << 30, 0))
 CUDA_13 = Build("2.13.0+cu130", "13.0", True)
 WHERE = "node 10.0.0.6, where text rank 0 runs"
 
@@ -53,12 +55,28 @@ def pretend(monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
 def test_gpus_are_read_as_nvidia_smi_prints_them(nvidia_smi: Path) -> None:
     assert read_gpus() == TWO
     asked = (nvidia_smi / "asked").read_text().split()
-    assert asked == ["--query-gpu=index,driver_version,compute_mode,memory.total", "--format=csv,noheader"]
+    assert asked == ["--query-gpu=index,driver_version,compute_mode,memory.total,memory.used", "--format=csv,noheader"]
 
 
 def test_lines_that_are_no_row_are_left_out() -> None:
-    assert parse_gpus("") == parse_gpus("No devices were found\n") == parse_gpus("x, 1, Default, 1 MiB\n") == ()
-    assert parse_gpus("warning, of: something\n7,550.1,[N/A],[N/A]\n") == (Gpu(7, "550.1", "[N/A]"),)
+    assert parse_gpus("") == parse_gpus("No devices were found\n") == parse_gpus("x, 1, Default, 1 MiB, 0 MiB\n") == ()
+    assert parse_gpus("warning, of: something\n7,550.1,[N/A],[N/A],[N/A]\n") == (Gpu(7, "550.1", "[N/A]"),)
+
+
+@pytest.mark.parametrize(("held", "said"), [(61 << 30, True), (3 << 30, False), (None, False)])
+def test_memory_that_other_processes_hold_is_said_before_anything_is_loaded(
+    held: int | None, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        gpus, "read_gpus", lambda: (Gpu(0, "580.65.06", "Default", 80 << 30), replace(TWO[0], held=held))
+    )
+    monkeypatch.setattr(gpus, "check_build", lambda *_: None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_devices_here("auto", 1, True)
+    assert [str(one.message)[:80] for one in caught] == (
+        ["this machine: other processes hold 61.0 GiB of the 79.6 GiB of GPU 0, and the ru"] if said else []
+    )
 
 
 def test_the_smallest_gpu_bounds_what_a_rank_may_keep() -> None:
@@ -161,7 +179,7 @@ def test_a_run_of_its_own_ray_looks_before_it_starts_one(nvidia_smi: Path, monke
             Cluster(layout).__enter__()
     pretend(monkeypatch, CUDA_13)
     check_devices_here("auto", 2, collocate=True)
-    (nvidia_smi / "told").write_text("0, 580.65.06, Exclusive_Process, 81559 MiB\n")
+    (nvidia_smi / "told").write_text("0, 580.65.06, Exclusive_Process, 81559 MiB, 0 MiB\n")
     check_devices_here("cuda", 1, collocate=False)
     for bundles, collocate in ((1, True), (2, False)):
         with pytest.raises(ConfigError, match="GPU 0 Exclusive_Process"):

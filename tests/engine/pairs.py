@@ -31,7 +31,7 @@ AXES: dict[str, tuple[str, ...]] = {
 OTHERS = (
     *(f"vision {axis}" for axis in ("data", "ulysses", "ring", "tensor", "stages")),
     *(f"text {axis}" for axis in ("data", "ulysses", "ring", "tensor", "autotp", "expert", "stages")),
-    *("lora", "a frozen part", "some by pattern", "groups", "mlp chunks", "sharded norms"),
+    *("lora", "a frozen part", "some by pattern", "groups", "mlp chunks", "sharded norms", "padded MLPs"),
 )
 # Weights that stay as they are show no mistake: rows with one of these count for its own pairs alone.
 LEAVES = {"lora", "a frozen part", "some by pattern"}
@@ -71,6 +71,7 @@ def features_of(row: Row) -> set[str]:
         "groups": bool(case.groups),
         "mlp chunks": case.mlp_chunks > 1,
         "sharded norms": case.sharded_norms,
+        "padded MLPs": case.padded,
     }
     return found | {name for name, it_has in has.items() if it_has}
 

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import PartConfig
+from dhp.core import torch_private
 from dhp.core.draws import TokenKeys, drawing, keys_of
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import ALL, AdapterSettings, GroupRule, ParameterGroup, Selector, TrainingRules
+from dhp.core.torch_private import count_graphs
 from dhp.engine import stage as engine_stage
 from dhp.engine.build import (
     cuts_first,
@@ -35,6 +37,7 @@ from dhp.models.empty import empty_slices, stored_dtype
 from dhp.models.lora import TokenDropout
 from dhp.models.registry import load_family
 from dhp.parallel.attention import attention_kernels
+from dhp.parallel.kernels import elementwise
 from dhp.parallel.kernels.replace import INNER, _classes, replace_without_weights
 from dhp.parallel.tensor.styles import PARTIAL_OVER, with_fused
 from dhp.parallel.tensor.tensor_plan import local_plan
@@ -349,6 +352,38 @@ def test_compiled_layers_give_the_same_gradients(name: str, tmp_path: Path, unco
     model = str(save_family(name, tmp_path))
     wanted = gradients(model)
     assert_same(gradients(model, compile=True), wanted)
+
+
+def graphs_of_steps(model: str, count: int) -> list[tuple[int, int]]:
+    """Graphs made so far, and given up, behind each step with ever more samples of other lengths."""
+    torch.compiler.reset()
+    data: Any = SimpleNamespace(family=load_family(model))
+    maker, found = Maker(model), []
+    made, given_up = count_graphs()
+    with join_alone():
+        ours = Ours(model, data, dtype="float64", compile=True)
+        for step in range(count):
+            pictures = [[number % 4 for number in range(1 + (step + at) % 3)] for at in range(1 + step)]
+            samples = tuple(maker.sample(of, 3 + 5 * at + step, 10 * step + at) for at, of in enumerate(pictures))
+            ours.step(ours.shard((samples, samples[:1])))
+            now = count_graphs()
+            found.append((now[0] - made, now[1] - given_up))
+    return found
+
+
+def test_steps_of_other_lengths_and_counts_make_no_graphs(
+    tmp_path: Path, uncompiled_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(save_family(QUICK, tmp_path))
+    before = torch_private.shapes.use_duck_shape
+    try:
+        found = graphs_of_steps(model, 4)
+        assert found[0][0] > 4 and found[1:] == [(found[1][0], 0)] * 3
+        monkeypatch.setattr(elementwise, "tell_sizes_apart", lambda: None)
+        torch_private.shapes.use_duck_shape = True
+        assert graphs_of_steps(model, 4)[-1] > found[-1]  # negative control: sizes that are equal once
+    finally:
+        torch_private.shapes.use_duck_shape = before
 
 
 def test_a_step_by_flash_attn_gives_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

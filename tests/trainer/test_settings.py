@@ -119,8 +119,8 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
         "text": {"recompute": ("mlp", "none"), "resume_from": "step_7/text", "adapters": None},
     }
     kernels = {
-        "vision": {"norm": "auto", "rotary": "plain", "gate": "auto"},
-        "text": {"norm": "written", "rotary": "auto", "gate": "plain"},
+        "vision": {"norm": "auto", "rotary": "plain", "gate": "auto", "mlp": "auto"},
+        "text": {"norm": "written", "rotary": "auto", "gate": "plain", "mlp": "auto"},
     }
     for name, settings in found.items():
         told = {field.name: getattr(settings, field.name) for field in fields(settings)}

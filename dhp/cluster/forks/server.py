@@ -3,8 +3,9 @@
 `python -m dhp.cluster.forks.server ADDRESS MODULE…` listens on a Unix socket, imports the modules, and ends with its
 standard input; of `MODULE:FUNCTION` it calls the function too. A client (`fork_client.py`) sends how Python was
 started and its standard streams, and receives the status with which the fork ended. Each byte that it sends later is a
-signal to the fork, and the end of the connection is SIGKILL. Ray itself is imported in the fork, as its C++ half reads
-the environment when it is loaded."""
+signal to the fork, and the end of the connection is SIGKILL. Where a fork could not use the GPUs any more, since an
+import has asked their driver, clients are refused and start Python as usual. Ray itself is imported in the fork, as
+its C++ half reads the environment when it is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dhp.cluster.forks.fork_client import HANDED_ON
+from dhp.cluster.forks.fork_client import HANDED_ON, REFUSED
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _LIMIT_S = 10  # a stopped process must not hold up all others
@@ -35,6 +36,8 @@ _LIMIT_S = 10  # a stopped process must not hold up all others
 
 class Server:
     """Forks, each with the connection to its client."""
+
+    forks = True  # false: clients are refused
 
     def __init__(self, address: Path) -> None:
         """Clients can connect from here on; they wait until `serve`."""
@@ -70,6 +73,12 @@ class Server:
             start, streams = _receive(line)
         except (OSError, ValueError):
             return line.close()  # the client was killed on the way
+        if not self.forks:
+            for number in streams:
+                os.close(number)
+            with line, suppress(OSError):
+                line.sendall(REFUSED)
+            return
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             _end_with(parent)
@@ -141,7 +150,7 @@ def _receive(line: socket.socket) -> tuple[dict[str, Any], array.array[int]]:
     for _, _, numbers in rights:
         streams.frombytes(numbers)
     try:
-        with line.makefile("rb") as file:
+        with line.makefile("rb", buffering=0) as file:  # signals may be behind it already
             start = json.loads(file.readline())
     except (OSError, ValueError):
         for number in streams:
@@ -214,5 +223,8 @@ def load(modules: Sequence[str]) -> None:
 if __name__ == "__main__":
     _server = Server(Path(sys.argv[1]))
     load(sys.argv[2:])
+    from dhp.core.torch_private import forks_may_use_gpus  # torch only now: clients that find no address do not wait
+
+    _server.forks = forks_may_use_gpus()
     _server.serve()
     shutil.rmtree(Path(sys.argv[1]).parent, ignore_errors=True)  # the process that made it was killed

@@ -13,24 +13,25 @@ from pathlib import Path
 from dhp.cluster.forks.fork_client import SERVER
 from dhp.core.files import private_folder
 
-# GPUs' devices, by how Linux names them: NVIDIA's, those of a Jetson, AMD's, and any under Windows' own Linux.
-DEVICES = ("nvidia[0-9]*", "nvmap", "kfd", "dxg")
+# With it torch counts GPUs without their driver, which a process must not have asked whose forks are to use them.
+UNASKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 CLIENT = Path(__file__).parent / "fork_client.py"
 
 
 @contextmanager
-def fork_server(modules: Sequence[str]) -> Iterator[None]:
+def fork_server(modules: Sequence[str], gpus: bool = True) -> Iterator[None]:
     """A Ray that is started in here has forks for workers. modules: what they find imported, see `dhp.cluster.forks.
-    server`; the server imports them while this process goes on.
+    server`; the server imports them while this process goes on. gpus: false where no fork is to see any.
 
-    Nothing is started beside GPUs, where CUDA must not have been touched before a fork, nor where there is a server."""
-    if SERVER in os.environ or not sys.platform.startswith("linux") or has_gpus():
+    Nothing is started where there is a server already."""
+    if SERVER in os.environ or not sys.platform.startswith("linux"):
         yield
         return
     with private_folder("dhp-forks-", "server") as folder:
         address = folder / "server"
         command = [sys.executable, "-m", "dhp.cluster.forks.server", str(address), *modules]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        environment = os.environ | UNASKED | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
         os.environ[SERVER] = str(address)
         try:
             yield
@@ -38,11 +39,6 @@ def fork_server(modules: Sequence[str]) -> Iterator[None]:
             del os.environ[SERVER]
             server.kill()  # its forks end with it
             server.communicate()
-
-
-def has_gpus(devices: Path = Path("/dev")) -> bool:
-    """Whether the machine may have GPUs; asking CUDA itself would initialize it."""
-    return any(found for name in DEVICES for found in devices.glob(name))
 
 
 def worker_environment() -> dict[str, str] | None:

@@ -32,11 +32,18 @@ class Slot:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """The bundles to ask for, and the slots of each stage by rank. Printable, comparable, made without Ray."""
+    """The bundles to ask for, and the slots of each stage by rank. Printable, comparable, made without Ray.
+
+    bundles_per_gpu: on the fullest GPU; 0 on CPUs."""
 
     bundles: tuple[Resources, ...]
     slots: Mapping[str, tuple[Slot, ...]]
-    gpus_per_bundle: float
+    bundles_per_gpu: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the bundles take; 0 on CPUs."""
+        return -(-len(self.bundles) // self.bundles_per_gpu) if self.bundles_per_gpu else 0
 
 
 def plan_placement(devices: Mapping[str, range], gpus: float, shares: bool = True) -> PlacementPlan:
@@ -47,17 +54,21 @@ def plan_placement(devices: Mapping[str, range], gpus: float, shares: bool = Tru
     fewer GPUs than bundles, bundles share GPUs evenly."""
     used = [device for of_stage in devices.values() for device in of_stage]
     count, sharing = max(used) + 1, max(used.count(device) for device in set(used))
-    cpu, gpu = _fraction(1, sharing), _gpu_fraction(count, gpus if shares or not gpus else max(gpus, count), sharing)
+    there = int(gpus if shares or not gpus else max(gpus, count))
+    per_gpu = -(-count // there) if there else 0
+    cpu, gpu = _fraction(1, sharing), _fraction(1, per_gpu * sharing) if per_gpu else 0.0
     bundle: Resources = {"CPU": cpu * sharing} | ({"GPU": gpu * sharing} if gpu else {})
     slots = {stage: tuple(Slot(device, cpu, gpu) for device in of_stage) for stage, of_stage in devices.items()}
-    return PlacementPlan((bundle,) * count, slots, gpu * sharing)
+    return PlacementPlan((bundle,) * count, slots, per_gpu)
 
 
-def _gpu_fraction(bundles: int, gpus: float, sharing: int) -> float:
-    if gpus < 1:
-        return 0.0
-    per_gpu = -(-bundles // int(gpus))  # bundles on the fullest GPU
-    return _fraction(1, per_gpu * sharing)
+def beside(stage: str, slots: Mapping[str, Sequence[Slot]]) -> tuple[tuple[str, ...], ...]:
+    """Of each rank of a stage, the ranks of other stages in the same bundle, as `text rank 1`."""
+    others = [(name, of_stage) for name, of_stage in slots.items() if name != stage]
+    return tuple(
+        tuple(f"{name} rank {rank}" for name, of in others for rank, slot in enumerate(of) if slot.bundle == own.bundle)
+        for own in slots[stage]
+    )
 
 
 def _fraction(whole: int, among: int) -> float:

@@ -9,7 +9,7 @@ and a killed process leaves nothing there.
 
 From and to a GPU, that memory is locked once (`pin`), and copies run asynchronously until `flush`.
 
-Where all actors share one GPU, CUDA IPC does the same without any copy: the receiver maps the sender's device memory.
+Where all actors share one GPU, CUDA IPC does the same in its memory (`device_memory.py`), by one copy there.
 Between hosts, Ray's object store carries a tensor in several copies."""
 
 import mmap
@@ -17,13 +17,14 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
+from dhp.cluster.transport.device_memory import PAGE, DeviceMaps, DeviceParcel, DeviceSegment
 from dhp.core.errors import PartFailed
 
 REFUSED = (
@@ -72,9 +73,7 @@ def _address(memory: mmap.mmap) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 
-SHARED_MEMORY, OBJECT_STORE, CUDA_IPC = "shared_memory", "object_store", "cuda_ipc"
 SMALLEST_BYTES = 64 << 10  # bytes; below, Ray sends a value inside the message that says it is ready
-PAGE = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -90,19 +89,13 @@ class Parcel:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class DeviceParcel:
-    """A tensor in another process's GPU memory: what torch rebuilds it from on the same GPU."""
-
-    rebuild: Callable[..., Tensor]
-    arguments: tuple[Any, ...]
-
-
 class _Segment:
     """Memory for one tensor a step, taken once. pinned: locked for the GPU, if the driver lets it be."""
 
-    def __init__(self, serial: int, nbytes: int, pinned: bool = False):
-        self.serial = serial
+    waits = True  # a receiver reads it when it has the parcel
+
+    def __init__(self, serial: int, buffer: int, nbytes: int, pinned: bool = False):
+        self.serial, self._buffer = serial, buffer
         self.capacity = -(-nbytes // PAGE) * PAGE
         self.descriptor = os.memfd_create("dhp", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, self.capacity)
@@ -111,6 +104,9 @@ class _Segment:
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return _tensor_in(self._memory, shape, dtype)
+
+    def parcel(self, shape: tuple[int, ...], dtype: torch.dtype) -> Parcel:
+        return Parcel(os.getpid(), self.descriptor, self.serial, self._buffer, self.capacity, shape, dtype)
 
     def close(self) -> None:
         if self.pinned:
@@ -127,26 +123,23 @@ class Outbox:
 
     def __init__(self, on_device: bool = False, pinned: bool = False) -> None:
         """on_device: all receivers share this process's GPU. pinned: tensors come from a GPU, so lock memory for it."""
-        self._segments: list[_Segment] = []
-        self._pinned, self._under_way = pinned, False
+        self._segments: list[_Segment | DeviceSegment] = []
+        self._outgrown: list[DeviceSegment] = []
+        self._under_way = False
         self._used = self._serial = 0
-        self._on_device = on_device
-        self._lent: list[Tensor] = []
+        self._take = DeviceSegment if on_device else partial(_Segment, pinned=pinned)
 
     def send(self, tensor: Tensor) -> Parcel | DeviceParcel | Tensor:
         """Copy `tensor` where others can map it; small ones are returned as they are. Device tensors are copied once,
-        to host memory that is already the shared one, or not at all where receivers are on the same device."""
+        to host memory that is already the shared one, or to memory of the device that receivers map."""
         if tensor.nbytes < SMALLEST_BYTES:
             return tensor.cpu()
-        if tensor.is_cuda and self._on_device:
-            self._lent.append(tensor)  # its memory must not be reused before the receivers are done
-            return DeviceParcel(*reduce_tensor(tensor))
         buffer, self._used = self._used, self._used + 1
         segment = self._segment(buffer, tensor.nbytes)
         shape = tuple(tensor.shape)
         segment.tensor(shape, tensor.dtype).copy_(tensor, non_blocking=segment.pinned)
-        self._under_way |= segment.pinned
-        return Parcel(os.getpid(), segment.descriptor, segment.serial, buffer, segment.capacity, shape, tensor.dtype)
+        self._under_way |= segment.pinned and segment.waits
+        return segment.parcel(shape, tensor.dtype)
 
     def flush(self) -> None:
         """Wait until all that was sent can be read; called before the receivers get its addresses."""
@@ -157,15 +150,18 @@ class Outbox:
     def end_step(self) -> None:
         """End the step: all that was sent has been used, so its memory may be written again."""
         self._used = 0
-        self._lent.clear()
 
-    def _segment(self, buffer: int, nbytes: int) -> _Segment:
+    def _segment(self, buffer: int, nbytes: int) -> _Segment | DeviceSegment:
         if buffer == len(self._segments) or self._segments[buffer].capacity < nbytes:
             self._serial += 1
             # A quarter more than needed: steps differ in size, and memory that is exactly right is soon too small.
-            fresh = _Segment(self._serial, nbytes + nbytes // 4, self._pinned)
+            fresh = self._take(self._serial, buffer, nbytes + nbytes // 4)
             for old in self._segments[buffer : buffer + 1]:
-                old.close()
+                if isinstance(old, DeviceSegment):
+                    # CUDA does not say what becomes of memory that goes while others map it.
+                    self._outgrown.append(old)
+                else:
+                    old.close()
             self._segments[buffer : buffer + 1] = [fresh]
         return self._segments[buffer]
 
@@ -176,13 +172,13 @@ class Inbox:
     def __init__(self, pinned: bool = False) -> None:
         """pinned: what is received goes to a GPU, so lock the memory for it."""
         self._mapped: dict[tuple[int, int], tuple[int, mmap.mmap, bool]] = {}
-        self._pinned = pinned
+        self._pinned, self._on_device = pinned, DeviceMaps()
 
     def open(self, value: Any) -> Any:
         """The tensor of a parcel, in place; anything else as it is. It must not be written to, nor read after the
         step. Raises PartFailed when the sender's memory cannot be reached."""
         if isinstance(value, DeviceParcel):
-            return value.rebuild(*value.arguments)
+            return self._on_device.open(value)
         if not isinstance(value, Parcel):
             return value
         serial, memory, locked = self._mapped.get((value.pid, value.buffer), (0, None, False))

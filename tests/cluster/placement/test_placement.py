@@ -447,7 +447,7 @@ def test_stages_of_a_pipeline_lie_one_after_another_beside_vision() -> None:
 def test_without_gpus_bundles_ask_for_none() -> None:
     plan = plan_placement(BOTH, gpus=0)
     assert plan.bundles == ({"CPU": 1.0},) * 2
-    assert plan.gpus_per_bundle == 0.0
+    assert (plan.bundles_per_gpu, plan.gpus) == (0, 0)
     assert all(slot.gpus == 0.0 for slots in plan.slots.values() for slot in slots)
 
 
@@ -485,11 +485,15 @@ def test_device_follows_what_is_there_unless_asked() -> None:
         choose_device("cuda", 0)
 
 
-def test_backend_is_nccl_only_where_each_rank_has_a_gpu() -> None:
-    assert choose_backend("cpu", 0.0) == "gloo"
-    assert choose_backend("cuda", 1.0) == "nccl"
-    with pytest.warns(UserWarning, match="share a GPU"):
-        assert choose_backend("cuda", 0.5) == "gloo"
+@pytest.mark.parametrize("stages", range(1, 14))
+def test_backend_is_nccl_where_each_rank_of_a_stage_has_a_gpu_whatever_its_share_is_rounded_to(stages: int) -> None:
+    devices = {str(number): range(8) for number in range(stages)}
+    plan = plan_placement(devices, gpus=8)
+    assert (choose_backend(plan.bundles_per_gpu), plan.gpus) == ("nccl", 8)
+    assert choose_backend(plan_placement(devices, gpus=0).bundles_per_gpu) == "gloo"
+    shared = plan_placement(devices, gpus=3)
+    with pytest.warns(UserWarning, match="3 ranks of one group share a GPU"):
+        assert (choose_backend(shared.bundles_per_gpu), shared.gpus) == ("gloo", 3)
 
 
 @pytest.mark.usefixtures("local_ray")

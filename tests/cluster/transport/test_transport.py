@@ -2,17 +2,18 @@
 
 import os
 import threading
-import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from dhp.cluster.gpus import choose_transport
-from dhp.cluster.transport import shared_memory
+from dhp.cluster.transport import device_memory, shared_memory
 from dhp.cluster.transport.shared_memory import (
     PAGE,
     REFUSED,
@@ -266,17 +267,24 @@ def test_memory_that_cannot_be_reached_is_an_error_that_says_what_to_do() -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "nodes", "gpus", "chosen"),
+    ("asked", "nodes", "gpus", "per_gpu", "chosen"),
     [
-        ("auto", 1, 0, "shared_memory"),
-        ("auto", 1, 8, "shared_memory"),
-        ("auto", 2, 0, "object_store"),
-        ("object_store", 1, 0, "object_store"),
-        ("cuda_ipc", 1, 1, "cuda_ipc"),
+        ("auto", 1, 0, 0, "shared_memory"),
+        ("auto", 1, 8, 2, "shared_memory"),
+        ("auto", 1, 1, 4, "cuda_ipc"),
+        ("auto", 1, 8, 1, "nccl"),
+        ("auto", 2, 16, 1, "nccl"),
+        ("auto", 2, 2, 2, "object_store"),
+        ("auto", 2, 0, 0, "object_store"),
+        ("object_store", 1, 0, 0, "object_store"),
+        ("cuda_ipc", 1, 1, 1, "cuda_ipc"),
+        ("nccl", 2, 0, 0, "nccl"),
     ],
 )
-def test_the_transport_follows_from_where_the_actors_are(asked: str, nodes: int, gpus: int, chosen: str) -> None:
-    assert choose_transport(asked, "a, b", nodes, gpus) == chosen
+def test_the_transport_follows_from_where_the_actors_are(
+    asked: str, nodes: int, gpus: int, per_gpu: int, chosen: str
+) -> None:
+    assert choose_transport(asked, "a, b", nodes, gpus, per_gpu) == chosen
 
 
 @pytest.mark.parametrize(
@@ -285,11 +293,12 @@ def test_the_transport_follows_from_where_the_actors_are(asked: str, nodes: int,
         ("shared_memory", 2, 0, "the actors lie on 2 nodes, a, b; set cluster.transport=auto"),
         ("cuda_ipc", 1, 2, "the actors use 2 GPUs on 1 nodes"),
         ("cuda_ipc", 1, 0, "the actors use 0 GPUs"),
+        ("nccl", 1, 1, "2 ranks of one group share a GPU, and NCCL does not connect these"),
     ],
 )
 def test_a_transport_that_cannot_reach_all_actors_is_refused(asked: str, nodes: int, gpus: int, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        choose_transport(asked, "a, b", nodes, gpus)
+        choose_transport(asked, "a, b", nodes, gpus, 2)
 
 
 class _Driver:
@@ -349,17 +358,89 @@ def test_copies_into_locked_memory_do_not_hold_the_host_up(monkeypatch: pytest.M
     assert seen == [True, False]
 
 
-def test_what_was_lent_of_a_device_is_let_go_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stand:
-        """Of a tensor on a GPU, what sending asks for."""
+class Event:
+    """A CUDA event that processes share: its handle, and what is done to it."""
 
-        nbytes, is_cuda = SMALLEST_BYTES, True
+    done: ClassVar[list[str]] = []
 
-    monkeypatch.setattr("dhp.cluster.transport.shared_memory.reduce_tensor", lambda tensor: (None, ()))
-    outbox, tensor = Outbox(on_device=True), Stand()
-    outbox.send(tensor)
-    lent = weakref.ref(tensor)
-    del tensor
-    assert lent() is not None  # receivers may still read it
-    outbox.end_step()
-    assert lent() is None
+    def __init__(self, interprocess: bool = False, handle: bytes = b"") -> None:
+        self._handle = handle or f"event {len(self.done)}".encode()
+        self.done.append("made")
+
+    def ipc_handle(self) -> bytes:
+        return self._handle
+
+    def record(self) -> None:
+        self.done.append("recorded")
+
+    @classmethod
+    def from_ipc_handle(cls, device: torch.device, handle: bytes) -> "Event":
+        return cls(handle=handle)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Memory of a GPU that both ends map, on the host; what is done to events."""
+    Event.done.clear()
+    own, kept = torch.empty, {}
+
+    def share(tensor: Tensor) -> tuple[Any, tuple[int]]:
+        kept[id(tensor)] = tensor
+        return kept.__getitem__, (id(tensor),)
+
+    monkeypatch.setattr(device_memory, "reduce_tensor", share)
+    monkeypatch.setattr(torch.cuda, "MemPool", object)
+    monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **more: own(*shape, **more))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", nullcontext)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    stream = SimpleNamespace(wait_event=lambda event: Event.done.append(f"waited for {event.ipc_handle().decode()}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    return Event.done
+
+
+def test_on_one_gpu_each_tensor_of_a_step_has_memory_that_is_mapped_once(one_gpu: list[str]) -> None:
+    outbox, inbox, own = Outbox(on_device=True), Inbox(), {}
+    for step in range(3):
+        for number in range(2):
+            sent = torch.full((3, 10_000), 10.0 * step + number)
+            found = inbox.open(outbox.send(sent))
+            assert torch.equal(found, sent) and found.data_ptr() != sent.data_ptr()
+            assert own.setdefault(number, found.data_ptr()) == found.data_ptr()
+        outbox.flush()
+        outbox.end_step()
+    assert len(set(own.values())) == 2 and one_gpu.count("made") == 4  # an event a buffer, at each end
+    assert one_gpu[1:4:2] == ["recorded", "waited for event 0"]  # a receiver waits on the device, behind the copy
+    assert one_gpu.count("recorded") == sum(one.startswith("waited") for one in one_gpu) == 6
+
+
+def test_memory_that_a_pool_does_not_find_is_given_back_by_others(
+    one_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch looks for none of it while a pool is used (pytorch #159674)."""
+    own, given_back = torch.empty, []
+
+    def empty(*shape: int, **more: Any) -> Tensor:
+        if not given_back:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return own(*shape, **more)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
+    sent = torch.full((LARGE,), 3.0)
+    assert torch.equal(Inbox().open(Outbox(on_device=True).send(sent)), sent) and given_back == [1]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    given_back.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        Outbox(on_device=True).send(sent)
+
+
+def test_on_one_gpu_a_larger_tensor_has_other_memory_and_a_smaller_one_the_same(one_gpu: list[str]) -> None:
+    outbox, inbox, found = Outbox(on_device=True), Inbox(), []
+    for rows in (40_000, 45_000, 2_000_000):  # a quarter more is taken than is needed, in whole pages
+        sent = torch.arange(float(rows)).to(torch.float64)
+        parcel = outbox.send(sent)
+        assert torch.equal(inbox.open(parcel), sent)
+        found.append(parcel.mapping.serial)
+        outbox.end_step()
+    assert found == [1, 1, 2]
+    assert [one.serial for one in outbox._outgrown] == [1]  # receivers may map it still
