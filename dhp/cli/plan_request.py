@@ -70,7 +70,7 @@ def find_machine(request: PlanRequest, config: Config) -> tuple[Machine, list[st
     if count > node and assumed:
         notes.append(f"link={between.name} between nodes is assumed")
     formats = {part.dtype for part in parts(config).values()}
-    machine = machine_of(device, count, node, between, formats)
+    machine = machine_of(device, count, node, between, formats, config.cluster.transport)
     machine = replace(machine, reserve=request.reserve)
     return with_memory(request, machine), notes
 

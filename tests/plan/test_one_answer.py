@@ -106,7 +106,7 @@ def test_a_run_says_it_in_its_first_lines_and_its_report(plan: RunPlan) -> None:
     assert beside.planned.step_s == pytest.approx(found.step_s, rel=1e-12)
     assert beside.planned.memory_bytes == {name: one.peak.total for name, one in found.memory.items()}
     assert f"planned {found.step_s:.3g} s a step" in line
-    summary, steps = {"planned": asdict(beside.planned)}, [SimpleNamespace(step=1, loss=1.0)]
+    summary, steps = {"planned": asdict(beside.planned)}, [SimpleNamespace(step=1, loss=1.0, graphs=None)]
     record = SimpleNamespace(steps=steps, evaluations=[], status="finished", summary=summary)
     shown = figures(record, SimpleNamespace(step_s=np.array([2 * found.step_s])))
     assert shown["planned step"] == f"{found.step_s:.3g} s (took 2.00 times as long)"

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from dhp.config.devices import GIB, NODE, Device, Figure, Link, find_device, find_link, known_devices
 from dhp.config.parts import DECODER, degrees, parts, resolved
+from dhp.config.rules import AUTO
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
+from dhp.core.graph import CUDA_IPC, NCCL, SHARED_MEMORY
 from dhp.core.process import say_nothing
 from dhp.core.reports import DeviceInfo
 from dhp.models.family import Family
@@ -23,6 +25,7 @@ HOST_S = 1.2e-4
 ACTION_S = 1.5e-3  # of the driver and a worker, for each forward and backward of a stage
 STEP_S = 0.02  # of the driver, for each step: its batch, its reports
 HANDOVER = "pcie5"  # the link over which ranks hand tensors on, by way of the host's memory
+MAPPED_S = 5e-5  # of a hand-over of a tensor's place in memory of a GPU
 SURE = 0.03  # of the limit: a prediction that is nearer to it says nothing for certain
 FORMATS = ("bfloat16", "float32", "float64")
 
@@ -84,10 +87,12 @@ class Machine:
         return f"{self.count} × {self.name} of {self.memory_bytes / GIB:.0f} GiB ({nodes})"
 
 
-def machine_of(device: Device, count: int, node: int, between: Link, formats: Collection[str]) -> Machine:
+def machine_of(
+    device: Device, count: int, node: int, between: Link, formats: Collection[str], transport: str = SHARED_MEMORY
+) -> Machine:
     """From the tables of devices and links. count: devices in all; node: of a node; between: nodes. formats: that are
-    to be known. Raises ConfigError where the device has no peak in one."""
-    hand = find_link(HANDOVER)
+    to be known. transport: of a run, as its configuration names it. Raises ConfigError where the device has no peak in
+    one."""
     figures = {
         "memory": device.memory,
         "bandwidth": device.bandwidth,
@@ -106,9 +111,17 @@ def machine_of(device: Device, count: int, node: int, between: Link, formats: Co
         node,
         {name: rates_of(device, name, HOST_S, node, between) for name in formats},
         device.memory.value,
-        Channel(hand.bytes_s, hand.latency.value),
+        _handover(transport, count, find_link(device.link) if count <= node else between),
         figures=figures,
     )
+
+
+def _handover(transport: str, count: int, link: Link) -> Channel:
+    """As `dhp.cluster.gpus.choose_transport` chooses on GPUs. link: the slowest between devices of the run."""
+    if transport == CUDA_IPC or (transport == AUTO and count == 1):
+        return Channel(inf, MAPPED_S)
+    hand = link if transport in (AUTO, NCCL) else find_link(HANDOVER)
+    return Channel(hand.bytes_s, hand.latency.value)
 
 
 BETWEEN = "ib400"  # assumed between nodes
@@ -201,7 +214,7 @@ def machine_of_run(
     try:
         device = find_device(devices[0].name)
         formats = {part.dtype for part in parts(config).values()}
-        return machine_of(device, count, node, find_link(BETWEEN), formats)
+        return machine_of(device, count, node, find_link(BETWEEN), formats, config.cluster.transport)
     except ConfigError:
         return None
 
@@ -231,7 +244,8 @@ def expected_machine(config: Config, family: Family, loads: RunLoads, count: int
     count = count or (max(each) if config.cluster.collocate and not config.cluster.chain else sum(each))
     formats = {part.dtype for part in parts(config).values()}
     if config.cluster.device != CPU:
-        return machine_of(find_device(ASSUMED), count, min(count, NODE), find_link(BETWEEN), formats)
+        own = find_device(ASSUMED)
+        return machine_of(own, count, min(count, NODE), find_link(BETWEEN), formats, config.cluster.transport)
     rates = cached_rates(
         family, rate_request(config, loads, CPU, config.cluster.threads_per_actor or 1), folder_of(config)
     )

@@ -16,7 +16,7 @@ from dhp.core.parameters import AdapterSettings
 from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.core.torch_private import tree_leaves
 from dhp.core.transformers_private import expand_plan
-from dhp.core.wrapping import wrap_forward
+from dhp.core.wrapping import call_weakly, wrap_forward
 from dhp.engine.build import freeze, shard_without_ranks
 from dhp.models.decoder import unchanged
 from dhp.models.empty import adapt, empty_slices
@@ -59,7 +59,7 @@ class MomentsOfTrace(LiveStorages):
             self.leave_out(tensor)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype.itemsize > 2:  # others are dropped at once
-                parameter.register_post_accumulate_grad_hook(self._take)
+                parameter.register_post_accumulate_grad_hook(call_weakly(self._take))
         for at, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._entering(at), with_kwargs=True)
             layer.register_forward_hook(self._leaving(at))
@@ -299,7 +299,8 @@ def _numbers(*shape: int) -> Tensor:
 
 
 def _drop_gradients(model: Any) -> None:
-    """Gradients in 16 bits are added to a rank's sums in 32 and are gone; others are the sums."""
+    """Gradients in 16 bits are added to a rank's sums in 32 and are gone; others are the sums. Those that wait for
+    their bucket, at most half of its bytes, are no activations."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize == 2:
             parameter.register_post_accumulate_grad_hook(_forget)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import accumulate
 
 from dhp.config.layout import OFFLOAD
 from dhp.config.parts import DECODER, parts
@@ -76,8 +77,9 @@ class Passing:
     and of those that enter backward. flown: of what a micro-batch under way keeps of what was and is handed over, and
     autograd does not. more_targets: that the loss takes beyond what `inside` has, where it has several chunks.
 
-    units: its parameters. grown: bytes of gradients when each layer's backward begins, and when the last one is done,
-    where they come one by one; None: they are there from the first backward on."""
+    units: its parameters. grown: bytes of gradients in the backward of what follows the layers, of each layer from the
+    last one on, and of what precedes them; None: they are there from the first backward on. bucketed: autograd's own
+    come beside them, and wait for a bucket: bytes of the last of these; None: they stay where they come."""
 
     costs: StageCosts | None
     choices: RecomputePolicies
@@ -89,6 +91,7 @@ class Passing:
     more_targets: float = 0.0
     units: Units = Units()
     grown: tuple[float, ...] | None = None
+    bucketed: float | None = None
 
 
 def stage_memory(
@@ -121,7 +124,10 @@ def _moments(
         return
     layers = len(passing.choices)
     first = [gradients] * (layers + 2) if passing.grown is None else passing.grown
-    yield from _backwards(kept, before, passing, first, passing.grown is not None, whole)
+    stay = passing.grown is not None and passing.bucketed is None
+    yield from _backwards(kept, before, passing, first, stay, whole)
+    if passing.bucketed is not None:
+        yield Moment(BACKWARD, {**kept, "gradients": gradients, "activations": before, "inside": passing.bucketed})
     if passing.micro_batches > 1:  # a later one, which finds the gradients of those before it
         fewer = before if passing.micro_batches > passing.holds else max(0.0, before - held)
         yield from _backwards(kept, fewer, passing, [gradients] * (layers + 2), False, whole)
@@ -225,7 +231,7 @@ def memory_of(
         _flown(asked, stage),
         _more_targets(asked, stage),
         stage_units(asked.counted.unit_parameters(stage.part, Cut.of(section)), stage.layers),
-        _grown(asked, stage),
+        *_grown(asked, stage),
     )
     return stage_memory(section, stage, shape_of(asked.plan, stage), passing, asked.machine.contexts)
 
@@ -287,21 +293,20 @@ def _more_targets(asked: Question, stage: StageSpec) -> float:
     return float(2 * more * head.hidden * size + matrix * (2 * exact - size))
 
 
-def _grown(asked: Question, stage: StageSpec) -> tuple[float, ...] | None:
-    """Bytes of gradients where autograd accumulates them, as backward goes; None where all have their room before it
-    begins: in buckets that are summed, or in another format."""
+def _grown(asked: Question, stage: StageSpec) -> tuple[tuple[float, ...] | None, float | None]:
+    """`grown` and `bucketed` of `Passing`. Gradients that are summed, or in another format than the weights', go into
+    buckets, which take memory as they fill; ZeRO's have all their room before backward begins."""
     section = parts(asked.plan.config)[stage.part]
-    if section.zero_stage or stage.degrees.shards > 1 or VALUE_BYTES[section.dtype] != sum_bytes(section):
-        return None
+    if section.zero_stage:
+        return None, None
     trained = asked.counted.unit_parameters(stage.part, Cut.of(section), trained=True)
-    units = [trained[at + 1] for at in reversed(stage.layers)]
-    last = len(trained) - 2
-    after = trained[-1] if last - 1 in stage.layers else 0
-    found, values = [0, after], after
-    for unit in units:
-        values += unit
-        found.append(values)
-    return tuple(float(VALUE_BYTES[section.dtype] * count) for count in found)
+    units, value = [trained[at + 1] for at in reversed(stage.layers)], sum_bytes(section)
+    after = trained[-1] if len(trained) - 3 in stage.layers else 0
+    found = [float(value * count) for count in accumulate([0, after, *units])]
+    if stage.degrees.shards == 1 and VALUE_BYTES[section.dtype] == value:
+        return tuple(found), None
+    before = trained[0] if 0 in stage.layers else 0
+    return (*found[1:], found[-1]), float(VALUE_BYTES[section.dtype] * before)
 
 
 def shape_of(plan: RunPlan, stage: StageSpec) -> PartShape:

@@ -92,7 +92,8 @@ def machine_ahead(subject: Subject, samples: Samples, say: Callable[[str], None]
         return _cpus(subject, samples, count, say)
     formats = {part.dtype for part in parts(config).values()}
     device = find_device(kind)
-    return machine_of(device, count, min(count, node), find_link(BETWEEN), formats), "rates by data sheets"
+    machine = machine_of(device, count, min(count, node), find_link(BETWEEN), formats, config.cluster.transport)
+    return machine, "rates by data sheets"
 
 
 def _devices(config: Config) -> tuple[str | None, int, int]:

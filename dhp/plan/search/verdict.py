@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dhp.config.command_line import with_words
 from dhp.config.devices import GIB
 from dhp.config.layout import DEGREES, OFFERED, resolve_part
 from dhp.config.parts import DECODER, parts, resolved, sections
+from dhp.config.resolve import resolve
+from dhp.config.schema import Config
 from dhp.core.errors import DhpError
+from dhp.core.parameters import FORMS
 from dhp.core.text import binary_size
 from dhp.plan.bench.machine import Machine, device_here, expected_machine
 from dhp.plan.count.samples import Samples, assumed_equal, equal_samples
 from dhp.plan.forecast.forecast import Forecast, forecast
-from dhp.plan.run_plan import Question, RunPlan, attempt, is_quick
+from dhp.plan.run_plan import Question, RunPlan, attempt, is_quick, plan_run
 from dhp.plan.search.candidates import NEAR, Candidate, evaluate_layouts
 from dhp.plan.search.layout_search import Found
 from dhp.plan.search.layouts import PartLayout, Refused
@@ -62,6 +67,35 @@ def verdict(expected: Expected, measured: bool = False) -> list[str]:
         lines.append(f"               {_speed(found, machine)}, on {machine} (assumed{here})")
     others = "other devices and the best layout: python -m dhp plan"
     return [*lines, f"               for {others if measured else f'your data, {others}'}"]
+
+
+def relief(plan: RunPlan, part: str) -> str:
+    """A line about what would free how much on the fullest device where a rank of `part` ran out of memory, each change
+    by itself as forecasts have it; "" where that is not known."""
+    now = expect(plan).forecast
+    if now is None:
+        return ""
+    freed = {}
+    for change in _smaller(plan.config, part):
+        made = attempt(partial(_changed, plan, change))
+        if isinstance(made, Forecast) and (less := now.peak.total - made.peak.total) > 0.01 * now.peak.total:
+            freed[change] = less
+    said = ", ".join(f"{key} {binary_size(less)}" for key, less in sorted(freed.items(), key=lambda one: -one[1]))
+    return f"By the forecast of this run, on the fullest device would free: {said}" if said else ""
+
+
+def _smaller(config: Config, part: str) -> Iterator[str]:
+    """Changes that each take less memory, as key=value."""
+    section, rows = parts(config)[part], config.training.micro_batch_size
+    if section.recompute != "full":
+        yield f"{part}.recompute=full"
+    yield from (f"{part}.state_bytes={form}" for form in FORMS if form < section.state_bytes)
+    if rows % 2 == 0:
+        yield f"training.micro_batch_size={rows // 2}"
+
+
+def _changed(plan: RunPlan, change: str) -> Forecast | None:
+    return expect(plan_run(resolve(with_words(plan.config, [change])), counted=plan.counted)).forecast
 
 
 def _memory(found: Forecast, machine: Machine) -> str:

@@ -249,7 +249,14 @@ def test_gradients_that_come_one_by_one_are_not_there_before() -> None:
     found = moments(grown)
     assert found[FORWARD] == 5 + 100 + 300 and found[LOSS] == 205 + 7
     assert found[BACKWARD] == 840 + 5 + 4  # what precedes the layers comes last, when all gradients are there
-    assert moments(PASSING)[BACKWARD] == 4000 + 255 + 3  # in buckets all have their room from the beginning
+    assert moments(PASSING)[BACKWARD] == 4000 + 255 + 3  # ZeRO's have all their room from the beginning
+
+
+def test_buckets_take_memory_as_they_fill_beside_the_gradients_that_fill_them() -> None:
+    grown = replace(PASSING, grown=(40.0, 440.0, 840.0, 840.0), bucketed=80.0)
+    assert moments(grown)[BACKWARD] == 4000 + 80  # the last one is copied when all sums have their room
+    few = replace(grown, grown=(40.0, 5440.0, 5440.0, 5440.0), bucketed=0.0)
+    assert moments(few)[BACKWARD] == 5440 + 205 + 20  # what autograd has made so far counts in a layer's own
 
 
 def test_a_later_micro_batch_finds_the_gradients_of_those_before_it() -> None:
