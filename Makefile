@@ -8,7 +8,7 @@ NEWEST ?= transformers torch
 NEWEST_TESTS = tests/golden tests/models tests/engine/test_families.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-environment newest fuzz lint clean
+.PHONY: help install train test test-environment newest nullcuda fuzz lint clean
 
 help:  ## this list
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12] [PIP_ARGS='...']"
@@ -27,6 +27,9 @@ newest: test-environment  ## golden tables and families beside the newest transf
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --target $(VENV)/newest $(NEWEST)
 	@PYTHONPATH=$(VENV)/newest $(VENV)/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
 	@PYTHONPATH=$(VENV)/newest $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup --tb=line -W default $(or $(ARGS),$(NEWEST_TESTS))
+
+nullcuda: test-environment  ## whole runs on a CUDA that computes nothing, under torch's build for CUDA (730 MB are fetched once; gcc)
+	@$(VENV)/bin/python -m pytest -q -m nullcuda tests/nullcuda $(ARGS)
 
 fuzz: install  ## random layouts beside the plain model; ARGS='--fuzz-minutes=5 --fuzz-seed=24' says how long and which
 	@$(VENV)/bin/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)

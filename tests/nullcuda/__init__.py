@@ -1,0 +1,1 @@
+"""A CUDA that computes nothing, under torch's own build for CUDA."""
