@@ -147,8 +147,9 @@ def started(
     with tempfile.TemporaryDirectory() as folder, Cluster(layout_of(graph, folder, **changes)) as cluster:
         for stage in graph.stages:
             cluster.groups[stage.name].start(engines[stage.part], settings[stage.name])
+        cluster.link()
         wait_for(cluster.groups.values())
-        yield make_stages(graph, cluster.groups)
+        yield make_stages(graph, cluster.groups, cluster.linked)
 
 
 def timed(

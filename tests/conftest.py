@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tests.helpers.skips import hold
 # several ranks on few cores take many times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")  # by default all else on the machine goes before the actors
+# One for all runs of tests, which have caches of their own.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/dhp-tests-compiled-{os.getuid()}")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -28,6 +31,9 @@ _STATUS = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-minutes", type=float, default=5.0, help="how long `-m fuzz` draws layouts")
     parser.addoption("--fuzz-seed", type=int, default=24, help="which layouts `-m fuzz` draws")
+    parser.addoption(
+        "--nullcuda-rows", help="the file that `-m nullcuda` appends its rows to, in the place of holding them"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import pytest
 from experiments.declared import FIGURES
 from experiments.registry import BY_NAME
 from tests.helpers.figures import ROOT, Sentences, missing, one, rows, span
+from tests.nullcuda.tables import causes, depth, runs
 
 PERFORMANCE, LONG = "docs/performance.md", "docs/long-context.md"
 CHECKPOINTS = "docs/checkpoints.md"
@@ -235,6 +236,51 @@ def gpu_check() -> Sentences:
     yield page, f"{states['dry_run_least_bytes'] / 1e9:.1f} and {states['dry_run_most_bytes'] / 1e9:.1f}"
 
 
+def h200() -> Sentences:
+    about = one("h200", row="about")
+    yield PERFORMANCE, f"(commit {about['commit']}, torch {about['torch']}, Qwen2.5-VL 3B at full depth"
+    yield PERFORMANCE, f"One {about['device'].removeprefix('NVIDIA ')} ran the whole product"
+    steps = rows("h200", kind="train")
+    halves = len(steps) // 2  # the runs with `light`, and with nothing recomputed
+    light, kept = steps[:halves], steps[halves:]
+    by_ray = [median(step[key] for step in kept[1:]) for key in ("step_s", "mfu")]
+    alone, padded = (one("h200", row="step", kind="none", bytes=18, pad=pad, cudnn=0) for pad in (0, 1))
+    eight = one("h200", row="step", kind="light", samples="8", pad=1)
+    plain = one("h200", row="plain, flash", kind="none")
+    for what, seconds, mfu in (
+        ("both engines in one process, nothing recomputed", alone["step_ms"] / 1e3, alone["mfu"]),
+        ("the same by Ray in two processes, `cuda_ipc`", *by_ray),
+        ("plain transformers with flash attention, fused AdamW", plain["step_ms"] / 1e3, plain["mfu"]),
+        ("the tower's MLP with 3,456 columns in place of 3,420", padded["step_ms"] / 1e3, padded["mfu_published"]),
+        ("8 samples, light, so padded, cuDNN's attention", eight["step_ms"] / 1e3, eight["mfu_published"]),
+    ):
+        yield PERFORMANCE, f"| {what} | {seconds:.3f} | {mfu:.0%} |"
+    most = [max(sum(step["memory_bytes"].values()) for step in of) / 2**30 for of in (kept, light)]
+    yield PERFORMANCE, f"reserved {most[0]:.1f} GiB at most with nothing recomputed"
+    yield PERFORMANCE, f"and {most[1]:.1f} with `light`"
+    slow = one("h200", row="step", bytes=10, samples="4")
+    yield PERFORMANCE, f"updates of 10 bytes ({slow['update_ms'] / 1e3:.2f} s of a step)"
+
+
+def nullcuda() -> Sentences:
+    page = "docs/developers/null-cuda.md"
+    for line in (*runs(), *depth(), *causes()):
+        yield page, line
+    apart = {"nothing": 0.0, "kernels": 0.0, "layers": 0.0}
+    for row in (row for row in rows("nullcuda") if "part" in row):
+        off = abs(row["planned_peak_bytes"] / row["peak_bytes"] - 1)
+        apart[row["compiled"]] = max(apart[row["compiled"]], off)
+        more = 17_704_448 if row["part"] == "vision" and row["compiled"] != "layers" else 0  # zeros in padded products
+        assert abs(row["planned_states_bytes"] / (row["between_steps_bytes"] - more) - 1) < 1e-4
+    asked = max(apart["nothing"], apart["kernels"])
+    yield page, f"within {asked:.1%} of the allocator's, states within 0.01% but for 17.7 MB"
+    yield page, f"compiled whole, it plans up to {apart['layers']:.0%} too much"
+    left = {of["left_bytes"] for row in rows("nullcuda") for of in row.get("stages", {}).values()}
+    yield page, f"up to {max(left) / 1e6:.1f} MB"
+    peaks = [of for row in rows("nullcuda") for of in row.get("stages", {}).values() if of["planned_bytes"]]
+    yield page, f"up to {max(of['peak_bytes'] / of['planned_bytes'] - 1 for of in peaks):.0%} more than it says"
+
+
 def make_train() -> Sentences:
     """Of the quickstart's own run; no file of results/ has it."""
     shown = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -245,7 +291,7 @@ def make_train() -> Sentences:
 HELD: list[Callable[[], Sentences]] = [
     overhead, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
     longest_sequence, recompute, layouts, checkpoint, chaos, sight, gpu_check,
-    make_train,
+    h200, nullcuda, make_train,
 ]  # fmt: skip
 
 
@@ -260,7 +306,8 @@ def test_a_figure_that_the_rows_do_not_have_is_seen() -> None:
 
 
 def test_every_file_of_results_has_a_sentence_of_its_rows() -> None:
-    # The page of families is made of the first; PAPERS.md's test holds the others.
-    elsewhere = {"families", "balance_sweeps", "balance_preprocessing"}
+    # The page of families is made of the first, tests/plan/bench/test_h200.py reads the second, and the third is of
+    # `make nullcuda`; PAPERS.md's test holds the others.
+    elsewhere = {"families", "h200", "nullcuda", "balance_sweeps", "balance_preprocessing"}
     files = {file.stem for file in (ROOT / "results").glob("*.jsonl")}
     assert files - elsewhere == {BY_NAME[name].result for name in FIGURES}

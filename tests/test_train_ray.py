@@ -18,6 +18,7 @@ from dhp.supervise.supervisor import Supervisor
 from dhp.train_ray import main
 from dhp.trainer.step_reports import NO_MFU
 from tests.helpers.made_runs import make_run
+from tests.helpers.rows import slow
 from tests.helpers.runs import LONG, Outcome, tiny, train
 
 STEPS = 4
@@ -25,8 +26,8 @@ UMASK = os.umask(0o022)
 os.umask(UMASK)
 FIELDS = (
     "kind step epoch loss grad_norm stage_norms lr tokens target_tokens vision_tokens samples images cached_images "
-    "clips step_s data_s busy_s comm_s rank_pace tokens_per_s flops mfu memory_bytes activation_bytes comm_bytes "
-    "dist_ratio pad_ratio sp_ratio skipped_samples skipped_steps sample_digest"
+    "clips step_s data_s busy_s comm_s rank_pace tokens_per_s flops mfu memory_bytes activation_bytes graphs "
+    "comm_bytes dist_ratio pad_ratio sp_ratio skipped_samples skipped_steps sample_digest"
 ).split()
 
 
@@ -203,6 +204,28 @@ def test_the_same_configuration_gives_the_same_bits(outcome: Outcome, long_asset
         for file in (run_dir / "checkpoints" / f"step_{STEPS}" / part).glob("*.safetensors"):
             mine, theirs = load_file(file), load_file(again / "checkpoints" / f"step_{STEPS}" / part / file.name)
             assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
+LINKED = ("cluster.transport=nccl", "plugins=[experiments.chaos.small_links]")  # by gloo here
+INTERLEAVED = (
+    *("text.parallelism=pipeline", "text.virtual_stages=2", "training.schedule=interleaved"),
+    "training.eval_answers=0",
+)
+APART = ("cluster.collocate=false", "vision.parallelism=data", "text.num_actors=4", "text.data=2")
+
+
+@pytest.mark.parametrize("layout", [(), slow(INTERLEAVED), slow(APART)], ids=["2+2", "interleaved", "apart"])
+def test_tensors_from_rank_to_rank_give_the_same_digits(
+    layout: tuple[str, ...], long_assets: Path, tmp_path: Path, run_dir: Path
+) -> None:
+    assert train(*tiny(long_assets, tmp_path / "run", *LONG, *LINKED, *layout)).status == 0
+    found, wanted = metrics(tmp_path / "run"), metrics(run_dir)
+    for field in ("loss", "grad_norm"):
+        exact = [line[field] for line in wanted]
+        assert [line[field] for line in found] == (pytest.approx(exact, rel=1e-6) if layout else exact)
+    if not layout:  # each of the two tensor ranks is sent what both read before, so nothing went another way
+        sent = [[line["comm_bytes"]["vision"]["handoff"] for line in of] for of in (found, wanted)]
+        assert sent[0] == pytest.approx([2 * once for once in sent[1]], rel=0.01)
 
 
 def test_it_has_a_page_with_its_evaluations(run_dir: Path) -> None:

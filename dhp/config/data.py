@@ -140,8 +140,8 @@ class DataConfig:
     data.balance is not random."""
 
     cache_dir: Optional[str] = key(None, resume=BESIDE)
-    """Directory of measured lengths, and of copies of files from addresses, for all runs. Null: dhp in $XDG_CACHE_HOME
-    or ~/.cache."""
+    """Directory of measured lengths, of copies of files from addresses and of compiled graphs, for all runs. Null: dhp
+    in $XDG_CACHE_HOME or ~/.cache."""
 
     cache_gib: Optional[float] = key(50.0, resume=BESIDE, advanced=True)
     """GiB of copies in cache_dir of annotations and media that are read from addresses (s3://, gs://, hf://, http://);

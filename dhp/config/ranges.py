@@ -12,6 +12,7 @@ from dhp.config.parts import HEARING, read_datasets, split_share
 from dhp.config.schema import ClusterConfig, LoraConfig, MemoryConfig, PartConfig
 from dhp.config.training import TrainingConfig
 from dhp.core.errors import ConfigError
+from dhp.core.graph import TRANSPORTS
 from dhp.core.kinds import names
 from dhp.core.parameters import NF4
 from dhp.core.text import did_you_mean, nearest
@@ -104,7 +105,6 @@ COLUMNS = (
 )
 BALANCE = ("random", "isf", "balanced")
 MEAN, PAPER = LIMIT_RULES = ("mean", "paper")
-TRANSPORTS = ("auto", "shared_memory", "object_store", "cuda_ipc")
 SEQUENTIAL, VISION_AHEAD, GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = (
     "sequential",
     "vision_ahead",
@@ -279,7 +279,7 @@ def _check_column(given: str, ours: str) -> None:
 
 def check_cluster(cluster: ClusterConfig) -> None:
     """Raises ConfigError for the first field out of its range."""
-    require_choice("cluster.transport", cluster.transport, TRANSPORTS)
+    require_choice("cluster.transport", cluster.transport, ("auto", *TRANSPORTS))
     require_choice("cluster.device", cluster.device, ("auto", "cpu", "cuda"))
     limits = ("start_timeout_s", "step_timeout_s", "collective_timeout_s")
     _require_positive("cluster", cluster, *limits, "threads_per_actor", "devices")

@@ -305,11 +305,12 @@ def check_state_bytes(name: str, part: PartConfig) -> None:
 _DTYPES = (BFLOAT16, "float32", "float64")
 _BACKENDS = ("auto", "sdpa", FLASH_ATTENTION_2)
 AUTO, PLAIN = "auto", "plain"
-TORCH, COMPILED, WRITTEN = "torch", "compiled", "written"
+TORCH, COMPILED, WRITTEN, PADDED = "torch", "compiled", "written", "padded"
 # Kinds of elementwise work of a layer, and the kernels for it, the fastest first; and plain: the module's own
-# code. torch: a kernel of PyTorch's. compiled: ours, by torch.compile. written: ours, operation by operation.
+# code. torch: a kernel of PyTorch's. compiled: ours, by torch.compile. written: ours, operation by operation. padded:
+# with zeros up to a width that matrix units take.
 KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"norm": (TORCH, COMPILED, WRITTEN), "rotary": (COMPILED, WRITTEN), "gate": (COMPILED,)}
+    {"norm": (TORCH, COMPILED, WRITTEN), "rotary": (COMPILED, WRITTEN), "gate": (COMPILED,), "mlp": (PADDED,)}
 )
 ON_GPUS = (TORCH, COMPILED)  # on CPUs PyTorch's norm is made of pieces, and compiling takes longer than it saves
 

@@ -109,14 +109,17 @@ class PartConfig:
     nothing else."""
 
     attention_backend: str = "auto"
-    """Attention kernel: auto | sdpa, both PyTorch's own, with flash attention in them | flash_attention_2, the package
-    flash-attn (2.7 or newer, installed on each node; GPUs from Ampere on, bfloat16)."""
+    """Attention kernel: sdpa, PyTorch's own, with flash attention in them | auto, the same, by flash-attn-4 or flash
+    attention 3 where one is installed and proved on the device | flash_attention_2, the package flash-attn (2.7 or
+    newer, installed on each node; GPUs from Ampere on, bfloat16)."""
 
     kernels: str = "auto"
     """Who computes what a layer does elementwise: auto, the fastest that is proved on the device at start to give what
     the library's own code gives | by kind, as norm:written,gate:plain. Norms: torch (PyTorch's, on GPUs) | compiled |
-    written | plain; rotary positions: compiled | written | plain; gates of MLPs: compiled | plain. compiled: by
-    torch.compile, on GPUs; written: operation by operation, in few passes; plain: the library's own code."""
+    written | plain; rotary positions: compiled | written | plain; gates of MLPs: compiled | plain; widths of gated
+    MLPs (mlp): padded | plain. compiled: by torch.compile, on GPUs; written: operation by operation, in few passes;
+    padded: with zeros up to a multiple of 64, by itself on GPUs where rows are no multiple of 16 bytes; plain: the
+    library's own code."""
 
     compile: bool = False
     """true: each layer's forward goes through torch.compile, which fuses its small operations; attention stays as it
@@ -207,8 +210,9 @@ class ClusterConfig:
 
     transport: str = "auto"
     """How tensors go between stages: shared_memory (one copy; all actors on one host) | object_store (Ray's, also
-    between hosts) | cuda_ipc (no copy; all actors on one GPU; not yet run on one) | auto (shared_memory where all
-    actors are on one host, else object_store)."""
+    between hosts) | cuda_ipc (no copy; all actors on one GPU) | nccl (from GPU to GPU, also between hosts; by gloo on
+    CPUs; not yet run on GPUs) | auto (on GPUs cuda_ipc where all actors share one, nccl where each rank of a group has
+    one to itself; else shared_memory where all actors are on one host, else object_store)."""
 
     device: str = "auto"
     """Device of the actors: auto (CUDA where Ray sees a GPU, else CPU) | cpu | cuda."""

@@ -111,6 +111,9 @@ class StepMetrics:
     activation_bytes: Mapping[str, int] | None = None
     """Peak of what forward keeps for backward on the actor that kept most, by stage. Unit: bytes. Null: activations are
     not measured (`memory.accounting`, or `recompute=auto`)."""
+    graphs: Mapping[str, Mapping[str, int]] | None = None
+    """By stage, graphs that torch.compile has `made` since the rank began, and how often it has `given_up` a function
+    that then runs uncompiled, of the rank with most. Unit: graphs. Null: stages that compile nothing are left out."""
     comm_bytes: Mapping[str, Mapping[str, int]] | None = None
     """Bytes sent in the step by all ranks of a stage, by stage and kind; kinds of which nothing was sent are left out.
     See [Communication](#communication). Unit: bytes."""

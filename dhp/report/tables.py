@@ -159,9 +159,16 @@ def figures(record: RunRecord, times: Times | None) -> dict[str, str]:
     planned = (summary.get("planned") or {}).get("step_s")
     if planned and times is not None:
         found["planned step"] = f"{planned:.3g} s (took {float(times.step_s.mean()) / planned:.2f} times as long)"
+    if last.graphs:
+        each = (f"{name} {of['made']}" + _given_up(of["given_up"]) for name, of in last.graphs.items())
+        found["compiled graphs"] = ", ".join(each)
     if summary.get("restarts"):
         found["restarts after faults"] = str(summary["restarts"])
     return found
+
+
+def _given_up(functions: int) -> str:
+    return f" (limit reached by {functions} functions, which run uncompiled)" if functions else ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import av
 import numpy as np
 from PIL import Image, ImageDraw
 
@@ -15,6 +14,7 @@ from dhp.core.errors import DataError
 from dhp.core.files import new_folder
 from dhp.data.media.frames import FrameSampling
 from dhp.data.media.images import open_image
+from dhp.data.media.sources import pyav
 from dhp.data.media.video import map_frames
 
 PALETTE = {
@@ -314,6 +314,7 @@ def _write_video(path: Path, one: Hidden, haystack: Iterator[Image.Image]) -> No
     """The haystack with the needle in the place of one step in time."""
     steps = one.frames // GROUP
     first = round(one.depth * (steps - 1)) * GROUP
+    av = pyav()
     with av.open(str(path), "w") as container:
         stream = None
         for number, frame in enumerate(haystack):

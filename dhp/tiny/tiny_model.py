@@ -302,7 +302,7 @@ def make_tiny_assets(folder: Path, say: Callable[[str], None] = say_line, furthe
 
 
 def _make_needles(folder: Path) -> None:
-    from dhp.tiny.made_pictures import make_needles  # which imports PyAV
+    from dhp.tiny.made_pictures import make_needles
 
     make_needles(folder, samples=512, frames=(16, 32, 48, 64))
 

@@ -12,7 +12,9 @@ VARIABLE = "DHP_CHAOS_POINT"  # as `experiments.chaos.inject.sitecustomize` read
 VISION, TEXT, READER, DATA = ("vision-0", "vision-1"), ("text-0", "text-1"), ("data-0",), ("data",)
 DRIVER, SUPERVISOR = ("driver",), ("supervisor",)
 RANKS = {"vision": VISION, "text": TEXT}
-FRESH, RESUMED, DAMAGED, KEPT, PIPELINE = "fresh", "resumed", "damaged", "kept", "pipeline"
+FRESH, RESUMED, DAMAGED, KEPT, PIPELINE, LINKED = "fresh", "resumed", "damaged", "kept", "pipeline", "linked"
+
+SMALL_LINKS = "experiments.chaos.small_links"  # lets the tiny model's small tensors take the way of large ones
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def _step() -> list[Point]:
     reader, worker = "dhp.batch.reader:BatchReader", "dhp.cluster.worker:Worker"
     boxes, comm = "dhp.cluster.transport.shared_memory", "dhp.parallel.comm"
     engine, step = "dhp.engine.stage:StageEngine", "dhp.step.step"
+    links = "dhp.cluster.transport.links:Links"
     return [
         *_one("data", "data.batch", f"{reader}.batch", "after", 3),
         *_one("reader", "data.read", f"{reader}.read", "before", 3),
@@ -102,6 +105,9 @@ def _step() -> list[Point]:
         *_ranks("optimizer.one_part", f"{engine}.optimizer_step", "after", 3),
         Point("forward", f"{worker}._hand_over", "before", "text", ("text.0-0",), 12, PIPELINE),
         Point("forward", f"{worker}._hand_over", "before", "text's last stage", ("text.1-0",), 12, PIPELINE),
+        *_ranks("link.connect", f"{links}._connect", "before", scenario=LINKED),
+        *_ranks("link.sent", f"{links}.send", "after", 5, LINKED),
+        *_ranks("link.taken", f"{links}.open", "before", 9, LINKED),
     ]
 
 
@@ -184,6 +190,8 @@ def settings(
         own += [*_KEPT, "data.eval_datasets=[shapes]"]
     if scenario == PIPELINE:
         own += ["text.parallelism=pipeline"]
+    if scenario == LINKED:
+        own += ["cluster.transport=nccl", f"plugins=[{SMALL_LINKS}]"]
     return [*own, *more]
 
 

@@ -89,7 +89,6 @@ def _judged(setting: Setting, errors: dict[str, float]) -> dict[str, Any]:
 
 ROWS, WIDTH, INNER = 12192, 2048, 11008  # of "8" samples in the text part
 PATCHES, TOWER_HEADS, DIM = 39168, 16, 80
-LENGTHS = (1524, 1200, 1524, 900)  # SDPA's, one behind another
 
 
 def check_gate(setting: Setting) -> dict[str, Any]:
@@ -159,27 +158,6 @@ def check_rotary(setting: Setting) -> dict[str, Any]:
         found |= forward.told(f"{name}_forward") | backward.told(f"{name}_backward")
     told = {"patches": patches, "least_bytes": 4 * query.nbytes}  # both read and written once
     return {"ok": max(errors.values()) < limit, "limit": limit, "errors": errors} | told | found
-
-
-def check_sdpa(setting: Setting) -> dict[str, Any]:
-    """One segment after another: what the first call with a new length costs, and what a later one does."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as the parts do
-    heads, dim = (16, 128) if setting.cuda else (4, 16)
-    first, second = [], []
-    for length in LENGTHS if setting.cuda else (36, 20):
-        states = [torch.randn(1, heads, length, dim, device=setting.device).to(setting.dtype) for _ in range(3)]
-        first.append(_attend_ms(setting, states))
-        second.append(_attend_ms(setting, states))
-    told = {"lengths": list(LENGTHS) if setting.cuda else [36, 20], "first_ms": first, "second_ms": second}
-    return {"ok": True, **told}
-
-
-def _attend_ms(setting: Setting, states: list[Tensor]) -> float:
-    setting.wait()
-    begin = time.perf_counter()
-    F.scaled_dot_product_attention(*states, is_causal=True)
-    setting.wait()
-    return round((time.perf_counter() - begin) * 1e3, 4)
 
 
 KERNEL = (2, 14, 14)  # Qwen2.5-VL's: frames, rows, columns

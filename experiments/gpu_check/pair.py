@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, Qwen2_5_VLConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import Split
@@ -39,9 +39,10 @@ from dhp.models.empty import part_shape
 from dhp.models.load import drop_modules, drop_parameters, model_class
 from dhp.models.registry import load_family
 from dhp.models.tower import project_as_product
+from dhp.parallel.attention.attention_kernels import attend_varlen
 from dhp.parallel.tensor.styles import with_fused
 from dhp.plan.count.state_bytes import RankBytes, rank_bytes
-from experiments.gpu_check.setting import NotHere, Setting
+from experiments.gpu_check.setting import Setting
 from experiments.pair import TEXT, VISION, pair_of, settings_of
 
 SHAPE = "model/shapes/Qwen/Qwen2.5-VL-3B-Instruct.json"
@@ -53,14 +54,15 @@ TINY_DEPTH = 2  # of what has full depth on a GPU
 def make_shape(setting: Setting, layers: int | None = None) -> str:
     """A directory with the configuration alone. layers: of each part; None: as many as the model has, on a CPU two.
     On a CPU the layers are tiny."""
-    depth = layers if layers is not None or setting.cuda else TINY_DEPTH
-    folder = setting.folder / f"shape_{depth or 'whole'}"
+    folder = setting.folder / f"shape_{layers or 'whole'}"
     if not folder.exists():
-        _config(setting, depth).save_pretrained(folder)
+        shape_config(setting, layers).save_pretrained(folder)
     return str(folder)
 
 
-def _config(setting: Setting, depth: int | None) -> Qwen2_5_VLConfig:
+def shape_config(setting: Setting, depth: int | None = None) -> Qwen2_5_VLConfig:
+    """depth: of each part; None: as many layers as the model has, on a CPU two."""
+    depth = depth if depth is not None or setting.cuda else TINY_DEPTH
     shape = json.loads((Path(shipped_directory()) / SHAPE).read_text(encoding="utf-8"))
     decoder, tower = shape["text_config"], shape["vision_config"]
     if depth is not None:
@@ -145,9 +147,6 @@ def _sample(wanted: Sizes, seed: int, image_token: int) -> Sample:
     return Sample("made", seed, ids, labels, (ids == image_token).astype(np.int64), (pixels,), (wanted.grid,))
 
 
-NEAR = 0.05  # relative: small tensors take whole blocks of the allocator, and plans and buffers are not counted
-
-
 def states_of(setting: Setting, folder: str, part: str) -> RankBytes:
     """Of the whole part of the model in that directory on one rank."""
     family = load_family(folder)
@@ -155,12 +154,6 @@ def states_of(setting: Setting, folder: str, part: str) -> RankBytes:
     shape = part_shape(folder, family.outside(part), added_plan=with_fused(own.tensor_plan, own.fused))
     config = PartConfig(dtype=setting.format, data=1, ring=1, ulysses=1, tensor=1)
     return rank_bytes(config, pair_of(family).stage(part), shape)
-
-
-def agree(kept_bytes: int, *said: RankBytes) -> bool:
-    """Whether ranks keep so much between steps: weights, the optimizer's state, and what their gradients keep."""
-    least = sum(one.weights + one.optimizer for one in said)
-    return least * (1 - NEAR) <= kept_bytes <= sum(one.total for one in said) * (1 + NEAR)
 
 
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
@@ -172,7 +165,8 @@ def join() -> None:
     """A group of this process alone, and the allocator's settings of a rank."""
     os.environ["LOCAL_RANK"] = "0"
     if torch.cuda.is_available():  # as a run's ranks: a row that had no room must leave none in pieces
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        settings = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as ranks have it
+        torch._C._accelerator_setAllocatorSettings(settings)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -237,25 +231,21 @@ def start_pair(setting: Setting, folder: str, recompute: str = "none", **changes
     return Pair(*(start(setting, part, folder, recompute, **changes) for part in (VISION, TEXT)))
 
 
-_SHARED: dict[tuple[Setting, bool], Pair] = {}
+_SHARED: dict[Any, Pair] = {}
 
 
-def shared_pair(setting: Setting, compiled: bool = False) -> Pair:
-    """The model at full depth, which rows that follow one another share: a device has room for one. A compiled one
-    recomputes nothing. Raises NotHere without a compiler."""
-    if compiled and find_spec("triton") is None:
-        raise NotHere("triton, by which torch.compile makes kernels, is not installed")
-    if (setting, compiled) not in _SHARED:
+def shared_pair(setting: Setting, **changes: Any) -> Pair:
+    """The model at full depth, which rows that follow one another share: a device has room for one. changes: of its
+    parts' settings."""
+    key = (setting, *sorted(changes.items()))
+    if key not in _SHARED:
         free()
-        recompute = "none" if compiled else "full"
-        _SHARED[setting, compiled] = start_pair(setting, make_shape(setting), recompute, compile=compiled)
-    return _SHARED[setting, compiled]
+        _SHARED[key] = start_pair(setting, make_shape(setting), "full", **changes)
+    return _SHARED[key]
 
 
 def free() -> None:
     """Give the device back what the shared pair has there."""
-    if any(compiled for _, compiled in _SHARED):
-        torch.compiler.reset()  # graphs hold weights
     _SHARED.clear()
     gc.collect()
     if torch.cuda.is_available():
@@ -316,14 +306,30 @@ def _time_step(setting: Setting, step: Callable[[Mark], Any]) -> dict[str, float
     return {"step_ms": step_ms} | phases
 
 
+def _flash(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **how: Any) -> Any:
+    """As the package flash-attn is called by transformers for a tower: [1, heads, patches, width], all windows."""
+    states = (state[0].transpose(0, 1).contiguous() for state in (query, key, value))
+    bounds = how["cu_seq_lens_q"].to(torch.int32)
+    return attend_varlen(*states, bounds, int(how["max_length_q"]), False, how["scaling"])[None], None
+
+
+def attend_in_one_call(model: Any) -> None:
+    """Let the tower of a plain model attend to all windows of a layer at once."""
+    ALL_ATTENTION_FUNCTIONS["flash_by_torch"] = _flash
+    model.model.visual.config._attn_implementation = "flash_by_torch"
+
+
 class PlainLoop:
-    """Samples of one length, so that nothing is padded. checkpointing: transformers' own, of all layers."""
+    """Samples of one length, so that nothing is padded. checkpointing: transformers' own, of all layers. Attention is
+    PyTorch's flash attention, of a tower on a GPU in one call a layer."""
 
     def __init__(self, setting: Setting, folder: str, samples: Sequence[Sample], checkpointing: bool):
         self.model = build_whole(folder, setting.dtype, setting.device).train()
         for module in self.model.modules():
             if isinstance(module, nn.Conv3d):
                 project_as_product(module)  # or the comparison is with a library's slow convolution
+        if setting.cuda:
+            attend_in_one_call(self.model)
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._masters = [p.detach().to(torch.float32, copy=True) for p in self.model.parameters()]

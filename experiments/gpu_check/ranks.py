@@ -14,6 +14,7 @@ from typing import Any
 
 from dhp.cluster.transport import shared_memory
 from dhp.core.dispatch import PerRank, spread
+from dhp.core.graph import SHARED_MEMORY
 from dhp.step.stages import RankGroup
 
 WARM = "experiments.gpu_check.warm"
@@ -32,7 +33,7 @@ class Ranks(RankGroup):
         factory: Callable[..., Any],
         *arguments: Any,
         backend: str = "gloo",
-        transport: str = shared_memory.SHARED_MEMORY,
+        transport: str = SHARED_MEMORY,
     ):
         """factory(*arguments): the trainer of each rank, which finds the process group ready. Raises RuntimeError,
         with its traceback, for what a rank raises; TimeoutError for one that does not answer."""

@@ -30,7 +30,7 @@ def _gigabytes(value: float) -> str:
 # By field of a row: what it is called, and how its value is written.
 FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "step_ms": ("ms a step", "{:.1f}".format), "mfu": ("MFU", _percent), "tokens_per_s": ("tokens/s", "{:,.0f}".format),
-    "overhead_percent": ("beside plain", "{:+.1f}%".format), "reserved_bytes": ("reserved", _gigabytes),
+    "reserved_bytes": ("reserved", _gigabytes),
     "between_steps_bytes": ("between steps", _gigabytes), "dry_run_most_bytes": ("dry run", _gigabytes),
     "dry_run_bytes": ("dry run without activations", _gigabytes), "idle_percent": ("idle", "{:.1f}%".format),
     "copies_hidden_percent": ("copies hidden", "{:.0f}%".format), "launches": ("launches", "{:,}".format),
@@ -38,6 +38,11 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "send_gb_s": ("GB/s sent", "{:.1f}".format), "used_bytes": ("of the device", _gigabytes),
     "peak_bytes": ("activations' peak", _gigabytes), "peak_error": ("peak to the plan's", "{:+.1%}".format),
     "prefill_ms": ("ms to the first token", "{:.0f}".format), "ms_a_token": ("ms a token", "{:.2f}".format),
+    "loss_error": ("losses off by at most", "{:.1g}".format), "killed_after": ("killed after step", "{}".format),
+    "by_ray_to_engines": ("by Ray to the engines alone", "{:.3f}".format),
+    "by_ray_to_plain": ("by Ray to plain", "{:.3f}".format), "engines_to_plain": ("engines to plain", "{:.3f}".format),
+    "host_us": ("µs a launch", "{:.2f}".format), "device_gb_s": ("GB/s in the device", "{:.0f}".format),
+    "to_device_gb_s": ("to it", "{:.1f}".format), "to_host_gb_s": ("from it", "{:.1f}".format),
     "count": ("waits", "{}".format), "equal": ("equal bits", "{}".format), "loss": ("loss", "{:.2g}".format),
     "update": ("update", "{:.2g}".format), "proof_s": ("s to prove", "{:.1f}".format),
     "forward_ms": ("ms forward", "{:.3f}".format), "backward_ms": ("ms backward", "{:.3f}".format),
@@ -98,8 +103,7 @@ def _figures(row: Row) -> str:
     if "skipped" in row:
         return str(row["skipped"])
     found = ((name, write(row[key])) for key, (name, write) in FIGURES.items() if row.get(key) is not None)
-    beside = ["the plain model does not fit"] if row.get("plain", {}).get("fits") is False else []
-    return ", ".join([*(f"{name} {value}" for name, value in found), *beside])
+    return ", ".join(f"{name} {value}" for name, value in found)
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 NAME = "torch.nn.attention.varlen"
+OWN = "torch's own"
 NEEDED = {"scale", "window_size", "enable_gqa"}
 
 
@@ -71,7 +72,7 @@ def _provide() -> str:
     own = getattr(varlen, "varlen_attn", None)
     missing = NEEDED if own is None else NEEDED - set(inspect.signature(own).parameters)
     if not missing:
-        return "torch's own"
+        return OWN
     # A fork server may have imported the second before.
     for module in (varlen, sys.modules.get("dhp.parallel.attention.attention_kernels")):
         if module is not None:

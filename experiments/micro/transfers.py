@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dhp.batch.reader import make_reader
 from dhp.cluster.cluster import Cluster
-from dhp.cluster.transport.shared_memory import OBJECT_STORE, SHARED_MEMORY
+from dhp.core.dispatch import Call, per_rank
+from dhp.core.graph import NCCL, OBJECT_STORE, SHARED_MEMORY, forward_way
 from dhp.core.parameters import ParameterGroup
 from dhp.core.tracing import BACKWARD, FORWARD, Span
 from dhp.engine.stage import ShareSaver
@@ -66,10 +67,11 @@ class Taker:
 
 
 def handoff(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each transport of a tensor alone, then of whole steps."""
-    for transport in (SHARED_MEMORY, OBJECT_STORE):
+    """A row for each transport of a tensor alone, then of whole steps. nccl goes by gloo here."""
+    transports = (SHARED_MEMORY, OBJECT_STORE, NCCL)
+    for transport in transports:
         yield handed_over(transport, given.rounds or 15)
-    for transport in (SHARED_MEMORY, OBJECT_STORE):
+    for transport in transports:
         yield share_of_step(transport, min(given.rounds or STEPS, STEPS))
 
 
@@ -83,8 +85,10 @@ def handed_over(transport: str, rounds: int) -> dict[str, Any]:
             vision, text = cluster.groups["vision"], cluster.groups["text"]
             vision.start(Giver)
             text.start(Taker)
+            cluster.link()
+            sends = per_rank([((forward_way(0), (0,)),)]) if cluster.linked else None
             for number in range(rounds + 2):
-                (sent,) = vision.execute_all_async("forward_step", 0)
+                (sent,) = vision.execute_in_turn_async(Call("forward_step", (0,), 1, sends))
                 (value,) = text.execute_all_async("forward_step", 0, *sent)
                 vision.execute_all_async("optimizer_step", returns=0)
                 (memcpy,) = vision.execute_all_async("memcpy_s")

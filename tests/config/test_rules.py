@@ -578,7 +578,7 @@ def test_addresses(address):
     ("changes", "message"),
     [
         ({"address": "somewhere"}, "cluster.address=somewhere is not an address"),
-        ({"transport": "nccl"}, "cluster.transport=nccl does not exist; choose from auto, shared_memory"),
+        ({"transport": "mpi"}, "cluster.transport=mpi does not exist; choose from auto, shared_memory"),
         ({"device": "gpu"}, "cluster.device=gpu does not exist; choose from auto, cpu, cuda"),
         ({"start_timeout_s": 0.0}, "cluster.start_timeout_s > 0"),
         ({"collective_timeout_s": 0.0}, "cluster.collective_timeout_s > 0"),

@@ -175,7 +175,7 @@ def test_all_quick_ones_one_behind_another_and_a_table(
     ("arguments", "why"),
     [
         (["run", "layoutz"], "layoutz is no experiment; did you mean layouts?"),
-        (["run", "gpu_check", "--quick"], "gpu_check has no quick run. Leave --quick out: about 8 minutes"),
+        (["run", "gpu_check", "--quick"], "gpu_check has no quick run. Leave --quick out: about 13 minutes"),
         (["run", "all"], "`run all` is for quick runs, without further arguments"),
         (["run", "all", "--quick", "--rounds", "1"], "`run all` is for quick runs, without further arguments"),
     ],

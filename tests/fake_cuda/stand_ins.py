@@ -20,7 +20,7 @@ def stand_ins() -> dict[str, Any]:
         "dhp.parallel.attention.segments.F.scaled_dot_product_attention": _attention,
         "dhp.parallel.comm._wait_as_long": lambda group: group,
         "dhp.parallel.kernels.replace.is_proved": lambda *_: True,
-        "dhp.parallel.kernels.replace._can_compile": lambda: False,
+        "dhp.parallel.kernels.replace.can_compile": lambda: False,
         "dhp.parallel.kernels.replace._agree": lambda proved, *_: list(proved),
     }
 

@@ -103,6 +103,7 @@ class Case:
     state_bytes: int = 18  # of both parts
     sharded_norms: bool = False  # of each part with tensor ranks
     optimizer: str = "adamw"
+    padded: bool = False  # gated MLPs of both parts compute with zeros up to a multiple of 64
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
@@ -127,6 +128,7 @@ class Case:
         packed += f", {self.state_bytes} bytes" if self.state_bytes != 18 else ""
         packed += ", sharded norms" if self.sharded_norms else ""
         packed += f", {self.optimizer}" if self.optimizer != "adamw" else ""
+        packed += ", padded MLPs" if self.padded else ""
         packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')}"
         packed += f" of {self.audio_stages} stages" if self.audio_stages > 1 else ""
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
@@ -305,6 +307,7 @@ def settings(stage: StageSpec, graph: StageGraph, model: str, case: Case) -> Sta
         state_bytes=case.state_bytes,
         sequence_sharded_norms=case.sharded_norms and stage.degrees.tensor > 1,
         parallelism="autotp" if case.autotp and stage.part == "text" else "none",
+        kernels="mlp:padded" if case.padded else "auto",
     )
     return StageSettings(
         config=Config(training=TrainingConfig(objective=case.objective), **{stage.part: section}),

@@ -100,7 +100,7 @@ class LocalGroup(RankGroup):
                 try:
                     kind, value = self._ranks[number].receive()
                 except (EOFError, OSError):
-                    kind, value = "error", "the process ended"
+                    kind, value = "error", self._ranks[number].how_it_ended()
                 if kind == "error":
                     self.close()
                     raise RuntimeError(f"rank {number}: {value}")
@@ -121,6 +121,10 @@ class _Rank:
 
     def receive(self) -> Any:
         return pickle.loads(self.pipe.recv_bytes())
+
+    def how_it_ended(self) -> str:
+        self.process.join(5)
+        return f"the process ended with status {self.process.exitcode}"  # a signal's number below 0
 
     def end(self) -> None:
         self.process.kill()

@@ -6,12 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-import av
 import numpy as np
 
 from dhp.core.batch import ProcessorOutput
 from dhp.core.errors import DataError
-from dhp.data.media.sources import File, decoding, name_of, open_media
+from dhp.data.media.sources import File, decoding, name_of, open_media, pyav
 
 MAX_SECONDS = 3600  # of a clip: all of it has to fit into memory
 # What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
@@ -71,7 +70,7 @@ def read_sound(file: File, rate: int) -> np.ndarray:
     DataError names the file and the reason: missing, empty, broken, no sound, too long, cut off."""
     with _opened(file) as (container, stream):
         declared, own = _declared_samples(container, stream), stream.codec_context.sample_rate
-        resample = av.AudioResampler(format="fltp", rate=rate)
+        resample = pyav().AudioResampler(format="fltp", rate=rate)
         pieces, count = [], 0
         for frame in _frames(container, stream, file):
             count += frame.samples
@@ -112,7 +111,7 @@ def _opened(file: File) -> Iterator[tuple[Any, Any]]:
     with open_media(file, "audio") as content:
         _check_riff(content, name)
         with decoding(f"audio {name}"):
-            container = av.open(content, options={"format_whitelist": _CONTAINERS}, metadata_errors="ignore")
+            container = pyav().open(content, options={"format_whitelist": _CONTAINERS}, metadata_errors="ignore")
         with container:
             stream = next(iter(container.streams.audio), None)
             if stream is None:
@@ -143,7 +142,9 @@ def _declared_samples(container: Any, stream: Any) -> int | None:
 
 def _seconds(container: Any, stream: Any) -> float:
     """By the header; 0 where it does not say."""
-    return float(stream.duration * stream.time_base) if stream.duration else (container.duration or 0) / av.time_base
+    if stream.duration:
+        return float(stream.duration * stream.time_base)
+    return float(container.duration or 0) / pyav().time_base
 
 
 def _frames(container: Any, stream: Any, file: File) -> Iterator[Any]:

@@ -159,6 +159,16 @@ def decoding(what: str) -> Iterator[None]:
         raise DataError(f"{what} cannot be decoded: {error or type(error).__name__}") from error
 
 
+def pyav() -> Any:
+    """The package that reads videos and sound, imported where one comes: runs on pictures and text do without it.
+    Raises DataError where it is not installed."""
+    try:
+        import av
+    except ImportError as error:
+        raise DataError(f"videos and sound are read by PyAV, which is not there ({error}): pip install av") from error
+    return av
+
+
 def open_media(file: File, what: str) -> BinaryIO:
     """Its bytes, open for reading and seekable. what: "image", "video" or "audio", for errors.
 

@@ -7,15 +7,13 @@ from dataclasses import astuple, dataclass
 from math import atan2, degrees
 from typing import Any, TypeVar
 
-import av
 import numpy as np
-from av.sidedata.sidedata import Type
 from PIL import Image
 
 from dhp.core.errors import DataError
 from dhp.data.media.frames import FrameSampling, FrameTimes, VideoExtent, VideoLength
 from dhp.data.media.images import MAX_PIXELS
-from dhp.data.media.sources import File, decoding, name_of, open_media
+from dhp.data.media.sources import File, decoding, name_of, open_media, pyav
 
 # What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,gif,ogg,asf"
@@ -69,7 +67,7 @@ def opened_video(file: File) -> Iterator[tuple[Any, Any]]:
     name = name_of(file)
     with open_media(file, "video") as content:
         with decoding(f"video {name}"):
-            container = av.open(content, options={"format_whitelist": _CONTAINERS}, metadata_errors="ignore")
+            container = pyav().open(content, options={"format_whitelist": _CONTAINERS}, metadata_errors="ignore")
         with container:
             stream = next(iter(container.streams.video), None)
             if stream is None:
@@ -172,7 +170,7 @@ def _orientation(frame: Any) -> tuple[int, bool]:
 
 def _display_matrix(frame: Any) -> list[int] | None:
     """The nine numbers by which a container says how its frames are shown; None: it says nothing."""
-    data = frame.side_data.get(Type.DISPLAYMATRIX)
+    data = frame.side_data.get("DISPLAYMATRIX")
     return None if data is None else np.frombuffer(bytes(data), dtype=np.int32).tolist()
 
 

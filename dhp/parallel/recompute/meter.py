@@ -22,11 +22,16 @@ from dhp.parallel.recompute.saved_tensors import SavedTensors, plain_tensors
 
 
 class _Bytes(Protocol):
+    has_gradients: bool  # among what `now` and `peak` count
+
     def begin(self) -> None:
         """A step begins."""
 
     def now(self) -> int:
         """Bytes of activations at this moment."""
+
+    def peak(self) -> int:
+        """The most since the step began."""
 
     def take_peak(self, gradient_bytes: int) -> int:
         """The most since the step began. gradient_bytes: what the step's gradients take by now."""
@@ -36,6 +41,8 @@ class _Bytes(Protocol):
 
 
 class _Saved:
+    has_gradients = False
+
     def __init__(self, model: nn.Module):
         self._saved = SavedTensors(model)
         self.counting = self._saved.counting
@@ -46,11 +53,16 @@ class _Saved:
     def now(self) -> int:
         return self._saved.bytes
 
+    def peak(self) -> int:
+        return self._saved.peak
+
     def take_peak(self, gradient_bytes: int) -> int:
         return self._saved.take_peak()
 
 
 class _Allocated:
+    has_gradients = True
+
     def __init__(self) -> None:
         self._between_steps = 0
 
@@ -61,9 +73,12 @@ class _Allocated:
     def now(self) -> int:
         return _allocated() - self._between_steps
 
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated() - self._between_steps
+
     def take_peak(self, gradient_bytes: int) -> int:
         # The budget is for what comes on top of weights, gradients and optimizer state.
-        return torch.cuda.max_memory_allocated() - self._between_steps - gradient_bytes
+        return self.peak() - gradient_bytes
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -118,7 +133,23 @@ class ActivationMeter:
         self._kinds = kinds
         self._bytes: _Bytes = _Allocated() if device.type == "cuda" else _Saved(model)
         self._watch = _Stopwatch(device)
+        self._gradients = 0  # the most that came in one backward
+        self._passing = (0, 1)  # the most that one took besides these, and its rows
+        self._planned_anew = True  # what they say is of other choices
         self._forget()
+
+    def plan_anew(self) -> None:
+        """Other choices hold from now on: what backward took under those before is a bound until one was measured."""
+        self._planned_anew = True
+
+    def backward_bytes(self, rows: int, gradient_bytes: int) -> int:
+        """Bytes that the backward of `rows` takes on top of what is there when it begins, by those that were measured,
+        and no more than one of them: of more rows it is not known. gradient_bytes: those that are there already.
+
+        A backward that was not the step's fullest moment needs nothing."""
+        most, its_rows = self._passing
+        passing = most * min(1.0, rows / its_rows)
+        return max(0, int(max(0, self._gradients - gradient_bytes) + passing))
 
     def now(self) -> int:
         """Bytes of activations at this moment."""
@@ -139,12 +170,25 @@ class ActivationMeter:
         this.after += self._bytes.now() - this.last
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around the backward pass of one micro-batch."""
-        begin = self._watch.mark()
+    def backward(self, micro_batch: int = 0, gradient_bytes: Callable[[], int] = lambda: 0) -> Iterator[None]:
+        """Around the backward pass of one micro-batch. gradient_bytes: of the step's gradients at a moment, where
+        `now` has them too."""
+        begin, before, peak, there = self._watch.mark(), self._bytes.now(), self._bytes.peak(), gradient_bytes()
         with self._bytes.counting():
             yield
         self._backwards.append((begin, self._watch.mark()))
+        most, rows = self._bytes.peak(), max(self._micro_batches[micro_batch].rows, 1)
+        if most > peak:
+            came = gradient_bytes() - there if self._bytes.has_gradients else 0
+            self._add_backward(came, most - before - came, rows)
+        elif self._planned_anew:
+            self._add_backward(0, 0, rows)
+
+    def _add_backward(self, gradients: int, passing: int, rows: int) -> None:
+        if self._planned_anew:
+            self._gradients, self._passing, self._planned_anew = gradients, (passing, rows), False
+        self._gradients = max(self._gradients, gradients)
+        self._passing = max(self._passing, (passing, rows))
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:

@@ -18,6 +18,7 @@ from dhp.core.errors import ModelError
 from dhp.core.reports import RecomputePolicies
 from dhp.core.torch_private import tree_flatten, tree_unflatten
 from dhp.core.wrapping import wrap_forward
+from dhp.parallel.device import CopyLead
 from dhp.parallel.recompute.saved_tensors import (
     _Calls,
     detached,
@@ -55,18 +56,20 @@ class Away:
             for leave_out in _counts:
                 leave_out(self._host)
             return
-        stream = _stream(self._device)
+        stream, lead = _side(self._device)
+        lead.wait()
         self._host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._host.copy_(states.detach(), non_blocking=True)
         states.record_stream(stream)  # its memory is not reused before it was read
+        lead.begun(stream)
 
     def fetch(self) -> None:
         """Begin to copy it back."""
         if self._back is not None or self._device.type != "cuda":
             return
-        stream = _stream(self._device)
+        stream, _ = _side(self._device)
         with torch.cuda.stream(stream):  # behind the copy to the host, which is on the same stream
             self._back = self._host.to(self._device, non_blocking=True)
             self._there = stream.record_event()
@@ -120,8 +123,9 @@ class Host:
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _side(device: torch.device) -> tuple[torch.cuda.Stream, CopyLead]:
+    """The stream of all copies to and from host memory, and how many layers' may be under way."""
+    return torch.cuda.Stream(device), CopyLead(4)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from dhp.core.torch_private import (
     tree_flatten,
     tree_unflatten,
 )
+from dhp.core.wrapping import call_weakly
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -34,14 +35,13 @@ class SavedTensors:
         self._sizes: dict[int, int] = {}  # of counted storages, by their identity
         self._resident: set[int] = set()
         self.bytes = self.peak = 0
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._take_out)
+        self._hooked = False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what autograd saves in this block and what `note` reports, in forward and in backward."""
         global _counting
+        self._hook()
         for tensor in _tensors_of(self._model):
             for part in plain_tensors(tensor):
                 self._leave_out(_storage(part))
@@ -51,6 +51,14 @@ class SavedTensors:
                 yield
         finally:
             _counting = outer
+
+    def _hook(self) -> None:
+        if self._hooked:
+            return
+        self._hooked = True  # not before the first count: an optimizer may exchange parameters for rounded ones
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(call_weakly(self._take_out))
 
     def note(self, tensor: Tensor) -> None:
         """Count the tensor's storage until its memory is freed."""
