@@ -1,7 +1,6 @@
 """Compiled norms, rotary positions and gates."""
 
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -27,6 +26,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5
 from dhp.parallel.kernels import elementwise, rotary
 from dhp.parallel.kernels.elementwise import compile_layers, eager, is_norm, is_proved, norm_forwards, norm_trial
 from dhp.parallel.kernels.rotary import in_one_pass
+from tests.helpers.compilers import compile_by
 from tests.helpers.rows import slow_but
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_what_is_no_rms_norm_over_the_last_axis_is_not_taken_for_one() -> None:
 
 def test_rows_of_other_lengths_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(torch, "compile", compile_by(counter))
     torch.compiler.reset()
     elementwise._compiled_norm.cache_clear()
     module, states = make("offset from one", torch.float32)
@@ -122,7 +122,7 @@ def test_rows_of_other_lengths_compile_nothing_anew(monkeypatch: pytest.MonkeyPa
 def test_the_compiler_never_gives_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind eight graphs torch runs a function uncompiled, with no more than a warning. Proofs of all candidates, and
     states with and without an axis of heads, of one token, with and without gradients, weights frozen: fewer."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=CompileCounter()))
+    monkeypatch.setattr(torch, "compile", compile_by(CompileCounter()))
     torch.compiler.reset()
     elementwise._compiled_norm.cache_clear()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -193,7 +193,7 @@ def outputs_and_gradients(function: Callable[..., Any], values: list[Tensor], an
 def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
     """Graphs are made, counted and run operation by operation: compiling them to kernels would take minutes."""
     found = CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=found))
+    monkeypatch.setattr(torch, "compile", compile_by(found))
     torch.compiler.reset()
     rotary._compiled.cache_clear()
     yield found
@@ -368,7 +368,7 @@ def test_lengths_and_mixers_stay_out_of_what_is_compiled(monkeypatch: pytest.Mon
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(torch, "compile", compile_by(backend))
     layer = Layer()
     names = [name for name, _ in layer.named_modules()]
     compile_layers([layer], {"Mixer"})

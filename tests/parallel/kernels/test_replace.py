@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from dhp.core.errors import PartFailed
 from dhp.core.reports import KernelUse
 from dhp.parallel.kernels import elementwise, replace
 from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels, replace_without_weights, require_compiler
+from tests.helpers.compilers import compile_by
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny_families import FAMILIES, make_config
 
@@ -45,7 +45,7 @@ class _Layer(nn.Module):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for GPUs run on CPUs too, graphs of the compiler operation by operation; only nothing is gained."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch, "compile", compile_by("eager"))
     torch.compiler.reset()
     monkeypatch.setattr(replace, "can_compile", lambda: True)
     monkeypatch.setattr(replace, "_agree", lambda proved, *_: list(proved))
