@@ -81,6 +81,7 @@ STAND_FOR = {
     "FAMILY": "llava",
     "CONFIG": "mine.yaml",
     "FILE.yaml": "mine.yaml",
+    "--samples FILE": "--samples samples.jsonl",
     "prompt=…": "prompt=What?",
     "dhp.train_ray …": "dhp.train_ray --config-name=tiny",
     "/shared": "shared",

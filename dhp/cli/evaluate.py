@@ -89,10 +89,14 @@ def _measure(given: argparse.Namespace, folder: Path, say: Callable[[str], None]
     say(f"writing {len(hidden)} videos")
     annotations = write_needles(folder / "videos", hidden, given.haystack)
     config = _reading(config, annotations, max(given.frames))
-    from dhp.trainer.evaluation import opened  # it imports torch and Ray
+    from dhp.trainer.evaluation import JudgedSample, evaluate  # it imports torch and Ray
 
-    with opened(replace(config, run_dir=str(folder / "logs")), checkpoint, say) as (evaluation, _):
-        found = evaluation.each()
+    found: list[bool] = []
+
+    def judge(images: str, sample: JudgedSample) -> None:
+        found.append(sample.exact)
+
+    evaluate(replace(config, run_dir=str(folder / "logs")), checkpoint, say, judge=judge)
     cells = [found[first : first + given.needles] for first in range(0, len(found), given.needles)]
     shares = [sum(cell) / len(cell) for cell in cells]
     width = len(given.frames)
@@ -174,20 +178,38 @@ def loss(arguments: Sequence[str]) -> int:
 
     exchange=images measures it twice: as the samples are, and each with the images of another one. A model that looks
     at images loses by that; only samples are counted that show images, and for which another one shows as many others.
+
+    accuracy is of tokens, exact of samples: of those all of whose learned tokens are the likeliest, which greedy
+    decoding would give. --samples FILE writes a JSON object a line of each: dataset, row in its annotations, right and
+    all target tokens, exact.
     """
     parser = make_parser("evaluate loss", loss.__doc__)
     parser.add_argument("--json", action="store_true", help="a JSON object a dataset, on stdout alone")
+    parser.add_argument("--samples", type=Path, metavar="FILE", help="a JSON object a sample")
     add_options(parser)
     given = parser.parse_intermixed_args(arguments)
     heed()
     exchange, given.settings = _split_exchange(given.settings)
+    if given.samples and not given.samples.absolute().parent.is_dir():
+        raise ConfigError(f"--samples {given.samples}: there is no folder {given.samples.parent}. Make it first")
     config, checkpoint = find_configuration(given)
     say = say_nothing if given.json else StartUp(time.perf_counter())
-    from dhp.trainer.evaluation import evaluate, evaluate_exchanged
+    from dhp.data.sampling.dataset import OTHERS, OWN
+    from dhp.trainer.evaluation import JudgedSample, evaluate
+
+    rows: list[str] = []
+
+    def judge(images: str, sample: JudgedSample) -> None:
+        row = asdict(sample) | {"exact": sample.exact} | ({"images": images} if images else {})
+        rows.append(json.dumps(row) + "\n")
 
     with interruptible(), logs_folder("dhp-evaluate-") as logs:
-        asked = (replace(config, run_dir=str(logs)), checkpoint, say)
-        found = evaluate_exchanged(*asked) if exchange else {"": evaluate(*asked)}
+        of_run = replace(config, run_dir=str(logs))
+        found = evaluate(
+            of_run, checkpoint, say, (OWN, OTHERS) if exchange else ("",), judge if given.samples else None
+        )
+    if given.samples:
+        given.samples.write_text("".join(rows), encoding="utf-8")
     for images, lines in found.items():
         for metrics in lines:
             row = asdict(metrics) | ({"images": images} if images else {})
@@ -209,6 +231,8 @@ def _line(metrics: EvalMetrics, images: str) -> str:
     shown = f"{metrics.dataset or 'all together':16} " + (f"{images + ' images':14} " if images else "")
     if metrics.loss is not None:
         shown += f"loss {metrics.loss:.4f}  accuracy {metrics.accuracy:.1%}"
+    if metrics.exact is not None:
+        shown += f"  exact {metrics.exact:.1%}"
     counted = f"{metrics.target_tokens:,} target tokens  {metrics.samples:,} samples  {metrics.seconds:.1f} s"
     return f"{shown}  {counted}"
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class EvaluatedShare:
     """One rank's share of an evaluated batch. loss: its share of the objective. targets: how many tokens it counts, and
-    right: those of them with the highest logit."""
+    right: those of them with the highest logit. samples: these counts by sample, as `StageReport` has losses."""
 
     loss: float
     right: int
     targets: int
+    samples: SampleSums | None = None
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,11 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class SampleLosses:
-    """Losses of the samples in a rank's rows, by micro-batch, in the order of `dhp.core.batch.TextInput.samples`.
+class SampleSums:
+    """Sums over the samples in a rank's rows, by micro-batch, in the order of `dhp.core.batch.TextInput.samples`.
 
-    sums: of those target tokens of each sample that this rank has, nats. targets: how many these are."""
+    sums: over those target tokens of each sample that this rank has: of losses, nats, or of the likeliest tokens, 1
+    each. targets: how many these tokens are."""
 
     sums: Mapping[int, tuple[float, ...]]
     targets: Mapping[int, tuple[int, ...]]
@@ -84,7 +86,7 @@ class StageReport:
     spent: Mapping[str, Spent] = field(default_factory=dict)
     finite: bool = True
     stage_norm: float | None = None
-    samples: SampleLosses | None = None
+    samples: SampleSums | None = None
     graphs: tuple[int, int] = (0, 0)
 
 

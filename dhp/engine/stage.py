@@ -37,7 +37,7 @@ from dhp.engine.build import (
     trained_groups,
 )
 from dhp.engine.device_transfer import to_device
-from dhp.engine.sample_losses import EvaluatingEngine
+from dhp.engine.sample_sums import EvaluatingEngine
 from dhp.engine.stage_settings import StageSettings
 from dhp.models.lora import TokenDropout
 from dhp.models.registry import import_on_rank, load_family

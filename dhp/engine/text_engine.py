@@ -19,7 +19,7 @@ from dhp.core.reports import KernelUse
 from dhp.engine.answer_tokens import Generator
 from dhp.engine.build import DEEPSPEED, place_kernels, shard_decoder
 from dhp.engine.device_transfer import gradient_of, joined, move_with_plans, rows_of, to_device
-from dhp.engine.sample_losses import SampleLossKeeper, breaking
+from dhp.engine.sample_sums import SampleSumKeeper, breaking
 from dhp.engine.stage import StageEngine
 from dhp.models.family import VISION
 from dhp.models.load import ReadPlan, load_part
@@ -80,7 +80,7 @@ class TextEngine(StageEngine):
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
         self._objective = find_objective(self.settings.config.training.objective)
         self._position = MeshPosition.of(self.mesh)
-        self.by_sample = SampleLossKeeper(self._objective, self._position.number) if self.sends else None
+        self.by_sample = SampleSumKeeper(self._objective, self._position.number) if self.sends else None
         self._flights: dict[tuple[int, int], _TextFlight] = {}
         self._losses: list[Tensor] = []
         self._right: list[Tensor] = []
@@ -171,11 +171,13 @@ class TextEngine(StageEngine):
     def _share(self, states: Tensor, chosen: Chosen, work: TextInput, micro_batch: int) -> Tensor:
         """These rows' share of the objective; while evaluating, also what of them is right."""
         head = Head(self.model.get_output_embeddings(), self.family.decoder.logits)
+        of_tokens = None if self.by_sample is None else self.by_sample.room(micro_batch, work)
         if torch.is_grad_enabled():
-            losses = None if self.by_sample is None else self.by_sample.room(micro_batch, work)
-            return self._objective.share(head._replace(losses=losses), states, chosen, work.total_weight)
+            return self._objective.share(head._replace(losses=of_tokens), states, chosen, work.total_weight)
         judged = self._objective.judge(head, states, chosen, work.total_weight)
         self._right.append(judged.right)
+        if of_tokens is not None:
+            of_tokens.append(judged.right)
         return judged.share
 
     def _share_of_balance(self, logits: Sequence[Tensor], work: TextInput) -> Tensor:

@@ -32,7 +32,7 @@ class Head(NamedTuple):
 
 class Judged(NamedTuple):
     """Of some rows: their share of the objective, a scalar; and for each of what evaluation counts whether it is right,
-    bool [counted]."""
+    bool [counted]; of what `Objective.counted` names, in their order, where it names any."""
 
     share: Tensor
     right: Tensor

@@ -148,6 +148,9 @@ class EvalMetrics:
     accuracy: float | None = None
     """Of the tokens that have a loss, those to which the model gives the highest probability of all tokens, each after
     what truly stands before it. Unit: a share of 1. Null: no token has a loss."""
+    exact: float | None = None
+    """Of the samples that have such tokens, those all of whose are: greedy decoding gives their answers. Unit: a share
+    of 1. Null: no sample has any, or the objective counts none by sample."""
     target_tokens: int = 0
     """Tokens that have a loss. Unit: tokens."""
     tokens: int = 0
@@ -162,7 +165,7 @@ class EvalMetrics:
     def numbers(self, alone: bool) -> dict[str, float]:
         """Its numbers by the names that TensorBoard and loggers have: `eval/shapes/loss`, and `eval/loss` of all
         datasets. alone: there is no other dataset."""
-        values = {"loss": self.loss, "accuracy": self.accuracy, "seconds": self.seconds}
+        values = {"loss": self.loss, "accuracy": self.accuracy, "exact": self.exact, "seconds": self.seconds}
         own = flat(values, f"{EVAL}/{self.dataset}/") if self.dataset else {}
         return own | (flat(values, f"{EVAL}/") if alone or not self.dataset else {})
 

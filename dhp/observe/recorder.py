@@ -238,6 +238,7 @@ class Recorder:
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),
             eval_loss={one.dataset or "all": one.loss for one in self._evaluated} or None,
             eval_accuracy={one.dataset or "all": one.accuracy for one in self._evaluated} or None,
+            eval_exact={one.dataset or "all": one.exact for one in self._evaluated} or None,
             stragglers=tuple(self._stragglers.named),
             **self.beside.summary(),
         )

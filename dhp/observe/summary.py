@@ -314,6 +314,9 @@ class Summary:
     eval_accuracy: Mapping[str, float | None] | None = None
     """Share of the target tokens that were the likeliest ones in it, by the same names. Unit: a share of 1. Null:
     nothing was evaluated."""
+    eval_exact: Mapping[str, float | None] | None = None
+    """Share of the samples all of whose target tokens were, by the same names. Unit: a share of 1. Null: nothing was
+    evaluated."""
     median_step_s: float | None = None
     """Median of step_s over all steps. Unit: seconds. Null: no step was done."""
     tokens_per_s: float | None = None

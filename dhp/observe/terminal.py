@@ -104,11 +104,12 @@ class TimeLeft:
 
 
 def eval_line(metrics: EvalMetrics) -> str:
-    """`evaluated after step 20: shapes  loss 3.2101  accuracy 12.3%  12,345 target tokens  3.2 s`."""
+    """`evaluated after step 20: shapes  loss 3.2101  accuracy 12.3%  exact 4.5%  12,345 target tokens  3.2 s`."""
     figures = (
         f"evaluated after step {metrics.step}: {metrics.dataset or 'all together'}",
         f"loss {shown(metrics.loss, '.4f')}",
         f"accuracy {shown(metrics.accuracy, '.1%')}",
+        f"exact {shown(metrics.exact, '.1%')}",
         f"{metrics.target_tokens:,} target tokens",
         f"{metrics.seconds:.1f} s",
     )
@@ -209,9 +210,9 @@ def closing_table(
         "speed": f"{shown(summary.tokens_per_s, '.0f')} tokens/s",
     }
     if summary.eval_loss:
-        accuracy = summary.eval_accuracy or {}
+        accuracy, exact = summary.eval_accuracy or {}, summary.eval_exact or {}
         rows["held out"] = ", ".join(
-            _held_out(name, loss, accuracy.get(name)) for name, loss in summary.eval_loss.items()
+            _held_out(name, loss, accuracy.get(name), exact.get(name)) for name, loss in summary.eval_loss.items()
         )
     if best:
         rows["best"] = best
@@ -232,9 +233,10 @@ def closing_table(
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
 
-def _held_out(name: str, loss: float | None, accuracy: float | None) -> str:
-    text = f"{name} {shown(loss, '.4f')}"
-    return text if accuracy is None else f"{text} (accuracy {accuracy:.1%})"
+def _held_out(name: str, loss: float | None, accuracy: float | None, exact: float | None) -> str:
+    shares = {"accuracy": accuracy, "exact": exact}
+    more = ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items() if share is not None)
+    return f"{name} {shown(loss, '.4f')}" + (f" ({more})" if more else "")
 
 
 def _part(world: Mapping[str, Any]) -> str:

@@ -156,6 +156,9 @@ def figures(record: RunRecord, times: Times | None) -> dict[str, str]:
         found["held-out accuracy"] = ", ".join(
             f"{one.dataset or 'all'} {_number(one.accuracy, '.1%')}" for one in evaluated
         )
+        found["held-out exact answers"] = ", ".join(
+            f"{one.dataset or 'all'} {_number(one.exact, '.1%')}" for one in evaluated
+        )
     planned = (summary.get("planned") or {}).get("step_s")
     if planned and times is not None:
         found["planned step"] = f"{planned:.3g} s (took {float(times.step_s.mean()) / planned:.2f} times as long)"

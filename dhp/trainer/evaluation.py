@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -20,13 +21,13 @@ from dhp.core.batch import Answer, Sampling, StepInfo
 from dhp.core.errors import ConfigError
 from dhp.core.process import ending
 from dhp.core.reports import EvaluatedShare
-from dhp.data.sampling.dataset import OTHERS, OWN
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_evaluations
 from dhp.plan.run_plan import plan_run
 from dhp.step.step import EvaluationRefs, answer_batch, evaluate_batch
 from dhp.trainer.preflight import prepare
 from dhp.trainer.preload import preloaded
 from dhp.trainer.session import Session
+from dhp.trainer.step_reports import add_by_sample
 
 
 class HeldOut:
@@ -92,9 +93,32 @@ class EvalData:
 
 
 @dataclass(frozen=True)
+class JudgedSample:
+    """A sample of a dataset, by its row in the annotations, from 0. right: how many of its target tokens are the
+    likeliest, each after what truly stands before it."""
+
+    dataset: str
+    row: int
+    right: int
+    targets: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether all are: greedy decoding gives them then, one after another."""
+        return self.right == self.targets
+
+
+def judge_samples(info: StepInfo, shares: Sequence[EvaluatedShare], sharing: int) -> tuple[JudgedSample, ...]:
+    """The batch's samples that have a target. sharing: shards that share a row."""
+    sums = add_by_sample(info, [one.samples for one in shares], sharing)
+    return tuple(JudgedSample(*place, round(one.total), one.targets) for place, one in sums.items() if one.targets)
+
+
+@dataclass(frozen=True)
 class _Done:
     info: StepInfo
     shares: tuple[EvaluatedShare, ...]  # of the last stage's shards, those that share a row together
+    samples: tuple[JudgedSample, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -119,9 +143,16 @@ class Evaluation:
         self._timeout_s = session.config.cluster.step_timeout_s
         self._datasets = [self._open(name) for name in session.config.data.eval_datasets]
 
-    def run(self, step: int) -> list[EvalMetrics]:
-        """A line for each dataset and, of several, one for all together: the loss after `step` optimizer steps."""
+    def run(self, step: int, judged: Callable[[JudgedSample], None] | None = None) -> list[EvalMetrics]:
+        """A line for each dataset and, of several, one for all together: the loss after `step` optimizer steps.
+
+        judged: is called with every sample, dataset by dataset, in the order of their files."""
         measured = [self._evaluate(data) for data in self._datasets]
+        if judged is not None:
+            for of_dataset, _ in measured:
+                samples = chain.from_iterable(one.samples for one in of_dataset)
+                for sample in sorted(samples, key=lambda one: one.row):
+                    judged(sample)
         lines = [_metrics(step, data.name, *own) for data, own in zip(self._datasets, measured, strict=True)]
         if len(lines) == 1:
             return lines
@@ -149,17 +180,6 @@ class Evaluation:
             held_out = HeldOut(self._session, name, training.eval_answers, Sampling(training.eval_answer_tokens))
         return EvalData(split_share(name)[0], actor, batches, held_out)
 
-    def each(self) -> list[bool]:
-        """Of every sample of the one dataset, in the file's order, whether all its targets are the likeliest tokens.
-        For batches of one sample a replica."""
-        ranks = self._graph.stages[-1].degrees.sequence
-        found = []
-        for done in self._batches(self._datasets[0]):
-            of_replicas = [done.shares[first : first + ranks] for first in range(0, len(done.shares), ranks)]
-            counts = [(sum(one.right for one in of), sum(one.targets for one in of)) for of in of_replicas]
-            found += [right == targets for right, targets in counts if targets]
-        return found
-
     def _evaluate(self, data: EvalData) -> tuple[list[_Done], float]:
         """The dataset's batches, and the seconds that they took."""
         begun = time.perf_counter()
@@ -178,8 +198,8 @@ class Evaluation:
 
     def _finish(self, refs: EvaluationRefs, watched: Sequence[Watched]) -> _Done:
         wait_all(watched, self._timeout_s)
-        info = self._session.info(refs.info)
-        return _Done(info, tuple(self._session.values(refs.shares)))
+        info, shares = self._session.info(refs.info), tuple(self._session.values(refs.shares))
+        return _Done(info, shares, judge_samples(info, shares, self._graph.stages[-1].degrees.sequence))
 
 
 def due(config: Config, step: int, last: int, saves: bool = False) -> bool:
@@ -207,11 +227,13 @@ def _metrics(step: int, name: str, done: Sequence[_Done], seconds: float) -> Eva
     """Of one dataset, or of all as if they were one."""
     targets, counted = sum(one.info.target_tokens for one in done), sum(one.counted for one in done)
     weight = sum(one.info.total_weight for one in done)
+    judged = [sample.exact for one in done for sample in one.samples]
     return EvalMetrics(
         step=step,
         dataset=name,
         loss=sum(one.loss * one.info.total_weight for one in done) / weight if weight else None,
         accuracy=sum(one.right for one in done) / counted if counted else None,
+        exact=sum(judged) / len(judged) if judged else None,
         target_tokens=targets,
         tokens=sum(one.info.tokens for one in done),
         samples=sum(one.info.samples for one in done),
@@ -220,27 +242,22 @@ def _metrics(step: int, name: str, done: Sequence[_Done], seconds: float) -> Eva
     )
 
 
-def evaluate(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> list[EvalMetrics]:
-    """Start what `config` says, with the weights of `checkpoint` or of the model itself, and measure the loss once.
+Judge = Callable[[str, JudgedSample], None]  # whose images a sample had: "", OWN or OTHERS
+
+
+def evaluate(
+    config: Config,
+    checkpoint: Path | None,
+    say: Callable[[str], None],
+    exchanges: Sequence[str] = ("",),
+    judge: Judge | None = None,
+) -> dict[str, list[EvalMetrics]]:
+    """Start what `config` says, with the weights of `checkpoint` or of the model itself, and measure the loss once for
+    each of `exchanges` (as `BatchReaderSettings` has them).
 
     Nothing is written but logs, in run_dir. Raises DhpError; leaves no process."""
-    with opened(config, checkpoint, say) as (evaluation, step):
-        return evaluation.run(step)
-
-
-def evaluate_exchanged(
-    config: Config, checkpoint: Path | None, say: Callable[[str], None]
-) -> dict[str, list[EvalMetrics]]:
-    """As `evaluate`, of the samples with images that can be exchanged: by OWN and by OTHERS."""
     with _loaded(config, checkpoint, say) as (session, step):
-        return {images: Evaluation(session, images).run(step) for images in (OWN, OTHERS)}
-
-
-@contextmanager
-def opened(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[tuple[Evaluation, int]]:
-    """The evaluation that `evaluate` runs, and the number of steps that the weights were trained."""
-    with _loaded(config, checkpoint, say) as (session, step):
-        yield Evaluation(session), step
+        return {images: Evaluation(session, images).run(step, judge and partial(judge, images)) for images in exchanges}
 
 
 @contextmanager

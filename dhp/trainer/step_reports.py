@@ -1,11 +1,11 @@
 """Merges reports of ranks into a step's metrics and records."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dhp.cluster.cluster import ActorGroup
 from dhp.config.command_line import to_yaml
@@ -16,7 +16,7 @@ from dhp.core.batch import StepInfo
 from dhp.core.dispatch import PerRank, per_rank
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph
-from dhp.core.reports import DeviceInfo, StageReport
+from dhp.core.reports import DeviceInfo, SampleSums, StageReport
 from dhp.core.text import one_line
 from dhp.core.tracing import Span
 from dhp.observe.logger_process import RunInfo
@@ -37,25 +37,40 @@ def mean_losses(
 ) -> dict[str, list[float | None]]:
     """By dataset, parallel to `StepInfo.rows`, the mean loss of each sample's target tokens, nats; None for one without
     any, or left out. Of a row that the step has twice, the mean of both. Empty where ranks report none."""
-    sums: dict[tuple[str, int], float] = defaultdict(float)
-    targets: dict[tuple[str, int], int] = defaultdict(int)
+    sums: dict[Place, SampleSum] = {}
     for name, of in reports.items():
-        sharing = stages[name].spec.degrees.sequence
-        for shard, report in enumerate(stages[name].leaders(of)):
-            if report.samples is None:
-                continue
-            for micro_batch, losses in report.samples.sums.items():
-                places = info.order[micro_batch][shard // sharing]
-                counts = report.samples.targets[micro_batch]
-                for place, loss, count in zip(places, losses, counts, strict=True):
-                    sums[place] += loss
-                    targets[place] += count
+        shards = [report.samples for report in stages[name].leaders(of)]
+        sums |= add_by_sample(info, shards, stages[name].spec.degrees.sequence)
     if not sums:
         return {}
-    return {
-        name: [sums[name, row] / targets[name, row] if targets.get((name, row)) else None for row in rows]
-        for name, rows in info.rows.items()
-    }
+    nothing = SampleSum(0.0, 0)
+    found = {name: [sums.get((name, row), nothing) for row in rows] for name, rows in info.rows.items()}
+    return {name: [one.total / one.targets if one.targets else None for one in of] for name, of in found.items()}
+
+
+Place = tuple[str, int]  # of a sample: its dataset, and its row there
+
+
+class SampleSum(NamedTuple):
+    """Over a sample's target tokens."""
+
+    total: float
+    targets: int
+
+
+def add_by_sample(info: StepInfo, shards: Sequence[SampleSums | None], sharing: int) -> dict[Place, SampleSum]:
+    """What the shards of a stage have of each sample, added; of one that the step has twice, both together. sharing:
+    shards that share a row."""
+    found: dict[Place, SampleSum] = {}
+    for shard, of_shard in enumerate(shards):
+        if of_shard is None:
+            continue
+        for micro_batch, sums in of_shard.sums.items():
+            places, counts = info.order[micro_batch][shard // sharing], of_shard.targets[micro_batch]
+            for place, total, count in zip(places, sums, counts, strict=True):
+                before = found.get(place, SampleSum(0.0, 0))
+                found[place] = SampleSum(before.total + total, before.targets + count)
+    return found
 
 
 MOST_STEPS = 20_000  # of which a page is made at the end of a run: of more, reading them would hold it up

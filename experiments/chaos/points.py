@@ -130,7 +130,7 @@ def _save() -> list[Point]:
         *_driver("rotate.removing", f"{folder}:remove", "during", 1, KEPT),
         *_driver("best.link", "dhp.trainer.saving:mark_best", "before", scenario=KEPT),
         *_driver("best.marked", "dhp.trainer.saving:mark_best", "after", scenario=KEPT),
-        *_ranks("evaluation", "dhp.engine.sample_losses:EvaluatingEngine.evaluate_step", "after", 1, KEPT),
+        *_ranks("evaluation", "dhp.engine.sample_sums:EvaluatingEngine.evaluate_step", "after", 1, KEPT),
     ]
 
 

@@ -43,7 +43,6 @@ from dhp.config.generate_request import GenerateRequest
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.batch import IGNORED, SOUND, ProcessorOutput
-from dhp.core.reports import EvaluatedShare
 from dhp.data.media.sources import Sound, Video
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.sample import LENGTH_COLUMNS, Sample
@@ -53,10 +52,8 @@ from dhp.models.families.llava import LlavaProcessor
 from dhp.models.families.qwen2_5_vl import qwen2_5_vl
 from dhp.models.processor import Processor
 from dhp.tiny.tiny_model import make_tokenizer, tiny_config
-from dhp.trainer.evaluation import Evaluation, _Done
 from dhp.trainer.preflight import prepare
 from tests.checkpoint.test_damage import flipped, write
-from tests.helpers.graphs import make_graph
 from tests.helpers.rows import slow_but
 from tests.helpers.runs import train
 
@@ -89,26 +86,6 @@ def test_every_cell_has_needles_of_several_colours() -> None:
     assert [(one.depth, one.frames) for one in hidden[::3]] == [(0.0, 8), (0.0, 16), (1.0, 8), (1.0, 16)]
     assert len({one.needle.answer for one in hidden[:3]}) == 3
     assert len({one.seed for one in hidden}) == len(hidden)
-
-
-def test_a_sample_is_found_where_all_of_its_targets_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two replicas, whose two ranks share a row; the last batch has a sample for one of them alone."""
-    evaluation = Evaluation.__new__(Evaluation)
-    evaluation._graph = make_graph(text=_degrees())
-    evaluation._datasets = [None]  # type: ignore[list-item]
-    share = lambda right, targets: EvaluatedShare(0.0, right, targets)
-    batches: list[Any] = [
-        _Done(None, (share(1, 1), share(2, 2), share(2, 2), share(0, 1))),  # type: ignore[arg-type]
-        _Done(None, (share(0, 0), share(3, 3), share(0, 0), share(0, 0))),  # type: ignore[arg-type]
-    ]
-    monkeypatch.setattr(Evaluation, "_batches", lambda self, data: batches)
-    assert evaluation.each() == [True, False, True]
-
-
-def _degrees() -> Any:
-    from dhp.core.axes import Degrees
-
-    return Degrees(data=2, ring=2)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from dhp.engine.build import (
 )
 from dhp.engine.device_transfer import move_together, to_device
 from dhp.engine.encoder_engine import EncoderEngine
-from dhp.engine.sample_losses import EvaluatingEngine
+from dhp.engine.sample_sums import EvaluatingEngine
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.empty import empty_slices, stored_dtype
 from dhp.models.lora import TokenDropout

@@ -440,6 +440,13 @@ class Running:
         shares = evaluate_batch(self.stages, self.graph, Batch(data.info, data.work, data.routes)).shares
         return EvaluatedShare(*(sum(getattr(one, name) for one in shares) for name in ("loss", "right", "targets")))
 
+    def judge(self, data: StepData) -> Any:
+        """The same by sample: `dhp.trainer.evaluation.JudgedSample`s."""
+        from dhp.trainer.evaluation import judge_samples  # it imports Ray
+
+        shares = evaluate_batch(self.stages, self.graph, Batch(data.info, data.work, data.routes)).shares
+        return judge_samples(data.info, shares, self.graph.stages[-1].degrees.sequence)
+
     def weights(self) -> list[list[dict[str, Tensor]]]:
         """Of every stage and rank."""
         return [group.execute_all("weights") for group in self.groups.values()]

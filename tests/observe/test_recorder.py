@@ -263,6 +263,7 @@ def test_a_completed_run():
         world=WORLD,
         eval_loss={"shapes": 3.745, "letters": None, "all": 3.5},
         eval_accuracy={"shapes": 0.909, "letters": None},
+        eval_exact={"shapes": 0.5, "letters": None},
     )
     assert closing_table(summary, "runs/x", "runs/x/checkpoints/step_60", "step_40: eval_loss 3.1000").splitlines() == [
         "status         completed",
@@ -270,7 +271,7 @@ def test_a_completed_run():
         "loss           6.0000 → 2.5000",
         "median step    0.411 s",
         "speed          1532 tokens/s",
-        "held out       shapes 3.7450 (accuracy 90.9%), letters -, all 3.5000",
+        "held out       shapes 3.7450 (accuracy 90.9%, exact 50.0%), letters -, all 3.5000",
         "best           step_40: eval_loss 3.1000",
         "idle           vision 71%, text 30% of the steps' time",
         "vision         2 actors: ulysses 2, zero_stage 1",
@@ -309,8 +310,8 @@ def test_a_failed_run_without_a_checkpoint():
 
 
 FIELDS = (
-    "status error steps resumed_from restarts skipped_steps first_loss last_loss eval_loss eval_accuracy median_step_s "
-    "tokens_per_s idle_share world planned measured planned_ratio differs stragglers versions"
+    "status error steps resumed_from restarts skipped_steps first_loss last_loss eval_loss eval_accuracy eval_exact "
+    "median_step_s tokens_per_s idle_share world planned measured planned_ratio differs stragglers versions"
 ).split()
 SUMMARY_STEPS = [
     StepMetrics(step=n, loss=4.0 / n, step_s=seconds, tokens=100) for n, seconds in ((1, 3.0), (2, 0.5), (3, 0.5))

@@ -316,15 +316,33 @@ def _half_right(oracle: Oracle) -> list[Sample]:
     return found
 
 
-@pytest.mark.parametrize("text", [Degrees(data=2), Degrees(tensor=2), Degrees(ring=2)], ids=str)
-def test_likeliest_tokens_are_counted_once(text: Degrees, four_layers_model: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    slow_but(
+        [
+            Case(ONE, Degrees(data=2), 1, packing=True),
+            Case(ONE, Degrees(tensor=2), 1, packing=True),
+            Case(ONE, Degrees(ring=2), 1, packing=True),
+            Case(ONE, Degrees(ulysses=2, data=2), 1),
+            Case(ONE, ONE, 2, stages=2, chunks=2, schedule="interleaved"),
+            Case(Degrees(ulysses=2), Degrees(data=2, ring=2), 2, sequence_groups="auto"),
+        ],
+        Case(ONE, Degrees(data=2), 1, packing=True),
+        Case(ONE, Degrees(ring=2), 1, packing=True),
+    ),
+    ids=str,
+)
+def test_likeliest_tokens_are_counted_once_and_by_sample(case: Case, four_layers_model: str) -> None:
     oracle = Oracle(four_layers_model, torch.float64, UPDATE)
-    samples = _half_right(oracle)
-    with Running(four_layers_model, case := Case(ONE, text, 1, packing=True)) as running:
-        found = running.evaluate(make_reader(four_layers_model, case, [samples]).step(0))
+    samples = [replace(one, position=number) for number, one in enumerate(_half_right(oracle), 1)]
+    data = make_reader(four_layers_model, case, [samples]).step(0)
+    with Running(four_layers_model, case) as running:
+        found, judged = running.evaluate(data), running.judge(data)
     wanted = oracle.evaluate(samples)
     targets = sum(sample.target_tokens for sample in samples)
     assert (found.right, found.targets) == (wanted.right, targets) and targets / 3 < found.right < targets
+    alone = [(n, oracle.evaluate([one]).right, one.target_tokens) for n, one in enumerate(samples) if one.target_tokens]
+    assert sorted((one.row, one.right, one.targets) for one in judged) == alone
 
 
 def test_adapters_drop_nothing_out(four_layers_model: str) -> None:

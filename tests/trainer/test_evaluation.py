@@ -20,14 +20,24 @@ from dhp.config.schema import Config
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepInfo
 from dhp.core.errors import ConfigError, DataError
-from dhp.core.reports import EvaluatedShare, SampleLosses, StageReport
+from dhp.core.reports import EvaluatedShare, SampleSums, StageReport
 from dhp.data.sampling.sampler import BatchLayout, RandomSampler
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_metrics
 from dhp.observe.ranks import RankShare
 from dhp.observe.summary import Planned
 from dhp.plan.batches import feed_settings
 from dhp.trainer import step_reports
-from dhp.trainer.evaluation import EvalData, Evaluation, _Done, _metrics, due, misses, of_evaluation
+from dhp.trainer.evaluation import (
+    EvalData,
+    Evaluation,
+    JudgedSample,
+    _Done,
+    _metrics,
+    due,
+    judge_samples,
+    misses,
+    of_evaluation,
+)
 from dhp.trainer.preflight import prepare
 from dhp.trainer.saving import KeptCheckpoints, saves_after
 from dhp.trainer.session import DataPlan, Session
@@ -207,10 +217,12 @@ def test_a_run_tells_of_its_evaluations(long_run: tuple[Path, Outcome]) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["eval_loss"] == {"shapes": found[-1]["loss"]}
     assert summary["eval_accuracy"] == {"shapes": found[-1]["accuracy"]}
+    assert summary["eval_exact"] == {"shapes": found[-1]["exact"]}
     best = min(found, key=lambda line: line["loss"])
     assert (run_dir / "checkpoints" / "best").resolve().name == f"step_{best['step']}"
     rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if line.startswith(("held out ", "best ")))
-    assert rows["held out"].split() == f"shapes {found[-1]['loss']:.4f} (accuracy {found[-1]['accuracy']:.1%})".split()
+    held_out = "shapes {loss:.4f} (accuracy {accuracy:.1%}, exact {exact:.1%})".format(**found[-1])
+    assert rows["held out"].split() == held_out.split()
     assert rows["best"].split() == f"step_{best['step']}: eval_loss {best['loss']:.4f}".split()
 
 
@@ -226,14 +238,19 @@ def test_a_run_tells_of_its_answers(long_run: tuple[Path, Outcome]) -> None:
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_evaluated_as_it_was(long_run: tuple[Path, Outcome]) -> None:
+def test_the_best_checkpoint_is_evaluated_as_it_was(long_run: tuple[Path, Outcome], tmp_path: Path) -> None:
     run_dir, _ = long_run
     best_one = run_dir / "checkpoints" / "best"
-    again = train("evaluate", "loss", str(best_one), "--json", module="dhp")
+    again = train("evaluate", "loss", str(best_one), "--json", f"--samples={tmp_path / 's.jsonl'}", module="dhp")
     assert again.status == 0 and again.left == (), again.stderr
     told, number = json.loads(again.stdout), int(best_one.resolve().name.removeprefix("step_"))
     (wanted,) = (line for line in lines_of(run_dir) if line["kind"] == "eval" and line["step"] == number)
-    assert (told["step"], told["loss"]) == (number, wanted["loss"])
+    assert (told["step"], told["loss"], told["exact"]) == (number, wanted["loss"], wanted["exact"])
+    samples = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    rows = [one["row"] for one in samples]
+    assert rows == sorted(set(rows)) and len(rows) == told["samples"]
+    assert sum(one["targets"] for one in samples) == told["target_tokens"]
+    assert sum(one["exact"] for one in samples) == told["exact"] * told["samples"]
 
 
 @pytest.mark.slow
@@ -336,13 +353,14 @@ def batch(targets: int, loss: float, right: int = 3) -> _Done:
         step=0, epoch=0, done=0.0, samples=2, images=0, tokens=50, target_tokens=targets, vision_tokens=0,
         total_weight=targets, padded_tokens=0, dist_ratio={}, flops={}, skipped=("bad",), data_s=0.0, measure_s=0.0,
     )  # fmt: skip
-    return _Done(info, (EvaluatedShare(loss / 2, 1, targets), EvaluatedShare(loss / 2, right - 1, 0)))
+    judged = (JudgedSample("a", 5, right, targets), JudgedSample("a", 4, right, right))
+    return _Done(info, (EvaluatedShare(loss / 2, 1, targets), EvaluatedShare(loss / 2, right - 1, 0)), judged)
 
 
 def test_of_batches_each_token_counts_alike() -> None:
     assert _metrics(7, "a", [batch(10, 4.0), batch(30, 2.0)], 1.5) == EvalMetrics(
-        step=7, dataset="a", loss=2.5, accuracy=6 / 40, target_tokens=40, tokens=100, samples=4, skipped_samples=2,
-        seconds=1.5,
+        step=7, dataset="a", loss=2.5, accuracy=6 / 40, exact=2 / 4, target_tokens=40, tokens=100, samples=4,
+        skipped_samples=2, seconds=1.5,
     )  # fmt: skip
     assert _metrics(7, "a", [], 0.0).loss is None
 
@@ -381,6 +399,26 @@ def test_of_several_datasets_the_last_line_is_of_all_their_batches_together() ->
 
 def test_one_dataset_has_one_line() -> None:
     assert [line.dataset for line in Evaluated(a=[batch(10, 4.0)]).run(7)] == ["a"]
+
+
+def test_samples_are_told_in_the_order_of_their_file() -> None:
+    judged: list[JudgedSample] = []
+    (line,) = Evaluated(a=[batch(10, 4.0)]).run(7, judged.append)
+    assert [(one.row, one.right, one.targets, one.exact) for one in judged] == [(4, 3, 3, True), (5, 3, 10, False)]
+    assert line.exact == 0.5
+
+
+def test_a_sample_is_exact_where_all_of_its_targets_are_right_on_all_ranks_that_share_it() -> None:
+    """Two replicas of two ranks each: row 3 is divided, 1 has no target, one of row 7's two tokens is wrong."""
+    shares = [
+        SampleSums({0: (1.0, 2.0), 1: (1.0,)}, {0: (2, 2), 1: (1,)}),
+        SampleSums({0: (0.0, 1.0), 1: (0.0,)}, {0: (0, 1), 1: (0,)}),
+        SampleSums({0: (0.0,), 1: ()}, {0: (0,), 1: ()}),
+        None,
+    ]
+    found = judge_samples(LOSS_STEP, [EvaluatedShare(0.0, 0, 0, one) for one in shares], 2)
+    assert found == (JudgedSample("b", 7, 1, 2), JudgedSample("a", 3, 3, 3), JudgedSample("a", 9, 1, 1))
+    assert [one.exact for one in found] == [False, True, True]
 
 
 def test_a_run_that_ends_has_its_page(tmp_path: Path) -> None:
@@ -509,19 +547,19 @@ ORDER = (((("b", 7), ("a", 3)), (("a", 1),)), ((("a", 9),), ()))  # [micro-batch
 LOSS_STEP = replace(INFO, order=ORDER, rows={"a": (1, 3, 5, 9), "b": (7,)})
 
 
-def loss_report(samples: SampleLosses | None) -> StageReport:
+def loss_report(samples: SampleSums | None) -> StageReport:
     return StageReport(0, None, 1.0, {}, None, {}, samples=samples)
 
 
-def of_ranks(*leaders: SampleLosses | None) -> dict[str, list[StageReport]]:
+def of_ranks(*leaders: SampleSums | None) -> dict[str, list[StageReport]]:
     return {"vision": [loss_report(None)] * 2, "text": [loss_report(one) for each in leaders for one in (each, None)]}
 
 
 FOUR = (
-    SampleLosses({0: (1.0, 2.0), 1: (0.0,)}, {0: (1, 2), 1: (0,)}),
-    SampleLosses({0: (3.0, 0.0), 1: (0.0,)}, {0: (3, 0), 1: (0,)}),
-    SampleLosses({0: (5.0,), 1: ()}, {0: (1,), 1: ()}),
-    SampleLosses({0: (7.0,), 1: ()}, {0: (2,), 1: ()}),
+    SampleSums({0: (1.0, 2.0), 1: (0.0,)}, {0: (1, 2), 1: (0,)}),
+    SampleSums({0: (3.0, 0.0), 1: (0.0,)}, {0: (3, 0), 1: (0,)}),
+    SampleSums({0: (5.0,), 1: ()}, {0: (1,), 1: ()}),
+    SampleSums({0: (7.0,), 1: ()}, {0: (2,), 1: ()}),
 )
 
 

@@ -1,4 +1,4 @@
-"""Evaluates forward only; sums losses by sample."""
+"""Evaluates forward only; sums losses and right tokens by sample."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dhp.core.batch import Answer, Bundle, PromptInput, StepInfo, TextInput
-from dhp.core.reports import EvaluatedShare, SampleLosses
+from dhp.core.reports import EvaluatedShare, SampleSums
 from dhp.core.tracing import forget
 from dhp.models.lora import without_dropout
 from dhp.objectives.objective import Objective
@@ -19,16 +19,17 @@ from dhp.parallel.optim.base import StageOptimizer
 
 @dataclass(frozen=True)
 class _Kept:
-    """Of one micro-batch. samples: how many it has. spans: (sample, counted tokens) in the order of the tokens. losses:
+    """Of one micro-batch. samples: how many it has. spans: (sample, counted tokens) in the order of the tokens. values:
     of these tokens."""
 
     samples: int
     spans: Sequence[tuple[int, int]]
-    losses: list[Tensor]
+    values: list[Tensor]
 
 
-class SampleLossKeeper:
-    """Keeps the losses of one step's tokens. shard: this rank's number among those that share a row."""
+class SampleSumKeeper:
+    """Keeps a value of each counted token of a step: its loss, or while evaluating whether it is right. shard: this
+    rank's number among those that share a row."""
 
     def __init__(self, objective: Objective, shard: int):
         self._objective, self._shard = objective, shard
@@ -36,31 +37,31 @@ class SampleLossKeeper:
         self._sent = torch.zeros(0)
 
     def room(self, micro_batch: int, work: TextInput) -> list[Tensor] | None:
-        """Where to leave the losses of a micro-batch's tokens (`dhp.objectives.objective.Head.losses`). A forward that
-        is repeated leaves them anew. None: nobody asks for them."""
+        """Where to leave the values of a micro-batch's tokens (as `dhp.objectives.objective.Head.losses`). A forward
+        that is repeated leaves them anew. None: samples have none by themselves."""
         counted = self._objective.counted(work.tensors)
         if counted is None:
             return None
-        spans, losses = _spans(work, self._shard), list[Tensor]()
+        spans, values = _spans(work, self._shard), list[Tensor]()
         parts = counted.flatten().split([size for _, size in spans])
         counts = tuple((sample, int(part.sum())) for (sample, _), part in zip(spans, parts, strict=True))
-        self._kept[micro_batch] = _Kept(len(work.samples), counts, losses)
-        return losses
+        self._kept[micro_batch] = _Kept(len(work.samples), counts, values)
+        return values
 
     def send(self) -> None:
         """Begin to copy what was kept to the host. Before the step's loss is waited for, and for this with it."""
-        parts = [part for one in self._kept.values() for part in one.losses]
+        parts = [part for one in self._kept.values() for part in one.values]
         self._sent = torch.cat(parts).to("cpu", non_blocking=True) if parts else torch.zeros(0)
 
-    def take(self) -> SampleLosses | None:
+    def take(self) -> SampleSums | None:
         """What was kept since the last time; None: nothing. Once it was sent and the step's loss was waited for."""
         kept, self._kept = self._kept, {}
         if not kept:
             return None
         on_host = self._sent.double()
         each = on_host.split([sum(count for _, count in one.spans) for one in kept.values()])
-        sums = {m: _sums(one, losses) for (m, one), losses in zip(kept.items(), each, strict=True)}
-        return SampleLosses(sums, {m: _targets(one) for m, one in kept.items()})
+        sums = {m: _sums(one, values) for (m, one), values in zip(kept.items(), each, strict=True)}
+        return SampleSums(sums, {m: _targets(one) for m, one in kept.items()})
 
 
 def _spans(work: TextInput, shard: int) -> Sequence[tuple[int, int]]:
@@ -74,9 +75,9 @@ def _spans(work: TextInput, shard: int) -> Sequence[tuple[int, int]]:
     return [(row, tokens) for row in range(rows)]
 
 
-def _sums(kept: _Kept, losses: Tensor) -> tuple[float, ...]:
+def _sums(kept: _Kept, values: Tensor) -> tuple[float, ...]:
     found = [0.0] * kept.samples
-    for (sample, count), part in zip(kept.spans, losses.split([count for _, count in kept.spans]), strict=True):
+    for (sample, count), part in zip(kept.spans, values.split([count for _, count in kept.spans]), strict=True):
         if count:
             found[sample] += float(part.sum())
     return tuple(found)
@@ -96,7 +97,7 @@ class EvaluatingEngine(ABC):
     model: PreTrainedModel
     device: torch.device
     optimizer: StageOptimizer
-    by_sample: SampleLossKeeper | None = None  # where losses are computed
+    by_sample: SampleSumKeeper | None = None  # where losses are computed
 
     @abstractmethod
     def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
@@ -119,11 +120,14 @@ class EvaluatingEngine(ABC):
 
     def evaluated(self, info: StepInfo) -> EvaluatedShare:
         """This rank's share of what it evaluated since the last time."""
+        if self.by_sample is not None:
+            self.by_sample.send()
         loss = self.take_loss()
         self.optimizer.rest()
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # or others would write where kernels still read
-        return EvaluatedShare(loss or 0.0, *self.take_right())
+        samples = None if self.by_sample is None else self.by_sample.take()
+        return EvaluatedShare(loss or 0.0, *self.take_right(), samples)
 
     def end_evaluation(self, info: StepInfo, *others: Any) -> None:
         """Discard the count of sent bytes: evaluation belongs to no step."""

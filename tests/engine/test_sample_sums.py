@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, StepData, StepInfo, TextInput
-from dhp.core.reports import SampleLosses
+from dhp.core.reports import SampleSums
 from dhp.data.sample.sample import Sample
 from dhp.engine import text_engine
-from dhp.engine.sample_losses import SampleLossKeeper, breaking
+from dhp.engine.sample_sums import SampleSumKeeper, breaking
 from dhp.objectives.objective import CrossEntropy
 from dhp.trainer.step_reports import mean_losses
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_target
@@ -91,7 +91,7 @@ def row(targets: list[list[int]], lengths: tuple[int, ...] | None, sizes: tuple[
 
 
 def test_sums_by_hand() -> None:
-    keeper, no = SampleLossKeeper(CrossEntropy(), 1), IGNORED
+    keeper, no = SampleSumKeeper(CrossEntropy(), 1), IGNORED
     padded = keeper.room(0, row([[5, no, no], [no, 6, 7]], None, (2, 3)))
     packed = keeper.room(1, row([[no, no, 4]], (1, 2), (1, 2)))
     # Two parts of sample 2, then a token of a segment that is no sample.
@@ -101,7 +101,7 @@ def test_sums_by_hand() -> None:
     packed += [torch.tensor([8.0])]
     shared += [torch.tensor([16.0, 32.0])]
     keeper.send()
-    assert keeper.take() == SampleLosses(
+    assert keeper.take() == SampleSums(
         {0: (1.0, 6.0), 1: (0.0, 8.0), 2: (0.0, 0.0, 48.0)}, {0: (1, 2), 1: (0, 1), 2: (0, 0, 2)}
     )
     keeper.send()
@@ -109,21 +109,21 @@ def test_sums_by_hand() -> None:
 
 
 def test_a_forward_that_is_repeated_counts_once() -> None:
-    keeper = SampleLossKeeper(CrossEntropy(), 0)
+    keeper = SampleSumKeeper(CrossEntropy(), 0)
     for loss in (1.0, 2.0):
         room = keeper.room(0, row([[5]], None, (1,)))
         assert room is not None
         room.append(torch.tensor([loss]))
     keeper.send()
-    assert keeper.take() == SampleLosses({0: (2.0,)}, {0: (1,)})
+    assert keeper.take() == SampleSums({0: (2.0,)}, {0: (1,)})
 
 
 def test_a_row_without_samples_has_no_losses() -> None:
-    keeper = SampleLossKeeper(CrossEntropy(), 0)
+    keeper = SampleSumKeeper(CrossEntropy(), 0)
     assert keeper.room(0, row([[IGNORED]], (1,), ())) == []
     assert keeper.room(1, row([[]], (2,), (2,), shards=((), ((0, 0, 2),)))) == []  # others have all of the row
     keeper.send()
-    assert keeper.take() == SampleLosses({0: (), 1: (0.0,)}, {0: (), 1: (0,)})
+    assert keeper.take() == SampleSums({0: (), 1: (0.0,)}, {0: (), 1: (0,)})
 
 
 def test_an_objective_without_losses_by_sample_reports_none() -> None:
@@ -131,7 +131,7 @@ def test_an_objective_without_losses_by_sample_reports_none() -> None:
         def counted(self, columns: Mapping[str, Tensor]) -> Tensor | None:
             return None
 
-    keeper = SampleLossKeeper(Whole(), 0)
+    keeper = SampleSumKeeper(Whole(), 0)
     assert keeper.room(0, row([[5]], None, (1,))) is None and keeper.take() is None
 
 
