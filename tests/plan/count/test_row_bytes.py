@@ -465,6 +465,22 @@ def test_a_part_that_looks_at_values_is_named(tmp_path_factory: pytest.TempPathF
         trace_part(model, load_family(model), "text", TracedRows(64, 16), settings)
 
 
+@pytest.mark.parametrize("part", ROWS)
+def test_a_compiled_gate_saves_what_it_multiplies_alone(part: str, made_model: str) -> None:
+    """Of each token: not what the activation gives."""
+    family, rows, dtype = load_family(made_model), ROWS[part][0], "bfloat16"
+    depth = len(family.parts[part].layers.kinds)
+    tokens = rows.patches or rows.tokens
+    plain, compiled = (
+        sum(one.held_bytes for one in trace_part(made_model, family, part, rows, settings).layers)
+        for kernels in ({}, {"gate": "compiled"})
+        if (settings := TraceSettings(dtype, 1, ("none",) * depth, kernels=kernels))
+    )
+    config = json.loads((Path(made_model) / "config.json").read_text())[f"{part}_config"]
+    width = config["intermediate_size"]
+    assert plain - compiled == depth * tokens * width * 2
+
+
 DROPPING = AdapterSettings(2, 4.0, dropout=0.1)
 
 
