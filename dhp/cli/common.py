@@ -17,6 +17,7 @@ from dhp.config.generate_request import unbalanced
 from dhp.config.parts import parts
 from dhp.config.run_dir import compose_recorded, config_of, require_named_addresses
 from dhp.config.schema import Config
+from dhp.config.training import without_evaluation
 from dhp.config.yaml_files import named_file
 from dhp.core.errors import ClusterError, ConfigError, DhpError, PartFailed
 from dhp.core.text import did_you_mean, nearest, shell_command
@@ -104,7 +105,7 @@ def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) 
     if checkpoint is not None:
         require_named_addresses(config.data, datasets or config.data.eval_datasets, given.settings)
     data = replace(unbalanced(config.data), datasets=list(datasets or config.data.eval_datasets))
-    training = replace(config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[])
+    training = replace(without_evaluation(config.training), trace=False, loggers=[])
     training = replace(training, resume="never", schedule="sequential")  # no backward
     return replace(config, data=data, training=training, tiny_assets=None, overwrite=False), checkpoint
 

@@ -11,6 +11,7 @@ from dhp.config.data import DataConfig, LimitsConfig
 from dhp.config.layout import resolve_part
 from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.schema import Config, PartConfig
+from dhp.config.training import without_evaluation
 from dhp.core.errors import ConfigError
 from dhp.core.parameters import EXACT_STATES
 from dhp.core.text import did_you_mean, nearest
@@ -154,8 +155,7 @@ def answering(config: Config, dataset: str = "") -> Config:
     else:
         data = replace(data, datasets=[], data_registry={}, on_bad_sample="error")
     training = replace(config.training, batch_size=1, micro_batch_size=1, schedule="sequential", dry_run=False)
-    training = replace(training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[])
-    training = replace(training, resume="never")
+    training = replace(without_evaluation(training), resume="never", trace=False, loggers=[])
     memory = replace(config.memory, accounting=False, budget_gib=None)
     whole = replace(config, data=data, training=training, memory=memory, **own)
     return replace(whole, tiny_assets=None, overwrite=False)

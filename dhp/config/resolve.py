@@ -210,8 +210,8 @@ def check_evaluation(config: Config) -> None:
             )
     if len(set(names)) < len(names):
         raise ConfigError(f"data.eval_datasets={list(config.data.eval_datasets)} names a dataset twice; name each once")
-    for key in ("eval_steps", "best_metric", "eval_answers"):
-        if getattr(config.training, key) not in (None, 0) and not names:
+    for key in ("eval_steps", "eval_on_start", "best_metric", "eval_answers"):
+        if getattr(config.training, key) and not names:
             raise ConfigError(
                 f"training.{key}={getattr(config.training, key)}, but data.eval_datasets is empty: nothing would be "
                 "evaluated. Set data.eval_datasets=[NAME], with names from data.data_registry"

@@ -1,6 +1,6 @@
 """The configuration's section about objective, optimizer and length."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 from dhp.config.roles import BESIDE, FREE, HELD, key
@@ -170,6 +170,9 @@ class TrainingConfig:
     """Optimizer steps between two evaluations on data.eval_datasets; there is one at the end in any case. Null: only
     that one."""
 
+    eval_on_start: bool = key(False, resume=BESIDE)
+    """Evaluate data.eval_datasets before the first step too: what the model knows and answers before it is trained."""
+
     eval_answers: int = key(0, resume=BESIDE)
     """Samples of each dataset of data.eval_datasets, its first ones, whose first answers are generated with each
     evaluation, the likeliest token each time, and shown with those of the dataset: in the log, metrics.jsonl and
@@ -222,3 +225,8 @@ class TrainingConfig:
 
     logger_project: Optional[str] = key(None, resume=BESIDE, advanced=True)
     """Where the loggers file the run: their project, MLflow's experiment. Null: the run's name."""
+
+
+def without_evaluation(training: TrainingConfig) -> TrainingConfig:
+    """The same, where data.eval_datasets says nothing to it."""
+    return replace(training, eval_steps=None, eval_on_start=False, eval_answers=0, best_metric=None)

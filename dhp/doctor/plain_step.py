@@ -18,6 +18,7 @@ from dhp.batch.collate import Collator
 from dhp.batch.reader import make_reader
 from dhp.config.parts import model_name, parts
 from dhp.config.schema import Config
+from dhp.config.training import without_evaluation
 from dhp.core.batch import IGNORED, ProcessorOutput
 from dhp.core.errors import ConfigError
 from dhp.core.parameters import TrainingRules
@@ -215,7 +216,7 @@ def _require_comparable(config: Config) -> None:
 
 def _one_step(config: Config, folder: Path) -> Config:
     training = replace(
-        config.training,
+        without_evaluation(config.training),
         max_steps=1,
         resume="never",
         save_final=False,

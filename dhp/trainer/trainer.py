@@ -234,6 +234,8 @@ class Trainer:
         if missed:
             self.recorder.say(f"the evaluation after step {self.start.step} was not finished: it is made now")
             self._evaluate(self.start.step)
+        elif self.start.step == 0 and self.config.training.eval_on_start:
+            self._evaluate(0)
         try:
             with deferring():
                 done = self._train()

@@ -27,6 +27,7 @@ LONG = (  # of the run that tests of several folders read: saved, rotated and ev
     *("training.max_steps=4", "training.lr_scheduler_type=linear", *FIRST[1:], "data.on_bad_sample=skip"),
     *("training.save_steps=1", "training.save_total_limit=2", "training.best_metric=eval_loss"),
     *("data.eval_datasets=['shapes%5']", "training.eval_answers=1", "training.eval_answer_tokens=4"),
+    "training.eval_on_start=true",
 )
 BROKEN = ("images/00000_0.png", "images/00025_0.png")  # pictures of its second step and of its last, cut off
 

@@ -211,8 +211,8 @@ def test_a_run_tells_of_its_evaluations(long_run: tuple[Path, Outcome]) -> None:
     run_dir, ended = long_run
     assert ended.status == 0, ended.stderr
     found = [line for line in lines_of(run_dir) if line["kind"] == "eval"]
-    assert [(line["step"], line["dataset"]) for line in found] == [(step, "shapes") for step in (1, 2, 3, 4)]
-    assert len({line["target_tokens"] for line in found}) == 1 and len({line["loss"] for line in found}) == 4
+    assert [(line["step"], line["dataset"]) for line in found] == [(step, "shapes") for step in (0, 1, 2, 3, 4)]
+    assert len({line["target_tokens"] for line in found}) == 1 and len({line["loss"] for line in found}) == 5
     assert len(read_metrics(run_dir)) == 4
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["eval_loss"] == {"shapes": found[-1]["loss"]}
@@ -230,7 +230,7 @@ def test_a_run_tells_of_its_answers(long_run: tuple[Path, Outcome]) -> None:
     run_dir, ended = long_run
     told = [line for line in lines_of(run_dir) if line["kind"] == "answer"]
     assert [(line["step"], line["dataset"], line["number"]) for line in told] == [
-        (step, "shapes", 1) for step in (1, 2, 3, 4)
+        (step, "shapes", 1) for step in (0, 1, 2, 3, 4)
     ]
     assert all(line["prompt"] and line["reference"] and 1 <= line["tokens"] <= 4 for line in told)
     assert f"answer 1 of shapes after step 2: {json.dumps(told[1]['prompt'])}" in ended.stderr
