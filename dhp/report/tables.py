@@ -300,9 +300,13 @@ def answers_table(record: RunRecord, gallery: Gallery) -> str:
 
 
 def answers_beside(records: Sequence[RunRecord], galleries: Sequence[Gallery]) -> str:
-    """Each question that several runs were asked, and the last answer of each. galleries: of each run."""
-    found = [(number, one) for number, record in enumerate(records) for one in record.answers]
-    return _answers(found, {number: safe(one.name) for number, one in enumerate(records)}, galleries.__getitem__, 2)
+    """Each question that several runs were asked, and the last answer of each; before them that of the first run before
+    it was trained, where it was asked then. galleries: of each run."""
+    before = [(-1, one) for one in records[0].answers if one.step == 0]
+    found = before + [(number, one) for number, record in enumerate(records) for one in record.answers]
+    columns = {-1: f"{safe(records[0].name)} before training"} if before else {}
+    columns |= {number: safe(one.name) for number, one in enumerate(records)}
+    return _answers(found, columns, lambda column: galleries[max(column, 0)], 2)
 
 
 def _answers(
@@ -312,13 +316,13 @@ def _answers(
     least: int = 1,
 ) -> str:
     """A row for each question that has answers in at least so many columns; of several in one the last. found: the
-    column of each answer. gallery_of: a column. "": no question has."""
+    column of each answer; one below 0 does not count. gallery_of: a column. "": no question has."""
     by_question: dict[tuple[str, int, str, str, int | None], dict[int, AnswerMetrics]] = {}
     for column, one in found:
         by_question.setdefault((one.dataset, one.number, one.prompt, one.reference, one.row), {})[column] = one
     rows = []
     for (dataset, number, prompt, reference, row), answers in by_question.items():
-        if len(rows) == MOST_ANSWERS or len(answers) < least:
+        if len(rows) == MOST_ANSWERS or sum(column >= 0 for column in answers) < least:
             continue
         drawn = "" if row is None else gallery_of(next(iter(answers))).images(dataset, row)
         cells = [f"{safe(dataset)} {safe(number)}", drawn, safe(prompt), safe(reference)]

