@@ -14,7 +14,7 @@ sys.path.insert(0, str(HERE))
 from measure import main as measure  # noqa: E402
 from prepare import check_packages, check_room, once, write_data, write_decoder  # noqa: E402
 
-EPOCHS, QUICK_EPOCHS = 60, 10
+EPOCHS, QUICK_EPOCHS = 60, 8
 RUN, EXPORTED = Path("runs/easy_vqa"), Path("exported")
 SAMPLES, REPORT = RUN / "samples.jsonl", Path("report.html")
 
@@ -22,7 +22,7 @@ SAMPLES, REPORT = RUN / "samples.jsonl", Path("report.html")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="examples/easy_vqa/run.py", description=__doc__)
     parser.add_argument("folder", type=Path, help="to work in")
-    parser.add_argument("--quick", action="store_true", help="colours alone, in three minutes; in a folder quick")
+    parser.add_argument("--quick", action="store_true", help="colours alone, in four minutes; in a folder quick")
     parser.add_argument("--random", action="store_true", help="a decoder of random weights; in a folder random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("settings", nargs="*", help="of the training, as key=value")
@@ -43,7 +43,7 @@ def make(given: argparse.Namespace) -> None:
     from tower import train_tower
 
     epochs, config = (QUICK_EPOCHS, "quick.yaml") if given.quick else (EPOCHS, "easy_vqa.yaml")
-    tests = "test_colors%10" if given.quick else "test"
+    tests = "test_colors%5" if given.quick else "test"
     data, decoder, tower, model = Path("data"), Path("models/smollm2"), Path("models/tower"), Path("models/composed")
     once(data, write_data, "easy-VQA's pictures, and its questions as annotations")
     once(decoder, lambda out: write_decoder(out, given.seed if given.random else None), "SmolLM2-135M-Instruct, 540 MB")
