@@ -72,7 +72,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "plan": ("--write", "--json", "--plot", "--lengths-out", "--from", "--measure", "--all", *_CONFIGURED),
     "report": ("--out", "--png"),
     "generate": ("--benchmark", *_CONFIGURED),
-    "evaluate loss": ("--json", *_CONFIGURED),
+    "evaluate loss": ("--json", "--samples", *_CONFIGURED),
     "evaluate needle": (
         *("--frames", "--depths", "--needles", "--haystack", "--image", "--question", "--answer", "--seed", "--out"),
         *_CONFIGURED,
