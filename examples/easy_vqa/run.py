@@ -14,7 +14,7 @@ sys.path.insert(0, str(HERE))
 from measure import main as measure  # noqa: E402
 from prepare import check_packages, check_room, once, write_data, write_decoder  # noqa: E402
 
-EPOCHS, QUICK_EPOCHS = 60, 8
+EPOCHS, QUICK_EPOCHS = 60, 10
 RUN, EXPORTED = Path("runs/easy_vqa"), Path("exported")
 SAMPLES, REPORT = RUN / "samples.jsonl", Path("report.html")
 

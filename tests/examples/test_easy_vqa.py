@@ -97,7 +97,7 @@ def test_what_is_interrupted_leaves_nothing(tmp_path: Path, scripts: dict[str, M
     assert [one.name for one in (tmp_path / "out").iterdir()] == ["whole"]
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_quick_form_learns_to_see_colours(tmp_path: Path) -> None:
     """Exact answers, that they need the picture, and the same ones from plain transformers."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(PACKAGES), str(ROOT)))}
