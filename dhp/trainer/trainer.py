@@ -229,13 +229,13 @@ class Trainer:
         self.ready = start_stages(self.session, self.recorder, plan.steps)
         if self.start.step < plan.steps:
             self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
-        self.recorder.begin(plan.steps, missed)
+        untrained = self.start.step == 0 and self.config.training.eval_on_start  # again, where a fault ended the first
+        self.recorder.begin(plan.steps, missed or untrained)
         tell_state(TRAINING)
         if missed:
             self.recorder.say(f"the evaluation after step {self.start.step} was not finished: it is made now")
+        if missed or untrained:
             self._evaluate(self.start.step)
-        elif self.start.step == 0 and self.config.training.eval_on_start:
-            self._evaluate(0)
         try:
             with deferring():
                 done = self._train()
