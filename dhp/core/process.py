@@ -202,28 +202,76 @@ class OutOfTime(Exception):
     """The time limit was exceeded."""
 
 
+class _Limit:
+    """Of one block: when its time is over, by time.monotonic, and in which thread it runs. raised: it was ended."""
+
+    def __init__(self, seconds: float):
+        self.deadline, self.thread, self.raised = time.monotonic() + seconds, threading.get_ident(), False
+
+
+class _Watch:
+    """One thread that ends blocks whose time is over: a thread for each would take longer than most blocks do."""
+
+    def __init__(self) -> None:
+        # A plain lock: an exception from outside cannot come between its being taken and the block that gives it back.
+        self._lock, self._earlier = threading.Lock(), threading.Event()
+        self._limits: dict[int, _Limit] = {}
+        self._wakes = float("inf")  # when the thread looks again
+        self._thread: threading.Thread | None = None
+
+    def add(self, limit: _Limit) -> None:
+        with self._lock:
+            self._limits[id(limit)] = limit
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="dhp time limits", daemon=True)
+                self._thread.start()
+            if limit.deadline < self._wakes:
+                self._earlier.set()
+
+    def remove(self, limit: _Limit) -> None:
+        """No exception for it comes any more, whether it was ended or not."""
+        with self._lock:
+            self._limits.pop(id(limit), None)
+            if limit.raised:
+                # Not otherwise: it makes CPython 3.11 look for an exception at every operation from then on, and a
+                # profiled thread does nothing else.
+                _raise_in(limit.thread, None)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                now = time.monotonic()
+                for limit in [one for one in self._limits.values() if one.deadline <= now]:
+                    del self._limits[id(limit)]
+                    limit.raised = True
+                    _raise_in(limit.thread, OutOfTime)
+                self._wakes = min((limit.deadline for limit in self._limits.values()), default=float("inf"))
+                wait = None if self._wakes == float("inf") else max(self._wakes - now, 0.0)
+            self._earlier.wait(wait)
+            self._earlier.clear()
+
+
+_watch = _Watch()
+
+
+def _watch_anew() -> None:
+    global _watch
+    _watch = _Watch()
+
+
+os.register_at_fork(after_in_child=_watch_anew)  # which has none of its parent's threads
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise OutOfTime in here where it takes more than `seconds`. What waits inside one operation of C is not ended
     before it returns to Python. Any thread may use it; a signal's alarm is the main thread's alone."""
-    thread, lock, over = threading.get_ident(), threading.Lock(), False
-
-    def end() -> None:
-        with lock:
-            if not over:
-                _raise_in(thread, OutOfTime)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    with lock:  # starting a thread must not be interrupted
-        timer.start()
+    limit, watch = _Limit(seconds), _watch
     try:
+        watch.add(limit)
         yield
     finally:
-        with lock:
-            over = True
-            _raise_in(thread, None)  # one that was raised a moment ago, and has not come yet, is of no use any more
-        timer.cancel()
+        watch.remove(limit)
 
 
 def _raise_in(thread: int, kind: type[Exception] | None) -> None:

@@ -4,6 +4,7 @@ compile: steps with compiled layers beside others. kernels: with dhp's kernels b
 handoff: a tensor from a vision to a text actor, against one copy of it; all of a step's at 16k patches.
 tensor_host: what a decoder layer costs the host, cut and whole.
 checkpoint: how long saving holds training up, beside torch's distributed checkpoint.
+reading: conversations as tokens with labels, beside their tokenizer alone.
 experts: experts shared out among two replicas, or cut over two tensor ranks."""
 
 import argparse
@@ -11,12 +12,13 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from experiments.micro import layers, transfers
+from experiments.micro import layers, reading, transfers
 
 # From the arguments to the lines. A further question is a function and a line here.
 QUESTIONS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "compile": layers.compiled, "kernels": layers.kernels, "handoff": transfers.handoff,
     "tensor_host": layers.tensor_host, "checkpoint": transfers.checkpoint,
+    "reading": reading.reading,
     "experts": lambda given: iter(layers.compare(given.rounds or 15, given.tokens)),
 }  # fmt: skip
 

@@ -114,13 +114,38 @@ def test_in_any_thread_and_in_that_one_alone() -> None:
     assert len(ended) == 2
 
 
-def test_what_ends_in_time_leaves_nothing() -> None:
-    before = threading.active_count()
-    for _ in range(20):
-        with time_limit(600):
-            pass
-    while threading.active_count() > before:  # timers that were cancelled end
-        pass
+def test_one_thread_watches_all_limits() -> None:
+    with time_limit(600):
+        before = threading.active_count()
+        for _ in range(20):
+            with time_limit(600):
+                assert threading.active_count() == before
+
+
+def test_an_earlier_limit_within_a_later_one() -> None:
+    with time_limit(600):
+        test_what_never_ends_is_ended()
+
+
+def test_what_ends_in_time_leaves_a_profiled_thread_as_fast() -> None:
+    """An exception that is cancelled though none was raised makes a profiled thread of CPython 3.11 stand still."""
+    program = "import cProfile; from dhp.core.process import time_limit\nwith cProfile.Profile():\n"
+    program += "    for _ in range(20):\n        with time_limit(600): sorted(range(9))\nprint('done')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "done\n"
+
+
+def test_a_fork_has_a_watch_of_its_own() -> None:
+    with time_limit(600):
+        child = os.fork()
+        if not child:
+            try:
+                with time_limit(0.05):
+                    loop()
+            except OutOfTime:
+                os._exit(7)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_an_error_goes_through_as_it_is() -> None:
