@@ -1,13 +1,15 @@
 """Joins a tower and a decoder into a LLaVA."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -97,11 +99,13 @@ class Composed:
     side: int
 
 
-def compose(vision: str, text: str, out: Path, seed: int = 0) -> Composed:
+def compose(vision: str, text: str, out: Path, seed: int = 0, projector: Path | None = None) -> Composed:
     """Write the model as an ordinary Hugging Face directory that is new: both checkpoints' weights, a projector with
     random ones, the decoder's tokenizer with a token for images, a processor and a chat template that shows them.
 
-    vision, text: directories or hub ids. Raises ModelError for what does not go together, and says why."""
+    vision, text: directories or hub ids. projector: a safetensors file of its weights, by LLaVA's names
+    (linear_1.weight, linear_1.bias, linear_2.weight, linear_2.bias). Raises ModelError for what does not go together,
+    and says why."""
     if out.exists():
         raise ModelError(f"{out} exists; name a new directory")
     tower_config, text_config = _tower_config(vision), _text_config(text)
@@ -119,6 +123,8 @@ def compose(vision: str, text: str, out: Path, seed: int = 0) -> Composed:
         strategy = "default" if extra == 1 else "full"  # one more than patches: the class token, which LLaVA drops
         config = _config(tower_config, causal.config, tokenizer.convert_tokens_to_ids(token), strategy)
         model = _join(config, tower.to(causal.dtype), causal, text)
+        if projector is not None:
+            _read_projector(model.model.multi_modal_projector, projector)
     shown = {"vision_feature_select_strategy": strategy, "num_additional_image_tokens": extra, "image_token": token}
     processor = LlavaProcessor(
         images, tokenizer, patch_size=patch, chat_template=written_with_images(tokenizer, token), **shown
@@ -271,6 +277,26 @@ def _join(config: LlavaConfig, tower: PreTrainedModel, causal: PreTrainedModel, 
     model.generation_config = causal.generation_config
     _require_same_logits(model.eval(), causal, text)
     return model
+
+
+def _read_projector(module: nn.Module, file: Path) -> None:
+    """Give the projector a file's weights. Raises ModelError for others than it has, in names or shapes."""
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"projector={file}: no safetensors file that can be read: {error}") from error
+    wanted = {name: tuple(one.shape) for name, one in module.state_dict().items()}
+    held = {name: tuple(one.shape) for name, one in found.items()}
+    if held != wanted:
+        raise ModelError(
+            f"projector={file} has {_named(held)}, and this tower and decoder need {_named(wanted)}. Give one that was "
+            "trained between the same two, or leave projector= out for random weights"
+        )
+    module.load_state_dict(found)
+
+
+def _named(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items())) or "no weights"
 
 
 def _require_same_logits(model: PreTrainedModel, causal: PreTrainedModel, text: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -183,6 +184,30 @@ def test_the_seed_decides_the_projector_alone(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
     apart = {name for name in first if not torch.equal(first[name], other[name])}
     assert apart and all("multi_modal_projector" in name for name in apart)
+
+
+def test_a_projector_that_was_trained_is_taken(tmp_path: Path) -> None:
+    vision, text = save_tower("clip", tmp_path / "tower"), save_decoder("llama", tmp_path / "decoder")
+    first = compose(vision, text, tmp_path / "first", seed=1).folder
+    held = AutoModelForImageTextToText.from_pretrained(first).model.multi_modal_projector.state_dict()
+    file = tmp_path / "projector.safetensors"
+    save_file({name: one.contiguous() for name, one in held.items()}, file)
+    made = compose(vision, text, tmp_path / "made", seed=2, projector=file)
+    found = AutoModelForImageTextToText.from_pretrained(made.folder).model.multi_modal_projector.state_dict()
+    assert found.keys() == held.keys() and all(torch.equal(found[name], one) for name, one in held.items())
+
+
+def test_a_projector_of_another_model_is_refused(tmp_path: Path) -> None:
+    vision, text = save_tower("clip", tmp_path / "tower"), save_decoder("llama", tmp_path / "decoder")
+    file = tmp_path / "projector.safetensors"
+    save_file({"linear_1.weight": torch.zeros(2, 3)}, file)
+    told = r"has linear_1.weight \[2, 3\], and this tower and decoder need linear_1.bias \[\d+\], linear_1.weight"
+    with pytest.raises(ModelError, match=told):
+        compose(vision, text, tmp_path / "made", projector=file)
+    file.write_bytes(b"no weights")
+    with pytest.raises(ModelError, match="no safetensors file that can be read"):
+        compose(vision, text, tmp_path / "made", projector=file)
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_tokenizer_without_a_token_for_images_gets_one_with_the_mean_of_all_rows(tmp_path: Path) -> None:
