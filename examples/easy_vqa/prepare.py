@@ -82,8 +82,8 @@ def write_decoder(out: Path, random_seed: int | None = None) -> None:
 
 
 def write_data(out: Path) -> None:
-    """The pictures; train.jsonl and test.jsonl; of the training questions what.jsonl, those that begin with *what*; of
-    both colors.jsonl and test_colors.jsonl, those that ask for a colour by name."""
+    """The pictures; train.jsonl and test.jsonl; of them colors.jsonl and test_colors.jsonl, whose questions ask for a
+    colour by name."""
     import easy_vqa
 
     pictures = {"train": easy_vqa.get_train_image_paths(), "test": easy_vqa.get_test_image_paths()}
@@ -95,9 +95,8 @@ def write_data(out: Path) -> None:
                 shutil.copyfile(path, folder / name / f"{number}.png")
             rows = [row(name, *one) for one in zip(*questions, strict=True)]
             write_rows(folder / f"{name}.jsonl", rows)
-            for kind, begin in {"what": "what", "colors": COLOR}.items():
-                chosen = [one for one in rows if question_of(one).startswith(begin)]
-                write_rows(folder / (f"{kind}.jsonl" if name == "train" else f"test_{kind}.jsonl"), chosen)
+            colors = [one for one in rows if question_of(one).startswith(COLOR)]
+            write_rows(folder / ("colors.jsonl" if name == "train" else "test_colors.jsonl"), colors)
 
 
 def row(name: str, question: str, answer: str, number: int) -> dict[str, object]:

@@ -1,91 +1,128 @@
-"""Trains a small SigLIP to see what easy-VQA asks for, by itself: plain PyTorch, no decoder."""
+"""Trains a small SigLIP and LLaVA's projector to show a picture in the decoder's own words: plain PyTorch.
+
+Each patch becomes the decoder's embedding of a word: every second one the colour's, the others the shape's. A decoder
+that has read such words learns in few steps to answer questions about them."""
 
 from __future__ import annotations
 
 import random
+import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from measure import COLORS, SHAPES
 from PIL import Image
 from prepare import answer_of, made_whole, question_of, read_rows
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
+from transformers import AutoTokenizer, SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
 SIDE, PATCH, WIDTH = 64, 16, 128
 BATCH, RATE, SHIFT = 32, 1e-3, 8
+PROJECTOR = "projector.safetensors"
+WORDS = (*COLORS, *SHAPES)
+UNKNOWN = -1  # a word of a picture that no question tells
 CONFIG = SiglipVisionConfig(
     hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=4, num_attention_heads=4, image_size=SIDE,
     patch_size=PATCH,
 )  # fmt: skip
 
 
-class Reader(nn.Module):
-    """The tower, and for each question a linear reading of the 13 answers from a patch's features.
+class Projector(nn.Module):
+    """As LLaVA has it."""
 
-    LLaVA reads the states before the last layer, and so does this. A patch is drawn at random in training, so that each
-    one has to carry what the picture shows: a decoder learns to read such features in few steps."""
-
-    def __init__(self, questions: int, answers: int):
+    def __init__(self, width: int):
         super().__init__()
-        self.tower = SiglipVisionModel(CONFIG)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.readings = nn.Embedding(questions, answers * (WIDTH + 1))
-        nn.init.normal_(self.readings.weight, std=WIDTH**-0.5)
+        self.linear_1, self.linear_2 = nn.Linear(WIDTH, width), nn.Linear(width, width)
 
-    def features(self, pictures: Tensor) -> Tensor:
-        """[pictures, patches, width]"""
-        return self.norm(self.tower(pictures, output_hidden_states=True).hidden_states[-2])
-
-    def read(self, features: Tensor, questions: Tensor) -> Tensor:
-        """Logits [n, answers] of `questions` [n] about `features` [n, width]."""
-        weights = self.readings(questions).view(len(questions), -1, WIDTH + 1)
-        return torch.einsum("naw,nw->na", weights[..., :-1], features) + weights[..., -1]
+    def forward(self, states: Tensor) -> Tensor:
+        return self.linear_2(F.gelu(self.linear_1(states)))
 
 
-class Questions:
-    """Those about the pictures of a file, by picture."""
+class Describer(nn.Module):
+    """The tower, the projector, and the decoder's embeddings [words, width] that they should give.
 
-    def __init__(self, folder: Path, name: str, known: list[str], answers: list[str]):
-        by_picture: dict[str, list[tuple[int, int]]] = {}
+    LLaVA reads the states before the tower's last layer, and so does this."""
+
+    def __init__(self, embeddings: Tensor):
+        super().__init__()
+        self.tower, self.projector = SiglipVisionModel(CONFIG), Projector(embeddings.shape[1])
+        self.register_buffer("embeddings", embeddings, persistent=False)
+        self.scale = float(embeddings.norm(dim=1).mean()) ** 2
+
+    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        """Projected patches [pictures, patches, width], and how near each is to each word."""
+        found = self.projector(self.tower(pictures, output_hidden_states=True).hidden_states[-2])
+        near = -torch.cdist(found.flatten(0, 1), self.embeddings).square() * 8 / self.scale
+        return found, near.unflatten(0, found.shape[:2])
+
+    def loss(self, pictures: Tensor, words: Tensor) -> Tensor:
+        """words: of each patch [pictures, patches]."""
+        found, near = self(pictures)
+        known = words != UNKNOWN
+        apart = (found[known] - self.embeddings[words[known]]).square().sum(-1).mean() / self.scale
+        return F.cross_entropy(near[known], words[known]) + apart / 2
+
+
+class Pictures:
+    """Of a file, with the words of each patch, as far as its questions tell them."""
+
+    def __init__(self, folder: Path, name: str):
+        told: dict[str, list[int]] = {}
         for one in read_rows(folder / f"{name}.jsonl"):
-            pair = (known.index(question_of(one)), answers.index(answer_of(one)))
-            by_picture.setdefault(str(one["image"]), []).append(pair)
-        pictures = [np.asarray(Image.open(folder / path).convert("RGB")) for path in by_picture]
-        self.pictures = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2) / 127.5 - 1.0
-        self.asked = list(by_picture.values())
+            words = told.setdefault(str(one["image"]), [UNKNOWN, UNKNOWN])
+            for word in told_by(question_of(one), answer_of(one)):
+                words[word in SHAPES] = WORDS.index(word)
+        pixels = [np.asarray(Image.open(folder / path).convert("RGB")) for path in told]
+        self.pixels = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 127.5 - 1.0
+        self.words = torch.tensor(list(told.values()))[:, torch.arange((SIDE // PATCH) ** 2) % 2]
 
-    def take(self, chosen: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the pictures chosen, all questions: which of them each is about, the question, the answer."""
-        found = [(place, *pair) for place, number in enumerate(chosen) for pair in self.asked[number]]
-        return torch.tensor(found).unbind(1)
+
+def told_by(question: str, answer: str) -> list[str]:
+    """The words that a question and its answer say of a picture."""
+    if answer in WORDS:
+        return [answer]
+    asked = re.findall(r"\w+", question)
+    negated = "no" in asked or "not" in asked
+    return [word for word in asked if word in WORDS] if (answer == "yes") != negated else []
+
+
+def embeddings_of(decoder: Path, words: Sequence[str]) -> Tensor:
+    """The decoder's embeddings of the words' first tokens, [words, width]."""
+    tokenizer = AutoTokenizer.from_pretrained(decoder, trust_remote_code=False)
+    ids = [tokenizer(f" {word}").input_ids[0] for word in words]
+    with safe_open(decoder / "model.safetensors", "pt") as file:
+        return file.get_tensor("model.embed_tokens.weight")[ids].float()
 
 
 def varied(pictures: Tensor) -> Tensor:
-    """Each mirrored and moved at random. Colours and names of shapes stay right."""
+    """Mirrored and moved at random. Colours and names of shapes stay right."""
     shifts = (random.randint(-SHIFT, SHIFT), random.randint(-SHIFT, SHIFT))
     pictures = pictures.roll(shifts, (-2, -1))
     axes = [axis for axis in (-2, -1) if random.random() < 0.5]
     return pictures.flip(axes) if axes else pictures
 
 
-def train_tower(out: Path, data: Path, epochs: int, seed: int) -> float:
-    """Write the tower; the share of test questions that its readings answer rightly. Goes on where it was stopped."""
+def train_tower(out: Path, data: Path, decoder: Path, epochs: int, seed: int) -> None:
+    """Write the tower, with the projector in it. Goes on where it was stopped."""
     random.seed(seed)
     torch.manual_seed(seed)
-    known = sorted({question_of(one) for name in ("train", "test") for one in read_rows(data / f"{name}.jsonl")})
-    answers = sorted({answer_of(one) for one in read_rows(data / "train.jsonl")})
-    train, test = (Questions(data, name, known, answers) for name in ("train", "test"))
-    reader = Reader(len(known), len(answers))
-    optimizer = torch.optim.AdamW(reader.parameters(), lr=RATE, weight_decay=0.05)
-    steps = epochs * -(-len(train.asked) // BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.1)
+    train, test = Pictures(data, "train"), Pictures(data, "test")
+    describer = Describer(embeddings_of(decoder, WORDS))
+    optimizer = torch.optim.AdamW(describer.parameters(), lr=RATE, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, RATE, epochs * -(-len(train.pixels) // BATCH), pct_start=0.1
+    )
+    parts = {"describer": describer, "optimizer": optimizer, "schedule": schedule}
     state, begun = out.with_name(f"{out.name}.state.pt"), 0
     if state.exists():
         held = torch.load(state, weights_only=True)
-        for part, name in ((reader, "reader"), (optimizer, "optimizer"), (schedule, "schedule")):
+        for name, part in parts.items():
             part.load_state_dict(held[name])
         begun = held["epochs"]
         print(f"the tower goes on after epoch {begun}", flush=True)
@@ -93,36 +130,29 @@ def train_tower(out: Path, data: Path, epochs: int, seed: int) -> float:
         started = time.perf_counter()
         random.seed(seed + epoch)
         torch.manual_seed(seed + epoch)
-        loss = _epoch(reader, optimizer, schedule, train)
-        right = rightly(reader, test)
-        seconds = time.perf_counter() - started
-        print(f"tower, epoch {epoch + 1}/{epochs}  loss {loss:.3f}  test {right:.1%}  {seconds:.1f} s", flush=True)
-        parts = {"reader": reader, "optimizer": optimizer, "schedule": schedule}
+        loss = _epoch(describer, optimizer, schedule, train)
+        color, shape = rightly(describer, test)
+        told = f"loss {loss:.3f}  test: colours {color:.1%}, shapes {shape:.1%}"
+        print(f"tower, epoch {epoch + 1}/{epochs}  {told}  {time.perf_counter() - started:.1f} s", flush=True)
         partial = state.with_suffix(".partial")
         torch.save({name: part.state_dict() for name, part in parts.items()} | {"epochs": epoch + 1}, partial)
         partial.replace(state)
     with made_whole(out) as folder:
-        reader.tower.save_pretrained(folder)
+        describer.tower.save_pretrained(folder)
         size = {"height": SIDE, "width": SIDE}
         SiglipImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(folder)
-    right = rightly(reader, test)
+        save_file(describer.projector.state_dict(), folder / PROJECTOR)
     state.unlink(missing_ok=True)
-    return right
 
 
-def _epoch(reader: Reader, optimizer: torch.optim.Optimizer, schedule: object, train: Questions) -> float:
-    reader.train()
-    order = random.sample(range(len(train.asked)), len(train.asked))
+def _epoch(describer: Describer, optimizer: torch.optim.Optimizer, schedule: object, train: Pictures) -> float:
+    describer.train()
     losses = []
-    for first in range(0, len(order), BATCH):
-        chosen = order[first : first + BATCH]
-        about, questions, answers = train.take(chosen)
-        features = reader.features(varied(train.pictures[chosen]))
-        patches = torch.randint(features.shape[1], (len(about),))
-        loss = F.cross_entropy(reader.read(features[about, patches], questions), answers)
+    for chosen in torch.randperm(len(train.pixels)).split(BATCH):
+        loss = describer.loss(varied(train.pixels[chosen]), train.words[chosen])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(describer.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         losses.append(float(loss.detach()))
@@ -130,14 +160,15 @@ def _epoch(reader: Reader, optimizer: torch.optim.Optimizer, schedule: object, t
 
 
 @torch.no_grad()
-def rightly(reader: Reader, test: Questions) -> float:
-    """The share of questions that one patch, drawn at random, answers rightly."""
-    reader.eval()
-    right = []
-    for first in range(0, len(test.asked), 250):
-        chosen = list(range(first, min(first + 250, len(test.asked))))
-        about, questions, answers = test.take(chosen)
-        features = reader.features(test.pictures[chosen])
-        patches = torch.randint(features.shape[1], (len(about),))
-        right.append(reader.read(features[about, patches], questions).argmax(1) == answers)
-    return float(torch.cat(right).float().mean())
+def rightly(describer: Describer, test: Pictures) -> tuple[float, float]:
+    """The shares of patches that are nearest to the right colour, and to the right shape."""
+    describer.eval()
+    near = torch.cat([describer(some)[1] for some in test.pixels.split(250)])
+    right, known = near.argmax(-1) == test.words, test.words != UNKNOWN
+    color, shape = (float(right[:, part::2][known[:, part::2]].float().mean()) for part in (0, 1))
+    return color, shape
+
+
+def projector_of(tower: Path) -> Path:
+    """The file of its projector."""
+    return tower / PROJECTOR
