@@ -133,6 +133,17 @@ def attending_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def nine_heads_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with 9 query heads over 3 key/value heads, as small decoders have them, and 3 heads of the tower."""
+    from tests.helpers.tiny import save_model
+
+    folder = Path(tmp_path_factory.mktemp("models")) / "nine_heads"
+    positions = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "rope_parameters": positions}
+    return str(save_model(folder, text=heads, sharpness=6.0, tower={"num_heads": 3, "hidden_size": 24}))
+
+
+@pytest.fixture(scope="session")
 def qwen3_vl_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen3-VL with random weights: features of three tower layers enter the decoder behind its first three."""
     from tests.helpers.tiny import save_qwen3_vl

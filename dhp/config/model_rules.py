@@ -1,11 +1,10 @@
 """Rules between degrees and a model's shape, as plain numbers."""
 
-from math import gcd
-
 from dhp.config.layout import LAYERS, read_choices
 from dhp.config.parts import resolved
 from dhp.config.schema import PartConfig
 from dhp.core.errors import ConfigError
+from dhp.core.heads import head_range, share_heads
 
 
 def check_cuts(name: str, cuts: list[int], layers: int) -> None:
@@ -58,42 +57,36 @@ def check_layers(key: str, text: str, layers: int) -> None:
 
 
 def check_tower(heads: int, ulysses: int, tensor: int) -> None:
-    """Tensor parallelism and Ulysses give each actor whole heads: `heads` (of the vision tower) is a multiple of both
-    together. A ring needs nothing. Raises ConfigError."""
+    """Tensor parallelism gives each actor as many of the `heads` of the vision tower, and Ulysses some of these. A ring
+    needs nothing. Raises ConfigError."""
     if heads % tensor:
         raise ConfigError(
             f"vision.tensor={tensor} cannot split the vision tower's {heads} attention heads evenly: "
             f"heads({heads}) % tensor({tensor}) = {heads % tensor} != 0. "
             f"Set vision.tensor to one of {_divisors(heads)} and vision.num_actors to match."
         )
-    left = heads // tensor
-    if left % ulysses:
-        each = f"{left} attention heads of each tensor actor" if tensor > 1 else f"{heads} attention heads"
+    _check_busy("vision", heads // tensor, heads // tensor, ulysses)
+
+
+def _check_busy(name: str, heads: int, kv_heads: int, ulysses: int) -> None:
+    """Raises ConfigError where Ulysses would leave actors without any of the heads that `tensor` leaves them."""
+    shares = share_heads(heads, kv_heads, ulysses)
+    if shares.busy < ulysses:
         raise ConfigError(
-            f"vision.ulysses={ulysses} cannot split the vision tower's {each} evenly: "
-            f"heads({left}) % ulysses({ulysses}) = {left % ulysses} != 0. "
-            f"Set vision.ulysses to one of {_divisors(left)} and vision.num_actors to match, or divide the sequence "
-            "further by vision.ring, which needs no heads."
+            f"{name}.ulysses={ulysses} gives {heads} query and {kv_heads} key/value heads to {shares.busy} actors, "
+            f"{shares.a_rank} query heads to each, and none to the other {ulysses - shares.busy}: set {name}.ulysses="
+            f"{shares.busy}, which is as fast, and {name}.num_actors to match, or divide the sequence further by "
+            f"{name}.ring, which needs no heads."
         )
 
 
 def check_tensor(heads: int, kv_heads: int, tensor: int) -> None:
-    """Tensor parallelism gives each actor whole query heads, and whole key/value heads or a share in one.
-
-    `heads` must be a multiple of `tensor`; of `kv_heads` and `tensor` one must be a multiple of the other.
-    Raises ConfigError."""
-    possible = [n for n in _divisors(heads) if not max(kv_heads, n) % min(kv_heads, n)]
-    remedy = f"Set text.tensor to one of {possible} and text.num_actors to match."
-    if heads % tensor:
+    """Tensor parallelism gives each actor a query head at least, and where they do not divide, whole subsets of them
+    (`dhp.core.heads.head_range`). Raises ConfigError."""
+    if tensor > heads:
         raise ConfigError(
-            f"text.tensor={tensor} cannot split the text decoder's {heads} attention heads evenly: "
-            f"heads({heads}) % tensor({tensor}) = {heads % tensor} != 0. {remedy}"
-        )
-    if max(kv_heads, tensor) % min(kv_heads, tensor):
-        raise ConfigError(
-            f"text.tensor={tensor} neither splits nor shares the text decoder's {kv_heads} key/value heads evenly: "
-            f"kv_heads({kv_heads}) % tensor({tensor}) = {kv_heads % tensor} != 0 and "
-            f"tensor({tensor}) % kv_heads({kv_heads}) = {tensor % kv_heads} != 0. {remedy}"
+            f"text.tensor={tensor} leaves actors without any of the text decoder's {heads} attention heads: set "
+            f"text.tensor to {heads} at most, and text.num_actors to match."
         )
 
 
@@ -152,20 +145,11 @@ def shares_sequence(asked: PartConfig) -> bool:
 
 
 def check_heads(heads: int, kv_heads: int, asked: PartConfig) -> None:
-    """Ulysses gives each actor whole heads, of those that tensor parallelism leaves to it: of query heads as many, of
-    key/value heads as many after each was copied as often as needed. Raises ConfigError."""
-    tensor, ulysses = resolved(asked.tensor), resolved(asked.ulysses)
-    own, own_kv = heads // tensor, max(kv_heads // tensor, 1)
-    if _divides(own, own_kv, ulysses):
-        return
-    each = "of each tensor actor" if tensor > 1 else "of the text decoder"
-    possible = [n for n in range(1, own + 1) if _divides(own, own_kv, n)]
-    raise ConfigError(
-        f"text.ulysses={ulysses} cannot deal out the {own} query and {own_kv} key/value heads {each}: heads({own}) % "
-        f"ulysses({ulysses}) = {own % ulysses}, and each actor's query heads must share its key/value heads evenly. "
-        f"Set text.ulysses to one of {possible} and text.num_actors to match, or divide the sequence further by "
-        "text.ring, which needs no heads."
-    )
+    """Ulysses gives each actor heads of those that tensor parallelism leaves to it. Raises ConfigError."""
+    tensor = resolved(asked.tensor)
+    for rank in range(tensor):
+        own = head_range(heads, kv_heads, tensor, rank)
+        _check_busy("text", own.end - own.first, sum(own.repeats), resolved(asked.ulysses))
 
 
 def check_positions(rope_types: set[str], scaled: bool) -> None:
@@ -204,8 +188,3 @@ def check_layers_of_rows(mixers: bool, blocks: bool, balance: float, asked: Part
             f"router_aux_loss_coef={balance} in its configuration): it is a product of means over whole samples. Set "
             "both to 1, or output_router_logits to false in text_config of the model's config.json to train without it."
         )
-
-
-def _divides(heads: int, kv_heads: int, ulysses: int) -> bool:
-    copies = ulysses // gcd(kv_heads, ulysses)
-    return heads % ulysses == 0 and heads % (kv_heads * copies) == 0

@@ -36,7 +36,7 @@ from dhp.parallel.expert.expert_shares import share_out, share_plan
 from dhp.parallel.tensor.autotp import split_by_autotp
 from dhp.parallel.tensor.sequence_norms import TensorRanks
 from dhp.parallel.tensor.slices import cut_widths, use_local_slices
-from dhp.parallel.tensor.styles import shared_heads_style
+from dhp.parallel.tensor.styles import with_shared_heads
 from dhp.parallel.tensor.tensor_plan import local_plan
 
 CPU = torch.device("cpu")
@@ -191,13 +191,10 @@ class TextEngine(StageEngine):
         if self.spec.degrees.shares_experts:
             return self._split_by_experts()
         decoder, ranks = self.family.decoder, self.spec.degrees.tensor
-        plan = dict(decoder.tensor_plan)
-        if ranks > decoder.kv_heads:
-            plan |= dict.fromkeys(decoder.kv_projections, shared_heads_style(decoder.kv_heads))
+        plan = with_shared_heads(decoder.tensor_plan, decoder.shared_heads(ranks))
         model = self._load(plan, self.mesh["tensor"], local_plan)
         use_local_slices(model)
-        if ranks > decoder.kv_heads:
-            decoder.share_kv_heads(model, ranks)
+        decoder.split_heads(model, ranks)
         if ranks > 1:
             cut_widths(model, self.mesh["tensor"])
         return model

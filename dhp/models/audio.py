@@ -67,6 +67,9 @@ class AudioTower(Tower):
     def dummy_form(self) -> ProcessorOutput:
         return clip_forms([_DUMMY_FRAMES], self.config)[0]
 
+    def uneven_axes(self, asked: PartConfig) -> tuple[str, ...]:
+        return ()  # clips are shared out, not heads
+
     def check(self, asked: PartConfig) -> None:
         for degree in ("tensor", "ring"):
             value = resolved(getattr(asked, degree))

@@ -23,6 +23,7 @@ from dhp.config.parts import resolved
 from dhp.config.schema import PartConfig
 from dhp.core.batch import LogitRule
 from dhp.core.errors import ConfigError, ModelError
+from dhp.core.heads import KEY, OUTPUT, QUERY, Projection, cuts_evenly, fills_evenly, head_range, share_heads
 from dhp.core.transformers_private import set_attention
 from dhp.models.flops import TextWork, text_work
 from dhp.models.tower import EMBEDDINGS
@@ -51,7 +52,7 @@ class Decoder(Part):
     path: str = PATH
     modules: tuple[str, ...] = (PATH, "lm_head")
     embedding, norm, head = f"{PATH}.embed_tokens", f"{PATH}.norm", "lm_head"
-    kv_projections: tuple[str, ...] = tuple(f"{PATH}.layers.*.self_attn.{p}_proj" for p in "kv")
+    projections: tuple[str, ...] = tuple(f"{PATH}.layers.*.self_attn.{p}_proj" for p in "qkvo")
     enters: Mapping[str, int] = {}  # the layer after which a tensor of the tower is added to the states
     logits: LogitRule = LogitRule()
     mixers: tuple[str, ...] = ()  # classes of modules that carry state along a row
@@ -162,9 +163,22 @@ class Decoder(Part):
                     "text.tensor=1."
                 )
 
-    def kept_whole(self, tensor: int) -> tuple[str, ...]:
-        """Key/value projections, where several ranks share a head."""
-        return self.kv_projections if tensor > self.kv_heads else ()
+    def uneven_axes(self, asked: PartConfig) -> tuple[str, ...]:
+        tensor, ulysses = resolved(asked.tensor), resolved(asked.ulysses)
+        own = head_range(self.heads, self.kv_heads, tensor, 0)
+        even = {
+            "tensor": cuts_evenly(self.heads, self.kv_heads, tensor),
+            "ulysses": fills_evenly(own.end - own.first, sum(own.repeats), ulysses),
+        }
+        return tuple(axis for axis, divides in even.items() if not divides)
+
+    def shared_heads(self, tensor: int) -> Mapping[str, Projection]:
+        """All of them where ranks do not divide the heads, those of keys and values where ranks share heads."""
+        roles = zip(self.projections, (QUERY, KEY, KEY, OUTPUT), strict=True)
+        found = {name: Projection(role, self.heads, self.kv_heads) for name, role in roles}
+        if cuts_evenly(self.heads, self.kv_heads, tensor):
+            return {name: one for name, one in found.items() if one.role == KEY and tensor > self.kv_heads}
+        return found
 
     def head_shape(self, chunks: Sequence[Chunk]) -> HeadShape | None:
         """The embedding with the first chunk, the head with the last."""
@@ -191,10 +205,20 @@ class Decoder(Part):
         """Names of the tower's tensors that a chunk needs."""
         return tuple(name for name, layer in self.takes.items() if layer in chunk.layers)
 
-    def share_kv_heads(self, model: PreTrainedModel, ranks: int) -> None:
-        """Set attention to one key/value head a rank, where several ranks share one."""
-        for layer in model.get_submodule(self.layers.path):
-            layer.self_attn.num_key_value_groups = self.heads // ranks
+    def split_heads(self, model: PreTrainedModel, ranks: int) -> None:
+        """Raises ConfigError where ranks do not divide the heads, and attention is more than its four projections."""
+        uneven = not cuts_evenly(self.heads, self.kv_heads, ranks)
+        group = share_heads(self.heads, self.kv_heads, ranks, filled=False).size
+        for layer in model.get_submodule(self.layers.path) if self.shared_heads(ranks) else ():
+            attention = getattr(layer, "self_attn", None)
+            problem = _unknown_attention(attention, self.heads, self.kv_heads) if uneven else None
+            if problem is not None:
+                raise ConfigError(
+                    f"text.tensor={ranks} does not divide the text decoder's {self.heads} query and {self.kv_heads} "
+                    f"key/value heads, and its {type(layer).__name__} {problem}: that uneven shares of it are exact is "
+                    "not known. Set text.tensor to a number that divides the heads, and text.num_actors to match"
+                )
+            attention.num_key_value_groups = group
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make the decoder call the registered attention function `name`, and build no mask."""
@@ -219,6 +243,24 @@ class Decoder(Part):
         layer = decoder.layers.get_submodule(str(index))
         added = [inputs.images[name] for name, place in self.enters.items() if place == index and name in inputs.images]
         return partial(_run_and_add, layer, added, inputs) if added else layer
+
+
+def _unknown_attention(attention: nn.Module | None, heads: int, kv_heads: int) -> str | None:
+    """What a layer's attention has besides, or lacks of, four projections of so many heads and norms of one head."""
+    if attention is None:
+        return "has no self_attn"
+    parts, dim = dict(attention.named_children()), getattr(attention, "head_dim", None)
+    expected = {"q_proj": None, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
+    for name, count in expected.items():
+        if name not in parts:
+            return f"has no self_attn.{name}"
+        width = getattr(parts[name], "in_features" if name == "o_proj" else "out_features")
+        if count is not None and width != count * dim:
+            return f"has a self_attn.{name} that is {width} wide, not heads({count}) × head_dim({dim})"
+    more = [name for name, _ in attention.named_parameters(recurse=False)]
+    of_one_head = {name: all(one.shape == (dim,) for one in part.parameters()) for name, part in parts.items()}
+    more += [name for name, alone in of_one_head.items() if name not in expected and not alone]
+    return f"has self_attn.{more[0]}" if more else None
 
 
 def embed(model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:

@@ -19,6 +19,7 @@ from dhp.config.rules import FLASH_ATTENTION_2
 from dhp.config.schema import PartConfig
 from dhp.core.batch import Grid, ProcessorOutput
 from dhp.core.errors import ConfigError
+from dhp.core.heads import fills_evenly
 from dhp.core.wrapping import wrap_forward
 from dhp.models.flops import VisionWork
 from dhp.models.types import Chunk, ImageLayout, Part
@@ -76,6 +77,10 @@ class Tower(Part):
         self.check_cut(resolved(asked.tensor))
         self.check_backend("vision", asked)
         check_tower(self.heads, resolved(asked.ulysses), resolved(asked.tensor))
+
+    def uneven_axes(self, asked: PartConfig) -> tuple[str, ...]:
+        left = self.heads // resolved(asked.tensor)
+        return () if fills_evenly(left, left, resolved(asked.ulysses)) else ("ulysses",)
 
     def check_stages(self, part: str, asked: PartConfig) -> None:
         """Raises ConfigError where a pipeline should divide a tower that runs as a whole alone, or its states between
@@ -150,10 +155,6 @@ class Tower(Part):
     def call_modules_once(self, model: PreTrainedModel) -> None:
         """Make the number of calls of each module inside, within one call of the tower, independent of a rank's
         data."""
-
-    def split_heads(self, model: PreTrainedModel, ranks: int) -> None:
-        """Set the tower's attention to 1 / ranks of the heads. Attention that derives their number from its projections
-        needs no setting."""
 
 
 class ChunkEnd(Exception):

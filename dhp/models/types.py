@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dhp.config.schema import PartConfig
 from dhp.core.batch import ProcessorOutput
+from dhp.core.heads import Projection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -217,9 +218,18 @@ class Part(ABC):
         """The modules that a group of ranks with these chunks alone does not hold."""
         return ()
 
-    def kept_whole(self, tensor: int) -> tuple[str, ...]:
-        """Modules that each of `tensor` ranks keeps whole, whatever the plan says."""
+    def uneven_axes(self, asked: PartConfig) -> tuple[str, ...]:
+        """The degrees of its resolved section that give some ranks more of its heads than others."""
         return ()
+
+    def shared_heads(self, tensor: int) -> Mapping[str, Projection]:
+        """Projections of attention that each of `tensor` ranks keeps whole, whatever the plan says, and computes in
+        part."""
+        return {}
+
+    def split_heads(self, model: PreTrainedModel, ranks: int) -> None:
+        """Set the part's attention to one of so many ranks' heads. Attention that derives their number from its
+        projections needs no setting."""
 
     def head_shape(self, chunks: Sequence[Chunk]) -> HeadShape | None:
         """The matrices of a vocabulary that a group with these chunks holds; None where it has none."""

@@ -1,5 +1,8 @@
 """Checks a resolved configuration against its model's shape."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from dhp.config.layout import check_mlp_chunks
 from dhp.config.model_rules import check_layers, check_runs
 from dhp.config.parts import decoder, parts, resolved
@@ -80,8 +83,15 @@ def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None
         return
     from dhp.engine.build import check_norms
     from dhp.models.empty import check_tensor_plan
-    from dhp.parallel.tensor.styles import with_fused
+    from dhp.parallel.tensor.styles import with_fused, with_shared_heads
     from dhp.parallel.tensor.tensor_plan import local_plan
 
-    read = check_norms(own, resolved(part.tensor)) if part.sequence_sharded_norms else local_plan
-    check_tensor_plan(source, family.outside(name), read, with_fused(own.tensor_plan, own.fused))
+    tensor = resolved(part.tensor)
+    read = check_norms(own, tensor) if part.sequence_sharded_norms else local_plan
+    plan = with_shared_heads(with_fused(own.tensor_plan, own.fused), own.shared_heads(tensor))
+
+    def check(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
+        own.split_heads(model, tensor)
+        return read(model, plan)
+
+    check_tensor_plan(source, family.outside(name), check, plan)

@@ -70,7 +70,13 @@ def make_sample(
     return Sample("made", seed, *rows, pixels, tuple(grids), tuple(seconds))
 
 
-def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = None, sharpness: float = 1.0) -> Path:
+def save_model(
+    folder: Path,
+    tied: bool = False,
+    text: dict[str, Any] | None = None,
+    sharpness: float = 1.0,
+    tower: dict[str, Any] | None = None,
+) -> Path:
     """A Qwen2.5-VL with random weights: 8 query and 4 key/value heads, 4 vision heads, 2 full-attention blocks.
 
     sharpness: queries and keys of the decoder are so much larger: small random ones see all tokens alike."""
@@ -96,7 +102,8 @@ def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = N
             "window_size": 56,
             "fullatt_block_indexes": [1, 3],
             "out_hidden_size": decoder["hidden_size"],
-        },
+        }
+        | (tower or {}),
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
         vision_start_token_id=503,

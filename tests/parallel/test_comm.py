@@ -187,6 +187,19 @@ def test_even_shards_send_what_the_formula_says(on_ranks: RunOnRanks, ring: int,
             assert found == _expected(case, 48), case
 
 
+@pytest.mark.parametrize(("ring", "ulysses", "sent_heads"), [(1, 2, (10, 10)), (2, 2, (10, 10)), (1, 4, (12, 4))])
+def test_heads_that_ranks_do_not_divide_are_sent_with_zeros(
+    on_ranks: RunOnRanks, ring: int, ulysses: int, sent_heads: tuple[int, int]
+) -> None:
+    """9 query and 3 key/value heads: with two ranks 5 of each, with four 3 and 1."""
+    case = Attention((48,), ring, ulysses, 9, 3, dtype=torch.float32)
+    heads, kv_heads = sent_heads
+    exchanged = 4 * 48 // (ring * ulysses) * 2 * (heads + kv_heads) * DIM * (ulysses - 1) // ulysses
+    for ((forward, backward),) in on_ranks(_sent, ring * ulysses, [case]):
+        assert forward["all_to_all"] == backward["all_to_all"] == exchanged
+        assert (forward, backward) == _expected(case, 48)
+
+
 UNEVEN = [
     (Attention((45,), 4, 1, rank_tokens=(1, 20, 3, 21), dtype=torch.float32), 45),
     (Attention((45,), 1, 4, rank_tokens=(1, 20, 3, 21), dtype=torch.float32), 45),

@@ -73,8 +73,8 @@ def test_other_sizes_of_frames_than_the_models_are_said(
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["vision.num_actors=3"], ["heads(4) % ulysses(3) = 1 != 0", "vision.ulysses to one of [1, 2, 4]"]),
-        (["text.num_actors=16"], ["heads(8) % tensor(16) = 8 != 0", "text.tensor to one of [1, 2, 4, 8]"]),
+        (["vision.num_actors=3"], ["vision.ulysses=3 gives 4 query", "to 2 actors", "set vision.ulysses=2"]),
+        (["text.num_actors=16"], ["text.tensor=16 leaves actors without any", "8 attention heads", "to 8 at most"]),
         (["vision.ulysses=3"], ["ulysses(3)", "num_actors(2)"]),
         (["training.batch_size=6"], ["batch_size(6)", "micro_batch_size(4)"]),
         (["vision.model_name=/nowhere/model", "text.model_name=/nowhere/model"], ["/nowhere/model"]),
@@ -98,14 +98,14 @@ def test_a_mistake_is_told_with_its_values(
 
 
 def test_two_mistakes_are_told_at_once(made_model: str, tiny_assets: Path, tmp_path: Path) -> None:
-    """Degrees that ZeRO refuses, and heads that they do not divide; the second one came when the first was mended."""
+    """Degrees that ZeRO refuses, and more actors than heads; the second one came when the first was mended."""
     own = [f"vision.model_name={made_model}", f"text.model_name={made_model}", f"run_dir={tmp_path / 'new'}"]
-    zero = ["text.parallelism=deepspeed", "text.zero_stage=2", "text.num_actors=3", "text.tensor=3"]
+    zero = ["text.parallelism=deepspeed", "text.zero_stage=2", "text.num_actors=9", "text.tensor=9"]
     with pytest.raises(ConfigError) as caught:
         check(tiny_assets, *own, *zero, "vision.num_actors=3")
     told = str(caught.value)
     assert told.startswith("3 things are wrong:")
-    for mistake in ("text.tensor=3 makes FSDP2 the engine", "heads(8) % tensor(3)", "heads(4) % ulysses(3)"):
+    for mistake in ("text.tensor=9 makes FSDP2 the engine", "text.tensor=9 leaves", "vision.ulysses=3 gives"):
         assert told.count(mistake) == 1
 
 

@@ -331,7 +331,7 @@ class ContractDecoder(Decoder):
         self.config, self._contract = config, contract
         self.modules, self.path = structure.text, structure.decoder
         self.embedding, self.norm, self.head = structure.embedding, structure.norm, structure.head
-        self.kv_projections = tuple(f"{structure.layers}.*.self_attn.{p}_proj" for p in "kv")
+        self.projections = tuple(f"{structure.layers}.*.self_attn.{p}_proj" for p in "qkvo")
         super().__init__(config)
         self.tensor_plan = dict(contract.tensor_plan or {})
         self.mixers, self.block_rule, self.logits = structure.mixers, block_rule(config), contract.logits

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ModelError
+from dhp.core.heads import share_heads
 from dhp.core.wrapping import wrap_forward
 from dhp.parallel.attention.attention_kernels import attend_varlen, takes_varlen
 from dhp.parallel.attention.ring import Ring, ring_attention
@@ -190,8 +191,9 @@ def _attend_rest(
 ) -> Tensor:
     if isinstance(rest, Ring):
         return ring_attention(query, key, value, rest, scale, layer)
-    states = rest.exchange.heads_to_rank(query, key, value)
-    return rest.exchange.tokens_to_rank(attend_segments(*states, rest.plan, scale, layer))
+    shares = share_heads(query.shape[1], key.shape[1], rest.exchange.degree)
+    states = rest.exchange.heads_to_rank(query, key, value, shares)
+    return rest.exchange.tokens_to_rank(attend_segments(*states, rest.plan, scale, layer), shares)
 
 
 def segment_attention(

@@ -21,7 +21,7 @@ from dhp.parallel.comm import gather_alike, sum_scattered
 from dhp.parallel.expert.expert_modules import is_experts
 from dhp.parallel.kernels.replace import INNER
 from dhp.parallel.recompute.saved_tensors import detached, in_part, note, runs_again, top_hooks
-from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWWISE, entry_of, exit_by, exit_of, is_cut_whole, style_of
+from dhp.parallel.tensor.styles import PARTIAL_OVER, entry_of, exit_by, exit_of, is_cut_whole, leaves_cut, style_of
 
 Shape = tuple[int, ...]
 
@@ -230,7 +230,7 @@ class SequenceNorms:
         """Projections that enter together, and one that ends the block: gathered states in, a sum's share out."""
         for module in block.modules():
             style = style_of(module)
-            if style == ROWWISE:
+            if leaves_cut(style):
                 exit_by(module, lambda part: scatter(part, self._ranks, True))
                 if self._ranks.group is None:
                     _leave_without_ranks(module)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from dhp.core.torch_private import StridedShard
 from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import exchange_rows, sum_in_place
 from dhp.parallel.expert.expert_modules import DOWN, GATE_UP, experts_of
-from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWS, Entry, entry_of, exit_of, sum_of_ranks
+from dhp.parallel.tensor.styles import COLUMNS, PARTIAL_OVER, ROWS, Entry, Rows, entry_of, exit_of, sum_of_ranks
 
 _CUTS = "dhp_cuts"  # on a module: by parameter, its `AdapterCut`
 
@@ -121,11 +120,15 @@ def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
     for _, layer in layers:
         base, into, out = layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
         cut = cut_of(base, "weight")
-        rows = base.__dict__.get(ROWS)
+        rows, columns = base.__dict__.get(ROWS), base.__dict__.get(COLUMNS)
         if rows is not None:
             _compute_rows(out, rows)
             setattr(out, PARTIAL_OVER, group)
             _enter(layer, base, into, group)
+        elif columns is not None:
+            layer.lora_dropout[ADAPTER].first_column = columns.start
+            setattr(into, PARTIAL_OVER, group)
+            _leave(layer, base, columns, group)
         elif cut is None or all(placement.is_replicate() for placement in cut.placements):
             continue  # whole on every rank
         elif cut.placements[0].dim == 0:
@@ -138,16 +141,15 @@ def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
             _, first = Shard.local_shard_size_and_offset(width, mesh.size(), rank)
             layer.lora_dropout[ADAPTER].first_column = first
             _take_slice(into, mesh, Shard(1))
-            _sum_output(into, base, group)
-            if exit_of(base) is not None:
-                setattr(out, PARTIAL_OVER, group)
+            _leave(layer, base, slice(None), group)
 
 
 def sum_without_ranks(layers: Iterator[tuple[str, Any]]) -> None:
     """Adapters of slices on the meta device leave the cut as their matrices do, where these do not keep all tokens."""
     for _, layer in layers:
-        if exit_of(layer.base_layer) is not None:
-            _sum_output(layer.lora_A[ADAPTER], layer.base_layer, None)
+        columns = layer.base_layer.__dict__.get(COLUMNS, slice(None))
+        if exit_of(layer.base_layer) is not None or columns.stop is not None:
+            _leave(layer, layer.base_layer, columns, None)
 
 
 def _enter(layer: Any, base: nn.Module, into: nn.Linear, group: dist.ProcessGroup) -> None:
@@ -164,14 +166,24 @@ def _take_slice(module: nn.Linear, mesh: DeviceMesh, placement: Placement) -> No
     mark(module, "weight", AdapterCut(mesh, (placement,), whole.shape))
 
 
-def _sum_output(module: nn.Linear, base: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Its output leaves the cut as that of the matrix it stands beside does."""
-    make = exit_of(base) or partial(sum_of_ranks, group=group)
-    wrap_forward(module, lambda states: make(F.linear(states, module.weight)), __name__)
+def _leave(layer: Any, base: nn.Module, columns: slice, group: dist.ProcessGroup | None) -> None:
+    """What the adapter's first matrix makes of its `columns` leaves the cut as the output of the matrix it stands
+    beside does."""
+    into, out, make = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], exit_of(base)
+
+    def forward(states: Tensor) -> Tensor:
+        part = F.linear(states, into.weight[:, columns])
+        if make is not None:
+            return make(part)
+        return part if group is None else sum_of_ranks(part, group)
+
+    wrap_forward(into, forward, __name__)
+    if make is not None and group is not None:
+        setattr(out, PARTIAL_OVER, group)
 
 
-def _compute_rows(module: nn.Linear, rows: slice) -> None:
-    wrap_forward(module, lambda states: F.linear(states, module.weight[rows]), __name__)
+def _compute_rows(module: nn.Linear, rows: Rows) -> None:
+    wrap_forward(module, lambda states: rows.product(states, module.weight, None), __name__)
 
 
 _PLACES: dict[str, Placement] = {GATE_UP: StridedShard(1, split_factor=2), DOWN: Shard(2)}

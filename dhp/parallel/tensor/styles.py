@@ -8,9 +8,12 @@ whose dispatch takes three to four times the host's time of a layer.
 
 With fewer key/value heads than tensor ranks, `ranks / heads` neighbours need the same head. Each rank keeps the whole
 projection (it is small), computes the one head its query heads attend to, and the projection's gradients, of which
-each rank has the part that its query heads give, are summed over the tensor ranks once a step."""
+each rank has the part that its query heads give, are summed over the tensor ranks once a step. Where ranks do not
+divide the heads, all four projections of attention are kept and computed so, with a rank's heads as
+`dhp.core.heads.head_range` has them."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +30,15 @@ from transformers.distributed.tensor_parallel import (
     TensorParallelLayer,
 )
 
+from dhp.core.heads import KEY, OUTPUT, Projection, head_range
 from dhp.core.torch_private import StridedShard, local_shape_and_offset
 from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.kernels.padded import product
 
 PARTIAL_OVER = "dhp_partial_over"  # on a module: the ranks over which its gradients are parts of a sum
-ROWS = "dhp_rows"  # on a module that every rank holds whole: the rows with which this one computes
+ROWS = "dhp_rows"  # on a module that every rank holds whole: the `Rows` with which this one computes
+COLUMNS = "dhp_columns"  # on such a module whose inputs are cut: the columns
 _ENTRY = "dhp_entry"  # on a module: the `Entry` that it shares with its siblings
 _EXIT = "dhp_exit"  # on a module whose inputs are cut: what makes its output of this rank's part, if not g
 _STYLE = "dhp_style"  # on a module: the name of its style
@@ -206,27 +211,74 @@ class Whole(TensorParallelLayer):
         return module
 
 
-class SharedHeads(TensorParallelLayer):
-    """The whole projection on every rank, which computes one of its `heads` heads."""
+@dataclass(frozen=True)
+class Rows:
+    """A rank's rows of a projection that it holds whole: heads in a row, each of which comes out as often as `repeats`
+    says."""
 
-    def __init__(self, heads: int):
-        self.heads = heads
+    rows: slice
+    repeats: tuple[int, ...]
+
+    def product(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., in] → [..., sum of repeats × width of a head]."""
+        output = F.linear(states, weight[self.rows], None if bias is None else bias[self.rows])
+        if max(self.repeats) == 1:
+            return output
+        heads = zip(output.chunk(len(self.repeats), -1), self.repeats, strict=True)
+        return torch.cat([head for head, times in heads for _ in range(times)], -1)
+
+
+class SharedHeads(TensorParallelLayer):
+    """A projection of attention, whole on every rank, which computes with its share of heads."""
+
+    def __init__(self, projection: Projection):
+        self.projection = projection
 
     def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
-        """Make `module` map [..., in] to this rank's head, [..., out / heads]."""
-        group, ranks, entry = mesh.get_group(), mesh.size(), entry_of(module)
-        width = module.out_features // self.heads
-        head = mesh.get_local_rank() * self.heads // ranks
-        own = slice(head * width, (head + 1) * width)
-
-        def forward(states: Tensor) -> Tensor:
-            bias = None if module.bias is None else module.bias[own]
-            return F.linear(entry.enter(states, group), module.weight[own], bias)
-
-        wrap_forward(module, forward, __name__)
-        setattr(module, PARTIAL_OVER, group)
-        setattr(module, ROWS, own)
+        """Make `module` map [..., in] to this rank's heads; of the role OUTPUT from them to [..., out]."""
+        self.install(module, mesh.size(), mesh.get_local_rank(), mesh.get_group())
+        setattr(module, PARTIAL_OVER, mesh.get_group())
         return module
+
+    def install(self, module: nn.Linear, ranks: int, rank: int, group: dist.ProcessGroup | None) -> None:
+        """The same. group: None where nothing is summed."""
+        role, heads, kv_heads = self.projection
+        own = head_range(heads, kv_heads, ranks, rank)
+        first, repeats = (own.first_kv, own.repeats) if role == KEY else (own.first, (1,) * (own.end - own.first))
+        width = module.in_features if role == OUTPUT else module.out_features
+        width //= kv_heads if role == KEY else heads
+        rows = slice(first * width, (first + len(repeats)) * width)
+        if role == OUTPUT:
+            setattr(module, COLUMNS, rows)
+            wrap_forward(module, _computing_columns(module, rows, rank == 0, group), __name__)
+        else:
+            setattr(module, ROWS, Rows(rows, repeats))
+            wrap_forward(module, _computing_rows(module, Rows(rows, repeats), group), __name__)
+
+
+def _computing_rows(module: nn.Linear, rows: Rows, group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+    entry = entry_of(module)
+
+    def forward(states: Tensor) -> Tensor:
+        entered = states if group is None else entry.enter(states, group)
+        return rows.product(entered, module.weight, module.bias)
+
+    return forward
+
+
+def _computing_columns(
+    module: nn.Linear, columns: slice, first: bool, group: dist.ProcessGroup | None
+) -> Callable[[Tensor], Tensor]:
+    """first: this rank's part has the bias, so that of all its gradients each rank has a part."""
+
+    def forward(states: Tensor) -> Tensor:
+        bias = None if module.bias is None else module.bias * float(first)
+        part, make = F.linear(states, module.weight[:, columns], bias), exit_of(module)
+        if make is not None:
+            return make(part)
+        return part if group is None else sum_of_ranks(part, group)
+
+    return forward
 
 
 class FusedProjections(Colwise):
@@ -263,7 +315,7 @@ def is_cut_whole(block: nn.Module) -> bool:
     cut, and one module behind them whose inputs are."""
     owners = [module for module in block.modules() if any(True for _ in module.parameters(recurse=False))]
     styles = [style_of(module) for module in owners]
-    return styles.count(ROWWISE) == 1 and all(style not in (None, WHOLE, EMBEDDING, HEAD) for style in styles)
+    return sum(map(leaves_cut, styles)) == 1 and all(style not in (None, WHOLE, EMBEDDING, HEAD) for style in styles)
 
 
 def with_fused(plan: Mapping[str, str], fused: Mapping[str, int]) -> dict[str, str]:
@@ -280,8 +332,27 @@ def fused_style(count: int) -> str:
     return name
 
 
-def shared_heads_style(heads: int) -> str:
-    """The name of the style for `heads` heads, registered with transformers."""
-    name = f"dhp_shared_heads_{heads}"
-    ALL_PARALLEL_STYLES.register(name, SharedHeads(heads))
+def with_shared_heads(plan: Mapping[str, str], shared: Mapping[str, Projection]) -> dict[str, str]:
+    """A tensor plan with the modules `shared` in the style `SharedHeads`.
+
+    Their styles are registered with transformers here."""
+    return dict(plan) | {name: shared_heads_style(projection) for name, projection in shared.items()}
+
+
+def shared_heads_style(projection: Projection) -> str:
+    """The name of the style `SharedHeads`, registered with transformers."""
+    name = "dhp_shared_{}_{}_{}".format(*projection)
+    ALL_PARALLEL_STYLES.register(name, SharedHeads(projection))
     return name
+
+
+def share_heads_without_ranks(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
+    """Let the modules of `styles`, of a model on the meta device, compute as `SharedHeads` on the first of so many
+    ranks."""
+    for name, style in styles.items():
+        ALL_PARALLEL_STYLES[style].install(model.get_submodule(name), ranks, 0, None)
+
+
+def leaves_cut(style: str | None) -> bool:
+    """Whether a module of that style takes a rank's part and gives what all ranks have."""
+    return style == ROWWISE or (style is not None and style.startswith(f"dhp_shared_{OUTPUT}"))

@@ -56,7 +56,12 @@ REFUSED = frozenset({
     "rowwise_split_input",
     "sequence_parallel",
 })  # fmt: skip
-_CUTS_OUTPUTS = ("dhp_colwise", "dhp_fused_", "dhp_shared_heads_")  # what such a module's siblings see is cut
+_CUTS_OUTPUTS = (
+    "dhp_colwise",
+    "dhp_fused_",
+    "dhp_shared_query",
+    "dhp_shared_key",
+)  # what such a module's siblings see is cut
 
 
 def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

@@ -105,7 +105,7 @@ def count_held(
         source,
         (*family.outside(name), *dropped),
         tensor,
-        part.kept_whole(tensor),
+        tuple(part.shared_heads(tensor)),
         with_fused(part.tensor_plan, part.fused),
         partial(_is_trained, rules, family) if rules.selects or family.idle else None,
         part.shared,

@@ -5,9 +5,9 @@ ranks, U Ulysses ranks in each, N = R·U; H = heads × head dimension, H_kv the 
 element, x of the gradients of keys and values on their way (float32: 4). Tests hold all of it against the bytes that
 running ranks count."""
 
-import math
 from dataclasses import dataclass
 
+from dhp.core.heads import HeadShares, share_heads
 from dhp.plan.count.rates import Operation, Transfer
 
 
@@ -32,12 +32,15 @@ class DividedAttention:
 
     @property
     def _sent_kv_width(self) -> int:
-        # Heads are repeated until each Ulysses rank gets whole ones.
-        return self.kv_heads * (self.exchanging // math.gcd(self.kv_heads, self.exchanging)) * self.dim
+        return self._shares.count * self.exchanging * self.dim
+
+    @property
+    def _shares(self) -> HeadShares:
+        return share_heads(self.heads, self.kv_heads, self.exchanging)
 
     def exchange(self) -> float:
         """Bytes a rank sends to its Ulysses ranks, forward; backward sends as many: e (S/N) (2H + 2H_kv) (U−1)/U."""
-        widths = 2 * self.heads * self.dim + 2 * self._sent_kv_width
+        widths = 2 * self._shares.a_rank * self.exchanging * self.dim + 2 * self._sent_kv_width
         return self.element_bytes * self._a_rank * widths * (self.exchanging - 1) / self.exchanging
 
     def ring_forward(self) -> float:

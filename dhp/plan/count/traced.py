@@ -32,7 +32,7 @@ from dhp.parallel.recompute.meter import ActivationMeter, LiveStorages
 from dhp.parallel.recompute.recomputed_layers import ATTENTION, RecomputedLayers, tile_mlps
 from dhp.parallel.recompute.saved_tensors import save_output
 from dhp.parallel.tensor.slices import sum_without_ranks
-from dhp.parallel.tensor.styles import with_fused
+from dhp.parallel.tensor.styles import share_heads_without_ranks, with_fused, with_shared_heads
 from dhp.parallel.tensor.tensor_plan import local_plan
 from dhp.plan.count.row_bytes import Pass, Traced, TracedRows
 
@@ -222,21 +222,20 @@ def empty_part(source: str, family: Family, name: str, settings: TraceSettings) 
     """The model of `source` with the part `name` alone, on the meta device, cut for a tensor rank, with what a rank
     puts into it but attention and kernels."""
     part, tensor = family.parts[name], settings.tensor
+    shared = part.shared_heads(tensor)
     styles = with_fused(part.tensor_plan, part.fused)
-    model = empty_slices(source, family.outside(name), tensor, part.kept_whole(tensor), styles)
+    model = empty_slices(source, family.outside(name), tensor, tuple(shared), styles)
     if settings.sequence_sharded_norms and tensor > 1:
         local_plan(model, expand_plan(model, model.tp_plan | dict(styles)))  # names what is cut, and how
         shard_without_ranks(model, part, tensor)
+    share_heads_without_ranks(model, expand_plan(model, dict(with_shared_heads({}, shared))), tensor)
     own = {of: asked for of, asked in settings.adapters.items() if of == name}
     adapt(model, family, own)
     sum_without_ranks(adapted_modules(model))
     model.to(getattr(torch, settings.dtype))
     part.freeze_unused(model)
     freeze(model, settings.trains)
-    if isinstance(part, Tower):
-        part.split_heads(model, tensor)
-    elif tensor > family.decoder.kv_heads:
-        family.decoder.share_kv_heads(model, tensor)
+    part.split_heads(model, tensor)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # its row may be another rank's

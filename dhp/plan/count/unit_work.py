@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dhp.config.parts import DECODER
 from dhp.config.schema import PartConfig
 from dhp.core.axes import Degrees
+from dhp.core.heads import head_range
 from dhp.core.parameters import TrainingRules, is_inside
 from dhp.models.family import VISION, Family
 from dhp.models.flops import OPERATIONS
@@ -294,10 +295,10 @@ def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad
     matrices = DividedMatrices(degrees.tensor, own, hidden_width(family), value, section.sequence_sharded_norms)
     found: Sequence[Transfer] = matrices.sends(back)
     if degrees.sequence > 1:
-        heads = text.num_attention_heads // degrees.tensor
+        shared = head_range(family.decoder.heads, family.decoder.kv_heads, degrees.tensor, 0)
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        held = max(1, family.decoder.kv_heads // degrees.tensor)
-        whole = DividedAttention(round(load.tokens), heads, held, dim, *degrees.rows, value)
+        heads = shared.end - shared.first, sum(shared.repeats)
+        whole = DividedAttention(round(load.tokens), *heads, dim, *degrees.rows, value)
         apart = (replace(one, stride=one.stride * degrees.tensor) for one in whole.sends(back))
         found = (*found, *apart)
     return tuple(found)

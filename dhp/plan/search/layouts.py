@@ -219,7 +219,17 @@ class _Space:
         except ConfigError as error:
             return str(error)
         refusal = self.plans.refusal(self.name, section) if self.plans else None
-        return refusal or PartLayout(self.name, settings, section)
+        return refusal or self._uneven(section) or PartLayout(self.name, settings, section)
+
+    def _uneven(self, section: PartConfig) -> str | None:
+        """Heads that a free degree does not divide: some actors would compute more of them than others, or zeros."""
+        for axis in self.family.parts[self.name].uneven_axes(section):
+            if axis not in self.held:
+                return (
+                    f"{self.name}.{axis}={getattr(section, axis)} does not divide the heads: some actors would wait "
+                    f"for others. It runs where {self.name}.{axis} is set."
+                )
+        return None
 
     def no_split(self, devices: int) -> Refused:
         """The run's message for held degrees that do not multiply to so many devices."""

@@ -16,7 +16,6 @@ from dhp.parallel.attention import ring
 from dhp.parallel.attention.attention_kernels import Block, CpuFlash, Dense
 from dhp.parallel.attention.ring import ChunkPair, Ring, merge, visible_pairs
 from dhp.parallel.attention.shard_plan import contiguous_plan, given_plan, zigzag_plan
-from dhp.parallel.attention.ulysses import key_copies
 from dhp.parallel.attention.visibility import PLAIN, LayerRule
 from dhp.parallel.comm import AllToAll, Shift, sum_in_place
 from tests.helpers.attention import Attention, dense_results, sharded_results, whole_results
@@ -113,19 +112,6 @@ def test_kernels_agree(diagonal: bool, kv_heads: int) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "degree", "copies"), [(8, 8, 4, 1), (8, 2, 4, 2), (8, 1, 8, 8), (12, 3, 2, 2), (12, 6, 4, 2)]
-)
-def test_keys_are_repeated_as_often_as_it_takes(heads: int, kv_heads: int, degree: int, copies: int) -> None:
-    assert key_copies(heads, kv_heads, degree) == copies
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "degree"), [(6, 6, 4), (2, 2, 4), (9, 3, 2)])
-def test_heads_that_cannot_be_dealt_out_are_refused_by_name(heads: int, kv_heads: int, degree: int) -> None:
-    with pytest.raises(ValueError, match=f"{heads} query heads and {kv_heads} key/value heads .* ulysses={degree}"):
-        key_copies(heads, kv_heads, degree)
-
-
 def _there_and_back() -> bool:
     rank, group = dist.get_rank(), dist.group.WORLD
     send, receive = ((1, 0, 2), (0, 3, 1), (4, 1, 0)), None
@@ -218,7 +204,7 @@ NAMES = ("output", "query", "key", "value")
 
 def layouts(ring: int, ulysses: int) -> list[Attention]:
     """Every combination that a mesh admits, uneven and empty shards included."""
-    heads = [(4, 4), (4, 2), (4, 1)]
+    heads = [(4, 4), (4, 2), (4, 1), (9, 3)]
     cases = [
         Attention(lengths, ring, ulysses, *counts, causal, layout)
         for lengths, counts, (causal, layout) in product(

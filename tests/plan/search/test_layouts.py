@@ -125,6 +125,8 @@ def brute_force(name: str, family: Family, devices: int, experts: Collection[int
                 family.parts[name].check(section)
             except DhpError:
                 continue
+            if family.parts[name].uneven_axes(section):
+                continue
             if split[0] <= len(family.parts[name].layers.kinds):
                 yield section
 
@@ -183,6 +185,16 @@ def test_what_is_held_stays(made_model: str, values: Mapping[str, Any], kept: Ma
     assert layouts
     for one in layouts:
         assert {key: getattr(one.section, key) for key in kept} == dict(kept)
+
+
+def test_heads_are_shared_unevenly_where_the_degree_is_held(made_model: str) -> None:
+    layouts, refused = found("text", made_model, 3)
+    assert {one.degrees.tensor for one in layouts} == {one.degrees.ulysses for one in layouts} == {1}
+    assert any("text.tensor=3 does not divide the heads: some actors would wait" in one.reason for one in refused)
+    held, _ = found("text", made_model, 3, PartConfig(tensor=3), held={"tensor"})
+    assert {one.degrees.tensor for one in held} == {3}
+    also, _ = found("text", made_model, 6, PartConfig(tensor=3), held={"tensor"})
+    assert {(one.degrees.tensor, one.degrees.ulysses) for one in also} == {(3, 1)}  # 3 heads of a rank at most: not 2
 
 
 def test_what_is_not_held_is_searched_whatever_it_was(made_model: str) -> None:
