@@ -46,7 +46,9 @@ def test_refusals_read_as_the_page_has_them(row: int, broken: str, tiny_assets: 
     elif not broken:
         (folder / "config.json").write_text('{"model_type": "bert"}')
     if broken == "heads":
-        config = compose_config("qwen2_5_vl_7b", overrides=["text=tensor", "text.num_actors=8", "vision.num_actors=8"])
+        config = compose_config(
+            "qwen2_5_vl_7b", overrides=["text=tensor", "text.num_actors=32", "text.tensor=32", "text.data=1"]
+        )
         config.training.dry_run = True
     else:
         named = Path("/models/Qwen") if broken == "path" else folder

@@ -75,9 +75,9 @@ class HeadRange:
 
 
 def head_range(heads: int, kv_heads: int, ranks: int, rank: int) -> HeadRange:
-    """Of ranks that have no zeros: the numbers of subsets differ by one at most."""
+    """Of ranks without zeros: the numbers of subsets differ by one at most, and the first rank has the most."""
     shares = share_heads(heads, kv_heads, ranks, filled=False)
-    first, end = (number * shares.subsets // ranks for number in (rank, rank + 1))
+    first, end = (-(-number * shares.subsets // ranks) for number in (rank, rank + 1))
     of = [subset // shares.copies for subset in range(first, end)]
     repeats = tuple(of.count(head) for head in dict.fromkeys(of))
     return HeadRange(first * shares.size, end * shares.size, of[0] if of else 0, repeats)

@@ -47,6 +47,14 @@ def set_tensor_plan(model: Any, plan: dict[str, str]) -> None:
     model._tp_plan = plan
 
 
+def encodes_by_backend(tokenizer: Any) -> bool:
+    """Whether a fast tokenizer's call is its backend's `encode` and nothing else: no class of its own changes it."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = type(tokenizer)
+    return own._encode_plus is PreTrainedTokenizerFast._encode_plus and own.__call__ is PreTrainedTokenizerFast.__call__
+
+
 def ties_of(model: Any) -> Mapping[str, str]:
     """Weights of a model's class that are others, by name."""
     return model._tied_weights_keys or {}

@@ -165,10 +165,10 @@ class Decoder(Part):
 
     def uneven_axes(self, asked: PartConfig) -> tuple[str, ...]:
         tensor, ulysses = resolved(asked.tensor), resolved(asked.ulysses)
-        own = head_range(self.heads, self.kv_heads, tensor, 0)
+        ranges = [head_range(self.heads, self.kv_heads, tensor, rank) for rank in range(tensor)]
         even = {
             "tensor": cuts_evenly(self.heads, self.kv_heads, tensor),
-            "ulysses": fills_evenly(own.end - own.first, sum(own.repeats), ulysses),
+            "ulysses": all(fills_evenly(own.end - own.first, sum(own.repeats), ulysses) for own in ranges),
         }
         return tuple(axis for axis, divides in even.items() if not divides)
 

@@ -140,7 +140,6 @@ def test_where_nothing_fits_the_smallest_memory_and_a_change_are_named(
         ("length=tokens:3,picture:5", "picture(5) <= tokens(3)"),
         slow("hours=2", "say how many, as samples=1000000"),  # after a search
         ("lengths=none.csv", "give one of them"),
-        ("text.tensor=3", "% tensor(3)"),
         ("training.batchsize=3", "did you mean training.batch_size?"),
         ("--measure", "Leave out one of them"),
     ],

@@ -6,7 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlavaConfig, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlavaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from dhp.core import transformers_private
 
@@ -14,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_they_stand_in_one_file() -> None:
-    names = r"_model_mapping|_extra_content|_internal\b|_expand_parallel_plan|\b_tp_plan|_tied_weights_keys"
+    names = (
+        r"_model_mapping|_extra_content|_internal\b|_expand_parallel_plan|\b_tp_plan|_tied_weights_keys|_encode_plus"
+    )
     found = [str(f.relative_to(ROOT)) for f in (ROOT / "dhp").rglob("*.py") if re.search(names, f.read_text())]
     assert found == ["dhp/core/transformers_private.py"]
 
@@ -53,3 +64,13 @@ def test_a_plan_is_expanded_and_replaced(model: Qwen2ForCausalLM) -> None:
 def test_weights_that_are_one(model: Qwen2ForCausalLM) -> None:
     assert "lm_head.weight" in dict(transformers_private.ties_of(model))
     assert getattr(type(model), transformers_private.TIED_KEYS) is not None
+
+
+def test_a_tokenizer_that_changes_its_call_is_known() -> None:
+    made = Tokenizer(BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    plain = PreTrainedTokenizerFast(tokenizer_object=made)
+    assert transformers_private.encodes_by_backend(plain)
+    assert plain("abb", add_special_tokens=False)["input_ids"] == plain.backend_tokenizer.encode("abb").ids == [2, 1]
+    changed = type("Changed", (PreTrainedTokenizerFast,), {"__call__": lambda self, text: text})
+    inside = type("Inside", (PreTrainedTokenizerFast,), {"_encode_plus": lambda self, text: text})
+    assert not any(transformers_private.encodes_by_backend(own(tokenizer_object=made)) for own in (changed, inside))

@@ -93,7 +93,7 @@ class OutputNotSummed(InspectedText):
     """What a slice of A makes is taken for the whole."""
 
     def adapt(self) -> None:
-        with patch.object(cutting, "_sum_output", lambda *_: None):
+        with patch.object(cutting, "_leave", lambda *_: None):
             super().adapt()
 
 

@@ -272,7 +272,7 @@ def test_kernels_are_put_inside_of_what_gathers(made_model: str) -> None:
     for name in ("vision", "text"):
         part = family.parts[name]
         styles = with_fused(part.tensor_plan, part.fused)
-        model = empty_slices(made_model, family.outside(name), 2, part.kept_whole(2), styles)
+        model = empty_slices(made_model, family.outside(name), 2, part.shared_heads(2), styles)
         before = {kind: len(modules) for kind, (_, modules) in _classes(model).items()}
         local_plan(model, model._expand_parallel_plan(model.tp_plan | styles))
         shard_without_ranks(model, part, 2)
@@ -288,7 +288,7 @@ def test_the_norm_behind_the_last_layer_has_its_ranks_tokens_too(made_model: str
     family = load_family(made_model)
     decoder = family.decoder
     styles = with_fused(decoder.tensor_plan, decoder.fused)
-    model = empty_slices(made_model, family.outside("text"), 2, decoder.kept_whole(2), styles)
+    model = empty_slices(made_model, family.outside("text"), 2, decoder.shared_heads(2), styles)
     local_plan(model, model._expand_parallel_plan(model.tp_plan | styles))
     shard_without_ranks(model, decoder, 2)
     norm, layers = model.get_submodule(decoder.norm), model.get_submodule(decoder.layers.path)

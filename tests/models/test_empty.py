@@ -57,7 +57,7 @@ def test_shared_keys_are_whole_on_every_rank_and_a_tied_head_counts_once(few_key
     total = VOCABULARY + 2 * (QUERY + keys + values + OUT + FEED_FORWARD + NORMS) + 64
     whole = 2 * (NORMS + keys + values) + 64
     family = load_family(few_keys_model)
-    counted = part_shape(few_keys_model, family.tower.modules, 4, whole_modules=family.decoder.kv_projections)
+    counted = part_shape(few_keys_model, family.tower.modules, 4, whole_modules=tuple(family.decoder.shared_heads(4)))
     each = (total - whole) // 4 + whole
     assert counted == PartShape(total, each, whole, small=each)
 

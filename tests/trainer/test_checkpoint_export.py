@@ -196,7 +196,7 @@ def test_an_exact_answer_may_differ_in_white_space_around_it() -> None:
         (["prompt=x"], "checkpoint= is not given: name a FILE.yaml or --config-name=NAME"),
         (["prompt=x", "checkpoint=nowhere"], "nowhere is no directory"),
         (["prompt=x", "checkpoint={run}", "text.parallelism=pipeline"], "text.pipeline=2"),
-        (["prompt=x", "checkpoint={run}", "text.num_actors=3"], "tensor=3 cannot split"),
+        (["prompt=x", "checkpoint={run}", "text.num_actors=9"], "tensor=9 leaves actors without any"),
         (
             [
                 "prompt=x",

@@ -131,8 +131,21 @@ def test_rows_are_assumed_as_the_plan_makes_them_and_a_limit_that_none_reaches_i
 
 
 def test_degrees_are_checked_against_the_shipped_shape() -> None:
-    with pytest.raises(ConfigError, match=r"heads\(28\) % tensor\(8\)"):
-        prepared("qwen2_5_vl_7b", "text=tensor", "text.num_actors=8", "vision.num_actors=8")
+    with pytest.raises(ConfigError, match="text.tensor=32 leaves actors without any .* 28 attention heads"):
+        prepared("qwen2_5_vl_7b", "text=tensor", "text.num_actors=32", "text.tensor=32", "text.data=1")
+
+
+def test_heads_that_ranks_do_not_divide_are_counted(nine_heads_model: str, tiny_assets: Path, tmp_path: Path) -> None:
+    """Attention's four projections are whole on each rank."""
+    models = [f"{part}.model_name={nine_heads_model}" for part in ("vision", "text")]
+    run = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}")
+    printed = dry_run(prepared("tiny", *run, *models, "text.num_actors=2", "text.tensor=2"))
+    attention = 72 * 72 * 2 + 2 * 72 * 24 + 72 + 2 * 24  # with the biases of query, key and value
+    norms = 2 * 72
+    layer = attention + norms + 3 * 72 * 96 // 2
+    whole = 2 * (attention + norms) + 72
+    total = 2 * layer + 72 + 512 * 72 // 2 * 2
+    assert f"{total:,}" in printed and f"{whole:,}" in printed
 
 
 def test_parts_on_devices_of_their_own(tiny_assets: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from dhp.core.errors import ConfigError, DataError
 from dhp.core.process import OutOfTime, time_limit
 from dhp.data.media.sources import Sound, Video
 from dhp.data.read.records import ANSWERS, Part, Turn
+from dhp.data.sample.chat_forms import Forms
 from dhp.data.sample.template_check import LIMIT_S, Message, as_strings, check_written, takes_strings
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+_FORMS = Forms()
 _OF_STRINGS: dict[str, bool] = {}  # by template: whether it takes strings alone
 
 _ASKED = "add_generation_prompt"  # in templates that write a prompt for an answer
@@ -71,10 +74,8 @@ def render(
                 messages = as_strings(messages)
             if messages[-1]["role"] != ANSWERS:
                 rendered = Rendered(_write(tokenizer, messages, prompt=True) + _opening(tokenizer, messages), ())
-            elif _GENERATION.search(tokenizer.chat_template):
-                rendered = _render_marked(tokenizer, messages)
             else:
-                rendered = _render_by_prefix(tokenizer, messages)
+                rendered = _render_by_form(tokenizer, messages)
     except (DataError, MemoryError):
         raise
     except OutOfTime as error:
@@ -127,6 +128,20 @@ def _content(part: Part) -> dict[str, str]:
     return {"type": "video" if isinstance(part, Video) else "image"}
 
 
+def _render_by_form(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rendered:
+    """As the template wrote another conversation of the same form, where it writes this one so too."""
+    marked = _GENERATION.search(tokenizer.chat_template) is not None
+    render_alone = partial(_render_marked if marked else _render_by_prefix, tokenizer)
+
+    def learn(others: list[Message]) -> tuple[str, tuple[tuple[int, int], ...]]:
+        rendered = render_alone(others)
+        return rendered.text, rendered.spans
+
+    text = partial(_write, tokenizer, messages, prompt=False)
+    found = _FORMS.spans_in(tokenizer.chat_template, messages, text, learn)
+    return render_alone(messages) if found is None else Rendered(*found)
+
+
 def _render_marked(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rendered:
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -174,13 +189,12 @@ def _after(prompts: Sequence[str], text: str, start: int) -> int:
 
 
 def _render_by_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rendered:
-    text = _write(tokenizer, messages, prompt=False)
+    answers = [index for index, message in enumerate(messages) if message["role"] == ANSWERS]
+    starts = _write_each(tokenizer, [messages[:index] for index in answers], prompt=True)
+    *ends, text = _write_each(tokenizer, [*(messages[: index + 1] for index in answers[:-1]), messages], prompt=False)
     spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = _write(tokenizer, messages[:index], prompt=True) + _opening(tokenizer, messages[:index])
-        after = _write(tokenizer, messages[: index + 1], prompt=False)
+    for index, start, after in zip(answers, starts, [*ends, text], strict=True):
+        before = start + _opening(tokenizer, messages[:index])
         span, shorter = (len(before), len(after)), after
         if not after.startswith(before):  # nothing is written of the thoughts that the prompt opens
             span = (len(before := _AT_END.sub("", before)), len(after))
@@ -230,6 +244,11 @@ def _takes_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
     if template not in _OF_STRINGS:
         _OF_STRINGS[template] = takes_strings(lambda messages: _write(tokenizer, messages, prompt=False))
     return _OF_STRINGS[template]
+
+
+def _write_each(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]], prompt: bool) -> list[str]:
+    """In one call, which takes as long as several of one do."""
+    return tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=prompt)
 
 
 def _write(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: bool) -> str:

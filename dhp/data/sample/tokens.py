@@ -6,12 +6,14 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dhp.config.data import DataConfig
 from dhp.core.errors import DataError, ModelError
+from dhp.core.transformers_private import encodes_by_backend
 from dhp.data.media.frames import FrameTimes
 from dhp.data.media.sound import Clip
 from dhp.data.media.sources import File, name_of
@@ -84,6 +86,8 @@ class ConversationTokenizer:
         image = media.written[0] if media.written is not None else self._token(media.image_token_id)
         video = None if media.videos is None else self._token(media.videos.token_id)
         self._marks = {kind: mark for kind, mark in (("image", image), ("video", video)) if mark is not None}
+        tokenizer("", verbose=False)  # sets the backend's truncation, padding and special tokens as each call does
+        self._backend = tokenizer.backend_tokenizer if encodes_by_backend(tokenizer) else None
         self._longest = longest_token(json.loads(tokenizer.backend_tokenizer.to_str()))
         self._end: tuple[int | None] | None = None  # sought with the first answer whose span has no end
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
@@ -165,9 +169,14 @@ class ConversationTokenizer:
 
     def _encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Token ids, and the characters of each, [tokens, 2]."""
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, offsets = (np.array(encoding[key], dtype=np.int64) for key in ("input_ids", "offset_mapping"))
-        return ids, offsets.reshape(-1, 2)
+        if self._backend is not None:  # the same, without what the call does around it
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            ids, offsets = encoding.ids, encoding.offsets
+        else:
+            called = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids, offsets = called["input_ids"], called["offset_mapping"]
+        characters = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(ids))
+        return np.array(ids, dtype=np.int64), characters.reshape(-1, 2)
 
     def _cut_newlines(
         self, ids: np.ndarray, offsets: np.ndarray, text: str, start: int

@@ -349,8 +349,9 @@ def shared_heads_style(projection: Projection) -> str:
 def share_heads_without_ranks(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
     """Let the modules of `styles`, of a model on the meta device, compute as `SharedHeads` on the first of so many
     ranks."""
-    for name, style in styles.items():
-        ALL_PARALLEL_STYLES[style].install(model.get_submodule(name), ranks, 0, None)
+    modules = dict(model.named_modules())
+    for name in modules.keys() & styles.keys():  # the others are their parameters
+        ALL_PARALLEL_STYLES[styles[name]].install(modules[name], ranks, 0, None)
 
 
 def leaves_cut(style: str | None) -> bool:
