@@ -71,6 +71,12 @@ def prepare(
     say(f"checking the model {model_name(config)}")
     family = _check_model(config, saves=new_run)
     _check_packages(config)
+    for name, part in parts(config).items():
+        for axis in family.parts[name].uneven_axes(part):
+            say(
+                f"{name}.{axis}={getattr(part, axis)} does not divide the heads: some actors compute more of them than "
+                "others"
+            )
     if config.data.cache_features is not None and not config.training.dry_run:
         check_folder(config)
     if new_run and not config.training.dry_run:

@@ -109,6 +109,16 @@ def test_two_mistakes_are_told_at_once(made_model: str, tiny_assets: Path, tmp_p
         assert told.count(mistake) == 1
 
 
+def test_heads_that_are_shared_unevenly_are_told(nine_heads_model: str, tiny_assets: Path, tmp_path: Path) -> None:
+    model = [f"{part}.model_name={nine_heads_model}" for part in ("vision", "text")]
+    lines: list[str] = []
+    degrees = ["vision.num_actors=2", "text.num_actors=2", "text.tensor=2"]
+    run = [f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'new'}"]
+    prepare(compose_config("tiny", overrides=[*run, *model, *degrees]), say=lines.append)
+    told = [line.split(" does not")[0] for line in lines if "does not divide the heads" in line]
+    assert told == ["vision.ulysses=2", "text.tensor=2"]
+
+
 def test_rows_beyond_the_positions_of_the_model_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="data.max_tokens=9000 is more than the 4096 positions .* Set data.max_tokens=40"
