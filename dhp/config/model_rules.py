@@ -65,18 +65,22 @@ def check_tower(heads: int, ulysses: int, tensor: int) -> None:
             f"heads({heads}) % tensor({tensor}) = {heads % tensor} != 0. "
             f"Set vision.tensor to one of {_divisors(heads)} and vision.num_actors to match."
         )
-    _check_busy("vision", heads // tensor, heads // tensor, ulysses)
+    _check_busy("vision", [(heads // tensor, heads // tensor)], ulysses)
 
 
-def _check_busy(name: str, heads: int, kv_heads: int, ulysses: int) -> None:
-    """Raises ConfigError where Ulysses would leave actors without any of the heads that `tensor` leaves them."""
-    shares = share_heads(heads, kv_heads, ulysses)
-    if shares.busy < ulysses:
+def _check_busy(name: str, of_ranks: list[tuple[int, int]], ulysses: int) -> None:
+    """Raises ConfigError where Ulysses would leave actors without any of the heads of queries, and of keys and values,
+    that each rank of tensor parallelism has."""
+    busy = lambda degree: all(share_heads(*of_rank, degree).busy == degree for of_rank in of_ranks)
+    if not busy(ulysses):
+        heads, kv_heads = min(of_ranks)
+        shares = share_heads(heads, kv_heads, ulysses)
+        other = max(degree for degree in range(1, ulysses) if busy(degree))
         raise ConfigError(
             f"{name}.ulysses={ulysses} gives {heads} query and {kv_heads} key/value heads to {shares.busy} actors, "
             f"{shares.a_rank} query heads to each, and none to the other {ulysses - shares.busy}: set {name}.ulysses="
-            f"{shares.busy}, which is as fast, and {name}.num_actors to match, or divide the sequence further by "
-            f"{name}.ring, which needs no heads."
+            f"{other} and {name}.num_actors to match, or divide the sequence further by {name}.ring, which needs no "
+            "heads."
         )
 
 
@@ -147,9 +151,8 @@ def shares_sequence(asked: PartConfig) -> bool:
 def check_heads(heads: int, kv_heads: int, asked: PartConfig) -> None:
     """Ulysses gives each actor heads of those that tensor parallelism leaves to it. Raises ConfigError."""
     tensor = resolved(asked.tensor)
-    for rank in range(tensor):
-        own = head_range(heads, kv_heads, tensor, rank)
-        _check_busy("text", own.end - own.first, sum(own.repeats), resolved(asked.ulysses))
+    ranges = [head_range(heads, kv_heads, tensor, rank) for rank in range(tensor)]
+    _check_busy("text", [(own.end - own.first, sum(own.repeats)) for own in ranges], resolved(asked.ulysses))
 
 
 def check_positions(rope_types: set[str], scaled: bool) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TextIO
 
 INTERRUPTED = 130  # exit status that a shell reports after Ctrl-C
@@ -213,8 +214,9 @@ class _Watch:
     """One thread that ends blocks whose time is over: a thread for each would take longer than most blocks do."""
 
     def __init__(self) -> None:
-        # A plain lock: an exception from outside cannot come between its being taken and the block that gives it back.
-        self._lock, self._earlier = threading.Lock(), threading.Event()
+        # Both are C: an exception from outside cannot come between a lock's being taken and what gives it back.
+        self._lock: threading.Lock = threading.Lock()
+        self._earlier: SimpleQueue[None] = SimpleQueue()
         self._limits: dict[int, _Limit] = {}
         self._wakes = float("inf")  # when the thread looks again
         self._thread: threading.Thread | None = None
@@ -223,10 +225,11 @@ class _Watch:
         with self._lock:
             self._limits[id(limit)] = limit
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="dhp time limits", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="dhp time limits", daemon=True)
+                thread.start()
+                self._thread = thread  # not before: it may fail to start
             if limit.deadline < self._wakes:
-                self._earlier.set()
+                self._earlier.put(None)
 
     def remove(self, limit: _Limit) -> None:
         """No exception for it comes any more, whether it was ended or not."""
@@ -247,8 +250,8 @@ class _Watch:
                     _raise_in(limit.thread, OutOfTime)
                 self._wakes = min((limit.deadline for limit in self._limits.values()), default=float("inf"))
                 wait = None if self._wakes == float("inf") else max(self._wakes - now, 0.0)
-            self._earlier.wait(wait)
-            self._earlier.clear()
+            with suppress(Empty):
+                self._earlier.get(timeout=wait)
 
 
 _watch = _Watch()
@@ -266,12 +269,13 @@ os.register_at_fork(after_in_child=_watch_anew)  # which has none of its parent'
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise OutOfTime in here where it takes more than `seconds`. What waits inside one operation of C is not ended
     before it returns to Python. Any thread may use it; a signal's alarm is the main thread's alone."""
-    limit, watch = _Limit(seconds), _watch
+    limit, watch, process = _Limit(seconds), _watch, os.getpid()
     try:
         watch.add(limit)
         yield
     finally:
-        watch.remove(limit)
+        if os.getpid() == process:  # a fork has no watch of its parent's, whose lock may be taken for good
+            watch.remove(limit)
 
 
 def _raise_in(thread: int, kind: type[Exception] | None) -> None:

@@ -218,7 +218,8 @@ class Decoder(Part):
                     f"key/value heads, and its {type(layer).__name__} {problem}: that uneven shares of it are exact is "
                     "not known. Set text.tensor to a number that divides the heads, and text.num_actors to match"
                 )
-            attention.num_key_value_groups = group
+            if attention is not None:  # a layer with a mixer has none
+                attention.num_key_value_groups = group
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make the decoder call the registered attention function `name`, and build no mask."""

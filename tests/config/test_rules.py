@@ -44,7 +44,7 @@ def test_ulysses_that_leaves_some_actors_fewer_heads(heads, ulysses):
 
 
 def test_ulysses_that_leaves_actors_none():
-    told = r"vision.ulysses=7 gives 16 query and 16 key/value heads to 6 actors, 3 .* none to the other 1: set .*=6,"
+    told = r"vision.ulysses=7 gives 16 query and 16 key/value heads to 6 actors, 3 .* none to the other 1: set .*=6 and"
     with pytest.raises(ConfigError, match=told):
         check_tower(16, 7, 1)
 
@@ -53,7 +53,7 @@ def test_tower_heads_are_split_by_tensor_first():
     check_tower(16, 4, 4)
     with pytest.raises(ConfigError, match=r"vision.tensor=3 cannot split .* heads\(16\) % tensor\(3\) = 1 != 0"):
         check_tower(16, 1, 3)
-    with pytest.raises(ConfigError, match=r"gives 4 query and 4 key/value heads to 4 actors") as caught:
+    with pytest.raises(ConfigError, match=r"gives 4 query and 4 key/value heads to 4 actors, .* set text.ulysses=2 and") as caught:
         check_tower(16, 8, 4)
     assert "set vision.ulysses=4" in str(caught.value) and "vision.ring" in str(caught.value)
 
@@ -229,14 +229,14 @@ def test_heads_that_are_dealt_out(heads: int, kv_heads: int, section: PartConfig
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "section", "told"),
     [
-        (28, 4, asked(9), r"text.ulysses=9 gives 28 query and 4 key/value heads to 8 actors, 4 .* text.ulysses=8,"),
+        (28, 4, asked(9), r"text.ulysses=9 gives 28 query and 4 key/value heads to 8 actors, 4 .* text.ulysses=8 and"),
         (
             12,
             4,
             asked(6, tensor=4),
-            r"gives 3 query and 1 key/value heads to 3 actors, 1 .* text.ulysses=3, .* text.ring",
+            r"gives 3 query and 1 key/value heads to 3 actors, 1 .* text.ulysses=3 and .* text.ring",
         ),
-        (9, 3, asked(5, tensor=2), r"gives 4 query and 4 key/value heads to 4 actors"),
+        (9, 3, asked(5, tensor=2), r"gives 4 query and 4 key/value heads to 4 actors, .* set text.ulysses=2 and"),
     ],
 )
 def test_heads_that_leave_actors_none(heads: int, kv_heads: int, section: PartConfig, told: str) -> None:

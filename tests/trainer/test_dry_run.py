@@ -148,6 +148,18 @@ def test_heads_that_ranks_do_not_divide_are_counted(nine_heads_model: str, tiny_
     assert f"{total:,}" in printed and f"{whole:,}" in printed
 
 
+@pytest.mark.parametrize("norms", ["false", "true"])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_adapters_beside_projections_that_each_rank_holds(
+    nine_heads_model: str, tiny_assets: Path, tmp_path: Path, tensor: int, norms: str
+) -> None:
+    models = [f"{part}.model_name={nine_heads_model}" for part in ("vision", "text")]
+    run = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}")
+    degrees = (f"text.num_actors={tensor}", f"text.tensor={tensor}", f"text.sequence_sharded_norms={norms}")
+    printed = dry_run(prepared("tiny", *run, *models, *degrees, "text.lora.rank=2"))
+    assert "activations" in printed and "asks for more than shapes" not in printed
+
+
 def test_parts_on_devices_of_their_own(tiny_assets: Path, tmp_path: Path) -> None:
     overrides = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "cluster.collocate=false")
     printed = dry_run(prepared("tiny", *overrides))

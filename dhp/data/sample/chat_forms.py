@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, zip_longest
@@ -14,6 +16,8 @@ Form = tuple[str, tuple[tuple[str, bool, tuple[str, ...] | None], ...]]
 Spans = tuple[tuple[int, int], ...]
 _WORD = "dhp7text{}end"  # no template has it
 _MOST = 1000  # forms that are remembered
+_PATIENCE = 100  # conversations of a form that do not fit, before it is learned anew
+_THOUGHTS = re.compile(r"[<◁\[]/?(?:\w+:)?(?:think|thinking|thoughts?|reasoning)[>▷\]]", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Forms:
 
     def __init__(self) -> None:
         self._known: dict[Form, Around | None] = {}
+        self._missed: Counter[Form] = Counter()
 
     def spans_in(
         self,
@@ -51,6 +56,8 @@ class Forms:
 
         text: renders it. learn: renders another one, and finds its answers."""
         form = template, tuple(map(_form, messages))
+        if any(_THOUGHTS.search(one) for one in _texts(messages)):
+            return None  # where an answer begins depends on them
         if form not in self._known:
             if len(self._known) < _MOST:
                 self._known[form] = None
@@ -59,7 +66,12 @@ class Forms:
         around = self._known[form]
         rendered = None if around is None else text()
         spans = None if around is None or rendered is None else around.spans_in(rendered, _texts(messages))
-        return None if spans is None or rendered is None else (rendered, spans)
+        if spans is None or rendered is None:
+            self._missed[form] += 1
+            if self._missed[form] % _PATIENCE == 0:  # what it writes may have changed, as a date does
+                del self._known[form]
+            return None
+        return rendered, spans
 
 
 def _learn(messages: Sequence[Message], learn: Callable[[list[Message]], tuple[str, Spans]]) -> Around | None:

@@ -147,7 +147,9 @@ def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
 def sum_without_ranks(layers: Iterator[tuple[str, Any]]) -> None:
     """Adapters of slices on the meta device leave the cut as their matrices do, where these do not keep all tokens."""
     for _, layer in layers:
-        columns = layer.base_layer.__dict__.get(COLUMNS, slice(None))
+        rows, columns = layer.base_layer.__dict__.get(ROWS), layer.base_layer.__dict__.get(COLUMNS, slice(None))
+        if rows is not None:
+            _compute_rows(layer.lora_B[ADAPTER], rows)
         if exit_of(layer.base_layer) is not None or columns.stop is not None:
             _leave(layer, layer.base_layer, columns, None)
 

@@ -13,9 +13,23 @@ from dhp.data.sample.chat_forms import Forms
 from tests.data.sample.test_chat import REASONING, reasoning
 from tests.golden.test_forms import FORMS
 
+TEXT = "{{ m.content[0].text }}<|im_end|>"
+MARKED = f"{{% generation %}}{TEXT}{{% endgeneration %}}"
+EMPTY, SAID = "<think>\\n\\n</think>\\n\\n", "m.content[0].text.split('</think>')[-1]"
+OPENING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}MARKED{% else %}"
+    "{{ m.content[0].text }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\nOPENED' }}{% endif %}"
+)
 TEMPLATES = {name: form.template for name, form in FORMS.items()} | {
     "thoughts that the prompt opens": reasoning("<think>\n"),
     "marked late": reasoning(mark="LATE"),
+    "ChatML that opens thoughts": OPENING.replace("MARKED", TEXT).replace("OPENED", "<think>\\n"),
+    "ChatML that opens thoughts, marked": OPENING.replace("MARKED", MARKED).replace("OPENED", "<think>\\n"),
+    "ChatML with an empty block of thoughts": OPENING.replace("MARKED", TEXT).replace("OPENED", EMPTY),
+    "thoughts outside of what is marked": OPENING.replace("MARKED", MARKED)
+    .replace("m.content[0].text", SAID)
+    .replace("OPENED", ""),
     "trimmed": "{% for m in messages %}<{{ m.role }}>{{ m.content[0].text | trim }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
 }
@@ -25,6 +39,9 @@ TALKS = [
     (" What is it?\n", " a circle ", "Why?", "user"),
     ("Think.", "<think>\nit is round\n</think>\n\ncircle", "And?", "<think>\n\n</think>\n\nred"),
     ("What is it?", "", "And?", "red"),
+    ("Hi", "you"),
+    ("Hi", "<think>\nit is round\n</think>\n\ncircle"),
+    ("Hi", "<think>\n\n</think>\n\nred"),
     ("a", "a", "a", "a", "a", "a"),
 ]
 
