@@ -53,7 +53,7 @@ def test_tower_heads_are_split_by_tensor_first():
     check_tower(16, 4, 4)
     with pytest.raises(ConfigError, match=r"vision.tensor=3 cannot split .* heads\(16\) % tensor\(3\) = 1 != 0"):
         check_tower(16, 1, 3)
-    with pytest.raises(ConfigError, match=r"gives 4 query and 4 key/value heads to 4 actors, .* set text.ulysses=2 and") as caught:
+    with pytest.raises(ConfigError, match=r"gives 4 query and 4 key/value heads to 4 actors") as caught:
         check_tower(16, 8, 4)
     assert "set vision.ulysses=4" in str(caught.value) and "vision.ring" in str(caught.value)
 

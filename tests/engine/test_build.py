@@ -254,6 +254,12 @@ def test_layers_with_more_than_blocks_and_norms_are_refused(name: str, why: str,
         check_plan("text", ASKED, model, load_family(model))
 
 
+def test_layers_without_attention_stand_beside_shared_heads(tmp_path: Path) -> None:
+    """Of a Qwen3.5 most layers have a mixer; four ranks share its two key/value heads."""
+    model = str(save_family("qwen3_5", tmp_path / "model"))
+    check_plan("text", replace(ASKED, tensor=4, sequence_sharded_norms=False), model, load_family(model))
+
+
 def test_others_are_not(made_model: str) -> None:
     family = load_family(made_model)
     for name in ("vision", "text"):
