@@ -71,16 +71,15 @@ def check_tower(heads: int, ulysses: int, tensor: int) -> None:
 def _check_busy(name: str, of_ranks: list[tuple[int, int]], ulysses: int) -> None:
     """Raises ConfigError where Ulysses would leave actors without any of the heads of queries, and of keys and values,
     that each rank of tensor parallelism has."""
-    busy = lambda degree: all(share_heads(*of_rank, degree).busy == degree for of_rank in of_ranks)
-    if not busy(ulysses):
+    fitting = [n for n in range(1, ulysses + 1) if all(share_heads(*of_rank, n).busy == n for of_rank in of_ranks)]
+    if ulysses not in fitting:
         heads, kv_heads = min(of_ranks)
         shares = share_heads(heads, kv_heads, ulysses)
-        other = max(degree for degree in range(1, ulysses) if busy(degree))
         raise ConfigError(
             f"{name}.ulysses={ulysses} gives {heads} query and {kv_heads} key/value heads to {shares.busy} actors, "
             f"{shares.a_rank} query heads to each, and none to the other {ulysses - shares.busy}: set {name}.ulysses="
-            f"{other} and {name}.num_actors to match, or divide the sequence further by {name}.ring, which needs no "
-            "heads."
+            f"{max(fitting)} and {name}.num_actors to match, or divide the sequence further by {name}.ring, which "
+            "needs no heads."
         )
 
 

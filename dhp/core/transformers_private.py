@@ -47,12 +47,10 @@ def set_tensor_plan(model: Any, plan: dict[str, str]) -> None:
     model._tp_plan = plan
 
 
-def encodes_by_backend(tokenizer: Any) -> bool:
-    """Whether a fast tokenizer's call is its backend's `encode` and nothing else: no class of its own changes it."""
-    from transformers import PreTrainedTokenizerFast
-
+def encodes_as(tokenizer: Any, base: Any) -> bool:
+    """Whether a tokenizer's call is that of the class `base`: no class of its own changes it."""
     own = type(tokenizer)
-    return own._encode_plus is PreTrainedTokenizerFast._encode_plus and own.__call__ is PreTrainedTokenizerFast.__call__
+    return own._encode_plus is base._encode_plus and own.__call__ is base.__call__
 
 
 def ties_of(model: Any) -> Mapping[str, str]:

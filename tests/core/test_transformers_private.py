@@ -69,8 +69,9 @@ def test_weights_that_are_one(model: Qwen2ForCausalLM) -> None:
 def test_a_tokenizer_that_changes_its_call_is_known() -> None:
     made = Tokenizer(BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     plain = PreTrainedTokenizerFast(tokenizer_object=made)
-    assert transformers_private.encodes_by_backend(plain)
+    assert transformers_private.encodes_as(plain, PreTrainedTokenizerFast)
     assert plain("abb", add_special_tokens=False)["input_ids"] == plain.backend_tokenizer.encode("abb").ids == [2, 1]
     changed = type("Changed", (PreTrainedTokenizerFast,), {"__call__": lambda self, text: text})
     inside = type("Inside", (PreTrainedTokenizerFast,), {"_encode_plus": lambda self, text: text})
-    assert not any(transformers_private.encodes_by_backend(own(tokenizer_object=made)) for own in (changed, inside))
+    for own in (changed, inside):
+        assert not transformers_private.encodes_as(own(tokenizer_object=made), PreTrainedTokenizerFast)

@@ -13,7 +13,7 @@ import numpy as np
 
 from dhp.config.data import DataConfig
 from dhp.core.errors import DataError, ModelError
-from dhp.core.transformers_private import encodes_by_backend
+from dhp.core.transformers_private import encodes_as
 from dhp.data.media.frames import FrameTimes
 from dhp.data.media.sound import Clip
 from dhp.data.media.sources import File, name_of
@@ -77,6 +77,8 @@ class ConversationTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, media: ModelMedia, data: DataConfig) -> None:
         """Raises ModelError for a tokenizer that cannot give labels."""
+        from transformers import PreTrainedTokenizerFast
+
         if not tokenizer.is_fast:
             raise ModelError(f"tokenizer {tokenizer.name_or_path!r} gives no offsets; a fast tokenizer is needed")
         if tokenizer.chat_template is None:
@@ -87,7 +89,8 @@ class ConversationTokenizer:
         video = None if media.videos is None else self._token(media.videos.token_id)
         self._marks = {kind: mark for kind, mark in (("image", image), ("video", video)) if mark is not None}
         tokenizer("", verbose=False)  # sets the backend's truncation, padding and special tokens as each call does
-        self._backend = tokenizer.backend_tokenizer if encodes_by_backend(tokenizer) else None
+        plain = encodes_as(tokenizer, PreTrainedTokenizerFast)
+        self._backend = tokenizer.backend_tokenizer if plain else None
         self._longest = longest_token(json.loads(tokenizer.backend_tokenizer.to_str()))
         self._end: tuple[int | None] | None = None  # sought with the first answer whose span has no end
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)

@@ -18,7 +18,7 @@ from dhp.core.torch_private import StridedShard
 from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import exchange_rows, sum_in_place
 from dhp.parallel.expert.expert_modules import DOWN, GATE_UP, experts_of
-from dhp.parallel.tensor.styles import COLUMNS, PARTIAL_OVER, ROWS, Entry, Rows, entry_of, exit_of, sum_of_ranks
+from dhp.parallel.tensor.styles import COLUMNS, PARTIAL_OVER, ROWS, Entry, HeadRows, entry_of, exit_of, sum_of_ranks
 
 _CUTS = "dhp_cuts"  # on a module: by parameter, its `AdapterCut`
 
@@ -184,7 +184,7 @@ def _leave(layer: Any, base: nn.Module, columns: slice, group: dist.ProcessGroup
         setattr(out, PARTIAL_OVER, group)
 
 
-def _compute_rows(module: nn.Linear, rows: Rows) -> None:
+def _compute_rows(module: nn.Linear, rows: HeadRows) -> None:
     wrap_forward(module, lambda states: rows.product(states, module.weight, None), __name__)
 
 

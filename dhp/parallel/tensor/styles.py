@@ -37,7 +37,7 @@ from dhp.parallel.comm import sum_in_place
 from dhp.parallel.kernels.padded import product
 
 PARTIAL_OVER = "dhp_partial_over"  # on a module: the ranks over which its gradients are parts of a sum
-ROWS = "dhp_rows"  # on a module that every rank holds whole: the `Rows` with which this one computes
+ROWS = "dhp_rows"  # on a module that every rank holds whole: the `HeadRows` with which this one computes
 COLUMNS = "dhp_columns"  # on such a module whose inputs are cut: the columns
 _ENTRY = "dhp_entry"  # on a module: the `Entry` that it shares with its siblings
 _EXIT = "dhp_exit"  # on a module whose inputs are cut: what makes its output of this rank's part, if not g
@@ -212,7 +212,7 @@ class Whole(TensorParallelLayer):
 
 
 @dataclass(frozen=True)
-class Rows:
+class HeadRows:
     """A rank's rows of a projection that it holds whole: heads in a row, each of which comes out as often as `repeats`
     says."""
 
@@ -252,11 +252,11 @@ class SharedHeads(TensorParallelLayer):
             setattr(module, COLUMNS, rows)
             wrap_forward(module, _computing_columns(module, rows, rank == 0, group), __name__)
         else:
-            setattr(module, ROWS, Rows(rows, repeats))
-            wrap_forward(module, _computing_rows(module, Rows(rows, repeats), group), __name__)
+            setattr(module, ROWS, HeadRows(rows, repeats))
+            wrap_forward(module, _computing_rows(module, HeadRows(rows, repeats), group), __name__)
 
 
-def _computing_rows(module: nn.Linear, rows: Rows, group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+def _computing_rows(module: nn.Linear, rows: HeadRows, group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
     entry = entry_of(module)
 
     def forward(states: Tensor) -> Tensor:
