@@ -19,7 +19,7 @@ install: $(VENV)/.dhp-installed  ## make .venv and install requirements.txt and 
 train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=runs/mine' overrides its configuration
 	@$(VENV)/bin/python -m dhp.train_ray --config-name=tiny $(ARGS)
 
-example: install $(VENV)/.examples-installed  ## SmolLM2 learns to answer easy-VQA's questions, in runs/example; more than an hour on two cores
+example: install $(VENV)/.examples-installed  ## SmolLM2 learns to answer easy-VQA's questions, in runs/example
 	@PYTHONPATH=$(abspath $(VENV)/examples) $(VENV)/bin/python examples/easy_vqa/run.py runs/example $(ARGS)
 
 test: test-environment  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some

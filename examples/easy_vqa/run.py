@@ -22,7 +22,7 @@ SAMPLES, REPORT = RUN / "samples.jsonl", Path("report.html")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="examples/easy_vqa/run.py", description=__doc__)
     parser.add_argument("folder", type=Path, help="to work in")
-    parser.add_argument("--quick", action="store_true", help="colours alone, in three minutes; in a folder quick")
+    parser.add_argument("--quick", action="store_true", help="colours alone; in a folder quick")
     parser.add_argument("--random", action="store_true", help="a decoder of random weights; in a folder random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("settings", nargs="*", help="of the training, as key=value")

@@ -229,6 +229,7 @@ def test_heads_that_are_dealt_out(heads: int, kv_heads: int, section: PartConfig
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "section", "told"),
     [
+        (2, 2, asked(4), r"gives 2 query and 2 key/value heads to 2 actors, 1 .* set text.ulysses=2 and .* text.ring"),
         (28, 4, asked(9), r"text.ulysses=9 gives 28 query and 4 key/value heads to 8 actors, 4 .* text.ulysses=8 and"),
         (
             12,
