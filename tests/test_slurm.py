@@ -27,7 +27,9 @@ esac
 STUBS = {
     "srun": SRUN,
     "scontrol": "#!/bin/bash\nprintf 'n1\\nn2\\nn3\\n'\n",
-    "train": "#!/bin/bash\nexit 7\n",
+    # A run that ended at once would end the other nodes' Ray before its stand-in has written.
+    "train": "#!/bin/bash\n"
+    "for _ in {1..600}; do grep -q 'ray start --address' \"$CALLS\" && break; sleep 0.05; done\nexit 7\n",
     "patient": "#!/bin/bash\ntrap 'echo saved >> \"$CALLS\"; exit 130' TERM\nwhile true; do sleep 0.05; done\n",
 }
 
