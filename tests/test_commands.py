@@ -180,7 +180,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_assets: Path) -> Path:
     made = tmp_path_factory.mktemp("reader")
     assets = shutil.copytree(tiny_assets, made / "assets" / "tiny")
     (made / "my_configs").mkdir()
-    (made / "my_configs" / "receipts.yaml").write_text(readers("README.md", "receipts", assets), encoding="utf-8")
+    (made / "my_configs" / "receipts.yaml").write_text(
+        readers("docs/quickstart.md", "receipts", assets), encoding="utf-8"
+    )
     (made / "my_configs" / "qwen3b.yaml").write_text(
         readers("LOAD_PRETRAINED_WEIGHTS.md", "qwen3b", assets), encoding="utf-8"
     )

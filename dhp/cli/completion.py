@@ -15,6 +15,7 @@ from dhp.tiny.looks import family_names
 COMMANDS = {
     "train": "FILE.yaml|--config-name=NAME [key=value …]: train; --help KEY explains a key, as data.balance",
     "plan": "--config-name=NAME [devices=8x8 device=h100]: the fastest layouts that fit, and why others lose, offline",
+    "recipe": "[FAMILY|MODEL] [devices=8] [device=h100] [out=FILE.yaml]: a ready configuration of a published model",
     "report": "RUN [RUN …] [--out FILE.html] [--png DIR]: what bounds a run, where its time went, what it learned",
     "generate": "checkpoint=RUN_OR_MODEL prompt=TEXT images=[…] videos=[…] out=FILE.json: an answer\n"
     "checkpoint=RUN_OR_MODEL dataset=NAME out=FILE.jsonl: all answers of a dataset, and how many are exact",
@@ -83,6 +84,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "inspect sample": _CONFIGURED,
     "inspect checkpoint": ("--verify", "--json"),
     "compose": (),
+    "recipe": (),
     "doctor model": ("--json", "--make", "--plugin"),
     "doctor machine": ("--json", "--try"),
     "doctor loss": _CONFIGURED,
@@ -100,7 +102,8 @@ KEYS: dict[str, tuple[str, ...]] = {
         "out",
     ),
     "evaluate loss": ("exchange",),
-    "compose": ("vision", "text", "out", "seed"),
+    "compose": ("vision", "text", "out", "seed", "projector"),
+    "recipe": ("devices", "device", "length", "lengths", "memory_gib", "reserve", "out"),
     "doctor model": ("out",),
     "inspect batch": ("step", "out"),
     "inspect data": ("out", "decode"),

@@ -54,9 +54,7 @@ def write_configuration(outcome: Outcome, source: tuple[str | None, str | None],
     if best is None:
         raise ConfigError(f"--write={path}: no layout fits, so that there is none to write")
     name, folder = source
-    given = outcome.asked.config
-    settings = with_settings(given, outcome.asked.held, best.settings)
-    settings |= {"layout": GIVEN} if given.layout != GIVEN else {}
+    given, settings = outcome.asked.config, layout_settings(outcome, best)
     base = Path(folder or shipped_directory()).resolve()
     if path.suffix != ".yaml":
         raise ConfigError(f"--write={path}: a configuration's name ends with .yaml; write {path.stem}.yaml")
@@ -64,7 +62,7 @@ def write_configuration(outcome: Outcome, source: tuple[str | None, str | None],
         raise ConfigError(f"--write={path} is the configuration that is planned; give another name")
     if name is not None and base in (path.parent.resolve(), shipped_directory().resolve()):
         values = {**_differences(given, compose_config(name, folder)), **settings}
-        text = f"defaults:\n  - {name}\n  - _self_\n\n{_yaml(values)}"
+        text = f"defaults:\n  - {name}\n  - _self_\n\n{nested_yaml(values)}"
     else:
         values = yaml.safe_load(to_yaml(given))
         for key in _OF_EACH_RUN:
@@ -75,6 +73,13 @@ def write_configuration(outcome: Outcome, source: tuple[str | None, str | None],
         text = yaml.safe_dump(values, sort_keys=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, _comment(outcome, best) + text)
+
+
+def layout_settings(outcome: Outcome, best: Candidate) -> dict[str, Any]:
+    """What the planned configuration sets to be laid out so, by key."""
+    given = outcome.asked.config
+    settings = with_settings(given, outcome.asked.held, best.settings)
+    return settings | ({"layout": GIVEN} if given.layout != GIVEN else {})
 
 
 def _comment(outcome: Outcome, best: Candidate) -> str:
@@ -102,7 +107,8 @@ def _compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str, chan
             changed[f"{path}{key}"] = value
 
 
-def _yaml(values: Mapping[str, Any]) -> str:
+def nested_yaml(values: Mapping[str, Any]) -> str:
+    """YAML of values by their dotted keys."""
     nested: dict[str, Any] = {}
     for key, value in values.items():
         *sections, leaf = key.split(".")

@@ -86,6 +86,11 @@ class Outcome:
         """None: not known."""
         return self.asked.request.samples or self.samples.count
 
+    @property
+    def parameters(self) -> int:
+        """Of the model, adapters' too."""
+        return sum(one.size for one in self.space.counted.parameters)
+
     def sure(self, one: Candidate) -> bool:
         """Whether it fits by more than a forecast's own error."""
         return one.margin_bytes >= BYTES_ERROR * one.limit_bytes

@@ -29,7 +29,7 @@ def head_lines(outcome: Outcome) -> Iterator[str]:
     config, machine = outcome.config, outcome.machine
     formats = ", ".join(dict.fromkeys(part.dtype for part in parts(config).values()))
     counted = outcome.space.counted
-    total = sum(one.size for one in counted.parameters)
+    total = outcome.parameters
     trained = sum(one.size for one in counted.parameters if one.used and counted.rules.trains(one.name))
     share = "all trained" if trained == total else f"{trained / 1e9:.3g}B trained"
     by_tokens, searched = rows_by_tokens(config), ROWS not in outcome.asked.held.keys

@@ -22,7 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
+    "CHECKS",
+    "COPIES",
     "FRONT_KEY",
+    "FUSED_ATTENTION",
     "StridedShard",
     "TorchDispatchMode",
     "add_each",
@@ -56,6 +59,9 @@ __all__ = [
 ]
 
 
+CHECKS = torch.ops.aten._is_all_true.default  # of torch._check and its kin, on a tensor
+COPIES = torch.ops.aten._to_copy.default  # of Tensor.to
+FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # has a meta kernel, and a backward
 _ANSWER_S = 60  # a driver without a daemon that keeps it is loaded first
 
 

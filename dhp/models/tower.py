@@ -121,6 +121,19 @@ class Tower(Part):
         """Of the picture of a rank without work, where the tower takes pictures whole."""
         return None
 
+    @property
+    def patches_of_token(self) -> float:
+        """Patches that become one token; where pictures are taken whole, as many as in the smallest one."""
+        form = self.dummy_form
+        return self.merge_unit if form is None else form.rows / form.tokens
+
+    @property
+    def patches_of_picture(self) -> int:
+        """Of the smallest picture, where the tower takes no other number than multiples of these: a tile's, or those
+        of a picture that it takes whole. 1: it takes any."""
+        form = self.dummy_form
+        return self.tile or 1 if form is None else form.rows
+
     def dummy_pixels(self, like: Tensor) -> Tensor:
         """Of the picture of a rank without work, [patches, values], of the type and on the device of `like`: grey, as a
         black one is padding to some towers."""

@@ -71,13 +71,15 @@ def frame_patches(form: ProcessorOutput, channels: int, side: int) -> tuple[int,
 
 
 def unpack(form: ProcessorOutput, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The arguments again, on the rows' device; pixels in `dtype`."""
+    """The arguments again, on the rows' device; pixels in `dtype`. Of rows without values the others keep theirs, as
+    they say where tiles lie."""
     flat, at, picture = rows.flatten(), 0, {}
     for name, shape in form.pixels:
         size = int(np.prod(shape))
         picture[name] = flat[at : at + size].view(shape).to(dtype)
         at += size
-    others = {name: torch.from_numpy(array.copy()).to(rows.device) for name, array in arrays_of(form).items()}
+    device = torch.device("cpu") if rows.is_meta else rows.device
+    others = {name: torch.from_numpy(array.copy()).to(device) for name, array in arrays_of(form).items()}
     return picture | others
 
 

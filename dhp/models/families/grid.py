@@ -235,7 +235,9 @@ class GridTower(Tower):
 
 def runs_of_one_size(positions: Tensor) -> tuple[Tensor, Tensor]:
     """Grids [runs, 3] of runs of consecutive patches in frames of one size, and where the runs begin and end, int32
-    [runs + 1]. positions: of a `GridTower`, [patches, 4]."""
+    [runs + 1]. positions: of a `GridTower`, [patches, 4]; without values it is one run."""
+    if positions.is_meta:
+        return positions.new_empty(1, 3), positions.new_empty(2, dtype=torch.int32)
     sizes, counts = positions[:, 2:].clamp(min=1).unique_consecutive(dim=0, return_counts=True)
     grids = torch.cat([torch.ones_like(sizes[:, :1]), sizes], dim=1)
     bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -264,7 +264,7 @@ def _passes(source: str, family: Family, name: str, dtype: str, rows: TracedRows
         return decoder_passes(section, Degrees(), family, decoder_sizes(source), load, kept)
     pieces = tower_pieces(family, list_parameters(source, family), TrainingRules())
     squares = rows.patches**2
-    features = rows.patches / family.tower.merge_unit
+    features = rows.patches / family.tower.patches_of_token
     tower = TowerLoad(rows.patches, squares / rows.windows, squares, features, 1.0)
     return tower_passes(section, Degrees(), family, pieces, tower, kept)
 

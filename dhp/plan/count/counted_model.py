@@ -77,9 +77,16 @@ def _of_some(
         return trace_moments(source, family, part, rows, TraceSettings(**how, recompute=choices, layers=layers))
 
     features = 64 * (VISION in family.parts)
-    base = TracedRows(256, features, 64) if part == DECODER else TracedRows(0, patches=1024, windows=64)
+    base = TracedRows(256, features, 64) if part == DECODER else _of_pictures(family)
     kinds = [family.parts[part].layers.kinds[at] for at in layers]
     return of_all_layers(trace_bytes(kinds, base, trace, first_apart), stands)
+
+
+def _of_pictures(family: Family) -> TracedRows:
+    """About a thousand patches, of whole pictures where the tower takes no others; in windows of sixteen where it has
+    some."""
+    each = family.tower.patches_of_picture
+    return TracedRows(0, patches=each * -(-_PATCHES // each), windows=64 if each == 1 else 1)
 
 
 def count_held(
@@ -124,10 +131,11 @@ if TYPE_CHECKING:
     from dhp.plan.count.row_bytes import Traced
 
 T = TypeVar("T")
+_PATCHES = 1024  # of a tower's trace
 AT_ONCE = 16  # layers of a part that are traced without being asked for; many take a minute
 FOLDER = "shapes"  # below the cache's
 _PACKAGES = ("torch", "transformers")
-_FORM = 6  # of the files; raised when what they hold changes
+_FORM = 7  # of the files; raised when what they hold changes
 
 
 @dataclass(frozen=True)

@@ -88,23 +88,25 @@ class RunLoads:
     named: str
 
 
-def loads_of_steps(steps: StepLoads, of_token: float, of_pair: float, merge_unit: int, samples: int) -> RunLoads:
+def loads_of_steps(
+    steps: StepLoads, of_token: float, of_pair: float, patches_of_token: float, samples: int
+) -> RunLoads:
     """From an epoch's steps as a run's sampler makes them. of_token, of_pair: a decoder's operations, by which the
-    slowest replica is found. merge_unit: patches of a token; used where patches were not measured."""
+    slowest replica is found. patches_of_token; used where patches were not measured."""
     work = steps.tokens * of_token + steps.pairs * of_pair
     count, micro_batches, replicas = steps.tokens.shape
     slowest = work.sum(axis=1).argmax(axis=1)[:, None, None]
     waited = np.take_along_axis(steps.tokens, slowest, 2), np.take_along_axis(steps.pairs, slowest, 2)
     each = work.argmax(axis=2)[:, :, None]
     met = np.take_along_axis(steps.tokens, each, 2), np.take_along_axis(steps.pairs, each, 2)
-    pictures = _pictures(steps, merge_unit)
+    pictures = _pictures(steps, patches_of_token)
     share = _targets(steps) / max(1.0, float(steps.totals["text"].mean()))
     text, even = (TextLoad(float(t.mean()), float(p.mean()), share * float(t.mean())) for t, p in (waited, met))
     return RunLoads(
         text,
         even,
         pictures,
-        _worst(steps, share, pictures, merge_unit),
+        _worst(steps, share, pictures, patches_of_token),
         float(steps.tokens.sum((1, 2)).mean()),
         count,
         samples,
@@ -117,11 +119,11 @@ def _targets(steps: StepLoads) -> float:
     return float((steps.totals["text"] / 4 if known is None else known).mean())
 
 
-def _pictures(steps: StepLoads, merge_unit: int) -> PictureLoad:
+def _pictures(steps: StepLoads, patches_of_token: float) -> PictureLoad:
     micro_batches = steps.tokens.shape[1]
     totals = {name: float(values.mean()) / micro_batches for name, values in steps.totals.items()}
     features = totals["vision"]
-    patches = totals.get("patches", features * merge_unit)
+    patches = totals.get("patches", features * patches_of_token)
     pictures = totals.get("pictures", features > 0)
     columns = steps.columns
     largest = 0.0
@@ -133,22 +135,27 @@ def _pictures(steps: StepLoads, merge_unit: int) -> PictureLoad:
     return PictureLoad(patches, totals.get("squares", mean * patches), pictures, features, max(largest, mean), counts)
 
 
-def _worst(steps: StepLoads, share: float, pictures: PictureLoad, merge_unit: int) -> Worst:
+def _worst(steps: StepLoads, share: float, pictures: PictureLoad, patches_of_token: float) -> Worst:
     row = steps.worst_row()
     own = steps.columns[list(row.samples)]
     targets = int(own["targets"].sum()) if "targets" in (own.dtype.names or ()) else ceil(share * row.tokens)
     vision = int(steps.vision.sum(axis=2).max())
-    return Worst(
-        row.tokens, row.vision, max(1, targets), vision * merge_unit, ceil(pictures.largest), row.step, row.samples
-    )
+    patches, largest = ceil(vision * patches_of_token), ceil(pictures.largest)
+    return Worst(row.tokens, row.vision, max(1, targets), patches, largest, row.step, row.samples)
 
 
 def even_loads(
-    samples: int, tokens: int, features: int, targets: int, replicas: int, merge_unit: int, micro_batches: int = 1
+    samples: int,
+    tokens: int,
+    features: int,
+    targets: int,
+    replicas: int,
+    patches_of_token: float,
+    micro_batches: int = 1,
 ) -> RunLoads:
     """Micro-batches of equal samples, before any was read. samples: in each row; tokens and so on: of one; a picture
     in each. replicas: of the decoder; micro_batches: of a step."""
-    patches = features * merge_unit
+    patches = round(features * patches_of_token)
     text = TextLoad(samples * tokens, samples * tokens**2, samples * targets)
     count = samples * replicas
     pictures = count * (features > 0)

@@ -90,7 +90,7 @@ class Samples:
         return self._known[key]
 
     def _of_equal(self, config: Config) -> RunLoads:
-        equal, unit = self._equal, self._family.tower.merge_unit if encoders(config) else 1
+        equal, unit = self._equal, self._family.tower.patches_of_token if encoders(config) else 1
         replicas = resolved(decoder(config).data)
         samples = config.training.micro_batch_size
         count = micro_batches(config)
@@ -118,7 +118,7 @@ class Samples:
             on_bad_sample="skip",
         )
         work = self._family.decoder.work
-        unit = self._family.tower.merge_unit if encoders(config) else 1
+        unit = self._family.tower.patches_of_token if encoders(config) else 1
         return loads_of_steps(steps, work.token, work.pair / 2, unit, len(table))
 
 
@@ -197,8 +197,8 @@ def equal_samples(config: Config, family: Family, equal: EqualSamples) -> Sample
 
     each = max(1, (config.data.limits.text or 0) // equal.tokens)
     count = _STEPS * config.training.batch_size * each
-    unit = family.tower.merge_unit if encoders(config) else 1
-    patches = equal.features * unit
+    unit = family.tower.patches_of_token if encoders(config) else 1
+    patches = round(equal.features * unit)
     values = {"vision": equal.features, "text": equal.tokens, "patches": patches, "squares": patches**2}
     values |= {"pictures": int(equal.features > 0), "targets": equal.targets}
     rows = np.zeros(count, [(name, np.int64) for name in values])

@@ -35,6 +35,7 @@ from dhp.parallel.tensor.slices import sum_without_ranks
 from dhp.parallel.tensor.styles import share_heads_without_ranks, with_fused, with_shared_heads
 from dhp.parallel.tensor.tensor_plan import local_plan
 from dhp.plan.count.row_bytes import Pass, Traced, TracedRows
+from dhp.plan.count.shapes_alone import shapes_alone
 
 FORWARD: Pass = "forward"
 BACKWARD: Pass = "backward"
@@ -200,7 +201,7 @@ def _trace(
     meter = ActivationMeter(model, _CPU, kinds)
     RecomputedLayers(layers, part.layers, settings.recompute, meter)
     moments = MomentsOfTrace(model, layers, meter) if records else None
-    with moments or nullcontext():
+    with shapes_alone(), moments or nullcontext():
         run = empty_run(model, family, name, rows, settings)
         with meter.forward(rows.patches if isinstance(part, Tower) else rows.tokens):
             output = run()
@@ -260,11 +261,13 @@ def _use_attention(model: Any, part: Part) -> None:
 
 
 def _pictures(tower: Tower, rows: TracedRows, dtype: str) -> TowerInputs:
+    form = tower.dummy_form
+    forms = () if form is None else (form,) * (rows.patches // form.rows)
     positions = _numbers(rows.patches, tower.position_columns)
     travels = torch.bfloat16 if dtype == "bfloat16" else torch.float32  # as a run's pictures do
     pixels = torch.empty(rows.patches, tower.patch_dim, dtype=travels, device=_META)
     windows = plan_segments([rows.patches // rows.windows] * rows.windows, _CPU)
-    return TowerInputs(pixels, positions, windows, plan_segments([rows.patches], _CPU))
+    return TowerInputs(pixels, positions, windows, plan_segments([rows.patches], _CPU), forms, tower.calls(forms))
 
 
 def _decoder(

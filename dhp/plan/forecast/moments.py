@@ -259,7 +259,7 @@ def _handed(asked: Question, stage: StageSpec) -> float:
         return float(states * (between + (stage.degrees.tensor > 1)))
     outputs = [edge for node in stage.nodes for edge in asked.plan.graph.outputs(node)]
     family, patches = asked.plan.family, rows_of_stage(asked, stage).patches
-    features = patches / family.tower.merge_unit * hidden_width(family)
+    features = patches / family.tower.patches_of_token * hidden_width(family)
     each = [
         patches * tower_width(family) if edge.tensors == (HIDDEN_STATES,) else features * len(edge.tensors)
         for edge in outputs
@@ -276,7 +276,8 @@ def _flown(asked: Question, stage: StageSpec) -> float:
     if stage.part == DECODER:
         numbers = rows.tokens * width * bool(sent) + rows.features * width * (0 in stage.layers)
     else:
-        numbers = rows.patches / family.tower.merge_unit * width * sum(e.tensors != (HIDDEN_STATES,) for e in sent)
+        features = rows.patches / family.tower.patches_of_token
+        numbers = features * width * sum(e.tensors != (HIDDEN_STATES,) for e in sent)
     return float(numbers * VALUE_BYTES[section.dtype])
 
 

@@ -458,6 +458,31 @@ def test_experts_that_multiply_in_groups_keep_what_shapes_say(tmp_path: Path) ->
             assert bytes_of(trace_part(model, family, "text", rows, settings)) == bytes_of(usage), choice
 
 
+WHOLE = ["internvl", "gemma3", *map(slow, ("llava_siglip", "aya_vision", "glm4v"))]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_pictures_taken_whole_and_towers_that_count_patches(name: str, tmp_path: Path) -> None:
+    """Without values a layer norm keeps four bytes a patch more, and a decoder has no blocks of pictures."""
+    model = str(save_family(name, tmp_path))
+    family, sample = load_family(model), Maker(model).sample([0, 0], 20, 0)
+    case = Case(ONE, ONE, 1, "bfloat16", packing=True)
+    data = make_reader(model, case, [[sample]]).step(0)
+    features, targets = int((sample.mm_token_type_ids > 0).sum()), int((sample.labels[1:] != IGNORED).sum())
+    patches = sum(map(len, sample.pixels))
+    with Running(model, case, Fault(EncoderEngine, TextEngine), measure=True) as running:
+        for choice in ("none", "all"):
+            for stage, group in running.groups.items():
+                layers = len(running.graph.stage(stage).layers)
+                group.execute_all_async("set_recompute", (choice,) * layers, returns=0)
+            for part, reports in running.step(data)[1].items():
+                usage = usage_of(reports)
+                assert usage is not None
+                rows = TracedRows(usage.rows, features, targets, patches)
+                found = trace_part(model, family, part, rows, TraceSettings("bfloat16", 1, usage.choices))
+                assert found.peak_bytes == pytest.approx(usage.peak_bytes, rel=0.025), (part, choice)
+
+
 def test_a_part_that_looks_at_values_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = str(save_llava_with_experts(tmp_path_factory.mktemp("experts")))
     settings = TraceSettings("float32", 1, ("none", "none"))
