@@ -270,14 +270,18 @@ LIMIT_S = 900.0
 
 
 def train(
-    config: Path, run_dir: Path, overrides: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})
+    config: Path,
+    run_dir: Path,
+    overrides: Sequence[str],
+    variables: Mapping[str, str] = MappingProxyType({}),
+    limit_s: float = LIMIT_S,
 ) -> list[StepMetrics]:
     """`python -m dhp.train_ray` with that YAML file and those overrides; its steps, oldest first. variables: of its
     environment, beside those of this process.
 
-    Raises RuntimeError with the end of what a failed run printed, subprocess.TimeoutExpired after LIMIT_S seconds."""
+    Raises RuntimeError with the end of what a failed run printed, subprocess.TimeoutExpired after limit_s seconds."""
     command = ["dhp.train_ray", f"--config-path={config.parent}", f"--config-name={config.stem}"]
-    run_module([*command, f"run_dir={run_dir}", *overrides], variables, LIMIT_S)
+    run_module([*command, f"run_dir={run_dir}", *overrides], variables, limit_s)
     return read_metrics(run_dir)
 
 

@@ -72,7 +72,7 @@ LIBRARIES: dict[str, set[str]] = {
         "core.batch", "core.collectives", "core.draws", "core.state", "core.torch_private", "models", "parallel",
         "data", "checkpoint", "cluster",
         "objectives", "engine", "batch", "cli", "doctor", "plan.recompute.profile", "plan.count.traced",
-        "plan.bench", "tiny",
+        "plan.bench", "plan.count.shapes_alone", "tiny",
     },
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ COMMANDS = {
     "model --make FAMILY out=DIR: a tiny model of a family with random weights, to try everything with\n"
     "loss --config-name=NAME: the first step's loss and gradient norm beside the plain model's, in one process\n"
     "machine [--json] [--try]: versions, devices, packages; doctor alone also tries collectives and memory",
+    "card": "FAMILY|MODEL|all [out=DIR]: layouts beside the plain model, resumed, exported and asked, as a page",
     "compose": "vision=MODEL text=MODEL out=DIR: a LLaVA of any tower and decoder, a new projector between them",
     "experiments": "list: the measurements behind the documents, in a checkout\n"
     "run NAME|all [--quick] [argument …]: run one, and read a sentence with the published figure beside it\n"
@@ -84,6 +85,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "inspect sample": _CONFIGURED,
     "inspect checkpoint": ("--verify", "--json"),
     "compose": (),
+    "card": (),
     "recipe": (),
     "doctor model": ("--json", "--make", "--plugin"),
     "doctor machine": ("--json", "--try"),
@@ -103,6 +105,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     ),
     "evaluate loss": ("exchange",),
     "compose": ("vision", "text", "out", "seed", "projector"),
+    "card": ("out",),
     "recipe": ("devices", "device", "length", "lengths", "memory_gib", "reserve", "out"),
     "doctor model": ("out",),
     "inspect batch": ("step", "out"),

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from dhp.config.layout import PARALLELISMS, resolve_part
 from dhp.config.schema import PartConfig
 from dhp.core.errors import DhpError, ModelError
+from dhp.core.parameters import TrainingRules
+from dhp.doctor.plain_model import read_plain
 from dhp.doctor.trial import SampleMaker, TrialResult, run_parts, run_whole
 from dhp.models.contract.find import small_twin
 from dhp.models.contract.twin import exact_experts
@@ -227,11 +229,7 @@ def _try(config: PreTrainedConfig) -> tuple[dict[bool, float | None], tuple[str,
         twin.model.save_pretrained(folder)
         family = load_family(folder)
         samples = SampleMaker(twin, family).samples()
-        whole = exact_experts(
-            AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, trust_remote_code=False).train()
-        )
-        for parameter in whole.parameters():  # some of which the library keeps in float32
-            parameter.data = parameter.data.double()
+        whole = exact_experts(read_plain(folder, torch.float64, "cpu", TrainingRules()))
         wanted: TrialResult = run_whole(whole, family, samples)
         results = {packing: run_parts(str(Path(folder)), family, samples, packing) for packing in (False, True)}
         replaced = sorted(f"{count} × {name} by {by}" for (name, by), count in results[True].wrapped.items())

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dhp.batch.collate import Collator, sounds_by_argument
+from dhp.batch.collate import Collator
 from dhp.batch.encoder_shards import VISION, Split
 from dhp.batch.shard import BatchSharder, Division
 from dhp.config.data import DataConfig
@@ -26,11 +25,12 @@ from dhp.core.graph import Edge, Node, StageGraph, StageSpec
 from dhp.core.wrapping import wrappers_of
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
+from dhp.doctor.plain_model import plain_gradients
 from dhp.engine.engines import make_rank
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.contract.generic_parts import ContractProcessor
-from dhp.models.contract.random_pictures import joined, pack, row_values, unpack
-from dhp.models.contract.random_rows import kinds_for, make_row, token_types
+from dhp.models.contract.random_pictures import pack, row_values
+from dhp.models.contract.random_rows import make_row
 from dhp.models.contract.twin import ProbeModel
 from dhp.models.family import Family
 from dhp.models.processor import clip_forms
@@ -76,33 +76,6 @@ def _sound(form: ProcessorOutput, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def sound_inputs(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A sample's clips as the plain model's own arguments."""
-    found = sounds_by_argument((sample,))
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in found.items()}
-
-
-def plain_inputs(family: Family, forward: Any, sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The arguments of the plain model for one sample."""
-    kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
-    kinds = token_types(family.config, kinds, torch.from_numpy(sample.labels)[None])
-    ids = torch.from_numpy(sample.input_ids)[None]
-    inputs: dict[str, Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    inputs |= sound_inputs(sample, dtype)
-    if not sample.pixels:
-        return inputs | kinds_for(forward, kinds)
-    forms = [grid for grid in sample.grids if isinstance(grid, ProcessorOutput)]
-    if forms:
-        pairs = zip(forms, sample.pixels, strict=True)
-        return inputs | joined([unpack(f, torch.from_numpy(p), dtype) for f, p in pairs]) | kinds_for(forward, kinds)
-    inputs |= {
-        "pixel_values": torch.cat([torch.from_numpy(pixels) for pixels in sample.pixels]).to(dtype),
-        "image_grid_thw": torch.tensor(sample.grids),
-    }
-    named: Mapping[str, Tensor] = inputs | {"mm_token_type_ids": kinds}
-    return family.processor.plain_inputs(dict(named)) | kinds_for(forward, kinds)
-
-
 _UPDATE = OptimizerSettings(1e-3, (0.9, 0.999), 1e-8, 0.0, "constant", 0, 1, None)
 _FLOOR = 1e-6  # of the norm of all gradients: what a gradient below it deviates by is rounding
 
@@ -130,17 +103,8 @@ class TrialResult:
 
 
 def run_whole(model: PreTrainedModel, family: Family, samples: Sequence[Sample]) -> TrialResult:
-    """The plain model, each sample by itself."""
-    targets = sum(sample.target_tokens for sample in samples)
-    loss = 0.0
-    for sample in samples:
-        inputs = plain_inputs(family, type(model).forward, sample, model.dtype)
-        logits = model(**inputs, use_cache=False).logits[0, :-1]
-        labels = torch.from_numpy(sample.labels)[1:]
-        share = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / targets
-        share.backward()
-        loss += float(share.detach())
-    return TrialResult(loss, _gradients(model))
+    """The plain model."""
+    return TrialResult(*plain_gradients(model, family, samples))
 
 
 def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: bool) -> TrialResult:

@@ -30,7 +30,7 @@ from dhp.core.batch import IGNORED, Answer, Bundle, Sampling, StepData
 from dhp.core.reports import RecomputePolicies, StageReport
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
-from dhp.doctor.trial import plain_inputs
+from dhp.doctor.plain_model import model_inputs
 from dhp.engine import encoder_engine as encoder
 from dhp.engine import text_engine as text
 from dhp.engine.engines import make_rank
@@ -337,7 +337,7 @@ class PlainLoop:
             self._masters, UPDATE.learning_rate, UPDATE.betas, UPDATE.eps, UPDATE.weight_decay, fused=True
         )
         family = load_family(folder)
-        each = [plain_inputs(family, type(self.model).forward, sample, setting.dtype) for sample in samples]
+        each = [model_inputs(sample, family, self.model) for sample in samples]
         self._inputs = {name: torch.cat([one[name] for one in each]) for name in each[0] if name != "attention_mask"}
         self._inputs["labels"] = torch.stack([torch.from_numpy(sample.labels) for sample in samples])
         if setting.cuda:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
@@ -22,13 +21,14 @@ from dhp.batch.shard import BatchSharder, Division
 from dhp.checkpoint.folder import OPTIMIZER
 from dhp.checkpoint.shard_reader import ShardReader, read_shards
 from dhp.core.axes import Degrees
-from dhp.core.batch import IGNORED, StepData
+from dhp.core.batch import StepData
 from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph
 from dhp.core.parameters import MASTER, AdapterSettings, Selector, TrainingRules
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
-from dhp.doctor.trial import SampleMaker, plain_inputs
+from dhp.doctor.plain_model import plain_gradients
+from dhp.doctor.trial import SampleMaker
 from dhp.engine.build import DEEPSPEED
 from dhp.engine.engines import make_rank
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
@@ -222,21 +222,9 @@ def _write_out(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _accumulate(model: PreTrainedModel, family: Family, samples: Sequence[Sample], masters: dict[str, Tensor]) -> float:
     """Σ token losses / targets; gradients are added up where the masters are."""
-    targets, loss = sum(sample.target_tokens for sample in samples), 0.0
-    for sample in samples:
-        inputs = plain_inputs(family, type(model).forward, sample, model.dtype)
-        moved = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-        logits = model(**moved, use_cache=False).logits[0, :-1]
-        labels = torch.from_numpy(sample.labels)[1:].to(model.device)
-        exact = logits if logits.dtype == torch.float64 else logits.float()
-        share = F.cross_entropy(exact, labels, ignore_index=IGNORED, reduction="sum") / targets
-        share.backward()
-        loss += float(share.detach())
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                master, gradient = masters[name], parameter.grad.to(masters[name].dtype)
-                master.grad = gradient if master.grad is None else master.grad + gradient
-                parameter.grad = None
+    loss, gradients = plain_gradients(model, family, samples)
+    for name, gradient in gradients.items():
+        masters[name].grad = gradient.to(masters[name].dtype)
     return loss
 
 

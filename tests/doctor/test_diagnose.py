@@ -18,7 +18,8 @@ from dhp.core.errors import ConfigError
 from dhp.doctor import host_info, plain_step
 from dhp.doctor.diagnose import EXACT, Diagnosis, examine
 from dhp.doctor.host_info import Tried, advice, look_around, try_all
-from dhp.doctor.plain_step import FirstStep, PlainStep, compare_first_step
+from dhp.doctor.plain_model import PlainStep
+from dhp.doctor.plain_step import FirstStep, compare_first_step
 from dhp.doctor.trial import TrialResult
 from dhp.models.contract import random_rows as declared
 from dhp.models.contract.contract import Handover

@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor
 from dhp.core.parameters import ADAFACTOR, ALL, MUON, AdapterSettings, ParameterGroup, TrainingRules
 from dhp.core.reports import EvaluatedShare
 from dhp.data.sample.sample import Sample
-from dhp.doctor.plain_step import model_inputs
+from dhp.doctor.plain_model import model_inputs
 from dhp.engine.stage_settings import OptimizerSettings
 from dhp.models.family import Family
 from dhp.models.lora import first_values

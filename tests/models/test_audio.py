@@ -24,7 +24,7 @@ from dhp.data.read.records import Record, Turn
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.sampler import BatchLayout
-from dhp.doctor.trial import sound_inputs
+from dhp.doctor.plain_model import sound_inputs
 from dhp.models.audio import AUDIO_EMBEDDINGS, AudioTower
 from dhp.models.contract.contract import find_structure, without_weights
 from dhp.models.family import Family

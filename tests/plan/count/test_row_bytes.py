@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP, Qwen2MLP
 
 from dhp.config.schema import LoraConfig, PartConfig
@@ -49,7 +50,7 @@ from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Fault, Running, make_reader, rules_of
 from tests.helpers.rows import slow, slow_but
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample, save_llava_with_experts
-from tests.helpers.tiny_families import save_family
+from tests.helpers.tiny_families import FAMILIES, save_family
 
 TEXT = (TracedRows(256, 64, 32), TracedRows(777, 192, 301))
 TOWER = (TracedRows(0, patches=1024, windows=64), TracedRows(0, patches=64 * 48, windows=64))
@@ -481,6 +482,32 @@ def test_pictures_taken_whole_and_towers_that_count_patches(name: str, tmp_path:
                 rows = TracedRows(usage.rows, features, targets, patches)
                 found = trace_part(model, family, part, rows, TraceSettings("bfloat16", 1, usage.choices))
                 assert found.peak_bytes == pytest.approx(usage.peak_bytes, rel=0.025), (part, choice)
+
+
+# Parts whose code looks at values that a trace does not have, by the tiny models of all declared families.
+UNTRACED = {
+    ("gemma4", "text"), ("gemma4", "vision"), ("gemma4_moe", "text"), ("gemma4_moe", "vision"), ("ovis2", "text"),
+    ("idefics3", "vision"), ("smolvlm", "vision"), ("ernie4_5_vl_moe", "vision"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_which_families_can_be_traced(name: str, tmp_path: Path) -> None:
+    model = str(tmp_path)
+    model_type, arguments = FAMILIES[name]
+    CONFIG_MAPPING[model_type](**arguments).save_pretrained(model)
+    family = load_family(model)
+    for part in ("text", "vision"):
+        own = family.parts[part]
+        patches = 0 if part == "text" else 4 * max(family.tower.patches_of_picture, family.tower.merge_unit)
+        rows = TracedRows(24, 8, 6, patches)
+        settings = TraceSettings("bfloat16", 1, ("none",) * len(own.layers.kinds))
+        if (name, part) in UNTRACED:
+            with pytest.raises(ModelError, match=f"what the {part} part of .* its code asks for more than shapes"):
+                trace_part(model, family, part, rows, settings)
+        else:
+            assert trace_part(model, family, part, rows, settings).peak_bytes > 0
 
 
 def test_a_part_that_looks_at_values_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:

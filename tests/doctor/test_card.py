@@ -1,0 +1,66 @@
+"""dhp.doctor.card and dhp.cli.card: what was verified of a model, and when that is stale."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dhp.cli.card import main
+from dhp.core.errors import ConfigError
+from dhp.doctor.card import EXACT, Card, Layout, Resumed, as_markdown, as_yaml
+
+CARD = Card(
+    "llava",
+    "llava",
+    "dhp doctor model --make llava out=DIR",
+    "abc1234",
+    {"dhp": "1", "torch": "2"},
+    (Layout("1 + 1", (), 0.0, 2e-16), Layout("1 + pipeline 2", ("text.pipeline=2",), refused="no stages here. Set 1")),
+    (Resumed("1 + 1", "1 + 1", 2, 0, 0.0), Resumed("1 + 1", "1 + pipeline 2", 2, 1, 3e-9)),
+    94,
+    1.5e-15,
+    (("a", "a"), ("b", "b")),
+    "python -m dhp card llava",
+    "2026-11-29",
+)
+
+
+def test_a_page_says_what_was_tried() -> None:
+    page = as_markdown(CARD)
+    assert page.startswith("# llava\n\nVerified: llava, as `dhp doctor model --make llava out=DIR` makes it, 4 steps")
+    assert "| 1 + 1 | equal to the bit | 2.0e-16 |\n| 1 + pipeline 2 | refused: no stages here | |" in page
+    assert "resumed in the same layout: 0 of 2 losses differ.\n" in page
+    assert "resumed as 1 + pipeline 2: 1 of 2 losses differ, by 3.0e-09.\n" in page
+    assert "2 of 2 are those of plain transformers'" in page and "at commit abc1234, with dhp 1, torch 2." in page
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layouts": (replace(CARD.layouts[0], loss_error=2 * EXACT),)},
+        {"layouts": (replace(CARD.layouts[0], norm_error=2 * EXACT),)},
+        {"resumed": (replace(CARD.resumed[1], error=2 * EXACT),)},
+        {"weights_error": 2 * EXACT},
+        {"answers": (("a", "a"), ("b", "c"))},
+        {"layouts": (replace(CARD.layouts[0], loss_error=float("nan")),)},
+    ],
+)
+def test_one_difference_is_enough(changes: dict) -> None:
+    assert CARD.verified and yaml.safe_load(as_yaml(CARD))["verified"]
+    other = replace(CARD, **changes)
+    assert not other.verified and "**Not equal in all that was tried**" in as_markdown(other)
+
+
+@pytest.mark.slow
+def test_a_family_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["internvl", f"out={tmp_path}"]) == 0
+    card = yaml.safe_load((tmp_path / "internvl.yaml").read_text(encoding="utf-8"))
+    assert [one["name"] for one in card["layouts"] if one["refused"]] == []
+    assert all(one["loss_error"] < 1e-12 for one in card["layouts"]) and card["weights_error"] < 1e-9
+    assert len(card["answers"]) == 16 and [one["losses"] for one in card["resumed"]] == [2, 2]
+
+
+def test_what_is_no_setting() -> None:
+    with pytest.raises(ConfigError, match=r"layout=1 is no setting of card: out=DIR is"):
+        main(["llava", "layout=1"])
