@@ -123,8 +123,10 @@ def make_card(
     name: str, model: str, made: str, annotations: Path, folder: Path, commit: str, say: Callable[[str], None]
 ) -> Card:
     """Train `model` in all layouts in `folder`, which is empty; go on with one of them in itself and in another; export
-    it, and ask it. name: as the card calls it. annotations: of `SAMPLES` pictures. made: what makes the model, or "" for one that was there. Raises
-    ConfigError where it cannot be trained at all."""
+    it, and ask it.
+
+    name: as the card calls it. annotations: of `SAMPLES` pictures. made: what makes the model, or "" for one that was
+    there. Raises ConfigError where it cannot be trained at all."""
     bench = _Bench(model, annotations, folder, say)
     layouts = tuple(bench.trained(name, settings) for name, settings in LAYOUTS.items())
     tried = [one.name for one in layouts if not one.refused]
