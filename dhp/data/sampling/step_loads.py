@@ -121,30 +121,6 @@ class StepLoads:
         """Steps of the epoch."""
         return len(self.tokens)
 
-    @property
-    def slowest_tokens(self) -> np.ndarray:
-        """Tokens of each step's replica with most of them: int64 [steps]."""
-        slowest: np.ndarray = self.tokens.sum(axis=1).max(axis=1)
-        return slowest
-
-    @property
-    def slowest_pairs(self) -> np.ndarray:
-        """Σ tokens² of each step's replica with most of it, which may be another than that with most tokens."""
-        slowest: np.ndarray = self.pairs.sum(axis=1).max(axis=1)
-        return slowest
-
-    @property
-    def mean_tokens(self) -> np.ndarray:
-        """Tokens of each step, mean over its replicas: float64 [steps]."""
-        mean: np.ndarray = self.tokens.sum(axis=1).mean(axis=1)
-        return mean
-
-    @property
-    def longest_rows(self) -> np.ndarray:
-        """Tokens of each step's longest row: int64 [steps]."""
-        longest: np.ndarray = self.tokens.max(axis=(1, 2))
-        return longest
-
     def row(self, step: int, micro_batch: int, replica: int) -> Row:
         """One row. step: within the epoch, 0-based."""
         number = int(np.ravel_multi_index((step, micro_batch, replica), self.tokens.shape))

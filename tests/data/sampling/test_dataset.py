@@ -385,9 +385,6 @@ def test_rows_are_added_up_by_replica_and_step() -> None:
     assert loads.tokens.tolist() == [[[8, 1], [2, 1]], [[5, 5], [3, 1]]]
     assert loads.pairs.tolist() == [[[64, 1], [4, 1]], [[25, 25], [9, 1]]]
     assert loads.vision.tolist() == [[[6, 0], [1, 0]], [[2, 0], [0, 0]]]
-    assert loads.slowest_tokens.tolist() == [10, 8] and loads.mean_tokens.tolist() == [6, 7]
-    assert loads.slowest_pairs.tolist() == [68, 34]
-    assert loads.longest_rows.tolist() == [8, 5]
     assert len(loads) == 2 and loads.first == 0
 
 
@@ -417,15 +414,6 @@ def test_the_worst_row_is_named_with_its_samples() -> None:
     assert loads.row(1, 0, 1) == Row(1, (6,), tokens=3, pairs=9, vision=0, patches=0)
     padded = ordered_loads(table(), BatchLayout(2, 1, 2), packing=False)
     assert padded.worst_row() == Row(0, (0, 1), tokens=16, pairs=128, vision=6, patches=24)
-
-
-def test_means_alone_are_wrong_of_an_uneven_table() -> None:
-    """Replicas 9 | 1 of a mean of 5: a step waits for 9. Of an even table they are right."""
-    uneven = ordered_loads(table([9, 1, 1, 9], [0] * 4), BatchLayout(2, 1, 1))
-    assert uneven.mean_tokens.tolist() == [5, 5] and uneven.slowest_tokens.tolist() == [9, 9]
-    even = ordered_loads(table([5] * 4, [0] * 4), BatchLayout(2, 1, 1))
-    assert even.mean_tokens.tolist() == uneven.mean_tokens.tolist()
-    assert even.slowest_tokens.tolist() == [5, 5]
 
 
 def own_sampler(lengths: Table, balancing: BalanceSettings, layout: BatchLayout, skip: bool) -> Sampler:
