@@ -60,6 +60,8 @@ EXPERIMENTS = (
         ("--ranks 8 16 32 64 --rounds 7",), "--ranks 8 --rounds 1", processes=4),
     Experiment("finetuning", "What does a step save that trains some of a model?", 25, ("--rounds 15",),
         "--rounds 1 --only frozen"),
+    Experiment("five_layouts", "Has a real training the same losses in every layout, also killed and resumed?", 20,
+        processes=4, needs="the folder of make example: --trained DIR", says="not measured yet"),
     Experiment("gpu_check", "On one GPU: right kernels, step times, memory, waits?", 13, needs="a GPU", file="gpu"),
     Experiment("imbalance", "How uneven are tokens, time and memory of stages, replicas and steps?", 15,
         quick="--ways 'random batches' --steps 2", quick_minutes=0.8, processes=8,

@@ -79,7 +79,7 @@ def test_a_mistyped_word_or_flag_names_the_nearest(
     [
         (["--help", "data.balance"], 0, "data.balance: text; default `random`"),
         (["--help", "data.balanse"], 1, "data.balanse is not a key; did you mean data.balance?"),
-        ([], 1, "name a FILE.yaml, or --config-name=NAME, of which there are: five_stages_tiny,"),
+        ([], 1, "name a FILE.yaml, or --config-name=NAME, of which there are: aya_vision_8b,"),
         (["--config-name=tini"], 1, "--config-name=tini does not exist; did you mean tiny?"),
         (["nowhere.yaml"], 1, "nowhere.yaml does not exist"),
     ],

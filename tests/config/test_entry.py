@@ -136,10 +136,8 @@ def test_the_process_exits_1_with_the_message_alone():
 
 def test_configuration_mistakes_are_told_without_a_traceback(capsys, tmp_path):
     missing = refused(capsys)
-    assert (
-        "name a FILE.yaml, or --config-name=NAME, of which there are: five_stages_tiny, needle_tiny, qwen2_5_vl_32b, "
-        in missing
-    )
+    named = "aya_vision_8b, five_stages_tiny, gemma3_12b, "
+    assert f"name a FILE.yaml, or --config-name=NAME, of which there are: {named}" in missing
     assert missing.endswith(", tiny\n")
     assert "did you mean tiny?" in refused(capsys, "--config-name=tinny")
     assert "expected a whole number" in refused(capsys, "--config-name=tiny", "seed=x")
@@ -184,7 +182,7 @@ def test_help_needs_no_config_name(capsys):
     assert not caught.value.code
     printed = capsys.readouterr().out
     assert "micro_batch_size: 1" in printed
-    assert "--help KEY" in printed and "qwen2_5_vl_7b_tensor, tiny\n" in printed
+    assert "--help KEY" in printed and "qwen3_vl_8b, tiny\n" in printed
 
 
 @pytest.mark.parametrize("arguments", [["--help", "seed"], ["-h", "seed"], ["--config-name=tiny", "seed", "--help"]])

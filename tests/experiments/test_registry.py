@@ -12,7 +12,7 @@ from tests.helpers.experiments import accepts, folders
 from tests.helpers.figures import ROOT, rows
 
 # No rows of them are kept: they say their result themselves.
-WITHOUT_ROWS = {"beside_plain"}
+WITHOUT_ROWS = {"beside_plain", "five_layouts"}
 
 
 def test_every_folder_that_can_be_run_is_named_once() -> None:

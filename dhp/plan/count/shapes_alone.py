@@ -29,7 +29,7 @@ def shapes_alone() -> Iterator[None]:
 
 
 class _ChecksHold(TorchDispatchMode):
-    """Of torch._check's kind, by which a model makes sure that each placeholder has its feature. Numbers that
+    """Those by which a model makes sure that each placeholder has its feature. Numbers that
     have values keep them: sizes of tiles say into what a tower's states are cut."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

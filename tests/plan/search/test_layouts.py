@@ -389,7 +389,7 @@ def test_axes_over_several_nodes(tiny_assets: Path, node: int, across: dict[str,
 
 def test_operations_are_those_of_the_model(tiny_assets: Path) -> None:
     plan = plan_run(resolve(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", *LAYOUT])))
-    loads = even_loads(2, tokens=100, features=0, targets=10, replicas=2, merge_unit=4)
+    loads = even_loads(2, tokens=100, features=0, targets=10, replicas=2, patches_of_token=4)
     found = useful_operations(plan, loads, window=64.0)
     assert found["text"] == pytest.approx(plan.family.decoder.work.flops([100] * 4, 40))
     assert found["vision"] == 0
