@@ -41,7 +41,6 @@ ELSEWHERE = {
     "dhp recipe": "the same",
     "python -m dhp card": "minutes; tests/doctor/test_card.py",
     "dhp card": "the same",
-    "python -m scripts.recipes": "writes into README.md; tests/cli/test_recipe.py holds it to the files",
     "python -m dhp doctor model /models/": "needs that download; one of a made model is below",
     "dhp doctor loss family.yaml": "tests/examples/test_new_family.py",
     "dhp generate checkpoint=runs/split": "tests/examples/test_new_family.py",

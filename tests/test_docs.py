@@ -122,7 +122,7 @@ def test_links_to_headings_lead_to_one(page: Path) -> None:
 
 
 def test_the_first_page_and_the_architecture_are_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     assert len((ROOT / "docs" / "developers" / "architecture.md").read_text().splitlines()) <= 200
 
 
