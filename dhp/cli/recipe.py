@@ -72,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     say = StartUp(time.perf_counter(), partial(say_line, file=sys.stderr))
     outcome = plan_model(name, model, request, say)
     if outcome.best is None:
-        print(f"{model}: no layout fits {outcome.machine}; name more or larger ones by devices= and device=")
+        tried = outcome.machine if request.devices is not None else f"{COUNTS[-1]} × {outcome.machine.name}"
+        print(f"{model}: no layout fits {tried}; name more or larger ones by devices= and device=")
         return NOTHING_FITS
     text = recipe_text(name, outcome)
     if out is None:
@@ -106,7 +107,7 @@ def published() -> dict[str, tuple[str, str]]:
         family = yaml.safe_load(file.read_text(encoding="utf-8"))["model_type"]
         size = _SIZE.search(Path(model).name.lower())
         assert size is not None  # a shipped shape's name says how large it is
-        found[(family, float(size[1][:-1]))] = (_name(family.removesuffix("_moe"), size[0]), (family, model))
+        found[(family, float(size[1][:-1]), model)] = (_name(family.removesuffix("_moe"), size[0]), (family, model))
     return dict(one for _, one in sorted(found.items()))
 
 

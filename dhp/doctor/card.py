@@ -80,7 +80,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Steps after a resume. differ: losses that are not those of the run that went on, to the bit; other: the largest
+    """Steps after a resume. differ: losses that are not those of the run that went on, to the bit; error: the largest
     relative difference."""
 
     stopped: str
@@ -132,7 +132,7 @@ def make_card(
     tried = [one.name for one in layouts if not one.refused]
     if not tried:
         raise ConfigError(f"{model}: {layouts[0].refused}")
-    stopped = tried[min(2, len(tried) - 1)]
+    stopped = [name for name in tried[:3] if "pipeline" not in name][-1]  # a pipeline answers nothing
     resumed = tuple(bench.resumed(stopped, goes_on) for goes_on in (stopped, tried[-1]))
     exported = folder / "exported"
     export_whole(bench.run_dir(stopped) / "checkpoints" / f"step_{STEPS}", exported, pictures=False)

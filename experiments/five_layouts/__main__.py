@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -88,7 +89,8 @@ class Training:
                     raise RuntimeError(f"the run that is to be killed did not come to step {after}")
                 time.sleep(0.05)
         finally:
-            os.killpg(started.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
             started.wait()
         before = read_metrics(run_dir)
         saved = max(map(step_of, checkpoints(run_dir / "checkpoints")))

@@ -92,7 +92,7 @@ def loads_of_steps(
     steps: StepLoads, of_token: float, of_pair: float, patches_of_token: float, samples: int
 ) -> RunLoads:
     """From an epoch's steps as a run's sampler makes them. of_token, of_pair: a decoder's operations, by which the
-    slowest replica is found. patches_of_token; used where patches were not measured."""
+    slowest replica is found. patches_of_token: used where patches were not measured."""
     work = steps.tokens * of_token + steps.pairs * of_pair
     count, micro_batches, replicas = steps.tokens.shape
     slowest = work.sum(axis=1).argmax(axis=1)[:, None, None]

@@ -19,8 +19,13 @@ def shapes_alone() -> Iterator[None]:
     """To be entered around a model on the meta device: its checks of values hold, and its attention keeps for backward
     what a fused kernel keeps, which no kernel of that device is."""
     of_library = F.scaled_dot_product_attention
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        fused = query.is_meta and query.shape[-1] == value.shape[-1]
+        return (_attend if fused else of_library)(query, key, value, *args, **named)
+
     # Not by a mode of torch's: backward, which runs layers again, would be outside of it.
-    F.scaled_dot_product_attention = _attend
+    F.scaled_dot_product_attention = attend
     try:
         with _ChecksHold():  # type: ignore[no-untyped-call]
             yield
@@ -29,15 +34,16 @@ def shapes_alone() -> Iterator[None]:
 
 
 class _ChecksHold(TorchDispatchMode):
-    """Those by which a model makes sure that each placeholder has its feature. Numbers that
-    have values keep them: sizes of tiles say into what a tower's states are cut."""
+    """Those by which a model makes sure that each placeholder has its feature. What has values keeps them: sizes
+    of tiles say into what a tower's states are cut."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is CHECKS and args[0].is_meta:
             return torch.ones((), dtype=torch.bool)
         if func is COPIES and not args[0].is_meta and torch.device(kwargs.get("device", "cpu")) == _META:
             kwargs = {**kwargs, "device": args[0].device}
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _attend(

@@ -471,6 +471,7 @@ def test_pictures_taken_whole_and_towers_that_count_patches(name: str, tmp_path:
     data = make_reader(model, case, [[sample]]).step(0)
     features, targets = int((sample.mm_token_type_ids > 0).sum()), int((sample.labels[1:] != IGNORED).sum())
     patches = sum(map(len, sample.pixels))
+    assert patches == features * family.tower.patches_of_token  # or a forecast has too few of them
     with Running(model, case, Fault(EncoderEngine, TextEngine), measure=True) as running:
         for choice in ("none", "all"):
             for stage, group in running.groups.items():
