@@ -148,13 +148,13 @@ def inline(text: str) -> Iterator[str]:
 
 
 def here() -> list[str]:
-    """Those that this file runs, runs of training first, since others look at what they leave."""
+    """Those that this file runs: runs of training and models that are made first, since others look at them."""
     lines = [line for line in commands() if not any(map(line.startswith, ELSEWHERE))]
     found = dict.fromkeys(re.sub(r"^dhp (?!train)", "python -m dhp ", line) for line in lines)  # the same program
     runs = [
         line for line in found if not any(other.startswith(tuple(f"{line} {key}" for key in BESIDE)) for other in found)
     ]
-    return sorted(runs, key=lambda line: not TRAINS.match(line))
+    return sorted(runs, key=lambda line: (not TRAINS.match(line), " --make " not in line))
 
 
 def changed(line: str) -> str:
