@@ -11,6 +11,14 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                column("dist_text", method="balanced", source="made 1.2M", dp=8), ""),
         Figure("ISF's have {}", "ISF, text", column("dist_text", method="isf", source="made 1.2M", dp=8), "",
                f".144, {OMNI}, table 3, on another set")),
+    "beside_trl": (
+        Figure("one tower and one decoder take {} TRL's seconds a step", "1 + 1 over TRL's",
+               column("of_trl", trainer="dhp 1 + 1", answer_tokens=0)),
+        Figure("with two replicas {}", "data 2 over TRL's", column("of_trl", trainer="dhp data 2", answer_tokens=0)),
+        Figure("with answers of 200 tokens {}", "1 + 1, long answers",
+               column("of_trl", trainer="dhp 1 + 1", answer_tokens=200)),
+        Figure("with two replicas {}", "data 2, long answers",
+               column("of_trl", trainer="dhp data 2", answer_tokens=200))),
     "chaos": (
         Figure("{} faults end to the bit as if nothing had been", "ends to the bit, %", figures.intact, share=True),
         Figure("a step follows {} after a kill", "s to the next step", figures.first_steps, " s")),
@@ -30,6 +38,8 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                column("speed_ratio", question="frozen", train="projector")),
         Figure("with adapters on text it takes {} the time of peft in a plain loop", "adapters over peft's",
                column("to_plain", question="lora", train="lora_text"))),
+    "five_layouts": (
+        Figure("losses are {} off plain transformers'", "off the plain loop's", column("loss_error"), ""),),
     "gpu_check": (
         Figure("{} kernels that ran on a GPU are right", "right kernels, %", figures.right_kernels, share=True),),
     "imbalance": (

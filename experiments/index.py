@@ -22,9 +22,8 @@ def indexed(page: str, results: Path) -> str:
 
 
 def _words(one: Experiment, results: Path) -> str:
-    """The sentence of the rows that are kept, or what the experiment says where there are none."""
     file = results / f"{one.result}.jsonl"
     if not file.exists():
-        return f"{one.says} (no rows kept)."
+        return "no rows yet."
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return sentence(FIGURES.get(one.name, ()), [row for row in rows if MADE not in row]) or "no sentence yet."

@@ -12,8 +12,7 @@ class Experiment:
 
     minutes, quick_minutes: about, on two idle cores. processes: that it keeps at work at once by itself; a load as high
     as theirs is its own. needs: what a machine has to have besides. file: of results/, where it has another name.
-    draws: arguments with which the experiment draws its own picture of rows in a file. says: its result where no rows
-    are kept."""
+    draws: arguments with which the experiment draws its own picture of rows in a file."""
 
     name: str
     question: str
@@ -25,7 +24,6 @@ class Experiment:
     needs: str = ""
     file: str = ""
     draws: str = ""
-    says: str = ""
 
     @property
     def result(self) -> str:
@@ -46,9 +44,9 @@ _LONG = (
 
 EXPERIMENTS = (
     Experiment("balance", "How evenly can samples be put into packs and steps?", 1, quick="--dp 8", processes=1),
-    Experiment("beside_plain", "Does a layout give the plain model's numbers on given data?", 2, processes=4,
-        needs="a configuration and its data: --config-name=NAME",
-        says="a tool: its figures belong to the data it is given"),
+    Experiment("beside_trl", "The same training by dhp, a plain loop and TRL: the same losses, and how fast?", 60,
+        ("--trained DIR", "--trained DIR --answers 200"), processes=4,
+        needs="the folder of make example: --trained DIR; trl 1.16.0"),
     Experiment("chaos", "What does a run keep of itself when it is killed, cut off, damaged?", 60,
         ("--points", "--runs 20", "--partition"), "--points put_aside.before", 0.7, 4, "root, for the link that is cut",
     ),
@@ -61,7 +59,8 @@ EXPERIMENTS = (
     Experiment("finetuning", "What does a step save that trains some of a model?", 25, ("--rounds 15",),
         "--rounds 1 --only frozen"),
     Experiment("five_layouts", "Has a real training the same losses in every layout, also killed and resumed?", 20,
-        processes=4, needs="the folder of make example: --trained DIR", says="not measured yet"),
+        ("--trained DIR",), processes=4, needs="the folder of make example: --trained DIR",
+        draws=f"--read {ROWS} --plot {PICTURE}"),
     Experiment("gpu_check", "On one GPU: right kernels, step times, memory, waits?", 13, needs="a GPU", file="gpu"),
     Experiment("imbalance", "How uneven are tokens, time and memory of stages, replicas and steps?", 15,
         quick="--ways 'random batches' --steps 2", quick_minutes=0.8, processes=8,

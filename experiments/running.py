@@ -172,6 +172,4 @@ def _judgement(experiment: Experiment, rows: Sequence[Row], busy: str, words: st
         return f"{experiment.name} printed no rows: what it found stands above"
     if busy:
         return f"{experiment.name} is not judged: {busy}, so that others' work would count as its own. Run it again"
-    if experiment.says:
-        return f"{experiment.name}: its rows stand above; found before: {experiment.says}"
     return f"{experiment.name}: {words or 'no sentence for these rows, which stand above'}"

@@ -119,8 +119,9 @@ QUICK = (
 
 
 def commands(pages: Sequence[Path] = PAGES) -> Iterator[str]:
-    """Lines of shell blocks, and commands of dhp's own in a text, with what their words stand for."""
-    for page in pages:
+    """Lines of shell blocks, and commands of dhp's own in a text, with what their words stand for. Cards are left out,
+    which `dhp card` writes with what it runs."""
+    for page in (page for page in pages if page.parent.name != "cards"):
         text = page.read_text(encoding="utf-8")
         shown = [] if OWN_TESTS.keys() & {page.name, page.parent.name} else list(shell_lines(text))
         for line in [*shown, *(line for line in inline(text) if line not in NAMES)]:

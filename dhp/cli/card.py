@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import yaml
 
 from dhp.cli.common import make_parser
-from dhp.core.errors import ConfigError
+from dhp.core.errors import ConfigError, DhpError
 from dhp.core.files import write_whole
 from dhp.core.process import say_line
 from dhp.tiny.looks import family_names
@@ -30,10 +30,21 @@ def main(arguments: Sequence[str]) -> int:
     if any(not one.startswith("out=") for one in given.settings):
         raise ConfigError(f"{given.settings[0]} is no setting of card: out=DIR is")
     out = Path(given.settings[-1].partition("=")[2]).expanduser() if given.settings else None
-    names = family_names() if given.model == ALL else [given.model]
-    status = max([_write(name, out) for name in names])
+    status = _write_all(out) if given.model == ALL else _write(given.model, out)
     if out is not None:
         write_whole(out / "README.md", _index(out))
+    return status
+
+
+def _write_all(out: Path | None) -> int:
+    """Of every family; one that cannot be tried leaves the others."""
+    status = 0
+    for name in family_names():
+        try:
+            status = max(status, _write(name, out))
+        except DhpError as error:
+            status = 1
+            say_line(f"{name}: {error}")
     return status
 
 

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import logging
 
 from dhp.models.pretrained import name_accelerator
-from dhp.tiny.tiny_model import SPECIAL_TOKENS, make_tokenizer
+from dhp.tiny.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, make_tokenizer
 
 PALETTE = {
     "red": (215, 30, 35), "green": (30, 150, 60), "blue": (35, 70, 215), "yellow": (240, 210, 30),
@@ -282,26 +282,7 @@ def _image(number: int) -> str:
 
 
 WIDTH, TOWER_WIDTH = 128, 64
-TEMPLATE = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['content'] is string -%}
-{{ message['content'] }}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'image' -%}
-{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
-{%- else -%}
-{{ part['text'] }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{ '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{ '<|im_start|>assistant\\n' }}
-{%- endif -%}
-"""
+TEMPLATE = CHAT_TEMPLATE.partition("{%- endif -%}\n")[2]  # without a system turn that is not there
 
 
 def make_model(folder: Path, seed: int) -> Path:

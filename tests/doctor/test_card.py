@@ -8,7 +8,10 @@ import yaml
 
 from dhp.cli.card import main
 from dhp.core.errors import ConfigError
-from dhp.doctor.card import EXACT, Card, Layout, Resumed, as_markdown, as_yaml
+from dhp.doctor.card import EXACT, LAYOUTS, Card, Layout, Resumed, as_markdown, as_yaml, versions
+from dhp.tiny.looks import family_names
+
+CARDS = Path(__file__).parents[2] / "docs" / "reference" / "cards"
 
 CARD = Card(
     "llava",
@@ -59,6 +62,21 @@ def test_a_family_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [one["name"] for one in card["layouts"] if one["refused"]] == []
     assert all(one["loss_error"] < 1e-12 for one in card["layouts"]) and card["weights_error"] < 1e-9
     assert len(card["answers"]) == 16 and [one["losses"] for one in card["resumed"]] == [2, 2]
+
+
+def test_every_family_has_a_card() -> None:
+    assert sorted(file.stem for file in CARDS.glob("*.yaml")) == sorted(family_names())
+    index = (CARDS / "README.md").read_text(encoding="utf-8")
+    assert all(f"[{name}]({name}.md)" in index for name in family_names())
+
+
+@pytest.mark.parametrize("name", family_names())
+def test_a_card_is_not_stale(name: str) -> None:
+    """Made with what is installed now, of the layouts that are tried now: or `python -m dhp card NAME out=…` again."""
+    card = yaml.safe_load((CARDS / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert card["versions"] == versions()
+    assert {one["name"]: tuple(one["settings"]) for one in card["layouts"]} == dict(LAYOUTS)
+    assert card["verified"] and (CARDS / f"{name}.md").is_file()
 
 
 def test_what_is_no_setting() -> None:

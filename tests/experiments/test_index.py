@@ -28,7 +28,7 @@ def test_other_rows_make_it_stale(tmp_path: Path) -> None:
     assert list(lines) == [one.name for one in EXPERIMENTS]
     assert lines["recompute"] == f"| [recompute](recompute/README.md) | {BY_NAME['recompute'].question} | {words} |"
     assert lines["overhead"].endswith("| no sentence yet. |")
-    assert lines["beside_plain"].endswith("belong to the data it is given (no rows kept). |")
+    assert lines["chaos"].endswith("| no rows yet. |")
 
 
 @pytest.mark.parametrize("page", ["", BEGIN, END, f"{END} {BEGIN}"])

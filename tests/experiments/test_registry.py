@@ -11,14 +11,10 @@ from experiments.registry import BY_NAME, EXPERIMENTS, PICTURE, ROWS, Experiment
 from tests.helpers.experiments import accepts, folders
 from tests.helpers.figures import ROOT, rows
 
-# No rows of them are kept: they say their result themselves.
-WITHOUT_ROWS = {"beside_plain", "five_layouts"}
-
 
 def test_every_folder_that_can_be_run_is_named_once() -> None:
     assert [one.name for one in EXPERIMENTS] == sorted(folders())
-    assert set(FIGURES) == set(BY_NAME) - WITHOUT_ROWS
-    assert {one.name for one in EXPERIMENTS if one.says} == WITHOUT_ROWS
+    assert set(FIGURES) == set(BY_NAME)
 
 
 def test_every_line_of_the_index_is_an_experiment() -> None:

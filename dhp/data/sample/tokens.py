@@ -219,9 +219,11 @@ class ConversationTokenizer:
 
         Templates write a newline after that token, which nothing should learn to say; and some leave
         the token itself outside their generation block, which would teach the model never to stop."""
-        special = [i for i in range(first, last) if ids[i] in self._special]
-        if special and not text[offsets[special[-1], 1] :].strip():
-            return special[-1] + 1
+        at = last
+        while at > first and not text[offsets[at - 1, 1] :].strip():
+            if int(ids[at - 1]) in self._special:
+                return at
+            at -= 1
         if last < len(ids) and ids[last] in (self._tokenizer.eos_token_id, self._answer_end()):
             return last + 1
         return last
