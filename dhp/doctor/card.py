@@ -22,6 +22,7 @@ from dhp.config.parts import model_name
 from dhp.config.schema import Config
 from dhp.core.batch import IGNORED
 from dhp.core.errors import ConfigError
+from dhp.core.parameters import ALL
 from dhp.data.sample.sample import Sample
 from dhp.doctor.plain_model import PlainStep, model_inputs, plain_step, read_plain
 from dhp.doctor.plain_step import relative, run_quietly
@@ -215,13 +216,13 @@ class _Bench:
 
     def plain_answers(self, exported: Path) -> list[str]:
         """To the same prompts, by the exported model and plain transformers."""
-        model = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float64, trust_remote_code=False)
+        model = read_plain(str(exported), torch.float64, "cpu", ALL).eval()
         family, tokenizer = load_family(str(exported)), load_tokenizer(str(exported))
         found = []
         for sample in self._plain_steps()[2]:
             prompt = sample_prompt(sample)
             inputs = model_inputs(prompt, family, model)
-            tokens = model.double().generate(**inputs, max_new_tokens=ANSWER, do_sample=False)[0]
+            tokens = model.generate(**inputs, max_new_tokens=ANSWER, do_sample=False)[0]
             found.append(str(tokenizer.decode(tokens[len(prompt.input_ids) :], skip_special_tokens=True)).strip())
         return found
 
