@@ -4,12 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from dhp.cli.card import main
 from dhp.core.errors import ConfigError
+from dhp.core.parameters import ALL
 from dhp.doctor.card import EXACT, LAYOUTS, Card, Layout, Resumed, as_markdown, as_yaml, versions
+from dhp.doctor.plain_model import read_plain
 from dhp.tiny.looks import family_names
+from dhp.tiny.tiny_model import make_family
 
 CARDS = Path(__file__).parents[2] / "docs" / "reference" / "cards"
 
@@ -53,6 +57,12 @@ def test_one_difference_is_enough(changes: dict) -> None:
     assert CARD.verified and yaml.safe_load(as_yaml(CARD))["verified"]
     other = replace(CARD, **changes)
     assert not other.verified and "**Not equal in all that was tried**" in as_markdown(other)
+
+
+def test_the_plain_model_of_experts_computes_in_float64(tmp_path: Path) -> None:
+    model = read_plain(str(make_family("qwen3_vl_moe", tmp_path / "model")), torch.float64, "cpu", ALL)
+    logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits
+    assert logits.dtype == torch.float64 and bool(logits.isfinite().all())
 
 
 @pytest.mark.slow

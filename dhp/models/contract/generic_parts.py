@@ -375,6 +375,13 @@ class ContractDecoder(Decoder):
                 "tensor-parallel plan of its decoder, and its layers are of no kind for which one is known here. Set "
                 "text.parallelism=data, or deepspeed with a zero_stage"
             )
+        text, ranks = self.config.get_text_config(), resolved(asked.tensor)
+        if getattr(text, "hidden_size_per_layer_input", 0) and (text.pad_token_id or 0) >= text.vocab_size // ranks:
+            raise ConfigError(
+                f"text.tensor={ranks} with a {self.config.model_type} model of pad_token_id={text.pad_token_id}: its "
+                f"code takes that row from the embedding itself, of which each rank has {text.vocab_size // ranks} of "
+                f"{text.vocab_size}. Set text.tensor=1, with text.data or text.ulysses instead"
+            )
         if resolved(asked.pipeline) > 1 and not self._contract.cuts:
             ways = "data" if self._contract.tensor_plan is None else "data or tensor"
             raise ConfigError(

@@ -424,6 +424,18 @@ def test_a_tower_that_runs_as_a_whole_alone_is_not_cut(name: str, tmp_path: Path
         tower.check(cut)
 
 
+def test_a_row_of_the_embedding_that_the_model_itself_reads_is_in_each_slice(tmp_path: Path) -> None:
+    decoder = load_family(str(save_family("gemma4", tmp_path / "model"))).decoder
+    tensor, text = resolve_part("text", PartConfig("a/model", "tensor", 2)), decoder.config.text_config
+    rows = text.vocab_size // 2
+    for pad in (0, rows - 1):
+        text.pad_token_id = pad
+        decoder.check(tensor)
+    text.pad_token_id = rows
+    with pytest.raises(ConfigError, match=rf"pad_token_id={rows}: its code takes that row"):
+        decoder.check(tensor)
+
+
 @pytest.mark.parametrize("name", DIVISIBLE)
 def test_each_weight_of_the_tower_is_in_one_stage(name: str, tmp_path: Path) -> None:
     source = str(save_family(name, tmp_path / "model"))
