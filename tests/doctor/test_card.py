@@ -29,6 +29,7 @@ CARD = Card(
     1.5e-15,
     (("a", "a"), ("b", "b")),
     "python -m dhp card llava",
+    "",
     "2026-11-29",
 )
 
@@ -40,6 +41,11 @@ def test_a_page_says_what_was_tried() -> None:
     assert "resumed in the same layout: 0 of 2 losses differ.\n" in page
     assert "resumed as 1 + pipeline 2: 1 of 2 losses differ, by 3.0e-09.\n" in page
     assert "2 of 2 are those of plain transformers'" in page and "at commit abc1234, with dhp 1, torch 2." in page
+
+
+def test_a_page_says_why_there_are_no_answers() -> None:
+    page = as_markdown(replace(CARD, answers=(), unanswered="state that no cache keeps: export it"))
+    assert "- Answers: none by dhp: state that no cache keeps.\n" in page
 
 
 @pytest.mark.parametrize(
