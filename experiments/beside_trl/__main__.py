@@ -87,7 +87,8 @@ def train_trl(training: Training) -> tuple[list[float], list[float]]:
     from trl import SFTConfig, SFTTrainer
 
     config, ends = training.config(), list[float]()
-    plain, processor = begin_plain(config, training.steps), AutoProcessor.from_pretrained(config.text.model_name)
+    plain = begin_plain(config, training.steps)
+    processor = AutoProcessor.from_pretrained(config.text.model_name, trust_remote_code=False)
     lines, steps = training.annotations.read_text(encoding="utf-8").splitlines(), samples_of(training, config)
     rows = [json.loads(lines[sample.position - 1]) for step in steps for sample in step]
     said = [conversation(row, training.data, config.data.system_prompt or "") for row in rows]
