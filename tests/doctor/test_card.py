@@ -15,8 +15,8 @@ from dhp.doctor.plain_model import read_plain
 from dhp.tiny.looks import family_names
 from dhp.tiny.tiny_model import make_family
 
-# Each step makes a thousand times as much of rounding, with the weights that are made: the first is equal to 1e-12.
-AMPLIFIED = {"qwen3_5_moe"}
+# Their cards say so. gemma4: gradient norms 1.1e-6 apart; qwen3_5_moe: 1e-12 in the first step, 1e-2 in the fourth.
+NOT_EQUAL = {"gemma4", "qwen3_5_moe"}
 CARDS = Path(__file__).parents[2] / "docs" / "reference" / "cards"
 
 CARD = Card(
@@ -94,7 +94,7 @@ def test_a_card_is_not_stale(name: str) -> None:
     card = yaml.safe_load((CARDS / f"{name}.yaml").read_text(encoding="utf-8"))
     assert card["versions"] == versions()
     assert {one["name"]: tuple(one["settings"]) for one in card["layouts"]} == dict(LAYOUTS)
-    assert card["verified"] == (name not in AMPLIFIED) and (CARDS / f"{name}.md").is_file()
+    assert card["verified"] == (name not in NOT_EQUAL) and (CARDS / f"{name}.md").is_file()
 
 
 def test_what_is_no_setting() -> None:
