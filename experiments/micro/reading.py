@@ -45,7 +45,7 @@ def conversations(count: int, turns: int) -> list[Record]:
 
 def reading(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """For each vocabulary and number of answers: seconds of templates, tokens and labels over seconds of the
-    tokenizer's own call on the same texts; medians of interleaved rounds."""
+    tokenizer's own call on the same texts, and of the template alone; medians of interleaved rounds."""
     for name, load in VOCABULARIES.items():
         tokenizer = load()
         read = ConversationTokenizer(tokenizer, ModelMedia(), DataConfig())
@@ -55,17 +55,22 @@ def reading(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _compare(tokenizer: Any, read: ConversationTokenizer, records: Sequence[Record], rounds: int) -> dict[str, Any]:
-    texts = [render(tokenizer, to_messages(record.turns)).text for record in records]
+    chats = [to_messages(record.turns) for record in records]
+    texts = [render(tokenizer, messages).text for messages in chats]
     tokens = sum(read.tokenize(record, (), (), ()).ids.size for record in records)
-    alone, ratios = [], []
+    alone, templates, ratios = [], [], []
     for _ in range(rounds):
         started = time.perf_counter()
         for text in texts:
             tokenizer(text, add_special_tokens=False)
+        tokenized = time.perf_counter()
+        for messages in chats:
+            tokenizer.apply_chat_template(messages, tokenize=False)
         between = time.perf_counter()
         for record in records:
             read.tokenize(record, (), (), ())
-        alone.append(between - started)
+        alone.append(tokenized - started)
+        templates.append((between - tokenized) / alone[-1])
         ratios.append((time.perf_counter() - between) / alone[-1])
     found = {"tokens": tokens // len(records), "tokenizer_us": round(statistics.median(alone) / len(records) * 1e6)}
-    return found | {"ratio": round(statistics.median(ratios), 2)}
+    return found | {"template": round(statistics.median(templates), 2), "ratio": round(statistics.median(ratios), 2)}

@@ -37,7 +37,8 @@ def check_written(text: str, spans: Spans, messages: Sequence[Message], marks: M
     answers = sum(message["role"] == ANSWERS for message in messages)
     paired, place, number, behind = len(spans) == answers, 0, 0, 0
     found = {mark: text.count(mark) for mark in marks.values()}
-    shown = sum(item in found for message in messages for item, _ in _texts(message, marks))
+    pictures = sum(found.values())
+    shown = sum(item in found for message in messages for item, _ in _texts(message, marks)) if pictures else 0
     for turn, message in enumerate(messages, start=1):
         stop = spans[number][0] if paired and number < answers else len(text)
         if message["role"] == ANSWERS:
@@ -50,7 +51,7 @@ def check_written(text: str, spans: Spans, messages: Sequence[Message], marks: M
             if end is None:
                 raise DataError(_lost(written, thought, turn, message["role"], number))
             place = end
-        if 0 < shown == sum(found.values()):  # where not, miscounted placeholders are the error
+        if 0 < shown == pictures:  # where not, miscounted placeholders are the error
             items = [written for written, _ in _texts(message, marks)]
             behind = _pass_pictures(text, items, found, behind, stop, turn)
 
