@@ -39,6 +39,7 @@ from dhp.version import VERSION
 STEPS, SAVED = 4, 2  # steps of a run, and those before it is stopped
 ANSWER = 8  # tokens
 EXACT = 1e-6  # relative, in float64: norms and softmax of many families round to float32 all the same
+ROUNDING = 6e-8  # of float32, relative
 EPS = 1e-3  # of AdamW, beside which a gradient that is nothing but rounding is none
 SAMPLES = 16
 _TWO = "num_actors=2"
@@ -95,7 +96,8 @@ class Resumed:
 class Card:
     """All that was verified. weights_error: how far the exported weights are from those that the plain model has after
     the same steps, over how far these have gone. answers: dhp's, each beside that of the export by plain
-    transformers; unanswered: why dhp gives none."""
+    transformers; unanswered: why dhp gives none. rounding: of a model that is not equal: the largest errors of losses
+    and gradient norms of the plain model itself with weights that are `ROUNDING` off."""
 
     model: str
     model_type: str
@@ -112,6 +114,7 @@ class Card:
     made_on: str = field(default_factory=lambda: str(date.today()))
     dtype: str = "float64"
     steps: int = STEPS
+    rounding: tuple[float, float] | None = None
 
     @property
     def verified(self) -> bool:
@@ -150,7 +153,8 @@ def make_card(
         answers = tuple(zip(own, bench.plain_answers(exported), strict=True))
     family = load_family(model).config.model_type
     command = f"python -m dhp card {name}"
-    return Card(name, family, made, commit, versions(), layouts, resumed, weights, error, answers, command, why)
+    card = Card(name, family, made, commit, versions(), layouts, resumed, weights, error, answers, command, why)
+    return card if card.verified else replace(card, rounding=bench.rounding())
 
 
 class _Bench:
@@ -243,19 +247,33 @@ class _Bench:
         run_quietly(config, lambda line: None)
         return [(one.loss or 0.0, one.grad_norm or 0.0) for one in read_metrics(run_dir)]
 
+    def rounding(self) -> tuple[float, float]:
+        """Largest errors of losses and gradient norms of the plain model with weights that are `ROUNDING` off."""
+        self._say("the plain model beside itself, its weights moved by float32's rounding")
+        pairs = list(zip(self._plain_run(ROUNDING)[1], self._plain_steps()[1], strict=True))
+        loss = max(relative(moved.loss, plain.loss) for moved, plain in pairs)
+        return loss, max(relative(moved.norm, plain.norm) for moved, plain in pairs)
+
     def _plain_steps(self) -> tuple[PreTrainedModel, list[PlainStep], list[Sample]]:
         if self._plain is None:
-            config = prepare(self._config(self._folder / "plain", ()))
-            family, reader = load_family(model_name(config)), make_reader(feed_settings(config))
-            model = read_plain(self._model, torch.float64, "cpu", training_rules(config.training, family, []))
-            training = config.training
-            optimizer = torch.optim.AdamW(
-                (one for one in model.parameters() if one.requires_grad),
-                training.learning_rate, (training.betas[0], training.betas[1]), training.eps, training.weight_decay,
-            )  # fmt: skip
-            steps = [[one for rows in reader.samples(k).samples for row in rows for one in row] for k in range(STEPS)]
-            self._plain = model, [plain_step(model, family, samples, optimizer) for samples in steps], sum(steps, [])
+            self._plain = self._plain_run()
         return self._plain
+
+    def _plain_run(self, moved: float = 0.0) -> tuple[PreTrainedModel, list[PlainStep], list[Sample]]:
+        """The plain model behind all steps, these, and their samples. moved: by how much of itself a weight is off."""
+        config = prepare(self._config(self._folder / "plain", ()))
+        family, reader = load_family(model_name(config)), make_reader(feed_settings(config))
+        model = read_plain(self._model, torch.float64, "cpu", training_rules(config.training, family, []))
+        generator = torch.Generator().manual_seed(0)
+        for one in model.parameters():
+            one.data *= 1 + moved * torch.randn(one.shape, generator=generator, dtype=one.dtype)
+        training = config.training
+        optimizer = torch.optim.AdamW(
+            (one for one in model.parameters() if one.requires_grad),
+            training.learning_rate, (training.betas[0], training.betas[1]), training.eps, training.weight_decay,
+        )  # fmt: skip
+        steps = [[one for rows in reader.samples(k).samples for row in rows for one in row] for k in range(STEPS)]
+        return model, [plain_step(model, family, samples, optimizer) for samples in steps], sum(steps, [])
 
 
 def sample_prompt(sample: Sample) -> Sample:
@@ -285,6 +303,7 @@ def as_markdown(card: Card) -> str:
         f"- Export read back: {card.exported} tensors, {card.weights_error:.1e} from those that the plain model has "
         "after the same steps, over how far these have gone.",
         _answers_line(card),
+        *([] if card.rounding is None else [_rounding_line(card.rounding)]),
         "",
         f"Made by `{card.command}` on {card.made_on} at commit {card.commit}, with "
         + ", ".join(f"{name} {number}" for name, number in card.versions.items())
@@ -305,6 +324,14 @@ def _answers_line(card: Card) -> str:
         return f"- Answers: none by dhp: {card.unanswered.partition(': ')[0]}."
     same = sum(own == plain for own, plain in card.answers)
     return f"- Answers: {same} of {len(card.answers)} are those of plain transformers' `generate` on the export."
+
+
+def _rounding_line(rounding: tuple[float, float]) -> str:
+    loss, norm = map(_error, rounding)
+    return (
+        f"- The plain model beside itself, each weight {ROUNDING:.0e} of itself off, which is float32's rounding: losses "
+        f"{loss}, gradient norms {norm}. Parts of it compute in float32 in a float64 model too."
+    )
 
 
 def _error(value: float | None) -> str:

@@ -15,7 +15,8 @@ from dhp.doctor.plain_model import read_plain
 from dhp.tiny.looks import family_names
 from dhp.tiny.tiny_model import make_family
 
-# Their cards say so. gemma4: gradient norms 1.1e-6 apart; qwen3_5_moe: 1e-12 in the first step, 1e-2 in the fourth.
+# Their cards say so: rounding in float32 grows in them. gemma4: gradient norms 1.1e-6 apart; qwen3_5_moe: 1e-12 in the
+# first step, 1e-2 in the fourth, where the plain model is 2.8e-1 off itself when weights move by 1e-14 of themselves.
 NOT_EQUAL = {"gemma4", "qwen3_5_moe"}
 CARDS = Path(__file__).parents[2] / "docs" / "reference" / "cards"
 
@@ -48,6 +49,11 @@ def test_a_page_says_what_was_tried() -> None:
 def test_a_page_says_why_there_are_no_answers() -> None:
     page = as_markdown(replace(CARD, answers=(), unanswered="state that no cache keeps: export it"))
     assert "- Answers: none by dhp: state that no cache keeps.\n" in page
+
+
+def test_a_page_says_what_rounding_does_to_the_plain_model() -> None:
+    page = as_markdown(replace(CARD, weights_error=2 * EXACT, rounding=(2e-7, 3e-6)))
+    assert "each weight 6e-08 of itself off, which is float32's rounding: losses 2.0e-07, gradient norms 3.0e-06." in page
 
 
 @pytest.mark.parametrize(
@@ -95,6 +101,9 @@ def test_a_card_is_not_stale(name: str) -> None:
     assert card["versions"] == versions()
     assert {one["name"]: tuple(one["settings"]) for one in card["layouts"]} == dict(LAYOUTS)
     assert card["verified"] == (name not in NOT_EQUAL) and (CARDS / f"{name}.md").is_file()
+    for one in card["layouts"] if name in NOT_EQUAL else ():
+        errors = one["loss_error"], one["norm_error"]
+        assert one["refused"] or all(mine <= rounding for mine, rounding in zip(errors, card["rounding"], strict=True))
 
 
 def test_what_is_no_setting() -> None:
