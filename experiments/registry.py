@@ -80,7 +80,7 @@ EXPERIMENTS = (
     Experiment("micro", "What do single parts of a step cost, each beside what it could be instead?", 45,
         (
             *(f"--only {one}" for one in ("kernels", "handoff", "tensor_host", "checkpoint", "experts")),
-            "--only compile --rounds 15", "--only experts --tokens 32",
+            "--only compile --rounds 15", "--only experts --tokens 32", "--only reading --rounds 9",
         ),
         "--only tensor_host experts --rounds 2", processes=4),
     Experiment("needle_frames", "Does training on longer videos find needles in longer ones?", 15,

@@ -329,8 +329,8 @@ def _answers_line(card: Card) -> str:
 def _rounding_line(rounding: tuple[float, float]) -> str:
     loss, norm = map(_error, rounding)
     return (
-        f"- The plain model beside itself, each weight {ROUNDING:.0e} of itself off, which is float32's rounding: losses "
-        f"{loss}, gradient norms {norm}. Parts of it compute in float32 in a float64 model too."
+        f"- The plain model beside itself, each weight {ROUNDING:.0e} of itself off, which is float32's rounding: "
+        f"losses {loss}, gradient norms {norm}. Parts of it compute in float32 in a float64 model too."
     )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-_AT_ONCE = 8  # conversations that are rendered by one call
 _FORMS = Forms()
 _OF_STRINGS: dict[str, bool] = {}  # by template: whether it takes strings alone
 
@@ -193,11 +191,10 @@ def _after(prompts: Sequence[str], text: str, start: int) -> int:
 def _render_by_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rendered:
     text = _write(tokenizer, messages, prompt=False)
     answers = [index for index, message in enumerate(messages) if message["role"] == ANSWERS]
-    starts = _write_each(tokenizer, [messages[:index] for index in answers], prompt=True)
-    ends = _write_each(tokenizer, [messages[: index + 1] for index in answers[:-1]], prompt=False)
     spans = []
-    for index, start, after in zip(answers, starts, chain(ends, [text]), strict=True):
-        before = start + _opening(tokenizer, messages[:index])
+    for index in answers:
+        before = _write(tokenizer, messages[:index], prompt=True) + _opening(tokenizer, messages[:index])
+        after = _write(tokenizer, messages[: index + 1], prompt=False) if index < answers[-1] else text
         span, shorter = (len(before), len(after)), after
         if not after.startswith(before):  # nothing is written of the thoughts that the prompt opens
             span = (len(before := _AT_END.sub("", before)), len(after))
@@ -247,15 +244,6 @@ def _takes_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
     if template not in _OF_STRINGS:
         _OF_STRINGS[template] = takes_strings(lambda messages: _write(tokenizer, messages, prompt=False))
     return _OF_STRINGS[template]
-
-
-def _write_each(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[Message]], prompt: bool
-) -> Iterator[str]:
-    """Some at a time: a call takes longer than what it writes, and all together may be large."""
-    for first in range(0, len(conversations), _AT_ONCE):
-        some = conversations[first : first + _AT_ONCE]
-        yield from tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=prompt)
 
 
 def _write(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: bool) -> str:

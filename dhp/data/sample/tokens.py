@@ -218,9 +218,7 @@ class ConversationTokenizer:
             target[first:last] = True
         return target
 
-    def _end_of_turn(
-        self, ids: list[int], characters: Characters, text: str, first: int, last: int, stop: int
-    ) -> int:
+    def _end_of_turn(self, ids: list[int], characters: Characters, text: str, first: int, last: int, stop: int) -> int:
         """Move `last` (exclusive) so that the answer, which ends at `stop`, ends with its end-of-turn token.
 
         Templates write a newline after that token, which nothing should learn to say; and some leave
