@@ -184,10 +184,11 @@ LENGTHS = {
 COLUMNS = {
     "steps": "optimizer steps of an epoch",
     "pad": "share of a padded row that is padding; 0 where rows are packed",
-    "dist_vision": "by how much devices have fewer image tokens than a step's fullest one, mean share; 0: all even",
+    "dist_vision": "by how much replicas' rows have fewer image tokens than a step's fullest, mean share; 0: all even",
+    "dist_assigned": "the same of vision's devices, to which a run assigns a step's images",
     "dist_text": "the same of text replicas and all tokens, padding included",
     "dist_flops": "the same of text replicas and the decoder's operations, which grow faster than tokens",
-    "cv_vision": "standard deviation over mean of a device's image tokens in a step",
+    "cv_vision": "standard deviation over mean of a row's image tokens",
     "cv_text": "standard deviation over mean of a row's tokens",
     "critical": "tokens of each step's longest text replica over an even share: what steps wait for; 1: ideal",
     "seconds": "what planning an epoch took here",
@@ -344,7 +345,7 @@ def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterat
         packs = method(loads, limits, rows, config.seed)
         seconds = time.perf_counter() - start
         padded = name not in FILLING and not config.data.packing
-        balance: BalanceMetrics = measure_balance(packs, loads, replicas, padded, dispatched=True)
+        balance: BalanceMetrics = measure_balance(packs, loads, replicas, padded)
         yield {"method": name, "steps": -(-len(packs) // rows), **asdict(balance), "seconds": round(seconds, 3)}
 
 

@@ -238,7 +238,16 @@ def _check_cuts(name: str, part: PartConfig, pipeline: int) -> None:
 
 
 def _check_partition(name: str, part: PartConfig) -> None:
-    """Refuse ways to cut layers that do not exist, or beside cuts by hand."""
+    """Refuse ways to cut layers that do not exist, or beside cuts by hand, and settings of another way."""
+    for key, default in (("partition_radius", 1), ("partition_candidates", 15)):
+        value = getattr(part, key)
+        if value < 1:
+            raise ConfigError(f"{name}.{key}={value} is not at least 1")
+        if value != default and part.partition != BMP:
+            raise ConfigError(
+                f"{name}.{key}={value} is of text.partition=bmp, and {name}.partition is "
+                f"{part.partition or 'not set'}. Set text.partition=bmp, or leave {name}.{key} out"
+            )
     if part.partition is None:
         return
     require_choice(f"{name}.partition", part.partition, with_plugins("text.partition", PARTITIONS), _MEANT_PARTITIONS)

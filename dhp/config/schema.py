@@ -76,6 +76,12 @@ class PartConfig:
     numbers of layers with virtual_stages; parameters with training.schedule=sequential, under which every cut takes as
     long."""
 
+    partition_radius: int = key(1, advanced=True)
+    """Of partition=bmp: each cut lies at most so many layers beside that of equal forward times. text only."""
+
+    partition_candidates: int = key(15, advanced=True)
+    """Of partition=bmp: so many cuts, those of the least VAR(fwd_time) + SUM(comm), are tried. text only."""
+
     virtual_stages: int = key(1, layout=FOLLOWS)
     """Runs of layers that each stage holds, for training.schedule=interleaved: stage 0 of 2 has the first and the third
     quarter with 2 of them. text only."""

@@ -19,7 +19,7 @@ from dhp.config.parts import split_share
 from dhp.config.schema import Config
 from dhp.core.batch import Answer, Sampling, StepInfo
 from dhp.core.errors import ConfigError
-from dhp.core.process import ending
+from dhp.core.process import ending, say_nothing
 from dhp.core.reports import EvaluatedShare
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_evaluations
 from dhp.plan.run_plan import plan_run
@@ -79,6 +79,7 @@ def of_evaluation(config: Config, name: str) -> Config:
 
 
 _NEVER = 1 << 40  # optimizer steps of a run that takes none: no warm-up is longer
+MANY = 50  # batches of an evaluation: a minute or more
 TOGETHER = ""  # the dataset's name in the line about all of them
 
 
@@ -136,10 +137,10 @@ class _Done:
 class Evaluation:
     """All datasets of data.eval_datasets, as often as is asked for."""
 
-    def __init__(self, session: Session, exchange: str = ""):
-        """exchange: as `BatchReaderSettings` has it. Raises ConfigError for a dataset without samples, and what
-        reading raises."""
-        self._session, self._graph, self._exchange = session, session.graph, exchange
+    def __init__(self, session: Session, exchange: str = "", say: Callable[[str], None] = say_nothing):
+        """exchange: as `BatchReaderSettings` has it. say: receives a line at each tenth of many batches. Raises
+        ConfigError for a dataset without samples, and what reading raises."""
+        self._session, self._graph, self._exchange, self._say = session, session.graph, exchange, say
         self._timeout_s = session.config.cluster.step_timeout_s
         self._datasets = [self._open(name) for name in session.config.data.eval_datasets]
 
@@ -187,8 +188,10 @@ class Evaluation:
 
     def _batches(self, data: EvalData) -> list[_Done]:
         flying: deque[tuple[EvaluationRefs, list[Watched]]] = deque()
-        done = []
+        done, reported = [], tenths(data.batches)
         for batch in range(data.batches):
+            if batch in reported:
+                self._say(f"{data.name}: {batch} of {data.batches} batches")
             wait_all(data.actor.request(batch), self._timeout_s)
             refs = evaluate_batch(self._session.stages, self._graph, data.actor.take(batch))
             flying.append((refs, self._session.take_watched()))
@@ -200,6 +203,11 @@ class Evaluation:
         wait_all(watched, self._timeout_s)
         info, shares = self._session.info(refs.info), tuple(self._session.values(refs.shares))
         return _Done(info, shares, judge_samples(info, shares, self._graph.stages[-1].degrees.sequence))
+
+
+def tenths(batches: int) -> set[int]:
+    """After which of many batches a line says how far it is."""
+    return {batches * tenth // 10 for tenth in range(1, 10)} if batches >= MANY else set()
 
 
 def due(config: Config, step: int, last: int, saves: bool = False) -> bool:
@@ -257,7 +265,9 @@ def evaluate(
 
     Nothing is written but logs, in run_dir. Raises DhpError; leaves no process."""
     with _loaded(config, checkpoint, say) as (session, step):
-        return {images: Evaluation(session, images).run(step, judge and partial(judge, images)) for images in exchanges}
+        return {
+            images: Evaluation(session, images, say).run(step, judge and partial(judge, images)) for images in exchanges
+        }
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from dhp.data.balance.methods import BALANCE_METHODS as METHODS
 from dhp.data.balance.packs import Limits, Loads, measure_balance
-from experiments.balance.sets import LONGEST, least_packs, made, read, row_columns
+from experiments.balance.sets import least_packs, made, read, row_columns
 from experiments.baselines import PADDED
 
 SWEEPS = ("passes", "filters")
@@ -41,13 +41,13 @@ def sweep_rows(sweep: str, source: str, loads: Loads, limits: Limits, dp: int, s
     """A row for each setting, at so many replicas."""
     for changed, own in settings(sweep, limits):
         packs = METHODS["isf"](loads, own, dp, seed)
-        found = measure_balance(packs, loads, dp, padded=False, dispatched=False)
+        found = measure_balance(packs, loads, dp, padded=False)
         dist = {"dist_vision": round(found.dist_vision, 5), "dist_text": round(found.dist_text, 5)}
         yield {"sweep": sweep, "source": source, "dp": dp, **changed, **dist, "packs": len(packs)}
 
 
 SAMPLES, SIZES = 100_000, 2_000  # of the set; different sizes in it
-PUBLISHED = ("random", "isf", "balanced")
+PUBLISHED = ("random", "isf", "balanced", "balanced_stages")
 # Share, mean width and height in pixels, σ of the logarithm of their sides and of the aspect.
 KINDS = (
     (0.55, 640, 480, 0.15, 0.25), (0.20, 1024, 768, 0.40, 0.30), (0.15, 900, 1250, 0.30, 0.10),
@@ -62,12 +62,14 @@ Counts = tuple[int, int]  # of a picture: the tower's load, and the decoder's to
 
 @dataclass(frozen=True)
 class Way:
-    """A preprocessing. table: OmniBal's. unit: of the tower's load. count: of a picture."""
+    """A preprocessing. table: OmniBal's. unit: of the tower's load. count: of a picture. published: of ISF, samples a
+    pack and DistRatio of vision and text."""
 
     name: str
     table: int
     unit: str
     count: Callable[[Size], Counts]
+    published: tuple[float, float, float]
 
 
 def tiles(size: Size, most: int, side: int = 448) -> Counts:
@@ -92,11 +94,13 @@ def own_size(size: Size) -> Counts:
     return patches, patches // 4
 
 
+_OF_TILES = {1: (7.6, 0.06, 0.05), 4: (4.6, 0.02, 0.14), 6: (2.7, 0.019, 0.136), 12: (1.9, 0.03, 0.12)}
+_OF_SIDES = {224: (4.8, 0.009, 0.068), 336: (3.3, 0.005, 0.07), 448: _OF_TILES[4]}
 WAYS = (
-    *(Way(f"InternVL, at most {most} tiles", 10, "tiles", partial(tiles, most=most)) for most in (1, 4, 6, 12)),
-    *(Way(f"InternVL, tiles of {side}", 12, "tiles", partial(tiles, most=4, side=side)) for side in (224, 336, 448)),
-    Way("LLaVA-1.6", 13, "tiles", anyres),
-    Way("Qwen2-VL", 14, "patches", own_size),
+    *(Way(f"InternVL, at most {n} tiles", 10, "tiles", partial(tiles, most=n), _OF_TILES[n]) for n in _OF_TILES),
+    *(Way(f"InternVL, tiles of {n}", 12, "tiles", partial(tiles, most=4, side=n), _OF_SIDES[n]) for n in _OF_SIDES),
+    Way("LLaVA-1.6", 13, "tiles", anyres, (4.54, 0.008, 0.037)),
+    Way("Qwen2-VL", 14, "patches", own_size, (6.6, 0.12, 0.06)),
 )
 
 
@@ -121,18 +125,23 @@ def made_loads(way: Way, seed: int) -> Loads:
     return Loads(vision, (text + tokens).clip(16))
 
 
-def limits_of(loads: Loads) -> Limits:
-    """Rows of the decoder as long as its longest sample, but 4,096 at least; the tower's limit goes with it, as both
-    means do."""
-    text = max(LONGEST, int(loads.text.max()))
-    return Limits(max(int(loads.vision.max()), round(text * float(loads.vision.mean() / loads.text.mean()))), text)
+def limits_of(loads: Loads, samples: float, dp: int, seed: int) -> Limits:
+    """Rows of the decoder in which ISF puts so many samples; the tower's limit goes with it, as both means do."""
+    share = float(loads.vision.mean() / loads.text.mean())
+    least, most = float(loads.text.mean()), 20 * float(loads.text.mean()) * samples
+    while most - least > 1:
+        text = (least + most) / 2
+        limits = Limits(max(1, round(text * share)), round(text))
+        fewer = len(loads) / len(METHODS["isf"](loads, limits, dp, seed)) < samples
+        least, most = (text, most) if fewer else (least, text)
+    return Limits(max(1, round(most * share)), round(most), max(1, round(samples)))
 
 
 def passes_rows(dp: int, seed: int) -> Iterator[dict[str, Any]]:
     """ISF's Dist by its passes, for each number of tiles and each resolution: two panels of OmniBal's figure 4."""
     for way in (way for way in WAYS if way.table in (10, 12)):
         loads = made_loads(way, seed)
-        for row in sweep_rows("passes", way.name, loads, limits_of(loads), dp, seed):
+        for row in sweep_rows("passes", way.name, loads, limits_of(loads, way.published[0], dp, seed), dp, seed):
             kept = {key: row[key] for key in ("passes", "packs", "dist_vision", "dist_text")}
             yield {"preprocessing": way.name, "table": way.table, "sweep": "passes", "dp": dp} | kept
 
@@ -141,22 +150,24 @@ def preprocessing_rows(dp: int, seed: int) -> Iterator[dict[str, Any]]:
     """Of each way and method the paper's columns."""
     for way in WAYS:
         loads = made_loads(way, seed)
-        limits = limits_of(loads)
+        limits = limits_of(loads, way.published[0], dp, seed)
         for name in PUBLISHED:
             packs = METHODS[name](loads, limits, dp, seed)
-            found = measure_balance(packs, loads, dp, padded=name in PADDED, dispatched=name == "balanced")
+            found = measure_balance(packs, loads, dp, padded=name in PADDED)
             yield {
                 "preprocessing": way.name, "table": way.table, "unit": way.unit, "method": name, "dp": dp,
+                "limit_vision": limits.vision, "limit_text": limits.text,
                 "mean_vision": round(float(loads.vision.mean()), 2), "mean_text": round(float(loads.text.mean()), 1),
                 "pad": round(found.pad, 4), "dist_vision": round(found.dist_vision, 4),
-                "dist_text": round(found.dist_text, 4), "samples_a_pack": round(len(loads) / len(packs), 2),
+                "dist_assigned": round(found.dist_assigned, 4), "dist_text": round(found.dist_text, 4),
+                "samples_a_pack": round(len(loads) / len(packs), 2),
                 **row_columns(packs, loads, dp, name in PADDED),
+                "published": way.published if name == "isf" else None,
             }  # fmt: skip
 
 
 MADE = "made 1.2M"
 COMMAND = "python -m experiments.balance --dp 8 --preprocessing"
-PER_MODALITY = "balanced"  # its images go to any vision rank of the step
 
 
 def rows(
@@ -171,7 +182,7 @@ def rows(
             begin = time.perf_counter()
             packs = METHODS[name](loads, limits, dp, seed)
             seconds = time.perf_counter() - begin
-            found = measure_balance(packs, loads, dp, padded=name in PADDED, dispatched=name == PER_MODALITY)
+            found = measure_balance(packs, loads, dp, padded=name in PADDED)
             yield {
                 "method": name, "source": source, "dp": dp,
                 **{key: round(value, 5) if isinstance(value, float) else value for key, value in asdict(found).items()},

@@ -61,8 +61,8 @@ SETS = (
     ),
     LongSet(
         "mixed", 100_000, 0.03, (5, 20), 8_192, 8,
-        {"random": {"ave_bs": 8, "pad": 0.417, "dist_vision": 0.27, "dist_text": 0.24, "gpu_days": 36.2},
-         "balanced": {"ave_bs": 10.3, "pad": 0, "dist_vision": 0.03, "dist_text": 0.07, "gpu_days": 18.7}},
+        {"balanced": {"ave_bs": 3.9, "pad": 0, "dist_vision": 0.03, "dist_text": 0.08, "sp_ratio": 0.025,
+                      "gpu_days": 38.6}},
     ),
 )  # fmt: skip
 WAYS = ("random", "length_group", "isf", "balanced", "balanced, long ones apart")
@@ -75,11 +75,12 @@ def measure(_: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for way in WAYS:
             packs = make_packs(way, made, loads)
             padded = way in PADDED
-            found = measure_balance(packs, loads, REPLICAS, padded, dispatched=way.startswith("balanced"))
+            found = measure_balance(packs, loads, REPLICAS, padded)
             by_token, evenly = sp_ratios(packs, loads, way)
             yield {
                 "set": made.name, "way": way, "ave_bs": round(len(loads) / len(packs), 2), "pad": round(found.pad, 4),
-                "dist_vision": round(found.dist_vision, 4), "dist_text": round(found.dist_text, 4),
+                "dist_vision": round(found.dist_vision, 4), "dist_assigned": round(found.dist_assigned, 4),
+                "dist_text": round(found.dist_text, 4),
                 "sp_ratio_by_token": round(by_token, 4), "sp_ratio": round(evenly, 4),
                 **row_columns(packs, loads, REPLICAS, padded), "published": made.published.get(way),
             }  # fmt: skip
@@ -204,7 +205,7 @@ def measure_sampler(model: str, given: argparse.Namespace) -> Iterator[dict[str,
         packs = choose_method(name, long)(loads, limits, REPLICAS, 0)
         if name == "balanced":
             drawn["long ones apart" if long else "long ones in any row"] = packs
-        balance = measure_balance(packs, loads, REPLICAS, padded=False, dispatched=True)
+        balance = measure_balance(packs, loads, REPLICAS, padded=False)
         yield {
             "way": name if long is None else f"{name}, long ones apart", "rows": len(packs),
             "dist_text": round(balance.dist_text, 4), "dist_flops": round(balance.dist_flops, 4),

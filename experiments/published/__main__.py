@@ -1,16 +1,22 @@
-"""`python -m experiments.published [--out FILE] [--plot FILE]`: simulated steps beside published tables."""
+"""`python -m experiments.published [--out FILE] [--plot FILE]`: simulated steps beside published tables.
+
+`--sensitivities`: in their place, each score with each chosen constant otherwise, one at a time."""
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from experiments.published.canvas import Canvas, beside_panel
-from experiments.published.machine import FIT, HELD_OUT, UNEXPLAINED, Row
+from experiments.published.machine import FIT, HELD_OUT, Row, read_table
 from experiments.published.omnibal import omnibal_rows
+from experiments.published.points import point_rows
 from experiments.published.sequences import longest_rows, longvila_rows, ray_rows
 
-COLOURS = {FIT: "#202020", HELD_OUT: "#00798c", UNEXPLAINED: "#d1495b"}
+COLOURS = {FIT: "#202020", HELD_OUT: "#00798c"}
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -43,15 +49,64 @@ def all_rows() -> tuple[list[Row], list[Row]]:
     cells, of_cells, fitted = ray_rows()
     long, of_long, of_steps = longvila_rows(fitted)
     days, of_days = omnibal_rows()
-    return [*cells, *long, *longest_rows(of_steps), *days], [of_cells, *of_long, *of_days]
+    points, of_points = point_rows()
+    scores = [of_cells, *of_long, *of_days, *of_points]
+    return [*cells, *long, *longest_rows(of_steps), *days, *points], scores
+
+
+def sensitivities() -> Iterator[Row]:
+    """The scores of a table with each of its chosen constants otherwise, one at a time."""
+    of_table: dict[str, Callable[[], Sequence[Row]]] = {
+        "ray_cells": lambda: [ray_rows()[1]],
+        "longvila": lambda: longvila_rows(ray_rows()[2])[1],
+        "omnibal": lambda: omnibal_rows()[1],
+    }
+    for table, scores in of_table.items():
+        before = {one["score"]: one for one in scores()}
+        for constant in read_table(table)["chosen"]:
+            for other in constant.get("others", ()):
+                with _otherwise([constant["at"], *constant.get("beside", ())], other) as chosen:
+                    for one in scores():
+                        was = before[one["score"]]
+                        if any(one.get(key) != was.get(key) for key in _SCORES):
+                            yield _changed(constant["constant"], chosen, other, was, one)
+
+
+_SCORES = ("median", "max", "batches_right")
+
+
+def _changed(constant: str, chosen: Any, other: Any, was: Row, one: Row) -> Row:
+    figures = {f"{key}_chosen": was[key] for key in _SCORES if key in was} | {
+        key: one[key] for key in _SCORES if key in one
+    }
+    return {"sensitivity": constant, "score_of": one["score"], "chosen": chosen, "other": other, **figures}
+
+
+@contextmanager
+def _otherwise(places: Sequence[Sequence[str]], other: Any) -> Iterator[Any]:
+    """These places of the tables with another value meanwhile; what stood in the first of them."""
+    of_places = []
+    for table, *path, key in places:
+        section = reduce(lambda inner, name: inner[name], path, read_table(table))
+        of_places.append((section, key, section[key]))
+        section[key] = other
+    try:
+        yield of_places[0][2]
+    finally:
+        for section, key, value in of_places:
+            section[key] = value
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.published", description=__doc__)
     parser.add_argument("--out", type=Path, help="file for the same lines")
     parser.add_argument("--plot", type=Path, help="PNG of predicted figures beside published ones")
+    parser.add_argument("--sensitivities", action="store_true", help="scores with other constants")
     asked = parser.parse_args(arguments)
-    rows, scores = all_rows()
+    if asked.sensitivities:
+        rows, scores = [], list(sensitivities())
+    else:
+        rows, scores = all_rows()
     command = {"command": "python -m experiments.published"}
     lines = [json.dumps(row | command, ensure_ascii=False) for row in [*rows, *scores]]
     print("\n".join(lines))

@@ -20,8 +20,7 @@ from dhp.plan.count import rates
 from dhp.plan.count.rates import Operations, Rates
 
 FOLDER = Path(__file__).parent / "data"
-FIT, HELD_OUT, UNEXPLAINED = "fit", "held_out", "unexplained"
-ROLES = (FIT, HELD_OUT, UNEXPLAINED)
+FIT, HELD_OUT = ROLES = ("fit", "held_out")
 Row = dict[str, Any]
 
 
@@ -51,13 +50,16 @@ def errors(rows: Sequence[Row], group: str | None = None) -> list[float]:
 
 
 def score(table: Row, rows: Sequence[Row], group: str, goal: Row | None, **more: Any) -> Row:
-    """The errors of a group's rows that are held out, beside the goal where there is one, with what was inferred."""
+    """The errors of a group's rows that are held out, beside the goal where there is one. fitted: numbers that rows
+    set; chosen: constants that were chosen with the table in sight, which count as much."""
     found = errors(rows, group)
     reached = {"median": round(median(found), 4), "max": round(max(found), 4)}
     met = None if goal is None else all(reached[key] <= goal[key] for key in reached)
-    counts = {"fitted": sum(row["role"] == FIT and row["group"] == group for row in rows), "held_out": len(found)}
+    fitted = sum(row["role"] == FIT and row["group"] == group for row in rows)
+    chosen = [one["constant"] for one in table["chosen"]]
+    counts = {"fitted": fitted, "chosen": len(chosen), "held_out": len(found)}
     line = {"source": table["source"], "score": group, **counts, **reached, "goal": goal, "met": met}
-    return {**line, **more, "inferred": table["inferred"]}
+    return {**line, **more, "constants": chosen}
 
 
 VALUE = 2  # bytes of a bf16 number
@@ -161,13 +163,14 @@ ROUNDS, STEP = 80, 0.8  # of a fit
 @dataclass(frozen=True)
 class Fitted:
     """Factors of time, 1 where nothing is fitted. device: all that it computes; attention: that alone, beside the
-    former; host: launches; gathered: launches of layers whose weights are gathered (ZeRO-3), beside the former. fixed:
-    seconds of a step."""
+    former; host: launches; gathered: launches of layers whose weights are gathered (ZeRO-3), beside the former. hops:
+    messages between nodes, of which a ring waits for one after another. fixed: seconds of a step."""
 
     device: float = 1.0
     attention: float = 1.0
     host: float = 1.0
     gathered: float = 1.0
+    hops: float = 1.0
     fixed: float = 0.0
 
 

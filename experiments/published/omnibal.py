@@ -87,7 +87,6 @@ LOSS_FORWARD = 14  # bytes moved a logit
 LINK, LINK_GBIT = "ib100", 100  # of which a row's network is a multiple
 TABLE = read_table("omnibal")
 PROFILES = read_table("profiles")
-MICRO_BATCHES: int = TABLE["micro_batches"]
 
 
 @dataclass(frozen=True)
@@ -203,11 +202,14 @@ def days(row: Row, fitted: Fitted, steps: int) -> float:
     tower_name, decoder_name = row["model"].split(" + ")
     decoder = decoder_named(decoder_name)
     tower = tower_named(tower_name, decoder.hidden)
+    if row.get("zero3"):
+        return _zero3_days(row, tower, decoder, rates, steps)
     seconds = layer_seconds(tower, decoder, row["tensor"], rates)
-    cut = _cut(row, seconds, packs, tower.layers, decoder.layers)
+    cut = _cut(row, seconds, packs, tower, decoder)
     recomputed = tuple(cut if row["recomputed"] == "all" else row["recomputed"])
     chain = Chain(tower, decoder, row["tensor"], row["data"], cut, recomputed)
-    number = max(4, MICRO_BATCHES * 4 // row["data"]) if row["group"] == "other models" else MICRO_BATCHES
+    number = TABLE["micro_batches"]
+    number = max(4, number * 4 // row["data"]) if row["group"] == "other models" else number
     at = np.random.default_rng(0).integers(0, len(packs), (number, steps * row["data"]))
     drawn = packs.drawn(at)
     hop = VALUE * drawn.tokens * decoder.hidden / row["tensor"] / rates.outer.bytes_s
@@ -217,20 +219,47 @@ def days(row: Row, fitted: Fitted, steps: int) -> float:
     return float(taken * step * row["tensor"] * len(cut) * row["data"] / DAY)
 
 
-def _cut(row: Row, seconds: Seconds, packs: MicroBatches, tower: int, decoder: int) -> tuple[int, ...]:
-    if isinstance(row["cut"], Sequence) and not isinstance(row["cut"], str):
-        return tuple(row["cut"])
-    own, text = float(seconds.tower_layer(packs).mean()), float(seconds.text_layer(packs).mean())
-    layers = [own] * tower + [text] * decoder
-    layers[-1] += float(seconds.head * packs.tokens.mean())
-    return tuple(least_slowest(layers, 4))
+def _zero3_days(row: Row, tower: Tower, decoder: Decoder, rates: Rates, steps: int) -> float:
+    """Of replicas that hold a share of all states each, gather weights twice and sum gradients once a micro-batch, and
+    recompute everything."""
+    seconds, packs, devices = layer_seconds(tower, decoder, 1, rates), micro_batches(row["packs"]), _devices()
+    drawn = packs.drawn(np.random.default_rng(0).integers(0, len(packs), (steps, devices)))
+    layers = tower.layers * seconds.tower_layer(drawn) + decoder.layers * seconds.text_layer(drawn)
+    passes = 4 * layers + 3 * seconds.head * drawn.tokens
+    sent = Transfer("all-gather", VALUE * (tower.parameters + decoder.parameters), devices, times=3).seconds(rates)
+    step = np.maximum(passes.max(axis=1), sent).mean() + TABLE["fixed_s"]
+    return float(SHARE * len(packs) / devices * step * devices / DAY)
 
 
-def ratio(row: Row, fitted: Fitted, steps: int) -> tuple[float, float]:
-    """Days of the baseline by those of the balanced row: published and predicted."""
-    before = row["before"]
-    baseline = {**row, "packs": "random", "cut": before["cut"], "recomputed": "all"}
-    return before["published"] / row["published"], days(baseline, fitted, steps) / days(row, fitted, steps)
+def _devices() -> int:
+    return int(TABLE["zero3"]["devices"])
+
+
+def _cut(row: Row, seconds: Seconds, packs: MicroBatches, tower: Tower, decoder: Decoder) -> tuple[int, ...]:
+    cut = TABLE["baseline"] if row["cut"] == "baseline" else row["cut"]
+    stages = row.get("stages", 4)
+    if isinstance(cut, Sequence) and not isinstance(cut, str) and (len(cut) == stages or row["cut"] != "baseline"):
+        return tuple(cut)
+    if cut != "least slowest":
+        own, text, head = tower.work.token / tower.layers, decoder.work.token / decoder.layers, 0.0
+    else:
+        own, text = float(seconds.tower_layer(packs).mean()), float(seconds.text_layer(packs).mean())
+        head = float(seconds.head * packs.tokens.mean())
+    layers = [own] * tower.layers + [text] * decoder.layers
+    layers[-1] += head
+    return tuple(least_slowest(layers, stages))
+
+
+def ratio_rows(row: Row, fitted: Fitted, steps: int) -> list[Row]:
+    """The baseline's days by those of the balanced row, and both of them."""
+    baseline = {**row, "packs": "random", "cut": "baseline", "stages": len(row["cut"]), "recomputed": "all"}
+    published = row["before"]["published"], row["published"]
+    predicted = days(baseline, fitted, steps), days(row, fitted, steps)
+    found = [compared(TABLE, {**row, "published": round(published[0] / published[1], 3)}, predicted[0] / predicted[1])]
+    for name, of_paper, own in zip(("baseline", "balanced"), published, predicted, strict=True):
+        named = {"row": f"{name}, {row['row'].partition(', ')[2]}", "group": "days of ratios", "published": of_paper}
+        found.append(compared(TABLE, {**row, **named}, own))
+    return found
 
 
 def omnibal_rows(steps: int = 100) -> tuple[list[Row], list[Row]]:
@@ -244,9 +273,9 @@ def omnibal_rows(steps: int = 100) -> tuple[list[Row], list[Row]]:
     fitted, rows = fit(Fitted(), wanted, rounds=8), []
     for row in TABLE["rows"]:
         if "before" in row:
-            published, predicted = ratio(row, fitted, max(10, steps // row["data"]))
-            rows.append(compared(TABLE, {**row, "published": round(published, 3)}, predicted))
+            rows.extend(ratio_rows(row, fitted, max(10, steps // row["data"])))
         else:
             rows.append(compared(TABLE, row, days(row, fitted, steps)))
     main = score(TABLE, rows, "chain of rows", TABLE["goal"], factors={"device": round(fitted.device, 3)})
-    return rows, [main, *(score(TABLE, rows, group, None) for group in ("ratios", "other models", "hardware"))]
+    others = ("ratios", "days of ratios", "other models", "hardware", "ZeRO-3")
+    return rows, [main, *(score(TABLE, rows, group, None) for group in others)]

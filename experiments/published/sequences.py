@@ -1,6 +1,6 @@
 """Steps of sequences: the Ray system's cells of Qwen2.5-VL-32B on 8 GPUs, and LongVILA's decoder on 32 and 64."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -15,7 +15,6 @@ from experiments.published.machine import (
     HELD_OUT,
     MERGED,
     PASSES,
-    UNEXPLAINED,
     VALUE,
     Fitted,
     Row,
@@ -281,7 +280,8 @@ def sequence_seconds(row: Row, fitted: Fitted) -> float:
     ulysses, ring, tensor = degrees(row)
     rows = length / (ulysses * ring)
     work = layers_work(row, length) + head_of(LLAMA, rows, tensor)
-    device = spend(work, rates).total + spend(attention_work(row, length), rates).total
+    around = replace(rates, outer=replace(rates.outer, bytes_s=rates.outer.bytes_s / fitted.hops))
+    device = spend(work, rates).total + spend(attention_work(row, length), around).total
     launched = LLAMA.layers * (PASSES - 1 + float(tensor > 1)) * (1 + 0.05 * ring)
     host = spend(Operations(launched=launched), rates).total
     beside = weights_sent(row).seconds(rates)
@@ -292,19 +292,32 @@ def longvila_rows(start: Fitted) -> tuple[list[Row], list[Row], Fitted]:
     """Rows, scores, and what was fitted. start: of the Ray system's cells."""
     start = replace(start, fixed=float(LONGVILA["fixed_s"]))
     factors = LONGVILA["fitted"]
-    wanted = {
-        factors[row["row"]]: (row["published"], partial(sequence_seconds, row))
-        for row in LONGVILA["rows"]
-        if row["row"] in factors
-    }
-    fitted, rows = fit(start, wanted), []
+    fitting = [row for row in LONGVILA["rows"] if row["row"] in factors]
+    steps = {factors[row["row"]]: row for row in fitting if factors[row["row"]] != "hops"}
+    fitted = fit(start, {name: _wanted(row) for name, row in steps.items()})
+    of_rings = {_ring(row): fit(fitted, {"hops": _wanted(row)}) for row in fitting if factors[row["row"]] == "hops"}
+    rows = []
     for row in LONGVILA["rows"]:
-        why = {"why": LONGVILA["why_unexplained"][row["group"]]} if row["role"] == UNEXPLAINED else {}
-        rows.append(compared(LONGVILA, row, sequence_seconds(row, fitted), **why))
+        of_row = of_rings.get(_ring(row), fitted)
+        hop = {"hop_gb_s": round(_hop_gb_s(row, of_row), 1)} if row["way"] == "ring" else {}
+        rows.append(compared(LONGVILA, row, sequence_seconds(row, of_row), **hop))
     names = {"attention": round(fitted.attention, 3), "fixed_s": round(fitted.fixed, 3)}
     main = score(LONGVILA, rows, "sequence parallel", LONGVILA["goal"], factors=names)
-    others = [score(LONGVILA, rows, group, None) for group in ("Megatron CP+TP", "with ZeRO-3")]
+    others = [score(LONGVILA, rows, group, None) for group in ("Megatron CP+TP", "with ZeRO-3", "Megatron CP", "ring")]
     return rows, [main, *others], fitted
+
+
+def _wanted(row: Row) -> tuple[float, Callable[[Fitted], float]]:
+    return row["published"], partial(sequence_seconds, row)
+
+
+def _ring(row: Row) -> tuple[str, int | None]:
+    """Whose hops take alike: Megatron's in all rows, LongVILA's own by the number of devices."""
+    return row["group"], row["devices"] if row["group"] == "ring" else None
+
+
+def _hop_gb_s(row: Row, fitted: Fitted) -> float:
+    return rates_of(LONGVILA["device"], LONGVILA["network"], fitted).outer.bytes_s / fitted.hops / 1e9
 
 
 LONGEST = LONGVILA["longest"]
@@ -339,7 +352,7 @@ def longest_rows(fitted: Fitted) -> list[Row]:
 
 def _longest_row(row: Row, fits: bool) -> Row:
     return {
-        "source": LONGEST["source"], "group": "longest", "row": row["row"], "published": FITS,
+        "source": LONGEST["source"], "group": "longest", "row": row["row"], "published": row.get("published", FITS),
         "predicted": FITS if fits else OVER, "error": None, "role": HELD_OUT, "unit": LONGEST["unit"],
         "device": row["device"], "devices": row["devices"],
         "tokens_a_device": row["thousands"] * THOUSAND // row["devices"],

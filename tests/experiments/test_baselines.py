@@ -44,10 +44,7 @@ def test_devices_of_a_step_have_neighbours() -> None:
 @pytest.mark.parametrize("method", [length_group, device_group])
 def test_the_larger_the_window_the_more_alike_they_are(method: Any) -> None:
     loads = mixture()
-    found = [
-        measure_balance(method(loads, LIMITS, 8, 0, steps), loads, 8, padded=True, dispatched=False)
-        for steps in (1, 4, 50)
-    ]
+    found = [measure_balance(method(loads, LIMITS, 8, 0, steps), loads, 8, padded=True) for steps in (1, 4, 50)]
     uneven = [one.pad if method is length_group else one.dist_vision for one in found]
     assert uneven[0] > 1.3 * uneven[1] > 1.3 * uneven[2]
 
@@ -76,9 +73,9 @@ def test_heavy_is_what_no_others_can_complete(case: str) -> None:
 
 
 def test_packs_constant_in_both() -> None:
-    found = measure_balance(balanced_stages(MIXED, LIMITS, 8, 0), MIXED, 8, padded=False, dispatched=False)
+    found = measure_balance(balanced_stages(MIXED, LIMITS, 8, 0), MIXED, 8, padded=False)
     assert found.dist_text < 0.006 and found.dist_vision < 0.003
-    published = measure_balance(isf(MIXED, LIMITS, 8, 0), MIXED, 8, padded=False, dispatched=False)
+    published = measure_balance(isf(MIXED, LIMITS, 8, 0), MIXED, 8, padded=False)
     assert found.stage_idle < 0.6 * published.stage_idle
 
 
@@ -87,7 +84,7 @@ def test_native_resolution_where_vision_comes_in_small_units() -> None:
     merged = rng.lognormal(5.6, 0.5, 10_000).clip(64, 1280).round()
     loads = Loads((4 * merged).astype(np.int64), (merged + rng.lognormal(5, 0.6, 10_000)).astype(np.int64))
     limits = Limits(vision=9216, text=4096)
-    found = measure_balance(balanced_stages(loads, limits, 8, 0), loads, 8, padded=False, dispatched=False)
+    found = measure_balance(balanced_stages(loads, limits, 8, 0), loads, 8, padded=False)
     assert found.dist_vision < 0.01 and found.dist_text < 0.04
 
 

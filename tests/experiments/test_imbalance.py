@@ -181,8 +181,7 @@ def papers() -> Sentences:
         + [one("imbalance", row="over time", way=way, stage=stage)["forward_ms_spread"] for stage in (1, 4)]
         for way in ways
     )
-    words = f"between stages {before[0]:.2f}, of the first over time {before[1]:.2f} (published 1.09, 1.14), of the "
-    words += f"last {before[2]:.2f}; balanced {after[0]:.2f}, {after[1]:.2f} and {after[2]:.2f}"
+    words = f"{before[0]:.2f}, {before[1]:.2f}; balanced {after[0]:.2f}, {after[1]:.2f} and {after[2]:.2f} of the last"
     yield PAPERS, words
     random, balanced = (max(map(apart, *replicas(way))) for way in ways)
     yield PAPERS, f"at most {random:.2f} × apart with random batches, {balanced:.2f} × with balanced ones"

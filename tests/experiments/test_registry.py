@@ -48,7 +48,7 @@ def test_sentences_have_the_figures_of_the_documents() -> None:
     assert "with links as slow as a GPU's 1.67 × (1.66 to 1.68 in 2 rows)" in words["layouts"]
     assert "109 of 110 faults end to the bit" in words["chaos"]
     assert "16 of 34 published figures agree" in words["partition"]
-    assert "are 5.67% (0.01 to 11.7 in 12 rows) off" in words["published"]
+    assert "are 5.62% (2 to 12.2 in 12 rows) off" in words["published"]
     assert words["micro"].endswith("; nothing of it was published.")
 
 

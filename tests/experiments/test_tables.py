@@ -109,21 +109,19 @@ def layouts() -> Lines:
 
 
 def balance() -> Lines:
+    of_dist = ("dist_vision", "dist_assigned", "dist_text", "dist_flops")
     for row in rows("balance", source="made 1.2M"):
-        if row["method"] in ("balanced", "balanced_stages"):
-            dist = [short(row[key], 4) for key in ("dist_vision", "dist_text", "dist_flops")]
+        if row["dp"] == 8 or row["method"] in ("balanced", "balanced_stages"):
+            dist = [short(row["pad"], 3), *(short(row[key], 4) for key in of_dist)]
             spread = [short(row[key], 3) for key in ("cv_vision", "cv_text", "stage_idle")]
-            yield cells(row["dp"], *dist, *spread)
-            yield cells(row["packs"], fixed(row["seconds"]))
-    isf = one("balance", source="made 1.2M", method="isf", dp=8)
-    spread = [short(isf[key], 3) for key in ("dist_text", "dist_flops", "cv_vision", "cv_text", "stage_idle")]
-    yield cells("isf", 8, short(isf["dist_vision"], 4), *spread, fixed(isf["bias"], 1), isf["packs"])
+            ends = [fixed(row["bias"]), row["packs"], fixed(row["seconds"]), fixed(row["time_to_even"])]
+            yield cells(row["method"], row["dp"], *dist, *spread, *ends)
     for source in ("ai2d", "chartqa"):
-        for row in rows("balance", source=source, dp=8):
-            if row["method"] in ("balanced", "balanced_stages"):
-                dist = [short(row[key], 4) for key in ("dist_vision", "dist_text", "dist_flops")]
-                spread = [short(row[key], 3) for key in ("cv_vision", "cv_text")]
-                yield cells(row["method"], *dist, *spread, fixed(row["bias"]), row["packs"])
+        for method in ("isf", "balanced", "balanced_stages"):
+            row = one("balance", source=source, dp=8, method=method)
+            dist = [short(row[key], 4) for key in of_dist]
+            spread = [short(row[key], 3) for key in ("cv_vision", "cv_text")]
+            yield cells(source, row["method"], *dist, *spread, fixed(row["bias"]), row["packs"])
 
 
 def convergence() -> Lines:

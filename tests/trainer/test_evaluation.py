@@ -37,6 +37,7 @@ from dhp.trainer.evaluation import (
     judge_samples,
     misses,
     of_evaluation,
+    tenths,
 )
 from dhp.trainer.preflight import prepare
 from dhp.trainer.saving import KeptCheckpoints, saves_after
@@ -108,6 +109,11 @@ def test_best_of_no_checkpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no checkpoint that could be the best"):
         config_of("training.save_final=false", "training.best_metric=eval_loss")
     config_of("training.save_final=false", "training.best_metric=eval_loss", "training.save_epochs=1")
+
+
+def test_a_long_evaluation_says_how_far_it_is() -> None:
+    assert tenths(49) == set()
+    assert sorted(tenths(303)) == [30, 60, 90, 121, 151, 181, 212, 242, 272]
 
 
 def test_each_sample_once_in_the_files_order() -> None:

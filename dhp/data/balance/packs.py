@@ -167,8 +167,6 @@ def shuffled_steps(order: np.ndarray, packs: Packs, replicas: int, rng: np.rando
 
 QUADRATIC_TOKENS = 36864  # 6 × hidden: tokens at which attention's products cost as much as the matrices (hidden 6144)
 
-ENOUGH_STEPS = 30  # fewer say nothing of a variance
-
 
 @dataclass(frozen=True)
 class BalanceMetrics:
@@ -176,14 +174,15 @@ class BalanceMetrics:
 
     dropped: samples that no pack holds.
 
-    pad: PadRatio.
+    pad: PadRatio of a pack, in the mean (OmniBal, eq. 1).
 
-    dist_vision, dist_text, dist_flops: DistRatio of vision, of text and of the decoder's operations.
+    dist_vision, dist_text, dist_flops: DistRatio of a step, in the mean, of vision, of text and of the decoder's
+    operations: each replica has what its own packs hold (eq. 2). dist_assigned: of vision where the images of a step
+    go to any rank, one by one, as runs of dhp assign them.
 
-    cv_vision, cv_text: standard deviation of a pack's load over its mean, in the whole epoch. Where images go to any
-    rank, cv_vision is of a rank's share of a step instead.
+    cv_vision, cv_text: standard deviation of a pack's load over its mean, in the whole epoch.
 
-    stage_idle: share of the time that one of two stages spends waiting for the other.
+    stage_idle: share of the time that one of two stages, through which the packs go, spends waiting for the other.
 
     bias: variance of the mean number of samples a pack in a step, over the variance that packs in random order would
     give (1.0). Where steps are sorted it grows with the replicas, so compare it at one number of replicas.
@@ -195,6 +194,7 @@ class BalanceMetrics:
     dropped: int
     pad: float
     dist_vision: float
+    dist_assigned: float
     dist_text: float
     dist_flops: float
     cv_vision: float
@@ -204,11 +204,8 @@ class BalanceMetrics:
     critical: float
 
 
-def measure_balance(packs: Packs, loads: Loads, replicas: int, padded: bool, dispatched: bool) -> BalanceMetrics:
-    """Measure the packs of one epoch.
-
-    padded: a batch is padded to its longest sample, and costs that. dispatched: images of a step go to any vision rank,
-    one by one, not to the rank of their pack."""
+def measure_balance(packs: Packs, loads: Loads, replicas: int, padded: bool) -> BalanceMetrics:
+    """Measure the packs of one epoch. padded: a batch is padded to its longest sample, and costs that."""
     counts = packs.counts
     vision = packs.sums(loads.vision).astype(np.float64)
     tokens = packs.sums(loads.text).astype(np.float64)
@@ -216,23 +213,22 @@ def measure_balance(packs: Packs, loads: Loads, replicas: int, padded: bool, dis
     text = longest * counts if padded else tokens
     lengths = np.repeat(longest, counts) if padded else loads.text[packs.samples].astype(np.float64)
     flops = _sums(lengths * (1.0 + lengths / QUADRATIC_TOKENS), packs)
-    of_ranks = _spread(vision, replicas) if dispatched else _steps(vision, replicas)
-    in_steps = _steps(text, replicas).reshape(-1) if dispatched else text
-    shares = of_ranks.reshape(-1) if dispatched else vision  # of what the two stages do at a time
-    relative = np.maximum(shares / max(shares.mean(), 1e-9), in_steps / in_steps.mean())
+    relative = np.maximum(vision / max(vision.mean(), 1e-9), text / text.mean())
+    of_steps = _steps(text, replicas)
     return BalanceMetrics(
         samples=len(packs.samples),
         packs=len(packs),
         dropped=len(loads) - len(np.unique(packs.samples)),
-        pad=float(1.0 - tokens.sum() / text.sum()),
-        dist_vision=_dist(of_ranks),
-        dist_text=_dist(_steps(text, replicas)),
+        pad=float((1.0 - tokens / text).mean()),
+        dist_vision=_dist(_steps(vision, replicas)),
+        dist_assigned=_dist(_assigned(vision, replicas)),
+        dist_text=_dist(of_steps),
         dist_flops=_dist(_steps(flops, replicas)),
-        cv_vision=_cv(shares),
+        cv_vision=_cv(vision),
         cv_text=_cv(text),
         stage_idle=float(1.0 - 1.0 / relative.mean()),
-        bias=_bias(counts, None if dispatched else vision, replicas),
-        critical=float(_steps(text, replicas).max(axis=1).sum() / (_steps(text, replicas).sum() / replicas)),
+        bias=_bias(counts, replicas),
+        critical=float(of_steps.max(axis=1).sum() / (of_steps.sum() / replicas)),
     )
 
 
@@ -254,7 +250,7 @@ def _steps(of_packs: np.ndarray, replicas: int) -> np.ndarray:
     return of_packs[:whole].reshape(-1, replicas)
 
 
-def _spread(vision: np.ndarray, replicas: int) -> np.ndarray:
+def _assigned(vision: np.ndarray, replicas: int) -> np.ndarray:
     """Loads of the vision ranks where single units go to any rank: none has more than one unit more than another."""
     totals = _steps(vision, replicas).sum(axis=1)
     low = np.floor(totals / replicas)
@@ -273,15 +269,7 @@ def _cv(values: np.ndarray) -> float:
     return float(values.std() / max(values.mean(), 1e-9))
 
 
-def _bias(counts: np.ndarray, vision: np.ndarray | None, replicas: int) -> float:
-    """See `BalanceMetrics.bias`.
-
-    vision: load of each pack, where packs should be equal in it. Only steps count whose packs all hold the usual
-    amount, so that mixtures of samples are compared, not amounts of vision. None: all steps count."""
+def _bias(counts: np.ndarray, replicas: int) -> float:
+    """See `BalanceMetrics.bias`."""
     steps = _steps(counts.astype(np.float64), replicas)
-    if vision is not None:
-        values, numbers = np.unique(vision, return_counts=True)
-        usual = (_steps(vision, replicas) == values[numbers.argmax()]).all(axis=1)
-        if usual.sum() >= ENOUGH_STEPS and steps[usual].var() > 0:
-            steps = steps[usual]
     return float(steps.mean(axis=1).var() / (steps.var() / replicas)) if steps.size and steps.var() else 0.0

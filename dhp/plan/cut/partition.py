@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, isinf
 
 from dhp.config.devices import GIB
@@ -248,7 +249,9 @@ class _Cutting:
         even = PARTITION_METHODS.get(method, by_layers if method == LAYERS else None)
         if even is not None:
             return even(units, runs, held), f"{method}{note}"
-        search = exact if method == EXACT else bmp
+        text = decoder(self._config)
+        near = partial(bmp, radius=text.partition_radius, best=text.partition_candidates)
+        search = exact if method == EXACT else near
         problem = PartitionProblem(units, programs(), self._units.link, budget_bytes, before, held)
         try:
             found = search(problem)

@@ -41,11 +41,11 @@ def test_text_alone(name: str) -> None:
 
 
 def test_rows_of_constant_text_and_steps_of_constant_vision() -> None:
-    found = measure_balance(METHODS["balanced"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=True)
-    published = measure_balance(METHODS["isf"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
+    found = measure_balance(METHODS["balanced"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False)
+    published = measure_balance(METHODS["isf"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False)
     assert found.pad == 0 and found.dropped == 0
     assert found.dist_text < 0.004 < published.dist_text / 10
-    assert found.dist_vision < 0.006
+    assert found.dist_assigned < 0.006
     assert found.bias < 2.0
 
 

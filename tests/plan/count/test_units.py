@@ -313,8 +313,8 @@ def test_an_all_to_all_over_nodes_leaves_each_by_the_devices_own_adapters() -> N
 
 def test_rates_of_a_device_are_the_shares_that_real_work_reaches() -> None:
     rates = rates_of(find_device("h100"), "bfloat16", 0.005, 8, find_link("ib400"))
-    assert rates.products == pytest.approx(544.17e12) and rates.attention == pytest.approx(336.396e12)
-    assert rates.elementwise == pytest.approx(2.412e12)
+    assert rates.products == pytest.approx(702.474e12) and rates.attention == pytest.approx(207.774e12)
+    assert rates.elementwise == pytest.approx(1.742e12)
     assert rates.inner.bytes_s == pytest.approx(378e9) and rates.outer.bytes_s == pytest.approx(45e9)
 
 
