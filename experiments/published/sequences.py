@@ -127,6 +127,15 @@ def step_seconds(layout: str, samples: int, patches: int, fitted: Fitted) -> flo
     return spend(work + update, rates).total + float(TABLE["fixed_s"])
 
 
+def part_seconds(layout: str, samples: int, patches: int, fitted: Fitted) -> dict[str, float]:
+    """Of the tower and of the decoder alone, without sums of gradients and the update."""
+    profile, batch = PROFILES["implementations"][layout], seen_by_a_rank(layout, samples, patches)
+    tower = Operations(launched=PASSES * TOWER.layers * profile["vision_host"]) + vision_pass(profile, batch)
+    decoder = Operations(launched=PASSES * DECODER.layers * profile["text_host"]) + text_pass(profile, batch)
+    parts = {"tower_s": tower, "decoder_s": decoder}
+    return {name: round(spend(work, _rates(fitted)).total, 2) for name, work in parts.items()}
+
+
 def _rates(fitted: Fitted) -> Rates:
     return rates_of(TABLE["device"], NETWORK, fitted)
 
@@ -185,6 +194,8 @@ def cell_rows(fitted: Fitted, factors: Mapping[str, str]) -> list[Row]:
         free = find_device(TABLE["device"]).memory.value - memory_bytes(row["layout"], batch or DEVICES, row["patches"])
         sizes = {key: row[key] for key in ("patches", "batch")}
         more = {"predicted_batch": batch, "free_gib": round(free / 2**30, 1)}
+        if row["layout"] == "SP+TP":
+            more |= part_seconds(row["layout"], row["batch"], row["patches"], fitted)
         rows.append(compared(TABLE, named, predicted, **sizes, **more))
     return rows
 

@@ -21,6 +21,7 @@ TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 IDS = {f"{letter}{number}" for letter, most in zip("ABCDE", (40, 52, 9, 44, 7)) for number in range(1, most + 1)}
 InRow = Callable[[str, str, str], tuple[str, str]]
 PARTS = ("vision", "text")
+PARTS_S = (("tower_s", 2), ("decoder_s", 1))  # of simulated cells, with the digits that the page has
 # Of papers' tables, preprocessing of which `experiments.balance` has rows.
 BY_WAY = {
     "B42": [f"InternVL, at most {most} tiles" for most in (1, 4, 6, 12)],
@@ -143,6 +144,31 @@ def test_a_state_is_that_of_its_figures(number: str) -> None:
     assert row.here
 
 
+def test_sentences_beside_the_tables_are_answered() -> None:
+    lines = [line.strip("|").split(" | ") for line in TEXT.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [int(cells[0]) for cells in lines] == list(range(1, 25)) and {len(cells) for cells in lines} == {3}
+    known = [span for cells in lines for span in named(cells[2]) if not span.endswith("_s")]
+    assert [span for span in known if not exists(span)] == []
+    assert {number for cells in lines for number in re.findall(r"\b[A-E]\d+\b", cells[2])} <= IDS
+
+
+def sentences() -> Sentences:
+    parts = [row for row in rows("published", group="18 cells") if row["row"] in ("SP+TP 4k", "SP+TP 16k")]
+    words = [f"{parts[0][part]:.{digits}f} to {parts[1][part]:.{digits}f} s" for part, digits in PARTS_S]
+    yield PAGE, f"{words[0]}, and {words[1]}"
+    stages = {row["stage"]: row for row in rows("imbalance", row="over time", way="random batches")}
+    kept = [f"{stages[at]['activation_mib'] / stages[at]['tokens']:.2f}" for at in (1, 3)]
+    yield PAGE, f"{kept[0]} MiB of activations a token of the tower's first stage, {kept[1]} of the decoder's first"
+    days = {row["row"]: row["predicted"] for row in rows("published", group="chain of rows")}
+    gains = days["model balanced alone"] - days["data and model balanced"], days["baseline"] - days["data balanced"]
+    yield PAGE, f"{gains[0]:.1f} and {gains[1]:.1f}, simulated"
+    steps = {row["row"]: row for row in rows("published") if "row" in row}
+    megatron = [row for name, row in steps.items() if row.get("group") == "Megatron CP+TP"]
+    beside = [steps["2D," + row["row"].partition(",")[2]] for row in megatron]
+    spans = [span([a[of] / b[of] for a, b in zip(megatron, beside, strict=True)]) for of in ("predicted", "published")]
+    yield PAGE, f"{spans[0]} ×, published {spans[1]} × over {('seven', 'eight', 'nine')[len(megatron) - 7]} lengths"
+
+
 def test_what_does_not_agree_is_refused() -> None:
     row = Row("table 4: cut by profile", "1.07 ×", "1.05 ×; replayed", "within 1.9%", "", "agrees")
     assert row.refused("B24") == ""
@@ -184,6 +210,7 @@ def figures() -> Sentences:
         return PAGE, words
 
     yield from compared(in_row)
+    yield from sentences()
     yield from simulated(in_row)
     yield from of_balance(in_row)
     yield from of_layouts(in_row)
