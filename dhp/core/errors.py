@@ -130,5 +130,14 @@ class PartFailed(DhpError):
         return type(self)(text, replace(self.fault, step=step))
 
 
+class MoreRecompute(DhpError):
+    """A rank ran out of memory under a plan that keeps activations, where nothing could be made again: the run goes on
+    with other settings. words: these, as on a command line."""
+
+    def __init__(self, text: str, words: tuple[str, ...]):
+        super().__init__(text)
+        self.words = words
+
+
 class RankRaised(PartFailed):
     """An unforeseen exception in an actor, named by the actor itself."""

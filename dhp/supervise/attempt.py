@@ -22,6 +22,7 @@ from dhp.core.errors import (
     Fault,
     ModelError,
     MoreDevices,
+    MoreRecompute,
     NoCluster,
     PartFailed,
     RecordError,
@@ -304,9 +305,10 @@ def restarts() -> int:
 
 
 def goes_on(error: BaseException) -> bool:
-    """Whether something supervises this driver that may start it again after an error."""
+    """Whether the run goes on after an error: by itself, or because something supervises this driver that may start it
+    again."""
     attempt = this_attempt()
-    return attempt is not None and verdict_of(error, attempt.number).restartable
+    return isinstance(error, MoreRecompute) or (attempt is not None and verdict_of(error, attempt.number).restartable)
 
 
 def tell_state(state: str) -> None:
@@ -357,6 +359,8 @@ def telling_end() -> Iterator[None]:
     """Say how this block ended, before the teardown that follows it: that may take the process with it, or hang."""
     try:
         yield
+    except MoreRecompute:  # the same driver goes on
+        raise
     except BaseException as error:
         if attempt := this_attempt():
             attempt.ended(error)

@@ -1,11 +1,16 @@
 """Runs recompute=auto: reports to the planner, plans to ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from dhp.checkpoint.folder import step_folders
+from dhp.config.command_line import with_words
 from dhp.config.parts import parts, resolved
+from dhp.config.resolve import resolve
 from dhp.config.rules import no_budget
 from dhp.config.schema import Config
+from dhp.core.errors import Fault, MoreRecompute, PartFailed
 from dhp.core.graph import StageGraph
 from dhp.core.reports import StageReport
 from dhp.core.text import binary_size
@@ -13,8 +18,11 @@ from dhp.plan.count.costs import Plan, StageCosts, arrange, plan_table, read_cos
 from dhp.plan.recompute.planner import Planner, as_text
 from dhp.plan.recompute.profile import run_shape, usage_of
 from dhp.plan.run_plan import RunPlan, stage_choices, world
+from dhp.plan.search.verdict import relief
 from dhp.step.schedule import Schedule
 from dhp.step.stages import EngineProtocol, Stages
+from dhp.supervise.launch import changes
+from dhp.supervise.supervisor import Begun
 
 GIB = 2**30
 _LEFT_FREE = 0.1  # of a device's memory, where the budget is read from it
@@ -28,6 +36,56 @@ def plans_any(config: Config, graph: StageGraph) -> bool:
     """Whether there is a stage to plan for: recompute=auto, and gradients that go back through it."""
     asked = parts(config)
     return any(asked[s.part].recompute == "auto" and any(map(graph.goes_back, s.nodes)) for s in graph.stages)
+
+
+def recompute_more(config: Config, fault: Fault) -> tuple[str, ...]:
+    """Settings with which a run goes on where a rank ran out of memory: the part that did, or where its own recompute
+    is not planned those whose is, recomputes every layer. None where that is not so, or nothing is left to
+    recompute."""
+    planned = [name for name, part in parts(config).items() if part.recompute == "auto"]
+    eased = [fault.part] if fault.part in planned else planned
+    return tuple(f"{name}.recompute=full" for name in eased) if fault.short else ()
+
+
+def eased(config: Config, words: Sequence[str]) -> Config:
+    """The run's configuration with these settings, to go on with it: from its newest checkpoint or, without any, from
+    where it began."""
+    saved = bool(step_folders(Path(str(config.training.checkpoint_dir))))
+    goes_on = changes(config, Begun(opened=True, saved=saved))
+    return resolve(with_words(config, [*words, *(f"{key}={value}" for key, value in goes_on.items())]))
+
+
+@contextmanager
+def naming_relief(plan: RunPlan) -> Iterator[None]:
+    """Where a rank runs out of its GPU's memory in here, the error says what would free how much. Raises MoreRecompute
+    in its place where recomputing more may do."""
+    try:
+        yield
+    except PartFailed as error:
+        if words := recompute_more(plan.config, error.fault):
+            raise MoreRecompute(str(error), words) from error
+        said = relief(plan, error.fault.part) if error.fault.short else ""
+        if not said:
+            raise
+        raise type(error)(f"{error}\n{said}", error.fault) from error.__cause__
+
+
+def with_more_recomputed(config: Config, run: Callable[[Config], None], say: Callable[[str], None]) -> None:
+    """Run as configured; where that ends for want of memory under a plan, go on with less kept, until nothing more can
+    be recomputed."""
+    while words := _short(config, run, say):
+        config = eased(config, words)
+
+
+def _short(config: Config, run: Callable[[Config], None], say: Callable[[str], None]) -> tuple[str, ...]:
+    """The settings with which a run is to go on; none where it has completed."""
+    try:
+        run(config)
+        return ()
+    except MoreRecompute as error:
+        first = str(error).partition("\n")[0]
+        say(f"{first}\nrecompute      ran out of memory as planned, so the run goes on with {' '.join(error.words)}")
+        return error.words
 
 
 class Recomputing:

@@ -18,8 +18,7 @@ from dhp.observe.metrics import EvalMetrics, Line, StepMetrics, read_evaluations
 from dhp.observe.ranks import NONFINITE
 from dhp.observe.recorder import Recorder
 from dhp.observe.summary import DataStall
-from dhp.plan.run_plan import RunPlan, plan_run, world
-from dhp.plan.search.verdict import relief
+from dhp.plan.run_plan import plan_run, world
 from dhp.step.step import StepRefs, train_step
 from dhp.supervise.attempt import (
     LOADING,
@@ -35,6 +34,7 @@ from dhp.supervise.attempt import (
 )
 from dhp.trainer.evaluation import Evaluation, due, misses
 from dhp.trainer.ready import start_stages
+from dhp.trainer.recomputing import naming_relief, with_more_recomputed
 from dhp.trainer.saving import SaveQuery, Saver, Saving
 from dhp.trainer.session import DataPlan, Session, open_run
 from dhp.trainer.settings import FULLEST_FIRST, resume_line
@@ -73,18 +73,6 @@ def naming_step(step: int) -> Iterator[None]:
         raise error.at_step(step + 1) from error.__cause__
     except ClusterError as error:
         raise ClusterError(f"step {step + 1}: {error}", step + 1) from error.__cause__
-
-
-@contextmanager
-def naming_relief(plan: RunPlan) -> Iterator[None]:
-    """Where a rank runs out of its GPU's memory in here, the error says what would free how much."""
-    try:
-        yield
-    except PartFailed as error:
-        said = relief(plan, error.fault.part) if error.fault.short else ""
-        if not said:
-            raise
-        raise type(error)(f"{error}\n{said}", error.fault) from error.__cause__
 
 
 NAMED = 20  # samples of a step that a line names
@@ -176,7 +164,12 @@ STEPS_AHEAD = 1  # submitted beyond the one that runs: no rank waits for the run
 
 def run(config: Config, say: Callable[[str], None] = say_line) -> None:
     """Train as configured. `config` went through `dhp.trainer.preflight.prepare`. say: prints a line before there is
-    progress. Raises DhpError; leaves no process."""
+    progress. A run that ends for want of memory under a plan that keeps activations goes on with less kept. Raises
+    DhpError; leaves no process."""
+    with_more_recomputed(config, partial(_run, say=say), say)
+
+
+def _run(config: Config, say: Callable[[str], None]) -> None:
     with open_run(config, say) as (run_dir, start):
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
         interval, degrees, text = config.training.log_interval, world(config), to_yaml(config)

@@ -14,7 +14,7 @@ from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.axes import Degrees
 from dhp.core.batch import FeatureSettings, KeepSettings
-from dhp.core.errors import ConfigError, MoreDevices, PartFailed
+from dhp.core.errors import ConfigError, Fault, MoreDevices, PartFailed
 from dhp.core.reports import StageReport, StageUsage
 from dhp.models.pretrained import config_source
 from dhp.plan.batches import feed_settings
@@ -26,9 +26,10 @@ from dhp.step.stages import make_stages
 from dhp.trainer import trainer as module
 from dhp.trainer.dry_run import require_room
 from dhp.trainer.preflight import GIB, check_features, check_folder, feature_settings, keep_settings, prepare
-from dhp.trainer.recomputing import Recomputing, room
+from dhp.trainer.recomputing import Recomputing, eased, recompute_more, room
 from dhp.trainer.settings import needed_paths, stage_settings
 from dhp.trainer.trainer import Trainer
+from tests.helpers.bounded_memory import LIMIT, PEAK
 from tests.helpers.graphs import make_graph
 from tests.helpers.runs import tiny, train
 from tests.plan.made import MIB, ROWS, costs, usage
@@ -350,3 +351,53 @@ def test_the_folder_is_tried_before_a_run(made_model: str, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="data.cache_features=.*file cannot be written"):
         check_folder(config_of(made_model, f"data.cache_features={tmp_path / 'file'}"))
     check_folder(config_of(made_model))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_out_of_memory_among_collectives_makes_the_run_go_on_with_less_kept(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two tensor ranks, where one may wait for the other inside a collective: the pass is not made again, but the
+    run is, with the same losses."""
+    layout = [
+        *("training.max_steps=4", "training.log_interval=1", "training.save_steps=2", "memory.budget_gib=1"),
+        *("text.parallelism=tensor", "text.num_actors=2", "vision.parallelism=sequence", "vision.num_actors=2"),
+        *("plugins=[tests.helpers.bounded_memory]", "memory.accounting=true"),
+    ]
+    monkeypatch.setenv(PEAK, str(tmp_path))
+    full = tiny(tiny_assets, tmp_path / "full", *layout, "vision.recompute=full", "text.recompute=full")
+    plain = train(*full, private_ray=True)
+    assert plain.status == 0, plain.stderr
+    most = max(int(file.read_text()) for file in tmp_path.glob("[0-9]*"))
+    monkeypatch.setenv(LIMIT, str(round(1.02 * most)))
+    auto = tiny(tiny_assets, tmp_path / "auto", *layout, "vision.recompute=auto", "text.recompute=auto")
+    bounded = train(*auto, private_ray=True)
+    assert bounded.status == 0, bounded.stderr
+    assert "ran out of memory as planned, so the run goes on with" in bounded.stdout + bounded.stderr
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("full", "auto")]
+    assert len(losses[0]) == 4 and losses[0] == losses[1]
+
+
+def test_the_part_that_ran_out_of_memory_recomputes_more(tiny_assets: Path, tmp_path: Path) -> None:
+    planned = ["vision.recompute=auto", "text.recompute=auto", "memory.budget_gib=1"]
+    config = prepare(compose_config("tiny", overrides=[*tiny(tiny_assets, tmp_path / "run")[1:], *planned]))
+    short = Fault(who="text.0 rank 1", short=True)
+    assert recompute_more(config, short) == ("text.recompute=full",)
+    again = eased(config, ("text.recompute=full",))
+    assert (again.text.recompute, again.vision.recompute, again.training.resume) == ("full", "auto", "auto")
+    assert recompute_more(again, short) == ("vision.recompute=full",)  # which shares its device
+    assert recompute_more(eased(again, ("vision.recompute=full",)), short) == ()
+    assert recompute_more(config, Fault(who="text rank 1")) == ()
+
+
+def test_a_run_that_began_at_anothers_checkpoint_begins_there_again(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "other" / "checkpoints" / "step_2").mkdir(parents=True)
+    overrides = [f"training.resume={tmp_path / 'other'}", "text.recompute=auto", "memory.budget_gib=1"]
+    config = resolve(compose_config("tiny", overrides=[*tiny(tiny_assets, tmp_path / "run")[1:], *overrides]))
+    again = eased(config, ("text.recompute=full",))
+    assert (again.training.resume, again.overwrite) == (str(tmp_path / "other"), True)
+    folder = Path(str(config.training.checkpoint_dir)) / "step_1"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.json").touch()
+    assert eased(config, ("text.recompute=full",)).training.resume == "auto"
