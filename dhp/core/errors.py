@@ -132,11 +132,11 @@ class PartFailed(DhpError):
 
 class MoreRecompute(DhpError):
     """A rank ran out of memory under a plan that keeps activations, where nothing could be made again: the run goes on
-    with other settings. words: these, as on a command line."""
+    with other settings. words: these, as on a command line. saved: it had finished a checkpoint."""
 
-    def __init__(self, text: str, words: tuple[str, ...]):
+    def __init__(self, text: str, words: tuple[str, ...], saved: bool):
         super().__init__(text)
-        self.words = words
+        self.words, self.saved = words, saved
 
 
 class RankRaised(PartFailed):

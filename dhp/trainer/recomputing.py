@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from dhp.checkpoint.folder import step_folders
 from dhp.config.command_line import with_words
 from dhp.config.parts import parts, resolved
 from dhp.config.resolve import resolve
@@ -47,23 +47,24 @@ def recompute_more(config: Config, fault: Fault) -> tuple[str, ...]:
     return tuple(f"{name}.recompute=full" for name in eased) if fault.short else ()
 
 
-def eased(config: Config, words: Sequence[str]) -> Config:
-    """The run's configuration with these settings, to go on with it: from its newest checkpoint or, without any, from
-    where it began."""
-    saved = bool(step_folders(Path(str(config.training.checkpoint_dir))))
+def eased(config: Config, words: Sequence[str], saved: bool) -> Config:
+    """The run's configuration with these settings, to go on with it: from its newest checkpoint or, where it has not
+    saved any, from where it began."""
     goes_on = changes(config, Begun(opened=True, saved=saved))
-    return resolve(with_words(config, [*words, *(f"{key}={value}" for key, value in goes_on.items())]))
+    training = replace(config.training, resume=goes_on["training.resume"])
+    again = replace(config, training=training, overwrite=goes_on["overwrite"] == "true")
+    return resolve(with_words(again, words))
 
 
 @contextmanager
-def naming_relief(plan: RunPlan) -> Iterator[None]:
+def naming_relief(plan: RunPlan, saved: Callable[[], bool]) -> Iterator[None]:
     """Where a rank runs out of its GPU's memory in here, the error says what would free how much. Raises MoreRecompute
-    in its place where recomputing more may do."""
+    in its place where recomputing more may do. saved: whether the run has finished a checkpoint by now."""
     try:
         yield
     except PartFailed as error:
         if words := recompute_more(plan.config, error.fault):
-            raise MoreRecompute(str(error), words) from error
+            raise MoreRecompute(str(error), words, saved()) from error
         said = relief(plan, error.fault.part) if error.fault.short else ""
         if not said:
             raise
@@ -73,19 +74,19 @@ def naming_relief(plan: RunPlan) -> Iterator[None]:
 def with_more_recomputed(config: Config, run: Callable[[Config], None], say: Callable[[str], None]) -> None:
     """Run as configured; where that ends for want of memory under a plan, go on with less kept, until nothing more can
     be recomputed."""
-    while words := _short(config, run, say):
-        config = eased(config, words)
+    while (again := _short(config, run, say)) is not None:
+        config = again
 
 
-def _short(config: Config, run: Callable[[Config], None], say: Callable[[str], None]) -> tuple[str, ...]:
-    """The settings with which a run is to go on; none where it has completed."""
+def _short(config: Config, run: Callable[[Config], None], say: Callable[[str], None]) -> Config | None:
+    """The configuration with which a run is to go on; None where it has completed."""
     try:
         run(config)
-        return ()
+        return None
     except MoreRecompute as error:
         first = str(error).partition("\n")[0]
         say(f"{first}\nrecompute      ran out of memory as planned, so the run goes on with {' '.join(error.words)}")
-        return error.words
+        return eased(config, error.words, error.saved)
 
 
 class Recomputing:

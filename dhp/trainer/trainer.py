@@ -189,7 +189,7 @@ def _run(config: Config, say: Callable[[str], None]) -> None:
                 unfinished,
                 ending(),
                 telling_end(),
-                naming_relief(plan),
+                naming_relief(plan, lambda: recorder.checkpoint != start.checkpoint),
             ):
                 Trainer(session, recorder, unfinished).run()
 

@@ -384,20 +384,20 @@ def test_the_part_that_ran_out_of_memory_recomputes_more(tiny_assets: Path, tmp_
     config = prepare(compose_config("tiny", overrides=[*tiny(tiny_assets, tmp_path / "run")[1:], *planned]))
     short = Fault(who="text.0 rank 1", short=True)
     assert recompute_more(config, short) == ("text.recompute=full",)
-    again = eased(config, ("text.recompute=full",))
+    again = eased(config, ("text.recompute=full",), saved=False)
     assert (again.text.recompute, again.vision.recompute, again.training.resume) == ("full", "auto", "auto")
     assert recompute_more(again, short) == ("vision.recompute=full",)  # which shares its device
-    assert recompute_more(eased(again, ("vision.recompute=full",)), short) == ()
+    assert recompute_more(eased(again, ("vision.recompute=full",), saved=True), short) == ()
     assert recompute_more(config, Fault(who="text rank 1")) == ()
 
 
 def test_a_run_that_began_at_anothers_checkpoint_begins_there_again(tiny_assets: Path, tmp_path: Path) -> None:
+    """Unless it has saved one: older ones of its directory are another run's."""
     (tmp_path / "other" / "checkpoints" / "step_2").mkdir(parents=True)
     overrides = [f"training.resume={tmp_path / 'other'}", "text.recompute=auto", "memory.budget_gib=1"]
-    config = resolve(compose_config("tiny", overrides=[*tiny(tiny_assets, tmp_path / "run")[1:], *overrides]))
-    again = eased(config, ("text.recompute=full",))
+    config = resolve(compose_config("tiny", overrides=[*tiny(tiny_assets, tmp_path / "run: 1")[1:], *overrides]))
+    again = eased(config, ("text.recompute=full",), saved=False)
     assert (again.training.resume, again.overwrite) == (str(tmp_path / "other"), True)
-    folder = Path(str(config.training.checkpoint_dir)) / "step_1"
-    folder.mkdir(parents=True)
-    (folder / "checkpoint.json").touch()
-    assert eased(config, ("text.recompute=full",)).training.resume == "auto"
+    assert again.run_dir == config.run_dir == str(tmp_path / "run: 1")
+    again = eased(config, ("text.recompute=full",), saved=True)
+    assert (again.training.resume, again.overwrite) == ("auto", False)
