@@ -99,7 +99,8 @@ def test_what_is_interrupted_leaves_nothing(tmp_path: Path, scripts: dict[str, M
 
 @pytest.mark.example
 def test_the_quick_form_learns_to_see_colours(tmp_path: Path) -> None:
-    """Exact answers, that they need the picture, and the same ones from plain transformers."""
+    """Exact answers, that they need the picture, and the same ones from plain transformers; the same command again
+    makes nothing twice."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(PACKAGES), str(ROOT)))}
     words = [sys.executable, str(FOLDER / "run.py"), str(tmp_path), "--quick"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=900, check=False)
@@ -111,3 +112,6 @@ def test_the_quick_form_learns_to_see_colours(tmp_path: Path) -> None:
     own, others = (sum(of) / len(of) for of in exact.values())
     assert own >= QUICK_EXACT and others <= 0.5, (own, others)
     assert f"of {len(exact['own'])} dhp's evaluation says the same" in done.stdout
+    again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "nothing is left to train" in again.stdout and "making " not in again.stdout

@@ -20,8 +20,9 @@ from dhp.plan.count.counted_model import Cut, count_model
 from dhp.plan.count.loads import text_rows
 from dhp.plan.count.samples import assumed_samples
 from dhp.plan.cut import partition
-from dhp.plan.cut.bmp import by_parameters
+from dhp.plan.cut.bmp import bmp, by_parameters
 from dhp.plan.cut.partition import LayerCuts, PartUnits, part_cuts
+from dhp.plan.cut.problem import Partition, PartitionProblem
 from dhp.plan.cut.units import Unit
 from dhp.plan.run_plan import plan_run
 from tests.helpers.rows import slow
@@ -106,6 +107,20 @@ def test_each_method_cuts_by_what_it_says(four_layers_model: str) -> None:
     assert cuts_of(four_layers_model, "text.partition=bmp").why.startswith("bmp")
 
 
+def test_bmp_takes_its_radius_and_candidates(four_layers_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[dict[str, int]] = []
+
+    def record(problem: PartitionProblem, **settings: int) -> Partition:
+        taken.append(settings)
+        return bmp(problem, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(partition, "bmp", record)
+    near = ("text.partition=bmp", "text.partition_radius=2", "text.partition_candidates=3")
+    cuts_of(four_layers_model, *near)
+    cuts_of(four_layers_model, "text.partition=bmp")
+    assert taken == [{"radius": 2, "best": 3}, {"radius": 1, "best": 15}]
+
+
 def test_what_is_not_said_follows_from_the_schedule(four_layers_model: str) -> None:
     assert cuts_of(four_layers_model).why.startswith("exact")
     assert cuts_of(four_layers_model, "training.schedule=sequential").why == "parameters"
@@ -162,6 +177,8 @@ def test_where_nothing_can_be_traced_the_budget_is_left_out(tmp_path_factory: py
     [
         (["text.partition=exakt"], "text.partition=exakt does not exist; .*; did you mean exact"),
         (["text.partition=omnibal"], "did you mean bmp"),
+        (["text.partition=bmp", "text.partition_radius=0"], "text.partition_radius=0 is not at least 1"),
+        (["text.partition_candidates=3"], "is of text.partition=bmp, and text.partition is not set"),
         (["text.partition=layers", "text.cuts=[2]"], r"text.partition=layers with text.cuts=\[2\]: cuts by hand"),
         (["vision.partition=layers"], "text.partition says how the stages of all parts are cut"),
     ],
