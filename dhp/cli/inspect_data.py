@@ -351,9 +351,9 @@ def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterat
 
 def _tell_balance(rows: Sequence[Mapping[str, float | str]], config: Config) -> None:
     print(f"\ndata.balance, {config.text.data} text replica{'s' * (config.text.data != 1)}; *: as configured")
-    print(f"{'method':14}" + "".join(f"{name:>12}" for name in COLUMNS))
+    print(f"{'method':14}" + "".join(f"{name:>14}" for name in COLUMNS))
     for row in rows:
         method = f"{row['method']}{' *' if row['method'] == config.data.balance else ''}"
-        cells = "".join(f"{row[name]:12.4f}" if isinstance(row[name], float) else f"{row[name]:12}" for name in COLUMNS)
+        cells = "".join(f"{row[name]:14.4f}" if isinstance(row[name], float) else f"{row[name]:14}" for name in COLUMNS)
         print(f"{method:14}{cells}")
     _explain(COLUMNS)
