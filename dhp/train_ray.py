@@ -98,9 +98,9 @@ def _train(prepared: Config, say: Callable[[str], None]) -> None:
         print(dry_run(prepared))
         return
     say("loading PyTorch and Ray")
-    from dhp.trainer.trainer import run  # after the checks: it imports torch and Ray
+    from dhp.trainer.run_loop import train_prepared  # after the checks: it imports torch and Ray
 
-    run(prepared, say)
+    train_prepared(prepared, say)
 
 
 if __name__ == "__main__":

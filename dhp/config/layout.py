@@ -248,6 +248,12 @@ def _check_partition(name: str, part: PartConfig) -> None:
                 f"{name}.{key}={value} is of text.partition=bmp, and {name}.partition is "
                 f"{part.partition or 'not set'}. Set text.partition=bmp, or leave {name}.{key} out"
             )
+    tried = (None, EXACT, BMP) if name == "text" and part.cuts is None and part.virtual_stages == 1 else ()
+    if part.partition_trials and part.partition not in tried:
+        raise ConfigError(
+            f"{name}.partition_trials=true is for text.partition=exact or bmp, without text.cuts and "
+            f"text.virtual_stages. Set one of these, or leave {name}.partition_trials out"
+        )
     if part.partition is None:
         return
     require_choice(f"{name}.partition", part.partition, with_plugins("text.partition", PARTITIONS), _MEANT_PARTITIONS)

@@ -82,6 +82,10 @@ class PartConfig:
     partition_candidates: int = key(15, advanced=True)
     """Of partition=bmp: so many cuts, those of the least VAR(fwd_time) + SUM(comm), are tried. text only."""
 
+    partition_trials: bool = False
+    """Of partition=exact and bmp: take steps of the run before it begins. Five give the seconds of each layer, which
+    are then cut by these; with bmp each candidate takes three as well, and the fastest is taken. text only."""
+
     virtual_stages: int = key(1, layout=FOLLOWS)
     """Runs of layers that each stage holds, for training.schedule=interleaved: stage 0 of 2 has the first and the third
     quarter with 2 of them. text only."""
@@ -183,9 +187,8 @@ class MemoryConfig:
     of their memory; on CPUs it must be set."""
 
     cache_dir: Optional[str] = None
-    """Directory where runs keep what they measured, for later runs of the same shape: recompute=auto its costs, and
-    with it or accounting the seconds of each part, by which text.partition cuts. Null: costs lie in run_dir, and
-    seconds are not kept."""
+    """Directory where runs keep what they measured, for later runs of the same shape: recompute=auto its costs. Null:
+    in run_dir."""
 
     accounting: bool = False
     """Measure activations in every run (activation_bytes in metrics.jsonl), not only with recompute=auto. On CPU this

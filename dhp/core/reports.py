@@ -148,13 +148,15 @@ class LayerUsage:
 
     held_bytes: saved from forward to backward. replay_bytes: added by recomputing, until the layer's backward is done.
 
-    replay_s: seconds of recomputing in the whole step."""
+    replay_s: seconds of recomputing in the whole step; forward_s: of its forwards, with the same clock as
+    `StageUsage.forward_s`."""
 
     kind: str
     choice: str
     held_bytes: int
     replay_bytes: int
     replay_s: float
+    forward_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ class StageUsage:
 
     before_bytes, after_bytes: saved for backward by what comes before and after the layers.
 
-    rows: patches or tokens of the largest micro-batch. all_rows: those of the step."""
+    rows: patches or tokens of the largest micro-batch. all_rows: those of the step. forward_s, backward_s: of all of
+    its micro-batches; of a CPU with one thread the seconds that it computed, which other processes do not lengthen."""
 
     peak_bytes: int
     before_bytes: int

@@ -65,7 +65,7 @@ def plan_layout(
     what is chosen. Raises ConfigError where no layout fits, or none can be, and what reading the model and the data
     raises."""
     held = find_held(config, job_overrides() if overrides is None else overrides)
-    recorded = _recorded(config)
+    recorded = recorded_run(config)
     of_run = None if recorded is None else read_recorded(recorded)
     other = [] if of_run is None else _others(config, held, of_run)
     if of_run is not None and not other:
@@ -101,7 +101,7 @@ def plain_settings(config: Config, part: str) -> dict[str, Any]:
     return {key: getattr(PartConfig(), key.partition(".")[2]) for key in keys}
 
 
-def _recorded(config: Config) -> Path | None:
+def recorded_run(config: Config) -> Path | None:
     """The configuration of the run that this one continues; None: it continues none."""
     resume, run_dir = config.training.resume, Path(config.run_dir).expanduser()
     if resume == NEVER:

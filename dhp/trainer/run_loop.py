@@ -18,6 +18,7 @@ from dhp.config.yaml_files import named_file
 from dhp.core.batch import Batch, StepInfo
 from dhp.core.errors import ConfigError, Diverged
 from dhp.core.files import write_whole
+from dhp.core.graph import StageGraph
 from dhp.core.process import ending, say_line, say_nothing
 from dhp.core.reports import StageReport
 from dhp.plan.run_plan import plan_run
@@ -30,6 +31,7 @@ from dhp.trainer.preload import preloaded
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import Session, open_run
 from dhp.trainer.trainer import ADVICE, NonfiniteCount, run
+from dhp.trainer.tried_cuts import with_tried_cuts
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
@@ -52,7 +54,7 @@ def train(config: Config, say: Callable[[str], None] = say_line) -> dict[str, An
 
     def run_one(prepared: Config) -> None:
         done.append(Path(prepared.run_dir))
-        run(prepared, say)
+        train_prepared(prepared, say)
 
     with preloaded(config):
         if config.stages:
@@ -61,6 +63,11 @@ def train(config: Config, say: Callable[[str], None] = say_line) -> dict[str, An
             run_one(prepare(with_layout(config, say), say=say))
     found = [folder / "summary.json" for folder in done]
     return dict(json.loads(found[-1].read_text())) if found else {}
+
+
+def train_prepared(config: Config, say: Callable[[str], None]) -> None:
+    """Train. config: went through `dhp.trainer.preflight.prepare`. Raises DhpError; leaves no process."""
+    run(with_tried_cuts(config, Run, say), say)
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,11 @@ class Run:
     def stages(self) -> Mapping[str, Stage]:
         """The stages by name, in the order of the forward pass: vision, text; of a pipeline text.0, text.1 …"""
         return self._session.stages
+
+    @property
+    def graph(self) -> StageGraph:
+        """The stages and what goes from one to another."""
+        return self._session.graph
 
     @property
     def steps(self) -> range:

@@ -28,11 +28,15 @@ BATCHES = {
     "random": ["data.balance=random", "data.packing=false"],
     "balanced": ["data.balance=balanced", "data.packing=true"],
 }
+FEW = ["text.partition_candidates=4"]
+TRIALS = ["text.partition_trials=true"]
 # By size: as InternVL's own training cuts, which OmniBal calls parameter-based.
 WAYS = {
     "random batches": [*BATCHES["random"], "text.partition=parameters"],
     "balanced batches": [*BATCHES["balanced"], "text.partition=parameters"],
-    "balanced batches and cut": [*BATCHES["balanced"], "text.partition=exact"],
+    "balanced batches, counted cut": [*BATCHES["balanced"], "text.partition=exact"],
+    "balanced batches, measured cut": [*BATCHES["balanced"], "text.partition=exact", *TRIALS],
+    "balanced batches, tried cuts": [*BATCHES["balanced"], "text.partition=bmp", *TRIALS, *FEW],
 }
 SOURCE = "OmniBal (arXiv 2407.20761), table 1: InternVL-Chat in four stages, random batches"
 # Mean and deviation of tokens, of a forward's milliseconds, of gigabytes of a device.
@@ -71,17 +75,18 @@ def device_of(stage: str) -> int:
     return int(number or 0) + (VISION_STAGES - 1 if part == TEXT else 0)
 
 
-def forward_ms(forwards: Sequence[Row]) -> np.ndarray:
+def forward_ms(forwards: Sequence[Row], count: int) -> np.ndarray:
     """[micro-batches, devices, replicas]: milliseconds, stages of a device summed. forwards: lines that ranks wrote,
-    each rank's in their order. Raises ValueError where ranks wrote of different numbers of micro-batches."""
+    each rank's in their order; count: of a rank that are of the run, behind those of its trials. Raises ValueError
+    where a rank wrote fewer."""
     of_rank: dict[tuple[str, int], list[float]] = {}
     for one in forwards:
         of_rank.setdefault((one["stage"], one["rank"]), []).append(1000 * one["seconds"])
-    counts = {len(own) for own in of_rank.values()}
-    if len(counts) != 1:
-        raise ValueError(f"ranks wrote of {sorted(counts)} forwards, and each has as many as the others")
+    of_rank = {key: own[-count:] for key, own in of_rank.items()}
+    if counts := {len(own) for own in of_rank.values()} - {count}:
+        raise ValueError(f"ranks wrote of {sorted(counts)} forwards, and each has {count}")
     devices, replicas = (1 + max(map(by, of_rank)) for by in (lambda key: device_of(key[0]), lambda key: key[1]))
-    found = np.zeros((*counts, devices, replicas))
+    found = np.zeros((count, devices, replicas))
     for (stage, rank), own in of_rank.items():
         found[:, device_of(stage), rank] += own
     return found
@@ -163,7 +168,7 @@ def make_work(folder: Path, steps: int) -> Work:
 def measure(way: str, steps: int, work: Work) -> Iterator[dict[str, Any]]:
     """The rows of one way. steps: of a run, the first of which counts for bytes alone."""
     forwards, lines = run(work, overrides(way, steps))
-    seconds, kept = forward_ms(forwards)[IN_FLIGHT:], activation_mib(lines)
+    seconds, kept = forward_ms(forwards, steps * IN_FLIGHT)[IN_FLIGHT:], activation_mib(lines)
     tokens = tokens_of(work, overrides(way, steps), steps, seconds.shape[1])[IN_FLIGHT:]
     timed = {"tokens": tokens, "forward_ms": seconds}
     for row in (*spreads(timed | {"activation_mib": kept}), *moments({**timed, "activation_mib": kept})):

@@ -53,7 +53,7 @@ def forwards(seconds: dict[str, float], micro_batches: int = 2) -> list[Row]:
 
 def test_the_device_between_the_parts_has_stages_of_both() -> None:
     assert [device_of(name) for name in STAGES] == [0, 1, 1, 2, 3]
-    found = forward_ms(forwards(dict.fromkeys(STAGES, 0.5)))
+    found = forward_ms([*forwards({"text.0": 9.0}), *forwards(dict.fromkeys(STAGES, 0.5))], 2)  # a trial's come first
     assert found.shape == (2, 4, 2)
     assert found[0].tolist() == [[500, 1000], [1000, 2000], [500, 1000], [500, 1000]]
     line = RankLine(step=1, activation_bytes={name: [2**20, 3 * 2**20] for name in STAGES})
@@ -61,8 +61,8 @@ def test_the_device_between_the_parts_has_stages_of_both() -> None:
 
 
 def test_ranks_that_have_less_than_the_others_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ranks wrote of \[1, 2\] forwards"):
-        forward_ms([*forwards({"vision.0": 1.0}, 1), *forwards({"text.0": 1.0}, 2)])
+    with pytest.raises(ValueError, match=r"ranks wrote of \[1\] forwards, and each has 2"):
+        forward_ms([*forwards({"vision.0": 1.0}, 1), *forwards({"text.0": 1.0}, 2)], 2)
     with pytest.raises(ValueError, match="step 4: a rank of text.1 measured no activations"):
         activation_mib([RankLine(step=4, activation_bytes={"text.1": [None, 1]})])
 

@@ -91,14 +91,16 @@ def _allocated() -> int:
 
 
 class _Stopwatch:
-    """Seconds between marks; on GPUs of the work between them, read only when it is done."""
+    """Seconds between marks; on GPUs of the work between them, read only when it is done. Of a CPU with one thread
+    those that this thread computes: forward and backward are its own work."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
+        self._clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def mark(self) -> Any:
         if not self._cuda:
-            return time.perf_counter()
+            return self._clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -198,7 +200,9 @@ class ActivationMeter:
             this.before, this.begun = this.before + before - this.last, True
         else:
             this.held[this.at] += before - this.last
+        begin = self._watch.mark()
         yield
+        self._layers.setdefault(index, []).append((begin, self._watch.mark()))
         this.last, this.at = self._bytes.now(), index
         this.held[index] = this.last - before
 
@@ -233,8 +237,9 @@ class ActivationMeter:
         return usage
 
     def _layer(self, index: int, most: _MicroBatch, choice: str) -> LayerUsage:
-        seconds = self._sum(self._replays.get(index, []))
-        return LayerUsage(self._kinds[index], choice, most.held.get(index, 0), self._added.get(index, 0), seconds)
+        held, added = most.held.get(index, 0), self._added.get(index, 0)
+        again_s, forward_s = (self._sum(marks.get(index, [])) for marks in (self._replays, self._layers))
+        return LayerUsage(self._kinds[index], choice, held, added, again_s, forward_s)
 
     def _sum(self, marks: Sequence[tuple[Any, Any]]) -> float:
         return sum(self._watch.seconds(begin, end) for begin, end in marks)
@@ -243,6 +248,7 @@ class ActivationMeter:
         self._micro_batches: dict[int, _MicroBatch] = {}
         self._forwards: list[tuple[Any, Any]] = []
         self._backwards: list[tuple[Any, Any]] = []
+        self._layers: dict[int, list[tuple[Any, Any]]] = {}
         self._replays: dict[int, list[tuple[Any, Any]]] = {}
         self._added: dict[int, int] = {}
 

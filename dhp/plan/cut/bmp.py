@@ -13,9 +13,8 @@ from dhp.plan.cut.problem import Partition, PartitionProblem
 from dhp.plan.cut.run_tables import Cuts, Path, Tables, costs_of, least_largest, least_sum, make_tables, steps_of
 from dhp.plan.cut.units import Numbers, PinnedUnit, Positions, Unit
 
-Score = Callable[[tuple[int, ...]], float]  # cuts by position → seconds of a step, measured or simulated
+Score = Callable[[tuple[int, ...]], Sequence[float]]  # cuts by position → seconds of some steps; none: it does not fit
 _MOST = 2_000_000  # candidates
-_MEASURED = 3  # steps of each candidate
 
 
 def bmp(
@@ -25,8 +24,8 @@ def bmp(
     radius: int = 1,
     best: int = 15,
 ) -> Partition:
-    """The cuts of the `best` candidates that take the least seconds by the median of three scores each. score: None to
-    simulate, which is always the same. by: what is balanced, forward as published, or all of a stage's work.
+    """The cuts of the `best` candidates whose steps take the least seconds in the median. score: measures them; None to
+    simulate. by: what is balanced, forward as published, or all of a stage's work.
 
     Raises ConfigError where none of them fits the budget, or a radius has too many candidates."""
     tables = make_tables(problem)
@@ -36,7 +35,7 @@ def bmp(
         steps = steps_of(problem, tables, chosen)
     else:
         named = [tuple(problem.positions.at[row].tolist()) for row in chosen]
-        steps = np.array([np.median([score(one) for _ in range(_MEASURED)]) for one in named])
+        steps = np.array([np.median(score(one) or [np.inf]) for one in named])
     if not len(steps) or not np.isfinite(steps.min()):
         raise ConfigError(
             f"text.partition=bmp: none of the {len(chosen)} candidates within {radius} of equal {by} times fits the "

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isinf
 
+import numpy as np
+
 from dhp.config.devices import GIB
 from dhp.config.layout import BMP, EXACT, LAYERS, PARAMETERS, read_choices
 from dhp.config.model_rules import check_runs
@@ -26,7 +28,9 @@ from dhp.plan.count.unit_work import hidden_width, tower_width
 from dhp.plan.cut.bmp import PARTITION_METHODS, bmp, by_layers, by_parameters
 from dhp.plan.cut.exact import exact
 from dhp.plan.cut.problem import Partition, PartitionProblem
+from dhp.plan.cut.run_tables import make_tables, steps_of
 from dhp.plan.cut.simulate import Programs, chain_programs, pipeline_programs
+from dhp.plan.cut.trials import PartTimes, Trials, timed
 from dhp.plan.cut.units import PinnedUnit, Saved, StageLink, Unit, layer_cuts
 from dhp.plan.trainable import trained_stage
 
@@ -142,15 +146,18 @@ class LayerCuts:
     why: str
 
 
-def part_cuts(config: Config, counted: Counted, trains: bool = True) -> dict[str, LayerCuts]:
+def part_cuts(
+    config: Config, counted: Counted, trains: bool = True, trials: Trials | None = None
+) -> dict[str, LayerCuts]:
     """Of each part that has several runs of layers and no cuts by hand, those that `text.partition` chooses. counted:
-    the run's model. trains: anything is trained. Raises ConfigError where none can be chosen."""
+    the run's model. trains: anything is trained. trials: None to go by what is counted. Raises ConfigError where none
+    can be chosen."""
     asked = [name for name, part in parts(config).items() if _runs(config, name) > 1 and part.cuts is None]
     for name in asked:
         check_runs(name, parts(config)[name], len(counted.family.parts[name].layers.kinds))
     if not asked:
         return {}
-    cutting = _Cutting(config, counted, trains)
+    cutting = _Cutting(config, counted, trains, trials)
     joint = cutting.chain() if is_joint(config) and {VISION, DECODER} & {*asked} else {}
     return joint | {name: cutting.part(name) for name in asked if name not in joint}
 
@@ -176,8 +183,8 @@ def _runs(config: Config, name: str) -> int:
 class _Cutting:
     """The cuts of one run's parts."""
 
-    def __init__(self, config: Config, counted: Counted, trains: bool):
-        self._config, self._counted, self._trains = config, counted, trains
+    def __init__(self, config: Config, counted: Counted, trains: bool, trials: Trials | None):
+        self._config, self._counted, self._trains, self._trials = config, counted, trains, trials
         self._units = PartUnits(config, counted)
         self._method = decoder(config).partition or default_method(config, trains)
         trained = trained_stage(counted.rules, lambda: counted.parameters)
@@ -220,6 +227,12 @@ class _Cutting:
     def _weighed(self, names: Sequence[str]) -> tuple[tuple[Unit, ...], str, float]:
         """The units of these parts, a note of where their figures are from, and the bytes that a stage may keep, where
         the search is to choose what is recomputed."""
+        units, note, budget = self._counted_units(names)
+        if self._trials is None:
+            return units, note, budget
+        return timed(units, self._trials.times), ", by measured seconds of layers", budget
+
+    def _counted_units(self, names: Sequence[str]) -> tuple[tuple[Unit, ...], str, float]:
         sections, budget = parts(self._config), self._config.memory.budget_gib
         note = self._units.note
         automatic = budget is not None and any(sections[name].recompute == "auto" for name in names)
@@ -250,9 +263,10 @@ class _Cutting:
         if even is not None:
             return even(units, runs, held), f"{method}{note}"
         text = decoder(self._config)
-        near = partial(bmp, radius=text.partition_radius, best=text.partition_candidates)
-        search = exact if method == EXACT else near
         problem = PartitionProblem(units, programs(), self._units.link, budget_bytes, before, held)
+        score = None if self._trials is None else partial(_tried, problem, self._trials)
+        near = partial(bmp, score=score, radius=text.partition_radius, best=text.partition_candidates)
+        search = exact if method == EXACT else near
         try:
             found = search(problem)
         except ConfigError as error:
@@ -263,6 +277,19 @@ class _Cutting:
             note = f"{note}, which no cut has room for: {error}"
             found = search(problem)
         return found.cuts, f"{method}{_known(found, problem)}{note}"
+
+
+def _tried(problem: PartitionProblem, trials: Trials, cuts: tuple[int, ...]) -> list[float]:
+    """Seconds of some steps under these cuts, by position."""
+    steps = trials.run(layer_cuts(problem.units, cuts))
+    return [step.seconds if trials.wall else _played(problem, step.times, cuts) for step in steps]
+
+
+def _played(problem: PartitionProblem, times: PartTimes, cuts: tuple[int, ...]) -> float:
+    """Seconds of a step whose units take these times, through the schedule's programs."""
+    known = replace(problem, units=timed(problem.units, times), budget_bytes=inf)
+    at = np.searchsorted(known.positions.at, cuts)
+    return float(steps_of(known, make_tables(known), at[None, :])[0])
 
 
 def _known(found: Partition, problem: PartitionProblem) -> str:

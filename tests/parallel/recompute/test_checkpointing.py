@@ -189,6 +189,21 @@ def test_the_meter_tells_bytes_and_seconds_of_each_layer() -> None:
     assert usage.peak_bytes == sum(layer.held_bytes for layer in usage.layers) + last.replay_bytes
 
 
+def test_a_forward_is_what_its_layers_take_and_what_lies_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of whole ticks: layers of two micro-batches, each of which is begun and ended by one."""
+    ticks = iter(range(1000))
+    monkeypatch.setattr(meter_module.time, "thread_time", lambda: next(ticks))
+    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        usage = measured("none", micro_batches=(ROWS, ROWS // 2))
+    finally:
+        torch.set_num_threads(threads)
+    assert [layer.forward_s for layer in usage.layers] == [2, 2, 2]
+    assert (usage.forward_s, usage.backward_s) == (2 * (1 + 3 * 2), 2)  # three layers, each between two marks
+
+
 def test_a_peak_is_never_less_than_what_the_fullest_micro_batch_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU gradients are taken off the peak; they are not there yet when forward ends."""
     monkeypatch.setattr(meter_module._Saved, "take_peak", lambda self, gradient_bytes: 10**9 - gradient_bytes)

@@ -23,27 +23,27 @@ def test_it_takes_the_fastest_of_the_best_ranked() -> None:
     near = sorted(cuts_of(asked), key=lambda cuts: scored(asked, cuts))[:4]
     seen: list[tuple[int, ...]] = []
 
-    def score(cuts: tuple[int, ...]) -> float:
+    def score(cuts: tuple[int, ...]) -> list[float]:
         seen.append(cuts)
-        return 1.0 + near.index(cuts)
+        return [9.0 - near.index(cuts)]
 
-    found = bmp(asked, lambda cuts: -score(cuts), radius=20, best=4)
-    assert found.cuts == near[3] and found.step_s == -4.0 and found.tried == 4
-    assert seen == [cuts for cuts in near for _ in range(3)]  # three steps of each
+    found = bmp(asked, score, radius=20, best=4)
+    assert found.cuts == near[3] and found.step_s == 6.0 and found.tried == 4
+    assert seen == near
 
 
 def test_the_median_of_three_steps_counts() -> None:
-    asked, calls = problem(3, 12, 3, 6), iter([9.0, 1.0, 2.0, *[3.0] * 99])
-    assert bmp(asked, lambda cuts: next(calls), best=2).step_s == 2.0
+    asked, steps = problem(3, 12, 3, 6), iter([[9.0, 1.0, 2.0], [3.0] * 3])
+    assert bmp(asked, lambda cuts: next(steps), best=2).step_s == 2.0
 
 
 def test_candidates_lie_within_the_radius_of_equal_forward_times() -> None:
     asked = PartitionProblem(tuple(unit(forward_s=1.0) for _ in range(12)), programs(3, 6))
     seen: set[tuple[int, ...]] = set()
 
-    def score(cuts: tuple[int, ...]) -> float:
+    def score(cuts: tuple[int, ...]) -> list[float]:
         seen.add(cuts)
-        return 1.0
+        return [1.0]
 
     bmp(asked, score, radius=1, best=99)
     assert seen == {(a, b) for a in (3, 4, 5) for b in (7, 8, 9)}

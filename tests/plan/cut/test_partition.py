@@ -118,7 +118,7 @@ def test_bmp_takes_its_radius_and_candidates(four_layers_model: str, monkeypatch
     near = ("text.partition=bmp", "text.partition_radius=2", "text.partition_candidates=3")
     cuts_of(four_layers_model, *near)
     cuts_of(four_layers_model, "text.partition=bmp")
-    assert taken == [{"radius": 2, "best": 3}, {"radius": 1, "best": 15}]
+    assert taken == [{"score": None, "radius": 2, "best": 3}, {"score": None, "radius": 1, "best": 15}]
 
 
 def test_what_is_not_said_follows_from_the_schedule(four_layers_model: str) -> None:
