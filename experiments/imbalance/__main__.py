@@ -1,4 +1,5 @@
-"""`python -m experiments.imbalance [--ways WAY …] [--steps 6] [--plot FILE] [--read FILE]`: how uneven are stages?"""
+"""`python -m experiments.imbalance [--training] [--ways WAY …] [--steps 6] [--plot FILE] [--read FILE]`: how uneven are
+stages, and what does it give to even them?"""
 
 import argparse
 import json
@@ -17,6 +18,7 @@ from dhp.plan.batches import feed_settings
 from dhp.trainer.preflight import prepare
 from experiments.commands import ROOT
 from experiments.imbalance.inject.sitecustomize import VARIABLE
+from experiments.imbalance.training import TABLE_7, training_row
 from experiments.published.canvas import BOTTOM, GAP, SIDE, TOP, Canvas
 from experiments.small import ANNOTATIONS, make_dataset, make_model, place, texts, train
 
@@ -80,7 +82,7 @@ def forward_ms(forwards: Sequence[Row], count: int) -> np.ndarray:
     each rank's in their order; count: of a rank that are of the run, behind those of its trials. Raises ValueError
     where a rank wrote fewer."""
     of_rank: dict[tuple[str, int], list[float]] = {}
-    for one in forwards:
+    for one in (one for one in forwards if not one["back"]):
         of_rank.setdefault((one["stage"], one["rank"]), []).append(1000 * one["seconds"])
     of_rank = {key: own[-count:] for key, own in of_rank.items()}
     if counts := {len(own) for own in of_rank.values()} - {count}:
@@ -167,7 +169,7 @@ def make_work(folder: Path, steps: int) -> Work:
 
 def measure(way: str, steps: int, work: Work) -> Iterator[dict[str, Any]]:
     """The rows of one way. steps: of a run, the first of which counts for bytes alone."""
-    forwards, lines = run(work, overrides(way, steps))
+    forwards, lines, _ = run(work, overrides(way, steps))
     seconds, kept = forward_ms(forwards, steps * IN_FLIGHT)[IN_FLIGHT:], activation_mib(lines)
     tokens = tokens_of(work, overrides(way, steps), steps, seconds.shape[1])[IN_FLIGHT:]
     timed = {"tokens": tokens, "forward_ms": seconds}
@@ -175,15 +177,18 @@ def measure(way: str, steps: int, work: Work) -> Iterator[dict[str, Any]]:
         yield {"way": way, "micro_batches": len(seconds), "steps": steps} | row
 
 
-def run(work: Work, given: Sequence[str]) -> tuple[list[dict[str, Any]], list[RankLine]]:
-    """What each rank's forwards took of its core, each rank's in their order, and what ranks.jsonl has of the run."""
+def run(work: Work, given: Sequence[str], way: str = "") -> tuple[list[Row], list[RankLine], Row]:
+    """What each rank's passes took of its core, each rank's in their order, what ranks.jsonl has of the run, and of a
+    way of table 7 its row."""
     with tempfile.TemporaryDirectory(dir=work.folder) as name:
         forwards = Path(name) / "forwards"
         forwards.mkdir()
         variables = {VARIABLE: str(forwards), "PYTHONPATH": f"{INJECT}:{ROOT}"}
-        train(CONFIG, Path(name) / "run", [*work.made, *given], variables)
+        metrics = train(CONFIG, Path(name) / "run", [*work.made, *given], variables)
         texts = [file.read_text(encoding="utf-8") for file in sorted(forwards.iterdir())]
-        return [json.loads(line) for text in texts for line in text.splitlines()], read_rank_lines(Path(name) / "run")
+        passes = [json.loads(line) for text in texts for line in text.splitlines()]
+        row = training_row(way, Path(name) / "run", passes, metrics, WARM) if way else {}
+        return passes, read_rank_lines(Path(name) / "run"), row
 
 
 def tokens_of(work: Work, given: Sequence[str], steps: int, devices: int) -> np.ndarray:
@@ -240,6 +245,17 @@ def _draw_line(canvas: Canvas, left: float, row: Row, shares: Sequence[float]) -
 
 
 STEPS = 6
+WARM = 2  # steps of table 7's runs that do not count: recompute=auto may measure in them
+
+
+def trained_rows(steps: int) -> Iterator[Row]:
+    """Of table 7's ways, one after another."""
+    together = MICRO_BATCH * REPLICAS * IN_FLIGHT
+    length = [f"training.batch_size={together}", f"training.max_steps={steps}", "training.schedule=1f1b"]
+    with tempfile.TemporaryDirectory(prefix="dhp-imbalance-") as folder:
+        work = make_work(Path(folder), steps)
+        for way, given in TABLE_7.items():
+            yield run(work, [*given, *length], way)[2]
 
 
 def measured_rows(ways: Sequence[str], steps: int) -> Iterator[dict[str, Any]]:
@@ -255,6 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.imbalance", description=__doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=" | ".join(WAYS))
     parser.add_argument("--steps", type=int, default=STEPS, help="of 32 samples; in the first nothing is timed")
+    parser.add_argument("--training", action="store_true", help="OmniBal's table 7 as training runs, and nothing else")
     parser.add_argument("--plot", type=Path, help="a PNG file to write")
     parser.add_argument("--read", type=Path, help="a file of rows to draw; nothing is trained")
     given = parser.parse_args(arguments)
@@ -264,9 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = [json.loads(line) for line in given.read.read_text(encoding="utf-8").splitlines()]
     else:
         chosen = "" if given.ways == list(WAYS) else " --ways " + " ".join(f"'{way}'" for way in given.ways)
+        chosen = " --training" if given.training else chosen
         command = {"command": f"python -m experiments.imbalance{chosen} --steps {given.steps}"}
         rows = []
-        for row in measured_rows(given.ways, given.steps):
+        for row in trained_rows(given.steps) if given.training else measured_rows(given.ways, given.steps):
             rows.append(row | command)
             print(json.dumps(rows[-1], ensure_ascii=False), flush=True)
     if given.plot is not None:

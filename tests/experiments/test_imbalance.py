@@ -44,10 +44,11 @@ STAGES = ("vision.0", "vision.1", "text.0", "text.1", "text.2")
 def forwards(seconds: dict[str, float], micro_batches: int = 2) -> list[Row]:
     """Of two replicas, the second of which takes twice as long."""
     return [
-        {"stage": stage, "rank": rank, "micro_batch": number, "seconds": own * (1 + rank)}
+        {"stage": stage, "rank": rank, "micro_batch": number, "seconds": own * (1 + rank), "back": back}
         for stage, own in seconds.items()
         for rank in (0, 1)
         for number in range(micro_batches)
+        for back in (False, True)
     ]
 
 
@@ -82,13 +83,14 @@ def test_a_rank_writes_what_a_forward_takes_of_its_core(tmp_path: Path) -> None:
         assert timed(Engine.forward_step, str(tmp_path))(Engine(), 3, 6) == 7
     (line,) = (tmp_path / "text.1-0.jsonl").read_text().splitlines()
     told = json.loads(line)
-    assert (told["stage"], told["rank"], told["micro_batch"]) == ("text.1", 0, 3)
+    assert (told["stage"], told["rank"], told["micro_batch"], told["back"]) == ("text.1", 0, 3, False)
     assert 0.05 <= told["seconds"] < 0.15  # of the core: sleeping is none
 
 
 def test_functions_that_are_timed_are_there() -> None:
-    for module, function in FUNCTIONS.items():
-        assert callable(reduce(getattr, function.split("."), importlib.import_module(module)))
+    for module, functions in FUNCTIONS.items():
+        for function in functions:
+            assert callable(reduce(getattr, function.split("."), importlib.import_module(module)))
 
 
 def test_patches_count_where_the_tower_is_and_tokens_where_the_decoder_is() -> None:

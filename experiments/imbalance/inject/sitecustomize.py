@@ -1,6 +1,6 @@
 """Python imports this as it starts where this folder is on PYTHONPATH: in each process of a run. Ranks write what each
-forward of a micro-batch took of their core, for on a machine with other work its wall time has that too. dhp itself
-knows nothing of it. Imports nothing of dhp."""
+forward and backward of a micro-batch took of their core, for on a machine with other work its wall time has that too.
+dhp itself knows nothing of it. Imports nothing of dhp."""
 
 import functools
 import json
@@ -12,8 +12,8 @@ from experiments.on_import import wrap_on_import
 
 VARIABLE = "DHP_FORWARDS"  # of the folder that ranks write to
 FUNCTIONS = {
-    "dhp.engine.encoder_engine": "EncoderEngine.forward_step",
-    "dhp.engine.text_engine": "TextEngine.forward_step",
+    "dhp.engine.encoder_engine": ["EncoderEngine.forward_step", "EncoderEngine.backward_step"],
+    "dhp.engine.text_engine": ["TextEngine.forward_step", "TextEngine.backward_step"],
 }
 
 
@@ -28,6 +28,7 @@ def timed(function, folder):
         rank = sys.modules["torch"].distributed.get_rank()
         with open(os.path.join(folder, f"{engine.spec.name}-{rank}.jsonl"), "a") as file:
             line = {"stage": engine.spec.name, "rank": rank, "micro_batch": micro_batch, "seconds": seconds}
+            line["back"] = function.__name__ == "backward_step"
             file.write(json.dumps(line) + "\n")
         return found
 
@@ -35,5 +36,5 @@ def timed(function, folder):
 
 
 if __name__ == "sitecustomize" and VARIABLE in os.environ:
-    for _module, _function in FUNCTIONS.items():
-        wrap_on_import(_module, [_function], functools.partial(timed, folder=os.environ[VARIABLE]))
+    for _module, _functions in FUNCTIONS.items():
+        wrap_on_import(_module, _functions, functools.partial(timed, folder=os.environ[VARIABLE]))
