@@ -1,7 +1,7 @@
 """Of each experiment the figures of its sentence, the main one first. One that is missing here has no sentence yet."""
 
 from experiments import figures
-from experiments.figures import Figure, column, percent
+from experiments.figures import Figure, column, percent, ratio
 
 RAY, LONG, OMNI = "Ray system, README", "LongVILA", "OmniBal"
 
@@ -131,6 +131,12 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure(f"{way}: held-out loss on long videos {{}}", way, figures.held_out(way), "")
         for way in ("all stages", "without 3", "without 4", "without 3 and 4")
     ),
+    "throughput": (
+        Figure("by dry runs TP takes {} SP+TP's step of a sample", "TP over SP+TP, planned",
+               ratio("patches_s", {"layout": "SP+TP", "device": "plan"}, {"layout": "TP", "device": "plan"}, ("size",)),
+               " ×", f"1.26 to 1.37 × on 8 H100, {RAY}"),
+        Figure("on a CPU {}", "TP over SP+TP, CPU",
+               ratio("patches_s", {"layout": "SP+TP", "device": "cpu"}, {"layout": "TP", "device": "cpu"}, ("size",)))),
     "two_hosts": (
         Figure("with slow links a ring takes {} as long as 2D attention", "ring over 2D",
                column("ring_over_2d", direction="both")),

@@ -1,0 +1,1 @@
+"""How many patches a second do three layouts take, by the length of a picture?"""
