@@ -127,6 +127,7 @@ PLAINEST = ("data", "ulysses", "tensor", "ring", "pipeline")  # first, of layout
 FREE = ("data", "pipeline", "ulysses", "tensor")  # degrees of which one may take what the others leave
 SEQUENCE_GROUPS = ("auto", "one")
 EXACT, BMP, PARAMETERS = PARTITIONS = ("exact", "bmp", "parameters")
+PARTITION_KEYS = ("partition", "partition_radius", "partition_candidates", "partition_trials")
 LAYERS = "layers"  # how interleaved runs are cut; no choice
 # Other names of a partition.
 _MEANT_PARTITIONS = {

@@ -7,7 +7,7 @@ from types import MappingProxyType, SimpleNamespace
 
 from dhp.config.data import DataConfig, LimitsConfig
 from dhp.config.parts import DECODER, parts
-from dhp.config.ranges import require, require_choice
+from dhp.config.ranges import SEQUENTIAL, require, require_choice
 from dhp.config.schema import Config, PartConfig
 from dhp.config.vocabulary import shown_value
 from dhp.core.errors import ConfigError
@@ -236,6 +236,7 @@ def check_run(config: Config) -> None:
                 )
     counted = [f"{name}.recompute=auto" for name, part in parts(config).items() if part.recompute == "auto"]
     counted += ["memory.accounting=true"] if config.memory.accounting else []
+    counted += ["text.partition_trials=true"] if config.text.partition_trials else []
     for name, part in parts(config).items() if counted else ():
         quantized = f"{name}.lora.quantization"
         if part.lora.quantization is not None:
@@ -250,6 +251,23 @@ def check_run(config: Config) -> None:
                 f"and a compiled layer has no such calls. Set {name}.compile=false, or change {counted[0]}."
             )
     check_budget(config)
+    check_trials(config)
+
+
+def check_trials(config: Config) -> None:
+    """Trials need cuts that they can change. Raises ConfigError."""
+    if not config.text.partition_trials:
+        return
+    if not any((part.pipeline or 1) > 1 and part.cuts is None for part in parts(config).values()):
+        raise ConfigError(
+            "text.partition_trials=true, and no part has several stages (pipeline) without cuts by hand: there is "
+            "nothing to cut. Leave text.partition_trials out"
+        )
+    if config.training.schedule == SEQUENTIAL and config.text.partition is None:
+        raise ConfigError(
+            "text.partition_trials=true with training.schedule=sequential, under which every cut takes as long. Set "
+            "training.schedule=1f1b, or leave text.partition_trials out"
+        )
 
 
 def check_budget(config: Config) -> None:

@@ -123,6 +123,11 @@ def ending_on_error() -> Iterator[None]:
         raise
 
 
+def missed_signal() -> bool:
+    """Whether a signal came while the last run was shut down, which goes on then."""
+    return _State.missed
+
+
 def was_interrupted() -> bool:
     """Whether a signal has arrived in this run: a library may have caught its KeyboardInterrupt."""
     return _State.interrupted

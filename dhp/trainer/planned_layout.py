@@ -9,8 +9,8 @@ from dhp.checkpoint.folder import find_checkpoint, newest_checkpoint
 from dhp.checkpoint.resume import AUTO, NEVER
 from dhp.config.command_line import job_overrides, with_words
 from dhp.config.devices import GIB
-from dhp.config.layout import DEGREES, FREED, GIVEN, LAYOUTS, PLANNED
-from dhp.config.parts import encoders, parts
+from dhp.config.layout import DEGREES, FREED, GIVEN, LAYOUTS, PARTITION_KEYS, PLANNED
+from dhp.config.parts import DECODER, encoders, parts
 from dhp.config.ranges import require_choice
 from dhp.config.roles import FOLLOWS, keys_with
 from dhp.config.run_dir import check_run_dir, config_of, read_recorded
@@ -135,6 +135,10 @@ def _settings_of(recorded: Config, held: FixedKeys) -> dict[str, Any]:
     for key in keys:
         section, _, name = key.partition(".")
         values[key] = getattr(getattr(recorded, section), name)
+    if any(
+        values.get(f"{name}.cuts") is not None for name in parts(recorded)
+    ):  # in whose place a method would choose others
+        values |= {f"{DECODER}.{key}": getattr(PartConfig(), key) for key in PARTITION_KEYS}
     return values
 
 

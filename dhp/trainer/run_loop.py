@@ -19,8 +19,9 @@ from dhp.core.batch import Batch, StepInfo
 from dhp.core.errors import ConfigError, Diverged
 from dhp.core.files import write_whole
 from dhp.core.graph import StageGraph
-from dhp.core.process import ending, say_line, say_nothing
+from dhp.core.process import count_cores, ending, say_line, say_nothing
 from dhp.core.reports import StageReport
+from dhp.plan.bench.machine import CPU
 from dhp.plan.run_plan import plan_run
 from dhp.step.stages import Ref, Stage
 from dhp.step.step import update_weights
@@ -121,6 +122,13 @@ class Run:
     def graph(self) -> StageGraph:
         """The stages and what goes from one to another."""
         return self._session.graph
+
+    @property
+    def crowded(self) -> bool:
+        """Whether actors on CPUs share cores, so that seconds of a step say nothing of how they go on together."""
+        session = self._session
+        actors = sum(stage.degrees.world for stage in session.graph.stages) / session.graph.device_count()
+        return session.device == CPU and actors * session.node_devices * session.threads > count_cores()
 
     @property
     def steps(self) -> range:

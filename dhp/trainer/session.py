@@ -35,7 +35,7 @@ from dhp.models.empty import start_limit_s, weight_bytes
 from dhp.plan.batches import LOOKED_AT, LOOKING_S, feed_settings, may_be_unreached, passes_of, unreached
 from dhp.plan.run_plan import RunPlan, find_localities
 from dhp.step.stages import EngineProtocol, Stages, make_stages
-from dhp.supervise.attempt import known_device, restarts, tell_opened, this_attempt
+from dhp.supervise.attempt import known_device, restarts, this_attempt
 from dhp.trainer.dry_run import require_room
 from dhp.trainer.preflight import feature_settings, keep_settings
 from dhp.trainer.settings import (
@@ -304,6 +304,5 @@ def open_run(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path,
         for line in [*start.quarantine(), *start.changes(recipe(config), free_layout(config))]:
             say(line)
         with fenced(checkpoint_dir):
-            tell_opened()
             remove_unfinished(checkpoint_dir)
             yield run_dir, start

@@ -89,7 +89,7 @@ def stage_settings(
         device=device,
         update=_optimizer_settings(config, steps),
         recompute=stage_choices(resolved(section.recompute) if goes_back else "none", graph, stage),
-        measure=measures(config) and goes_back,
+        measure=measures(config) and (goes_back or config.memory.accounting),
         rules=rules,
         adapters=adapters_of(config).get(stage.part),
         resume_from=None if checkpoint is None else str(checkpoint / stage.part),

@@ -28,6 +28,7 @@ from dhp.supervise.attempt import (
     larger_layouts,
     restarts,
     tell_device,
+    tell_opened,
     tell_saved,
     tell_state,
     telling_end,
@@ -171,6 +172,7 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
 
 def _run(config: Config, say: Callable[[str], None]) -> None:
     with open_run(config, say) as (run_dir, start):
+        tell_opened()
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
         interval, degrees, text = config.training.log_interval, world(config), to_yaml(config)
         loggers = make_loggers(config, run_dir, start.checkpoint is not None)

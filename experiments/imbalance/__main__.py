@@ -79,12 +79,10 @@ def device_of(stage: str) -> int:
 
 def forward_ms(forwards: Sequence[Row], count: int) -> np.ndarray:
     """[micro-batches, devices, replicas]: milliseconds, stages of a device summed. forwards: lines that ranks wrote,
-    each rank's in their order; count: of a rank that are of the run, behind those of its trials. Raises ValueError
-    where a rank wrote fewer."""
+    each rank's in their order; count: of a rank. Raises ValueError where one wrote another number."""
     of_rank: dict[tuple[str, int], list[float]] = {}
     for one in (one for one in forwards if not one["back"]):
         of_rank.setdefault((one["stage"], one["rank"]), []).append(1000 * one["seconds"])
-    of_rank = {key: own[-count:] for key, own in of_rank.items()}
     if counts := {len(own) for own in of_rank.values()} - {count}:
         raise ValueError(f"ranks wrote of {sorted(counts)} forwards, and each has {count}")
     devices, replicas = (1 + max(map(by, of_rank)) for by in (lambda key: device_of(key[0]), lambda key: key[1]))
@@ -185,8 +183,13 @@ def run(work: Work, given: Sequence[str], way: str = "") -> tuple[list[Row], lis
         forwards.mkdir()
         variables = {VARIABLE: str(forwards), "PYTHONPATH": f"{INJECT}:{ROOT}"}
         metrics = train(CONFIG, Path(name) / "run", [*work.made, *given], variables)
-        texts = [file.read_text(encoding="utf-8") for file in sorted(forwards.iterdir())]
-        passes = [json.loads(line) for text in texts for line in text.splitlines()]
+        files = sorted(forwards.iterdir(), key=lambda file: file.stat().st_mtime)
+        of_run = {
+            file.stem.rpartition("-")[0]: file for file in files
+        }  # of a rank, those of trials were written before
+        passes = [
+            json.loads(line) for file in of_run.values() for line in file.read_text(encoding="utf-8").splitlines()
+        ]
         row = training_row(way, Path(name) / "run", passes, metrics, WARM) if way else {}
         return passes, read_rank_lines(Path(name) / "run"), row
 
@@ -277,6 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.steps < 2:
         parser.error(f"--steps {given.steps}: nothing is timed in the first step; take 2 or more")
+    if given.training and (given.steps <= WARM or given.plot):
+        parser.error(f"--training takes more than {WARM} steps, and has no plot")
     if given.read is not None:
         rows = [json.loads(line) for line in given.read.read_text(encoding="utf-8").splitlines()]
     else:

@@ -31,7 +31,7 @@ SOURCE = "OmniBal (arXiv 2407.20761), table 7: days of a GPU"
 
 
 def training_row(way: str, run_dir: Path, actions: Sequence[Row], metrics: Sequence[StepMetrics], warm: int) -> Row:
-    """The row of a run. actions: what ranks wrote, those of trials first. warm: first steps that do not count."""
+    """The row of a run. actions: what ranks wrote. warm: first steps that do not count."""
     config = read_recorded(run_dir / "config.yaml")
     graph = plan_run(config).graph
     count = config.training.batch_size // config.training.micro_batch_size // (config.text.data or 1)
@@ -56,12 +56,12 @@ def replays(graph: StageGraph, actions: Sequence[Row], count: int, steps: int) -
     of_rank: dict[tuple[str, int, bool], list[float]] = {}
     for one in actions:
         of_rank.setdefault((one["stage"], one["rank"], one["back"]), []).append(one["seconds"])
-    last = {key: own[-steps * count :] for key, own in of_rank.items()}
-    if counts := {len(own) for own in last.values()} - {steps * count}:
+    if counts := {len(own) for own in of_rank.values()} - {steps * count}:
         raise ValueError(f"ranks wrote of {sorted(counts)} passes of a kind, and each has {steps * count}")
-    replicas = 1 + max(rank for _, rank, _ in last)
+    replicas = 1 + max(rank for _, rank, _ in of_rank)
     for step in range(steps):
-        yield max(play(programs, graph, _Seconds(last, step * count, replica)).step_s for replica in range(replicas))
+        seconds = (_Seconds(of_rank, step * count, replica) for replica in range(replicas))
+        yield max(play(programs, graph, one).step_s for one in seconds)
 
 
 class _Seconds:

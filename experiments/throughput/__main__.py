@@ -31,6 +31,7 @@ from experiments.throughput.cells import LAYOUTS, PATCH, SIDES, SOURCE, TEXT_TOK
 Row = dict[str, Any]
 Try = Callable[[Cell, int], Row | None]  # a batch → its figures; None: out of memory
 STEPS, WARM = 8, 3  # of a run; its first ones do not count
+SHORT = ("out of memory", "the stages on one GPU keep")  # words of runs that do not fit
 WORD = " dog"
 TEMPLATE = 26  # tokens that a chat template puts around a question and its answer
 PICTURES = 16
@@ -100,7 +101,7 @@ class Runs:
             try:
                 steps = train(self._config, Path(name) / "run", own, limit_s=3600.0)
             except RuntimeError as error:
-                if "out of memory" not in str(error):
+                if not any(word in str(error) for word in SHORT):
                     raise
                 return None
         peak = max(sum((one.memory_bytes or one.activation_bytes or {}).values()) for one in steps)
@@ -151,7 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             budget = given.budget_gib * 2**30 if given.budget_gib else DEVICE_BYTES * own / theirs
             attempt = Runs("tiny", small, Path(folder), given.device, budget - own)
         for row in cell_rows(cells, attempt):
-            print(json.dumps(row | {"device": given.device, "command": f"python -m experiments.throughput {words}"}))
+            print(
+                json.dumps(row | {"device": given.device, "command": f"python -m experiments.throughput {words}"}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from dhp.config.command_line import compose_config
+from dhp.core.axes import Degrees
 from dhp.observe.ranks import RankLine
 from experiments.imbalance.__main__ import (
     CONFIG,
@@ -33,8 +34,10 @@ from experiments.imbalance.__main__ import (
     tokens_of,
 )
 from experiments.imbalance.inject.sitecustomize import FUNCTIONS, timed
+from experiments.imbalance.training import TABLE_7, replays
 from experiments.pair import join_alone
 from tests.helpers.figures import Sentences, missing, one, rows
+from tests.helpers.graphs import make_graph
 
 PAPERS = "experiments/PAPERS.md"
 PAGE = "experiments/imbalance/README.md"
@@ -54,7 +57,7 @@ def forwards(seconds: dict[str, float], micro_batches: int = 2) -> list[Row]:
 
 def test_the_device_between_the_parts_has_stages_of_both() -> None:
     assert [device_of(name) for name in STAGES] == [0, 1, 1, 2, 3]
-    found = forward_ms([*forwards({"text.0": 9.0}), *forwards(dict.fromkeys(STAGES, 0.5))], 2)  # a trial's come first
+    found = forward_ms(forwards(dict.fromkeys(STAGES, 0.5)), 2)
     assert found.shape == (2, 4, 2)
     assert found[0].tolist() == [[500, 1000], [1000, 2000], [500, 1000], [500, 1000]]
     line = RankLine(step=1, activation_bytes={name: [2**20, 3 * 2**20] for name in STAGES})
@@ -81,7 +84,8 @@ def test_a_rank_writes_what_a_forward_takes_of_its_core(tmp_path: Path) -> None:
 
     with join_alone():
         assert timed(Engine.forward_step, str(tmp_path))(Engine(), 3, 6) == 7
-    (line,) = (tmp_path / "text.1-0.jsonl").read_text().splitlines()
+    (file,) = tmp_path.glob("text.1-0-*.jsonl")
+    (line,) = file.read_text().splitlines()
     told = json.loads(line)
     assert (told["stage"], told["rank"], told["micro_batch"], told["back"]) == ("text.1", 0, 3, False)
     assert 0.05 <= told["seconds"] < 0.15  # of the core: sleeping is none
@@ -137,10 +141,47 @@ def test_a_run_has_the_batches_and_the_cut_of_its_way(way: str) -> None:
     training, balanced = config.training, way != "random batches"
     assert (training.schedule, training.batch_size, training.max_steps) == ("1f1b", 32, 3)
     assert (config.data.balance, config.data.packing) == ("balanced" if balanced else "random", balanced)
-    assert config.text.partition == ("exact" if way.endswith("cut") else "parameters")
+    cut = {"random batches": "parameters", "balanced batches": "parameters", "balanced batches, tried cuts": "bmp"}
+    assert config.text.partition == cut.get(way, "exact")
+    assert config.text.partition_trials == way.endswith(("measured cut", "tried cuts"))
     assert config.memory.accounting and config.cluster.chain and config.cluster.threads_per_actor == 1
     assert (config.vision.pipeline, config.vision.data) == (VISION_STAGES, REPLICAS)
     assert (config.text.pipeline, config.text.data) == (IN_FLIGHT + 1 - VISION_STAGES, REPLICAS)
+
+
+@pytest.mark.parametrize("way", TABLE_7)
+def test_a_run_of_table_7_has_all_that_the_one_before_has(way: str) -> None:
+    config = compose_config(CONFIG.stem, str(CONFIG.parent), [*TABLE_7[way], "training.schedule=1f1b"])
+    at = list(TABLE_7).index(way)
+    assert (config.data.balance, config.data.packing) == (("isf", True) if at else ("random", False))
+    assert (config.text.partition, config.text.partition_trials) == (("bmp", True) if at > 1 else ("parameters", False))
+    assert {config.vision.recompute, config.text.recompute} == {"auto" if at > 2 else "full"}
+
+
+def test_a_step_is_replayed_by_what_its_passes_took() -> None:
+    """A tower and two stages of a decoder, two replicas and micro-batches: a micro-batch waits for the slower rank of
+    the tower, a step for the slower replica."""
+    graph = make_graph(Degrees(data=2), Degrees(data=2), stages=2)
+    took = {"vision": (1.0, 3.0), "text.0": (2.0, 2.0), "text.1": (2.0, 4.0)}
+    one_step = [
+        {
+            "stage": stage,
+            "rank": rank,
+            "micro_batch": number,
+            "seconds": seconds[rank] * (2 if back else 1),
+            "back": back,
+        }
+        for stage, seconds in took.items()
+        for rank in (0, 1)
+        for back in (False, True)
+        for number in (0, 1)
+    ]
+    (found,) = replays(graph, one_step, 2, 1)
+    alone = [row for row in one_step if row["rank"] == 1]
+    (of_slowest,) = replays(graph, [*[row | {"rank": 0} for row in alone], *alone], 2, 1)
+    assert found == of_slowest > 0
+    with pytest.raises(ValueError, match=r"ranks wrote of \[2\] passes of a kind, and each has 4"):
+        list(replays(graph, one_step, 2, 2))
 
 
 def test_rows_are_drawn_and_others_refused(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dhp.config.command_line import compose_config
+from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.resolve import resolve
 from dhp.config.run_dir import read_recorded
 from dhp.config.schema import Config
-from dhp.core.errors import Fault, PartFailed
+from dhp.core.errors import ConfigError, Fault, PartFailed
 from dhp.plan.cut.trials import TrialStep, UnitTimes
 from dhp.trainer import tried_cuts
 from tests.helpers.runs import FIRST, tiny, train
@@ -41,7 +41,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Config], list[Steps]]:
     answers: list[Steps] = []
 
     def take(trial: Any, cuts: Any, steps: int) -> list[TrialStep]:
-        with trial.start(trial._config(cuts, steps)) as config:
+        with trial.start(trial._config(cuts)) as config:
             seen.append(config)
             return answers[0](config)
 
@@ -67,7 +67,7 @@ def test_trials_are_short_runs_beside_the_run(four_layers_model: str, tmp_path: 
     said: list[str] = []
     found = tried(config, said)
     assert seen[0].text.cuts is None and len({tuple(one.text.cuts) for one in seen[1:]}) == 2
-    assert [one.training.max_steps for one in seen] == [6, 4, 4]
+    assert {one.training.max_steps for one in seen} == {config.training.max_steps}
     assert {one.training.resume for one in seen} == {"never"} and not any(one.text.partition_trials for one in seen)
     assert all(one.memory.accounting and one.training.checkpoint_dir is None for one in seen)
     assert len({one.run_dir for one in seen}) == 3 and not any(Path(one.run_dir) == tmp_path / "run" for one in seen)
@@ -88,7 +88,46 @@ def test_a_candidate_out_of_memory_is_left_out(four_layers_model: str, tmp_path:
     answers.append(answer)
     said: list[str] = []
     found = tried(config_of(four_layers_model, tmp_path / "run", *TRIALS), said)
-    assert found.text.cuts not in (None, [2]) and any("ran out of memory" in line for line in said)
+    assert found.text.cuts not in (None, [2]) and any("does not fit: out of memory" in line for line in said)
+
+
+def test_a_candidate_that_a_device_has_no_room_for_is_left_out(
+    four_layers_model: str, tmp_path: Path, trials: Any
+) -> None:
+    _, answers = trials
+
+    def answer(config: Config) -> list[TrialStep]:
+        if config.text.cuts == [2]:
+            raise ConfigError("the stages on one GPU keep 90 GiB")
+        return [TrialStep(1.0, EVEN)]
+
+    answers.append(answer)
+    said: list[str] = []
+    found = tried(config_of(four_layers_model, tmp_path / "run", *TRIALS), said)
+    assert found.text.cuts not in (None, [2]) and any("does not fit: the stages on one GPU" in line for line in said)
+
+
+def test_a_run_of_one_step_has_none_for_trials(four_layers_model: str, tmp_path: Path, trials: Any) -> None:
+    trials[1].append(lambda config: [])
+    with pytest.raises(ConfigError, match="takes two steps at least"):
+        tried(config_of(four_layers_model, tmp_path / "run", *TRIALS), [])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("stages", "takes"), [(2, True), (3, False)])
+def test_cuts_of_the_run_that_goes_on_are_taken_where_they_fit(
+    four_layers_model: str, tmp_path: Path, trials: Any, stages: int, takes: bool
+) -> None:
+    (tmp_path / "run" / "checkpoints" / "step_1").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step_1" / "checkpoint.json").write_text("{}")
+    trials[1].append(lambda config: [TrialStep(1.0, EVEN)])
+    given = [*TRIALS, "training.resume=auto", f"text.num_actors={stages}"]
+    config = config_of(four_layers_model, tmp_path / "run", *given)
+    cut = replace(config, text=replace(config.text, cuts=[3], partition=None, num_actors=2, pipeline=2))
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(cut))
+    found = tried(config, [])
+    assert (found.text.cuts == [3]) == takes and bool(trials[0]) == (not takes)
+    assert len(found.text.cuts or []) == stages - 1
 
 
 def test_other_faults_end_it(four_layers_model: str, tmp_path: Path, trials: Any) -> None:

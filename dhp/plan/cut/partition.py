@@ -25,7 +25,7 @@ from dhp.plan.count.samples import assumed_samples
 from dhp.plan.count.seconds import UnitSeconds, unit_seconds
 from dhp.plan.count.state_bytes import VALUE_BYTES
 from dhp.plan.count.unit_work import hidden_width, tower_width
-from dhp.plan.cut.bmp import PARTITION_METHODS, bmp, by_layers, by_parameters
+from dhp.plan.cut.bmp import PARTITION_METHODS, Score, bmp, by_layers, by_parameters
 from dhp.plan.cut.exact import exact
 from dhp.plan.cut.problem import Partition, PartitionProblem
 from dhp.plan.cut.run_tables import make_tables, steps_of
@@ -68,7 +68,7 @@ class PartUnits:
         return tuple(replace(unit, saved=own) for unit, own in zip(found, saved, strict=True))
 
     def _timed(self, name: str, section: PartConfig) -> tuple[Unit, ...]:
-        seconds, trained = self._seconds(name, section), self._trained(name)
+        seconds, trained = self._seconds(name, section), self.trained(name)
         parameters, states = self._parameters(name), self._handed(name, section)
         last = len(seconds) - 1
         choices = (
@@ -89,7 +89,8 @@ class PartUnits:
         rates = self._machine.of(name, section.dtype)
         return unit_seconds(self._counted, name, section, degrees(section), self._loads, rates, kept)
 
-    def _trained(self, name: str) -> list[bool]:
+    def trained(self, name: str) -> list[bool]:
+        """Of each unit of the tower or the decoder, whether some of it is trained."""
         if name != DECODER:
             return [piece.trained > 0 for piece in self._counted.pieces]
         shares, layers = self._counted.trained, len(self._counted.sizes.layers)
@@ -160,6 +161,18 @@ def part_cuts(
     cutting = _Cutting(config, counted, trains, trials)
     joint = cutting.chain() if is_joint(config) and {VISION, DECODER} & {*asked} else {}
     return joint | {name: cutting.part(name) for name in asked if name not in joint}
+
+
+def first_backwards(config: Config, counted: Counted) -> dict[str, int]:
+    """Of each part the first unit through which a backward goes; as many as it has units where none does."""
+    units, trained = PartUnits(config, counted), trained_stage(counted.rules, lambda: counted.parameters)
+    found = dict.fromkeys(parts(config), 0)
+    for name in {VISION, DECODER} & found.keys():
+        own = units.trained(name)
+        found[name] = own.index(True) if True in own else len(own)
+    if any(trained(name, ()) for name in encoders(config)):
+        found[DECODER] = 0
+    return found
 
 
 def is_joint(config: Config) -> bool:
@@ -262,11 +275,8 @@ class _Cutting:
         even = PARTITION_METHODS.get(method, by_layers if method == LAYERS else None)
         if even is not None:
             return even(units, runs, held), f"{method}{note}"
-        text = decoder(self._config)
         problem = PartitionProblem(units, programs(), self._units.link, budget_bytes, before, held)
-        score = None if self._trials is None else partial(_tried, problem, self._trials)
-        near = partial(bmp, score=score, radius=text.partition_radius, best=text.partition_candidates)
-        search = exact if method == EXACT else near
+        search = exact if method == EXACT else self._near
         try:
             found = search(problem)
         except ConfigError as error:
@@ -276,7 +286,13 @@ class _Cutting:
             problem = replace(problem, budget_bytes=inf)
             note = f"{note}, which no cut has room for: {error}"
             found = search(problem)
+        if method == BMP and self._trials is not None:
+            found = self._near(problem, partial(_tried, problem, self._trials))
         return found.cuts, f"{method}{_known(found, problem)}{note}"
+
+    def _near(self, problem: PartitionProblem, score: Score | None = None) -> Partition:
+        text = decoder(self._config)
+        return bmp(problem, score, radius=text.partition_radius, best=text.partition_candidates)
 
 
 def _tried(problem: PartitionProblem, trials: Trials, cuts: tuple[int, ...]) -> list[float]:

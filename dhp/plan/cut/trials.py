@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from dhp.core.errors import ModelError
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.reports import StageReport, StageUsage
 from dhp.plan.cut.units import Unit
@@ -42,39 +41,50 @@ class Trials:
     wall: bool
 
 
-def unit_times(graph: StageGraph, reports: Mapping[str, Sequence[StageReport]], micro_batches: int) -> PartTimes:
-    """Of one step's reports, in the mean of a stage's ranks; a rank without work in it took nothing. What a stage takes
-    beside its layers counts for what precedes the first one or follows the last one, where it has these, and for all of
-    its layers alike where it has not. Backward is not measured by layer: units have their shares of forward.
+@dataclass(frozen=True)
+class Measured:
+    """How a run's reports are read. micro_batches: of a step. first_back: of each part, the first unit through which a
+    backward goes. replanned: parts whose layers recompute in trials what a plan decides in the run."""
 
-    Raises ModelError where no rank of a stage had any work, or measured it."""
+    micro_batches: int
+    first_back: Mapping[str, int]
+    replanned: frozenset[str] = frozenset()
+
+
+def unit_times(graph: StageGraph, reports: Mapping[str, Sequence[StageReport]], measured: Measured) -> PartTimes:
+    """Of one step's reports, in the mean of a stage's ranks; a rank, or stage, without work in it took nothing. What a
+    stage takes beside its layers counts for what precedes the first one or follows the last one, where it has these,
+    and for all of its layers alike where it has not. Backward is not measured by layer: units through which one goes
+    have their shares of forward."""
     found = {}
     for part in graph.parts():
         stages = graph.of_part(part)
         times = [UnitTimes(0.0, 0.0)] * (2 + sum(len(stage.layers) for stage in stages))
         for stage in stages:
             usages = [report.usage for report in reports[stage.name] if report.usage is not None]
-            if not usages:
-                raise ModelError(f"no rank of {stage.name} measured its layers in this step: it had nothing to compute")
-            share = 1 / len(reports[stage.name]) / micro_batches
-            for at, own in _stage_times(stage, usages, len(times) - 1).items():
-                times[at] = UnitTimes(own.forward_s * share, own.backward_s * share)
+            forwards = _forwards(stage, usages, len(times) - 1)
+            back = {at: one for at, one in forwards.items() if at >= measured.first_back[part]}
+            backward_s, total = _backward(usages, part in measured.replanned), sum(back.values()) or 1.0
+            share = 1 / len(reports[stage.name]) / measured.micro_batches
+            for at, seconds in forwards.items():
+                times[at] = UnitTimes(seconds * share, backward_s * back.get(at, 0.0) / total * share)
         found[part] = tuple(times)
     return found
 
 
-def _stage_times(stage: StageSpec, usages: Sequence[StageUsage], last: int) -> dict[int, UnitTimes]:
+def _forwards(stage: StageSpec, usages: Sequence[StageUsage], last: int) -> dict[int, float]:
     """By unit, seconds of all micro-batches and ranks. last: the unit behind the part's layers."""
     layers = [sum(usage.layers[at].forward_s for usage in usages) for at, _ in enumerate(stage.layers)]
-    forward_s, backward_s = (sum(getattr(one, key) for one in usages) for key in ("forward_s", "backward_s"))
-    forwards = dict(zip((layer + 1 for layer in stage.layers), layers, strict=True))
-    beside = max(0.0, forward_s - sum(layers))
-    if last - 1 in forwards or 1 in forwards:
-        forwards[last if last - 1 in forwards else 0] = beside
-    else:
-        forwards = {at: seconds + beside / len(layers) for at, seconds in forwards.items()}
-    total = sum(forwards.values()) or 1.0
-    return {at: UnitTimes(seconds, backward_s * seconds / total) for at, seconds in forwards.items()}
+    found = dict(zip((layer + 1 for layer in stage.layers), layers, strict=True))
+    beside = max(0.0, sum(usage.forward_s for usage in usages) - sum(layers))
+    if last - 1 in found or 1 in found:
+        return found | {last if last - 1 in found else 0: beside}
+    return {at: seconds + beside / len(layers) for at, seconds in found.items()}
+
+
+def _backward(usages: Sequence[StageUsage], replanned: bool) -> float:
+    again = sum(layer.replay_s for usage in usages for layer in usage.layers) if replanned else 0.0
+    return max(0.0, sum(usage.backward_s for usage in usages) - again)
 
 
 def median_times(steps: Sequence[TrialStep]) -> PartTimes:

@@ -26,7 +26,7 @@ def timed(function, folder):
         found = function(engine, micro_batch, *arguments, **named)
         seconds = time.thread_time() - begun
         rank = sys.modules["torch"].distributed.get_rank()
-        with open(os.path.join(folder, f"{engine.spec.name}-{rank}.jsonl"), "a") as file:
+        with open(os.path.join(folder, f"{engine.spec.name}-{rank}-{os.getpid()}.jsonl"), "a") as file:
             line = {"stage": engine.spec.name, "rank": rank, "micro_batch": micro_batch, "seconds": seconds}
             line["back"] = function.__name__ == "backward_step"
             file.write(json.dumps(line) + "\n")

@@ -110,15 +110,15 @@ def test_each_method_cuts_by_what_it_says(four_layers_model: str) -> None:
 def test_bmp_takes_its_radius_and_candidates(four_layers_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[dict[str, int]] = []
 
-    def record(problem: PartitionProblem, **settings: int) -> Partition:
+    def record(problem: PartitionProblem, score: None, **settings: int) -> Partition:
         taken.append(settings)
-        return bmp(problem, **settings)  # type: ignore[arg-type]
+        return bmp(problem, score, **settings)  # type: ignore[arg-type]
 
     monkeypatch.setattr(partition, "bmp", record)
     near = ("text.partition=bmp", "text.partition_radius=2", "text.partition_candidates=3")
     cuts_of(four_layers_model, *near)
     cuts_of(four_layers_model, "text.partition=bmp")
-    assert taken == [{"score": None, "radius": 2, "best": 3}, {"score": None, "radius": 1, "best": 15}]
+    assert taken == [{"radius": 2, "best": 3}, {"radius": 1, "best": 15}]
 
 
 def test_what_is_not_said_follows_from_the_schedule(four_layers_model: str) -> None:

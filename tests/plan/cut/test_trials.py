@@ -1,14 +1,15 @@
 """Cuts by what layers take in steps of a run."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
-from dhp.core.errors import ConfigError, ModelError
+from dhp.core.errors import ConfigError
 from dhp.core.reports import LayerUsage, StageReport, StageUsage
 from dhp.plan.count.counted_model import count_model
-from dhp.plan.cut.partition import LayerCuts, part_cuts
-from dhp.plan.cut.trials import PartTimes, Trials, TrialStep, UnitTimes, median_times, timed, unit_times
+from dhp.plan.cut.partition import LayerCuts, first_backwards, part_cuts
+from dhp.plan.cut.trials import Measured, PartTimes, Trials, TrialStep, UnitTimes, median_times, timed, unit_times
 from tests.helpers.graphs import make_graph
 from tests.plan.cut.made import unit
 from tests.plan.cut.test_partition import PIPELINE, config_of, round_rates  # noqa: F401  # a fixture for all tests
@@ -29,7 +30,7 @@ def test_units_have_their_seconds_of_a_micro_batch_and_rank() -> None:
         "text.1": [report(12.0, 24.0, 6.0, 4.0), idle],
         "text.2": [report(10.0, 10.0, 8.0)],
     }
-    times = unit_times(graph, reports, micro_batches=2)
+    times = unit_times(graph, reports, Measured(2, {"vision": 0, "text": 0}))
     assert times["vision"] == (UnitTimes(0, 0), UnitTimes(1.5, 0), UnitTimes(0.5, 0))  # the merger has the rest
     assert times["text"] == (
         UnitTimes(1.0, 2.0),  # the embedding: what the first stage took beside its layers
@@ -42,10 +43,36 @@ def test_units_have_their_seconds_of_a_micro_batch_and_rank() -> None:
     )
 
 
-def test_a_stage_that_nothing_was_measured_of_is_named() -> None:
-    reports = {"vision": [StageReport(0, None, 0.0, {}, None, {})], "text": [report(1.0, 1.0, *[0.1] * 4)]}
-    with pytest.raises(ModelError, match="no rank of vision measured its layers"):
-        unit_times(make_graph(), reports, 1)
+def test_a_stage_without_work_took_nothing() -> None:
+    reports = {"vision": [StageReport(0, None, 0.0, {}, None, {})], "text": [report(1.0, 1.0, *[0.25] * 4)]}
+    times = unit_times(make_graph(), reports, Measured(1, {"vision": 0, "text": 0}))
+    assert set(times["vision"]) == {UnitTimes(0.0, 0.0)} and times["text"][1] == UnitTimes(0.25, 0.25)
+
+
+def test_backward_is_shared_by_the_units_through_which_it_goes() -> None:
+    """A frozen tower with a trained merger: all of it is the merger's."""
+    reports = {"vision": [report(5.0, 2.0, 1.0, 1.0, 1.0, 1.0)], "text": [report(4.0, 8.0, *[1.0] * 4)]}
+    times = unit_times(make_graph(), reports, Measured(1, {"vision": 5, "text": 3}))
+    assert [one.backward_s for one in times["vision"]] == [0, 0, 0, 0, 0, 2.0]
+    assert [one.backward_s for one in times["text"]] == [0, 0, 0, 4.0, 4.0, 0]
+
+
+def test_what_a_plan_will_decide_counts_for_nothing() -> None:
+    again = replace(report(4.0, 8.0, *[1.0] * 4), usage=StageUsage(0, 0, 0, 1, 1, 4.0, 8.0, tuple(
+        LayerUsage("full", "all", 0, 0, 1.0, 1.0) for _ in range(4))))  # fmt: skip
+    reports = {"vision": [report(1.0, 1.0, *[0.25] * 4)], "text": [again]}
+    firsts = {"vision": 0, "text": 0}
+    planned = unit_times(make_graph(), reports, Measured(1, firsts, frozenset({"text"})))
+    assert [one.backward_s for one in planned["text"]] == [0, 1, 1, 1, 1, 0]
+    assert unit_times(make_graph(), reports, Measured(1, firsts))["text"][1].backward_s == 2
+
+
+def test_a_backward_begins_where_something_is_trained(four_layers_model: str) -> None:
+    frozen = ("training.trainable=['layers.3']", "training.frozen=[vision,projector]", "vision.zero_stage=0")
+    for given, text in (((), 0), (frozen, 4)):
+        config = config_of(four_layers_model, *PIPELINE, *given)
+        found = first_backwards(config, count_model(config, four_layers_model))
+        assert found["text"] == text and (found["vision"] == 0) == (not given)
 
 
 def test_the_median_step_counts() -> None:
@@ -99,15 +126,21 @@ def test_a_candidate_that_does_not_fit_is_none(four_layers_model: str) -> None:
         tried(four_layers_model, even, {}, True, "bmp")
 
 
+OF_SEARCHES = "partition_trials=true is for text.partition=exact or bmp"
+
+
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "message"),
     [
-        ["text.partition=parameters"],
-        ["text.cuts=[2]"],
-        ["vision.partition_trials=true", "text.partition_trials=false"],
-        ["training.schedule=interleaved", "text.virtual_stages=2"],
+        (["text.partition=parameters"], OF_SEARCHES),
+        (["text.cuts=[2]"], OF_SEARCHES),
+        (["vision.partition_trials=true", "text.partition_trials=false"], OF_SEARCHES),
+        (["training.schedule=interleaved", "text.virtual_stages=2"], OF_SEARCHES),
+        (["training.schedule=sequential"], "under which every cut takes as long"),
+        (["text.pipeline=1", "text.parallelism=data"], "no part has several stages"),
+        (["text.compile=true"], "text.compile=true with text.partition_trials=true"),
     ],
 )
-def test_trials_of_what_is_not_searched_are_refused(four_layers_model: str, overrides: list[str]) -> None:
-    with pytest.raises(ConfigError, match="partition_trials=true is for text.partition=exact or bmp"):
+def test_trials_that_would_say_nothing_are_refused(four_layers_model: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         config_of(four_layers_model, *PIPELINE, "text.partition_trials=true", *overrides)
