@@ -33,15 +33,21 @@ def errors_of(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def kendall(predicted: Sequence[float], measured: Sequence[float], alike: float = 0.0) -> float:
-    """Kendall's τ: pairs in the same order less those in the other, by all pairs. alike: pairs whose measured values
-    differ by less than this share are left out."""
+def orders(predicted: Sequence[float], measured: Sequence[float], alike: float = 0.0) -> list[int]:
+    """Of each pair 1 where it is in the same order, -1 in the other, 0 where one has none. alike: pairs whose measured
+    values differ by less than this share are left out."""
     pairs = [
         (predicted[a] - predicted[b]) * (measured[a] - measured[b])
         for a, b in combinations(range(len(measured)), 2)
         if abs(measured[a] - measured[b]) > alike * min(measured[a], measured[b])
     ]
-    return sum((one > 0) - (one < 0) for one in pairs) / len(pairs) if pairs else 1.0
+    return [(one > 0) - (one < 0) for one in pairs]
+
+
+def kendall(predicted: Sequence[float], measured: Sequence[float], alike: float = 0.0) -> float:
+    """Kendall's τ: the mean of `orders`."""
+    found = orders(predicted, measured, alike)
+    return sum(found) / len(found) if found else 1.0
 
 
 def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:

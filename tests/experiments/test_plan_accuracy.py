@@ -6,8 +6,18 @@ import pytest
 import torch
 
 from dhp.parallel.recompute.meter import LiveStorages
-from experiments.plan_accuracy.__main__ import any_machine, draw, kendall, layout_of, memory_scores, regret
+from experiments.plan_accuracy.__main__ import (
+    ALIKE,
+    any_machine,
+    draw,
+    kendall,
+    layout_of,
+    memory_scores,
+    orders,
+    regret,
+)
 from experiments.plan_accuracy.layout import CASES, GROUPS, SHAPES, Layout, Load, make_samples, save_shape, settings_of
+from tests.helpers.figures import ROOT, rows
 from tests.helpers.rows import slow_but
 
 
@@ -75,6 +85,18 @@ def test_scores_of_an_order_and_of_a_choice() -> None:
     assert kendall([1, 2, 3], [10, 20, 30]) == 1 and kendall([3, 2, 1], [10, 20, 30]) == -1
     assert kendall([1, 3, 2], [10, 20, 20.1], alike=0.02) == 1
     assert regret([2.0, 1.0], [10.0, 12.0]) == pytest.approx(0.2) and regret([1.0, 2.0], [10.0, 12.0]) == 0
+
+
+def test_the_page_says_how_often_the_order_is_right() -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    found = {}
+    for group in ("decoder-heavy", "tower-heavy", "frozen tower", "long rows"):
+        own = [row for row in rows("plan_accuracy", group=group) if "layout" in row]
+        found[group] = orders([row["predicted_s"] for row in own], [row["measured_s"] for row in own], ALIKE)
+    heavy, long, every = found["decoder-heavy"], found["long rows"], sum(found.values(), [])
+    right = {name: f"{of.count(1)} of {len(of)}" for name, of in (("all", every), ("heavy", heavy), ("long", long))}
+    assert f"planned faster in {right['all']} pairs, with a heavy decoder in {right['heavy']}" in " ".join(page.split())
+    assert f"long rows in {right['long']}" in " ".join(page.split())
 
 
 def test_memory_counts_too_little_as_a_failure(tmp_path: Path) -> None:
