@@ -44,7 +44,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("{} kernels that ran on a GPU are right", "right kernels, %", figures.right_kernels, share=True),),
     "imbalance": (
         *figures.uneven("random batches", f"1.09, {OMNI}, table 1", "1.14 of the first stage"),
-        *figures.uneven("balanced batches and cut")),
+        *figures.uneven("balanced batches, tried cuts")),
     "layout_choice": (
         Figure("{} of models, GPUs and row lengths have a layout that fits", "have a layout, %", figures.fitting,
                share=True),
@@ -134,9 +134,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "throughput": (
         Figure("by dry runs TP takes {} SP+TP's step of a sample", "TP over SP+TP, planned",
                ratio("patches_s", {"layout": "SP+TP", "device": "plan"}, {"layout": "TP", "device": "plan"}, ("size",)),
-               " ×", f"1.26 to 1.37 × on 8 H100, {RAY}"),
-        Figure("on a CPU {}", "TP over SP+TP, CPU",
-               ratio("patches_s", {"layout": "SP+TP", "device": "cpu"}, {"layout": "TP", "device": "cpu"}, ("size",)))),
+               " ×", f"1.26 to 1.37 × on 8 H100, {RAY}"),),
     "two_hosts": (
         Figure("with slow links a ring takes {} as long as 2D attention", "ring over 2D",
                column("ring_over_2d", direction="both")),

@@ -218,7 +218,7 @@ def figures() -> Sentences:
 
 def papers() -> Sentences:
     """What PAPERS.md has of them."""
-    ways = ("random batches", "balanced batches and cut")
+    ways = ("random batches", "balanced batches, tried cuts")
     before, after = (
         [one("imbalance", row="between stages", way=way)["forward_ms_spread"]]
         + [one("imbalance", row="over time", way=way, stage=stage)["forward_ms_spread"] for stage in (1, 4)]

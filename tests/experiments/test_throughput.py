@@ -10,6 +10,7 @@ from dhp.config.resolve import resolve
 from experiments.commands import ROOT
 from experiments.throughput.__main__ import cell_rows, planned, small_model, states_bytes
 from experiments.throughput.cells import LAYOUTS, SIDES, Cell, published
+from tests.helpers.figures import Sentences, missing, rows
 
 CONFIG = "qwen2_5_vl_32b"
 
@@ -51,6 +52,29 @@ def test_dry_runs_say_which_batch_fits() -> None:
     assert [row["batch"] for row in rows] == [8, 8, 4, 2, None]
     assert all(row["patches_s"] > row["published"] for row in rows[:-1])
     assert all(0 < row["gib"] < 76 for row in rows[:-1])
+
+
+def figures() -> Sentences:
+    """What the README has of the rows that are kept."""
+    page, found = "experiments/throughput/README.md", {(row["layout"], row["size"]): row for row in rows("throughput")}
+    for size in SIDES:
+        own = [found[layout, size] for layout in LAYOUTS]
+        shown = [cell(row[key], row[batch]) for row in own for key, batch in COLUMNS.items()]
+        ratios = [f"{own[0][key] / own[1][key]:.2f} ×" for key in COLUMNS]
+        yield page, f"| {size} | {' | '.join([*shown, *ratios])} |"
+    alike = sum(row["batch"] == row["published_batch"] for row in found.values())
+    yield page, f"{alike} of {len(found)} cells have the published batch"
+
+
+COLUMNS = {"patches_s": "batch", "published": "published_batch"}
+
+
+def cell(patches: int | None, batch: int | None) -> str:
+    return "out of memory" if patches is None else f"{patches:,} ({batch})"
+
+
+def test_the_page_has_the_rows() -> None:
+    assert missing(figures()) == []
 
 
 def test_a_cpu_has_a_model_of_the_same_proportions(tmp_path: Path) -> None:
