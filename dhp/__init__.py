@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from dhp.objectives.objective import OBJECTIVES as OBJECTIVES
     from dhp.objectives.objective import Objective as Objective
     from dhp.plan.cut.bmp import PARTITION_METHODS as PARTITION_METHODS
+    from dhp.trainer.one_call import train as train
     from dhp.trainer.run_loop import Run as Run
     from dhp.trainer.run_loop import load_config as load_config
-    from dhp.trainer.run_loop import train as train
 
 _HOMES = {
     "BALANCE_METHODS": "dhp.data.balance.methods",
@@ -26,7 +26,7 @@ _HOMES = {
     "PARTITION_METHODS": "dhp.plan.cut.bmp",
     "Run": "dhp.trainer.run_loop",
     "load_config": "dhp.trainer.run_loop",
-    "train": "dhp.trainer.run_loop",
+    "train": "dhp.trainer.one_call",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604
 

@@ -98,7 +98,7 @@ def _train(prepared: Config, say: Callable[[str], None]) -> None:
         print(dry_run(prepared))
         return
     say("loading PyTorch and Ray")
-    from dhp.trainer.run_loop import train_prepared  # after the checks: it imports torch and Ray
+    from dhp.trainer.one_call import train_prepared  # after the checks: it imports torch and Ray
 
     train_prepared(prepared, say)
 

@@ -1,8 +1,7 @@
-"""A started run for custom loops; training in one call."""
+"""A started run for custom loops."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,23 +15,21 @@ from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
 from dhp.core.batch import Batch, StepInfo
-from dhp.core.errors import ConfigError, Diverged
+from dhp.core.errors import Diverged
 from dhp.core.files import write_whole
 from dhp.core.graph import StageGraph
-from dhp.core.process import count_cores, ending, say_line, say_nothing
+from dhp.core.process import count_cores, ending, say_nothing
 from dhp.core.reports import StageReport
 from dhp.plan.bench.machine import CPU
 from dhp.plan.run_plan import plan_run
 from dhp.step.stages import Ref, Stage
 from dhp.step.step import update_weights
-from dhp.trainer.curriculum import run_curriculum
 from dhp.trainer.planned_layout import with_layout
 from dhp.trainer.preflight import prepare
 from dhp.trainer.preload import preloaded
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import Session, open_run
-from dhp.trainer.trainer import ADVICE, NonfiniteCount, run
-from dhp.trainer.tried_cuts import with_tried_cuts
+from dhp.trainer.trainer import ADVICE, NonfiniteCount
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
@@ -43,32 +40,6 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError for an unknown name or key, and for a value of the wrong type."""
     (name, folder), rest = named_file([source], None, None)
     return compose_config(rest[0] if rest else name, folder, overrides)
-
-
-def train(config: Config, say: Callable[[str], None] = say_line) -> dict[str, Any]:
-    """Check the configuration and train as it says, as `python -m dhp.train_ray` does; the run's summary.json.
-
-    With training stages, the last one's. say: prints a line. Raises DhpError; leaves no process."""
-    if config.training.dry_run:
-        raise ConfigError("training.dry_run=true trains nothing; use `python -m dhp.train_ray` for it")
-    done: list[Path] = []
-
-    def run_one(prepared: Config) -> None:
-        done.append(Path(prepared.run_dir))
-        train_prepared(prepared, say)
-
-    with preloaded(config):
-        if config.stages:
-            run_curriculum(config, run_one, say)
-        else:
-            run_one(prepare(with_layout(config, say), say=say))
-    found = [folder / "summary.json" for folder in done]
-    return dict(json.loads(found[-1].read_text())) if found else {}
-
-
-def train_prepared(config: Config, say: Callable[[str], None]) -> None:
-    """Train. config: went through `dhp.trainer.preflight.prepare`. Raises DhpError; leaves no process."""
-    run(with_tried_cuts(config, Run, say), say)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING
 
 from dhp.config.command_line import with_words
 from dhp.config.layout import PARTITION_KEYS
@@ -29,18 +28,16 @@ from dhp.plan.run_plan import plan_run
 from dhp.step.schedule import make_schedule
 from dhp.step.step import accumulate_gradients
 from dhp.trainer.planned_layout import recorded_run
-
-if TYPE_CHECKING:
-    from dhp.trainer.run_loop import Run
+from dhp.trainer.run_loop import Run
 
 PROFILED, JUDGED = 5, 3  # steps: that give the seconds of layers, and of each candidate (OmniBal, section 4.2)
 Cuts = Mapping[str, Sequence[int]]  # by part, as its key has them
 
 
-def with_tried_cuts(config: Config, start: Callable[[Config], Run], say: Callable[[str], None]) -> Config:
+def with_tried_cuts(config: Config, say: Callable[[str], None]) -> Config:
     """The run's configuration with cuts by trials, where text.partition_trials asks for them; those of the run that it
-    continues, where this has as many stages. config: went through `dhp.trainer.preflight.prepare`. start: makes a
-    trial. Raises DhpError; leaves no process, and no folder but that of a trial that failed."""
+    continues, where this has as many stages. config: went through `dhp.trainer.preflight.prepare`. Raises DhpError;
+    leaves no process, and no folder but that of a trial that failed."""
     if not decoder(config).partition_trials:
         return config
     if known := _recorded_cuts(config):
@@ -48,7 +45,7 @@ def with_tried_cuts(config: Config, start: Callable[[Config], Run], say: Callabl
         return _with_cuts(config, known)
     counted = plan_run(config).counted
     with _folder(Path(config.run_dir)) as folder:
-        trial = _Trial(config, counted, start, folder, say)
+        trial = _Trial(config, counted, folder, say)
         steps = trial.run({}, PROFILED)
         trials = Trials(median_times(steps), partial(trial.run, steps=JUDGED), not trial.crowded)
         found = part_cuts(config, counted, trials=trials)
@@ -108,7 +105,6 @@ class _Trial:
 
     config: Config
     counted: Counted
-    start: Callable[[Config], Run]
     folder: Path
     say: Callable[[str], None]
     crowded: bool = False
@@ -139,7 +135,7 @@ class _Trial:
         return found
 
     def _steps(self, cuts: Cuts, steps: int) -> Iterator[TrialStep]:
-        with self.start(self._config(cuts)) as run:
+        with Run(self._config(cuts)) as run:
             self.crowded = run.crowded
             count = len(run.micro_batches)
             replanned = (name for name, part in parts(run.config).items() if part.recompute == "auto")

@@ -423,7 +423,7 @@ def wider(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step_with_inputs(sent_bytes: int, sent_s: float) -> StageUsage:
-    layer = WiderUsage("full", "none", 80, 40, 0.5, sent_bytes, sent_s)
+    layer = WiderUsage("full", "none", 80, 40, 0.5, sent_bytes=sent_bytes, sent_s=sent_s)
     return StageUsage(
         peak_bytes=200,
         before_bytes=8,
