@@ -187,8 +187,8 @@ class MemoryConfig:
     of their memory; on CPUs it must be set."""
 
     cache_dir: Optional[str] = None
-    """Directory where runs keep what they measured, for later runs of the same shape: recompute=auto its costs. Null:
-    in run_dir."""
+    """Directory where runs keep what they measured, for later runs of the same shape: recompute=auto its costs,
+    plans that measure this machine its rates. Null: costs lie in run_dir, rates in data.cache_dir."""
 
     accounting: bool = False
     """Measure activations in every run (activation_bytes in metrics.jsonl), not only with recompute=auto. On CPU this

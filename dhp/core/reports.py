@@ -148,8 +148,8 @@ class LayerUsage:
 
     held_bytes: saved from forward to backward. replay_bytes: added by recomputing, until the layer's backward is done.
 
-    replay_s: seconds of recomputing in the whole step; forward_s: of its forwards, with the same clock as
-    `StageUsage.forward_s`."""
+    replay_s: seconds of recomputing in the whole step; forward_s: of its forwards, 0 where layers are not timed. Both
+    by the clock of `StageUsage`."""
 
     kind: str
     choice: str

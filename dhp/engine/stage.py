@@ -399,7 +399,8 @@ class StageEngine(EvaluatingEngine):
         """Let layers recompute what they should, and measure what they take."""
         parts = self.layer_parts()
         kinds = tuple(parts.kinds[layer] for layer in self.spec.layers)
-        self.meter = ActivationMeter(self.model, self.device, kinds) if self.settings.measure else None
+        own = (self.model, self.device, kinds, self.settings.config.memory.accounting)
+        self.meter = ActivationMeter(*own) if self.settings.measure else None
         self.layers: RecomputedLayers | None = None
         if RECORD.checks:
             watch_layers(dict(zip((f"layer {n}" for n in self.spec.layers), self._present_layers())))

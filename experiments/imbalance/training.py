@@ -38,13 +38,12 @@ def training_row(way: str, run_dir: Path, actions: Sequence[Row], metrics: Seque
     counted = metrics[warm:]
     replayed = list(replays(graph, actions, count, len(metrics)))[warm:]
     tokens = sum(one.tokens for one in counted) / 1000
-    cuts = {name: list(part.cuts or ()) for name, part in (("vision", config.vision), ("text", config.text))}
     return {
         "row": "training", "way": way, "steps": len(counted), "tokens": round(tokens * 1000),
         "replay_s": round(sum(replayed) / tokens, 4), "wall_s": round(sum(one.step_s for one in counted) / tokens, 4),
         "pad": round(median(one.pad_ratio for one in counted), 3),
         "layers": {part: [len(stage.layers) for stage in graph.of_part(part)] for part in graph.parts()},
-        "cuts": cuts, "published_days": PUBLISHED_DAYS[way], "source": SOURCE,
+        "published_days": PUBLISHED_DAYS[way], "source": SOURCE,
     }  # fmt: skip
 
 

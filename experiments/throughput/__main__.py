@@ -35,6 +35,7 @@ SHORT = ("out of memory", "the stages on one GPU keep")  # words of runs that do
 WORD = " dog"
 TEMPLATE = 26  # tokens that a chat template puts around a question and its answer
 PICTURES = 16
+MERGED = 4  # patches that become a token
 
 
 def cell_rows(cells: Sequence[Cell], attempt: Try) -> Iterator[Row]:
@@ -96,7 +97,7 @@ class Runs:
     def __call__(self, cell: Cell, batch: int) -> Row | None:
         data = self._data(cell)
         own = [*cell.settings(batch), *self._given, *data, f"training.max_steps={STEPS}", "training.save_final=false"]
-        own += [f"cluster.device={self._device}", "memory.accounting=true"]
+        own += [f"cluster.device={self._device}", f"memory.accounting={str(self._device == 'cpu').lower()}"]
         with tempfile.TemporaryDirectory(dir=self._folder) as name:
             try:
                 steps = train(self._config, Path(name) / "run", own, limit_s=3600.0)
@@ -107,7 +108,7 @@ class Runs:
         peak = max(sum((one.memory_bytes or one.activation_bytes or {}).values()) for one in steps)
         if peak > self._budget:
             return None
-        text = (steps[-1].tokens - steps[-1].vision_tokens) / steps[-1].samples
+        text = steps[-1].tokens / steps[-1].samples - cell.patches / MERGED
         return {"step_s": round(median(one.step_s for one in steps[WARM:]), 4), "gib": round(peak / 2**30, 3),
                 "text_tokens": round(text), "steps": STEPS - WARM}  # fmt: skip
 

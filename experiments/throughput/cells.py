@@ -19,9 +19,7 @@ LAYOUTS = {
     "TP": (("tensor", 0), ("tensor", 0)),
     "ZeRO-3": (("data", 3), ("data", 3)),
 }
-STATE_BYTES = (
-    10  # a parameter of the decoder: the fewest that dhp has; the published code has 8, without float32 weights
-)
+STATE_BYTES = 10  # a parameter of the decoder, the fewest that dhp has; the published code has 8, all in 16 bits
 NAMES = {"ulysses": "sequence"}  # of parallelism, where it is not the degree's
 ROWS = ["data.balance=random", "data.limits.text=null", "data.limits.vision=null"]  # of whole samples
 

@@ -131,8 +131,9 @@ class _MicroBatch:
 class ActivationMeter:
     """Measures steps. `forward` and `backward` go around the part's work, `layer` and `replay` around a layer's."""
 
-    def __init__(self, model: nn.Module, device: torch.device, kinds: Sequence[str]):
-        self._kinds = kinds
+    def __init__(self, model: nn.Module, device: torch.device, kinds: Sequence[str], times_layers: bool = False):
+        """times_layers: each layer's forward by itself, too, which a plan of recomputing does not ask for."""
+        self._kinds, self._times_layers = kinds, times_layers
         self._bytes: _Bytes = _Allocated() if device.type == "cuda" else _Saved(model)
         self._watch = _Stopwatch(device)
         self._gradients = 0  # the most that came in one backward
@@ -200,9 +201,10 @@ class ActivationMeter:
             this.before, this.begun = this.before + before - this.last, True
         else:
             this.held[this.at] += before - this.last
-        begin = self._watch.mark()
+        begin = self._watch.mark() if self._times_layers else None
         yield
-        self._layers.setdefault(index, []).append((begin, self._watch.mark()))
+        if self._times_layers:
+            self._layers.setdefault(index, []).append((begin, self._watch.mark()))
         this.last, this.at = self._bytes.now(), index
         this.held[index] = this.last - before
 

@@ -166,9 +166,9 @@ def test_a_deeper_choice_holds_less_and_recomputes_more() -> None:
     assert added == sorted(added) and added[0] == 0
 
 
-def measured(choice: str, gradient_bytes: int = 0, micro_batches: Sequence[int] = (ROWS,)):
+def measured(choice: str, gradient_bytes: int = 0, micro_batches: Sequence[int] = (ROWS,), times_layers: bool = True):
     model = Model()
-    meter = ActivationMeter(model, torch.device("cpu"), Parts.kinds)
+    meter = ActivationMeter(model, torch.device("cpu"), Parts.kinds, times_layers)
     layers = RecomputedLayers(model.layers, Parts(), (choice,) * 3, meter)
     for number, rows in enumerate(micro_batches):
         with meter.forward(rows, number):
@@ -202,6 +202,7 @@ def test_a_forward_is_what_its_layers_take_and_what_lies_beside_them(monkeypatch
         torch.set_num_threads(threads)
     assert [layer.forward_s for layer in usage.layers] == [2, 2, 2]
     assert (usage.forward_s, usage.backward_s) == (2 * (1 + 3 * 2), 2)  # three layers, each between two marks
+    assert [layer.forward_s for layer in measured("none", times_layers=False).layers] == [0, 0, 0]
 
 
 def test_a_peak_is_never_less_than_what_the_fullest_micro_batch_kept(monkeypatch: pytest.MonkeyPatch) -> None:
