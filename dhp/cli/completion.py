@@ -74,9 +74,10 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "plan": ("--write", "--json", "--plot", "--lengths-out", "--from", "--measure", "--all", *_CONFIGURED),
     "report": ("--out", "--png"),
     "generate": ("--benchmark", *_CONFIGURED),
-    "evaluate loss": ("--json", "--samples", *_CONFIGURED),
+    "evaluate loss": ("--json", "--samples", "--by", *_CONFIGURED),
     "evaluate needle": (
-        *("--frames", "--depths", "--needles", "--haystack", "--image", "--question", "--answer", "--seed", "--out"),
+        *("--frames", "--depths", "--needles", "--shown", "--haystack", "--image", "--question", "--answer"),
+        *("--seed", "--out"),
         *_CONFIGURED,
     ),
     "export": ("--adapter", "--base", "--plugin"),
@@ -109,7 +110,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "recipe": ("devices", "device", "length", "lengths", "memory_gib", "reserve", "out"),
     "doctor model": ("out",),
     "inspect batch": ("step", "out"),
-    "inspect data": ("out", "decode"),
+    "inspect data": ("out", "decode", "by"),
     "inspect sample": ("index", "out"),
 }
 _VALUES = {"exchange": ("images",), "decode": ("true", "false")}

@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -18,11 +18,13 @@ from dhp.config.data import DatasetEntry
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.core.process import StartUp, heed, interruptible, say_nothing
-from dhp.core.text import did_you_mean, nearest, shell_command
+from dhp.core.text import aligned, did_you_mean, nearest, shell_command
 from dhp.observe.metrics import EvalMetrics
 
 if TYPE_CHECKING:
+    from dhp.data.read.annotations import Annotations
     from dhp.tiny.made_pictures import Hidden, Needle
+    from dhp.trainer.evaluation import JudgedSample
 
 NAME = "needles"  # of the dataset that is made
 FRAMES, DEPTHS = (16, 32, 64, 128, 256), (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -41,6 +43,7 @@ def needle(arguments: Sequence[str]) -> int:
         "--depths", type=_numbers(float), default=DEPTHS, metavar="D,D,…", help="0: first frames, 1: last"
     )
     parser.add_argument("--needles", type=int, default=6, help="videos of each length and depth")
+    parser.add_argument("--shown", type=int, metavar="N", help="frames of each video, evenly taken; all by default")
     parser.add_argument("--haystack", type=Path, metavar="VIDEO", help="whose frames are taken")
     parser.add_argument("--image", type=Path, help="the needle; with --question and --answer")
     parser.add_argument("--question")
@@ -68,6 +71,8 @@ def _check(given: argparse.Namespace) -> None:
     for frames in given.frames:
         if frames < 4 or frames % 2:
             raise ConfigError(f"--frames {frames}: two frames are a step in time; take even numbers from 4 on")
+    if given.shown is not None and given.shown < 2:
+        raise ConfigError(f"--shown {given.shown}: two frames are a step in time; show 2 or more of each video")
     for depth in given.depths:
         if not 0 <= depth <= 1:
             raise ConfigError(f"--depths {depth}: 0 is a video's beginning and 1 its end")
@@ -88,8 +93,9 @@ def _measure(given: argparse.Namespace, folder: Path, say: Callable[[str], None]
     hidden = _hide(given)
     say(f"writing {len(hidden)} videos")
     annotations = write_needles(folder / "videos", hidden, given.haystack)
-    config = _reading(config, annotations, max(given.frames))
-    from dhp.trainer.evaluation import JudgedSample, evaluate  # it imports torch and Ray
+    most = max(*given.frames, config.data.video_max_frames) if given.shown is None else given.shown
+    config = _reading(config, annotations, most)
+    from dhp.trainer.evaluation import evaluate  # it imports torch and Ray
 
     found: list[bool] = []
 
@@ -117,8 +123,8 @@ def _hide(given: argparse.Namespace) -> list[Hidden]:
     ]
 
 
-def _reading(config: Config, annotations: Path, frames: int) -> Config:
-    """Batches of one video a replica, each read whole."""
+def _reading(config: Config, annotations: Path, most: int) -> Config:
+    """Batches of one video a replica, of which `most` frames are read."""
     from dhp.tiny.made_pictures import FPS
 
     entry = DatasetEntry(annotation_path=str(annotations), data_path=str(annotations.parent))
@@ -128,7 +134,7 @@ def _reading(config: Config, annotations: Path, frames: int) -> Config:
         eval_datasets=[NAME],
         data_registry={NAME: entry},
         video_fps=float(FPS),
-        video_max_frames=max(frames, config.data.video_max_frames),
+        video_max_frames=most,
         max_tokens=None,
         on_bad_sample="error",
     )
@@ -146,7 +152,7 @@ def _tell(given: argparse.Namespace, shares: list[list[float]]) -> None:
     for name, values in zip(rows, shares, strict=True):
         print(f"{name:>6}" + "".join(f"{share:8.0%}" for share in values))
     found = {"model": str(given.path), "frames": list(given.frames), "depths": list(given.depths)}
-    found |= {"needles": given.needles, "found": shares}
+    found |= {"needles": given.needles, "shown": given.shown, "found": shares}
     (given.out / "needle.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     title = f"needles found, {given.needles} a cell"
     share_table("needle", title, shares, columns, rows, "across: frames; down: depth").write_png(given.out)
@@ -181,11 +187,13 @@ def loss(arguments: Sequence[str]) -> int:
 
     accuracy is of tokens, exact of samples: of those all of whose learned tokens are the likeliest, which greedy
     decoding would give. --samples FILE writes a JSON object a line of each: dataset, row in its annotations, right and
-    all target tokens, exact.
+    all target tokens, exact. --by KEY says exact answers for each value that annotations have under a key of theirs, as
+    kind or length.
     """
     parser = make_parser("evaluate loss", loss.__doc__)
     parser.add_argument("--json", action="store_true", help="a JSON object a dataset, on stdout alone")
     parser.add_argument("--samples", type=Path, metavar="FILE", help="a JSON object a sample")
+    parser.add_argument("--by", metavar="KEY", help="exact answers by a key of the annotations")
     add_options(parser)
     given = parser.parse_intermixed_args(arguments)
     heed()
@@ -195,26 +203,63 @@ def loss(arguments: Sequence[str]) -> int:
     config, checkpoint = find_configuration(given)
     say = say_nothing if given.json else StartUp(time.perf_counter())
     from dhp.data.sampling.dataset import OTHERS, OWN
-    from dhp.trainer.evaluation import JudgedSample, evaluate
+    from dhp.trainer.evaluation import evaluate
 
-    rows: list[str] = []
+    annotations = _annotations_by(config, given.by) if given.by else {}
+    judged: list[tuple[str, JudgedSample]] = []
 
     def judge(images: str, sample: JudgedSample) -> None:
-        row = asdict(sample) | {"exact": sample.exact} | ({"images": images} if images else {})
-        rows.append(json.dumps(row) + "\n")
+        judged.append((images, sample))
 
     with interruptible(), logs_folder("dhp-evaluate-") as logs:
-        of_run = replace(config, run_dir=str(logs))
-        found = evaluate(
-            of_run, checkpoint, say, (OWN, OTHERS) if exchange else ("",), judge if given.samples else None
-        )
+        exchanges = (OWN, OTHERS) if exchange else ("",)
+        judges = judge if given.samples or given.by else None
+        found = evaluate(replace(config, run_dir=str(logs)), checkpoint, say, exchanges, judges)
     if given.samples:
-        given.samples.write_text("".join(rows), encoding="utf-8")
+        rows = (asdict(one) | {"exact": one.exact} | ({"images": images} if images else {}) for images, one in judged)
+        given.samples.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for images, lines in found.items():
         for metrics in lines:
             row = asdict(metrics) | ({"images": images} if images else {})
             print(json.dumps(row) if given.json else _line(metrics, images))
+    if given.by:
+        by_value = list(_exact_by(given.by, annotations, judged))
+        print("\n".join(map(json.dumps, by_value) if given.json else ["", *_value_lines(given.by, by_value)]))
     return 0
+
+
+def _annotations_by(config: Config, key: str) -> dict[str, Annotations]:
+    """The annotations of what is evaluated. Raises ConfigError where they do not have the key."""
+    from dhp.data.read.annotations import require_key
+    from dhp.data.remote.places import remote_of
+    from dhp.data.sampling.dataset import open_dataset
+
+    data = config.data
+    opened = open_dataset(data.datasets, data.data_registry, allow_http=data.allow_http, remote=remote_of(data))
+    annotations = opened.annotations()
+    require_key(annotations, key, f"--by {key}")
+    return annotations
+
+
+def _exact_by(
+    key: str, annotations: Mapping[str, Annotations], judged: Sequence[tuple[str, JudgedSample]]
+) -> Iterator[dict[str, Any]]:
+    """For whose images it was, each dataset and each value of the key, in order: how many samples, and the share of
+    exact answers."""
+    exact: dict[tuple[str, str, str], list[bool]] = {}
+    for images, one in judged:
+        value = annotations[one.dataset].value(one.row, key)
+        exact.setdefault((images, one.dataset, value), []).append(one.exact)
+    for (images, dataset, value), shares in sorted(exact.items()):
+        row = {"dataset": dataset, key: value, "samples": len(shares), "exact": sum(shares) / len(shares)}
+        yield row | ({"images": images} if images else {})
+
+
+def _value_lines(key: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    of = [[row["dataset"], row[key] or "(none)", row.get("images", "")] for row in rows]
+    shares = [[f"{row['samples']:,}", f"{row['exact']:.1%}"] for row in rows]
+    cells = [["dataset", key, "images", "samples", "exact"], *(a + b for a, b in zip(of, shares, strict=True))]
+    return aligned(cells, 3)
 
 
 def _split_exchange(settings: Sequence[str]) -> tuple[bool, list[str]]:

@@ -130,7 +130,7 @@ def _lines(about: Mapping[str, Any]) -> list[str]:
 
 
 # Keys of each, by what it shows.
-_OWN = {"batch": ("step", "out"), "data": ("out", "decode"), "sample": ("index", "out")}
+_OWN = {"batch": ("step", "out"), "data": ("out", "decode", "by"), "sample": ("index", "out")}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str]) -> int:
     inspect data: measure every sample from headers, print counts, lengths, defective samples with file and line, and
     what each data.balance would make of them with this configuration. out=FOLDER (default: inspect_data in run_dir)
     gets lengths.png, balance.jsonl and defects.txt; decode=true decodes every sample as well, which finds damaged
-    pixels.
+    pixels. by=KEY counts samples by what annotations have under a key of theirs, as kind.
 
     inspect sample: print the prompt of sample index=K (from 0, in the order of data.datasets) with its learned tokens
     marked, placeholders counted and lengths by modality. out=FILE.html (default: inspect_sample/K.html in run_dir) gets
@@ -193,7 +193,9 @@ def _data(config: Config, own: dict[str, str]) -> int:
     decode = own.get("decode", "false")
     if decode not in ("true", "false"):
         raise ConfigError(f"decode={decode} is neither true nor false")
-    inspect_data(config, Path(own.get("out") or Path(config.run_dir) / "inspect_data"), decode == "true")
+    inspect_data(
+        config, Path(own.get("out") or Path(config.run_dir) / "inspect_data"), decode == "true", own.get("by", "")
+    )
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from dhp.core.errors import DataError
 from dhp.core.text import aligned
 from dhp.data.balance.methods import choose_method
 from dhp.data.balance.packs import BalanceMetrics, Limits, Loads, Packs, measure_balance
+from dhp.data.read.annotations import Annotations, require_key
 from dhp.data.sampling.length_table import RowChunk
 from dhp.data.sampling.probe import count_unread
 from dhp.data.sampling.sampler import BalanceSettings
@@ -61,6 +63,17 @@ def _content_cells(columns: np.ndarray, whole: np.ndarray) -> list[str]:
         f"{tokens:,} {tokens / of_all:6.1%}",
         *(f"{kind.mean():.1%}" for kind in kinds),
     ]
+
+
+def value_table(datasets: Mapping[str, Annotations], key: str) -> list[str]:
+    """Lines to print: by dataset, how many samples of the files have which value under a key of the annotations, the
+    most frequent first. Raises ConfigError where none has the key."""
+    require_key(datasets, key, f"by={key}")
+    rows = [["samples by", key, "samples", "share"]]
+    for name, one in datasets.items():
+        values = Counter(one.value(index, key) or "(none)" for index in range(len(one)))
+        rows += [[name, value, f"{count:,}", f"{count / len(one):.1%}"] for value, count in values.most_common()]
+    return ["", *aligned(rows, 2)]
 
 
 COSTS = {
@@ -197,12 +210,14 @@ COLUMNS = {
 T = TypeVar("T")
 
 
-def inspect_data(config: Config, out: Path, decode: bool) -> None:
+def inspect_data(config: Config, out: Path, decode: bool, by: str = "") -> None:
     """Print the tables and write lengths.png, balance.jsonl and defects.txt to the folder `out`.
 
-    decode: decode every sample too. Raises DataError for datasets that cannot be opened, or without a usable sample."""
+    decode: decode every sample too. by: a key of the annotations that samples are counted by; "": none. Raises
+    DataError for datasets that cannot be opened, or without a usable sample, ConfigError for a key that none has."""
     settings = measuring_settings(config)
     feed = make_reader(settings)
+    values = value_table(open_datasets(settings).annotations(), by) if by else []
     out.mkdir(parents=True, exist_ok=True)
     measure_all(feed, settings, config.data.num_workers)
     defects = _defects(feed)
@@ -225,6 +240,8 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     for line in content_table(feed.lengths.of_epoch(0)):
         print(line)
     for line in cost_table({name: table.columns for name, table in feed.lengths.tables.items()}):
+        print(line)
+    for line in values:
         print(line)
     _tell_lengths(loads)
     _tell_limits(loads, of_methods, config.data.limits.rule)

@@ -1,12 +1,14 @@
-"""From videos to questions about them, with any model that sees videos: `clips` to describe, then `ask` about the
-descriptions of each video, then `collect` what can be learned from (LongVILA, Chen et al. 2024, section 4.4)."""
+"""From videos to captions and questions about them, with any model that sees videos: `clips` to describe, then `ask`
+about the descriptions of each video, then `collect` what can be learned from (LongVILA, Chen et al. 2024, section 4.4).
+`relabel` asks for new captions of pictures that have poor ones (section 4.2)."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,22 @@ import av
 
 CLIP_S, LEAST_S = 10.0, 1.0  # seconds of a clip; a last one that is shorter goes with the one before
 DESCRIBE = "Describe in one or two sentences what happens in this part of a video."
+PARTS = "These are descriptions of the parts of one video, in order.\n{parts}\n"
+CAPTION = "Describe the whole video in a few sentences."
+KINDS = {
+    "order": "the order in which things happen",
+    "time": "when something happens",
+    "place": "where something is",
+    "appearance": "what somebody or something looks like",
+    "action": "what somebody does",
+    "count": "how often something happens, or how many there are of it",
+    "whole": "what the video as a whole is about",
+}  # of questions, in turn, a video each
 ASK = (
-    "These are descriptions of the parts of one video, in order.\n{parts}\n"
-    "Write one question that takes the whole video to answer, and its answer, in two lines that begin with Q: and A:."
+    "Write one question about {about}, which takes the whole video to answer, and its answer, in two lines that begin "
+    "with Q: and A:."
 )
+PICTURE = "Describe the picture in one or two sentences. Beside it stood: {words}"
 TAG = re.compile(r"<(?:image|video|audio)>")  # that would stand for a file
 FOUND = re.compile(r"^Q:\s*(?P<question>.+?)\s*^A:\s*(?P<answer>.+?)\s*\Z", re.MULTILINE | re.DOTALL)
 Row = dict[str, Any]
@@ -39,20 +53,38 @@ def clips(folder: Path) -> Iterable[Row]:
 
 
 def ask(asked: list[Row], answers: list[Row]) -> Iterable[Row]:
-    """A sample of text for each video, which asks about the descriptions of its clips. answers: of `dhp generate`."""
+    """Two samples of text for each video, which ask about the descriptions of its clips: for a caption and for a
+    question of one of the kinds. answers: of `dhp generate`."""
     parts: dict[str, list[str]] = {}
     for clip, said in _pairs(asked, answers):
         begin, end = clip["clip"]
         parts.setdefault(clip["video"], []).append(f"{begin:g} to {end:g} s: {said}")
-    for video, own in parts.items():
-        yield {"about": video, "conversations": _turns(ASK.format(parts="\n".join(own)), "?")}
+    kinds = cycle(KINDS.items())
+    for video, of_clips in parts.items():
+        known, (kind, about) = PARTS.format(parts="\n".join(of_clips)), next(kinds)
+        for name, wanted in (("caption", CAPTION), (kind, ASK.format(about=about))):
+            yield {"about": {"video": video}, "kind": name, "conversations": _turns(known + wanted, "?")}
+
+
+def relabel(rows: list[Row]) -> Iterable[Row]:
+    """A sample for each picture, whose answer is left to the model; its caption stands in the question."""
+    for row in rows:
+        words = TAG.sub("", row["conversations"][-1]["value"]).strip()
+        shown = {"about": {"image": row["image"]}, "kind": "caption", "image": row["image"]}
+        yield shown | {"conversations": _turns(f"<image>\n{PICTURE.format(words=words)}", "?")}
 
 
 def collect(asked: list[Row], answers: list[Row]) -> Iterable[Row]:
-    """A sample to train on for each video whose answer has a question and its answer."""
-    for about, said in _pairs(asked, answers):
-        if found := FOUND.search(said):
-            yield {"video": about["about"], "conversations": _turns(f"<video>\n{found['question']}", found["answer"])}
+    """A sample to train on for each caption, and for each answer that has a question and its answer."""
+    for row, said in _pairs(asked, answers):
+        ((media, name),) = row["about"].items()
+        question, answer = PICTURE.partition(" Beside")[0] if media == "image" else CAPTION, said
+        if row["kind"] != "caption":
+            found = FOUND.search(said)
+            question, answer = (found["question"], found["answer"]) if found else ("", "")
+        if answer:
+            talk = _turns(f"<{media}>\n{question}", answer)
+            yield {media: name, "kind": row["kind"], "conversations": talk}
 
 
 def _pairs(asked: list[Row], answers: list[Row]) -> list[tuple[Row, str]]:
@@ -70,15 +102,18 @@ def _read(path: str) -> list[Row]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
+STEPS: dict[str, Callable[..., Iterable[Row]]] = {"ask": ask, "collect": collect, "relabel": relabel}
+
+
 def main(step: str, *files: str) -> None:
-    """step: clips FOLDER OUT, or ask and collect, ASKED ANSWERS OUT."""
+    """step: clips FOLDER OUT, relabel ANNOTATIONS OUT, or ask and collect, ASKED ANSWERS OUT."""
     *given, out = files
     if step == "clips":
         rows = list(clips(Path(given[0])))
-    elif step in ("ask", "collect"):
-        rows = list((ask if step == "ask" else collect)(*map(_read, given)))
+    elif step in STEPS:
+        rows = list(STEPS[step](*map(_read, given)))
     else:
-        sys.exit(f"{step} is no step: clips, ask or collect")
+        sys.exit(f"{step} is no step: clips, {', '.join(STEPS)}")
     Path(out).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     print(f"{out}: {len(rows)} samples")
 

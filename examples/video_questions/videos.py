@@ -1,12 +1,15 @@
-"""Draws two videos of 25 and 12 seconds, a coloured scene every few seconds: videos/."""
+"""Draws two videos of 25 and 12 seconds, a coloured scene every few seconds: videos/; and a picture of each colour with
+words of a web page beside it: pictures/, pictures.jsonl."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import av
 import numpy as np
+from PIL import Image
 
 SCENES = {"garden.mp4": ("green", "yellow", "red", "green", "blue"), "sea.mp4": ("blue", "blue", "yellow")}
 COLOURS = {"red": (200, 30, 30), "green": (30, 160, 60), "blue": (40, 60, 200), "yellow": (220, 200, 40)}
@@ -28,5 +31,16 @@ def main(folder: Path) -> None:
             container.mux(stream.encode())
 
 
+def draw_pictures(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number, (name, colour) in enumerate(COLOURS.items()):
+        Image.new("RGB", (SIDE, SIDE), colour).save(folder / f"{name}.png")
+        talk = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": f"IMG_{number:04d} - buy now"}]
+        lines.append(json.dumps({"image": f"{name}.png", "conversations": talk}))
+    folder.with_suffix(".jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
     main(Path(sys.argv[1] if len(sys.argv) > 1 else "videos"))
+    draw_pictures(Path(sys.argv[2] if len(sys.argv) > 2 else "pictures"))

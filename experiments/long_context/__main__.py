@@ -1,6 +1,7 @@
 """`python -m experiments.long_context [--only QUESTION …] [--budget-mib 8]`: long rows of the decoder, as JSON lines.
 
 longest: the longest row within a budget of activations, on one rank against plain transformers, and on several.
+longest_kept: the same where nothing is recomputed, within eight times the budget, on up to eight ranks.
 steps: seconds of a step on four ranks that share a row, in each way, beside transformers with DeepSpeed's Ulysses.
 longest_prompt: the longest prompt within a budget of all that prefill takes, on one rank and on several.
 inference: seconds to the first token and tokens a second of an answer to a long prompt, beside transformers.
@@ -26,6 +27,9 @@ from experiments.long_context.work import LAYERS, make_model
 # What is asked: from a model and the arguments to its lines. A further question is a module and a line here.
 QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "longest": lambda model, given: steps.measure_longest(model, given.budget_mib),
+    "longest_kept": lambda model, given: steps.measure_longest(
+        model, steps.KEPT_MIB * given.budget_mib, steps.KEPT_WAYS
+    ),
     "longest_prompt": lambda model, given: steps.measure_prompts(model, given.budget_mib), "steps": steps.measure,
     "inference": inference.measure, "video": video.measure, "sampler": long_sets.measure_sampler,
     "long_sets": long_sets.measure, "schedule": inference.measure_schedule, "two_stages": video.measure_two_stages,

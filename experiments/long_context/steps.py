@@ -8,6 +8,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -218,12 +219,19 @@ LENGTH_WAYS = [
     ),
     Way("full, ring 2 × ulysses 2", Degrees(ring=2, ulysses=2)),
 ]  # fmt: skip
+KEPT_WAYS = [  # as MM-SP's figure 9, where nothing is recomputed
+    Way("none", recompute="none"),
+    *(Way(f"none, ulysses {ranks}", Degrees(ulysses=ranks), "none") for ranks in (2, 4)),
+    *(Way(f"none, ring {ranks}", Degrees(ring=ranks), "none") for ranks in (2, 4, 8)),
+    Way("none, ring 2 × ulysses 4", Degrees(ring=2, ulysses=4), "none"),
+]  # fmt: skip
+KEPT_MIB = 8  # times the budget, since so much more is kept of a token
 
 
-def measure_longest(model: str, budget_mib: int) -> Iterator[dict[str, Any]]:
-    """A line for each way: tokens, and how many times those of the plain model and of one rank."""
+def measure_longest(model: str, budget_mib: int, ways: Sequence[Way] = tuple(LENGTH_WAYS)) -> Iterator[dict[str, Any]]:
+    """A line for each way: tokens, and how many times those of the first way and of one rank."""
     plain, alone = 0, dict[str, int]()
-    for way in LENGTH_WAYS:
+    for way in ways:
         tokens = on_ranks(way.degrees.world, _longest, model, way, budget_mib * MIB)
         plain = plain or tokens
         of_one = alone.setdefault(way.name.rpartition(", ")[0] if way.degrees.world > 1 else way.name, tokens)
@@ -293,8 +301,9 @@ ALONE = "dhp, one rank"
 SHARED = {
     ALONE: Degrees(),
     **{f"dhp, {axis} {ranks}": Degrees(**{axis: ranks}) for ranks in (2, 4) for axis in ("ulysses", "ring")},
-    "dhp, ring 2 × ulysses 2": Degrees(ring=2, ulysses=2),
-}
+    "dhp, ring 2 × ulysses 2": Degrees(ring=2, ulysses=2), "dhp, ring 8": Degrees(ring=8),
+    "dhp, ring 2 × ulysses 4": Degrees(ring=2, ulysses=4),
+}  # fmt: skip
 PROMPT_WAYS = {
     PLAIN: 1,
     **{f"{CUT}, {ranks}": ranks for ranks in (2, 4)},
@@ -304,40 +313,48 @@ Peak = Callable[[int], int]
 
 
 def measure_prompts(model: str, budget_mib: int) -> Iterator[dict[str, Any]]:
-    """A line for each way: tokens, and how many times those of one rank of its kind."""
+    """A line for each way: tokens, how many times those of one rank of its kind, and MiB of each rank."""
     found: dict[str, int] = {}
+    taken: dict[str, list[int]] = {}
     for ranks in sorted(set(PROMPT_WAYS.values())):
         ways = [way for way, of in PROMPT_WAYS.items() if of == ranks]
-        found |= on_ranks(ranks, longest_prompts, model, ways, budget_mib * MIB)
+        of_ways = on_ranks(ranks, longest_prompts, model, ways, budget_mib * MIB)
+        found |= {way: tokens for way, (tokens, _) in of_ways.items()}
+        taken |= {way: of_ranks for way, (_, of_ranks) in of_ways.items()}
         for way in ways:
             yield {
                 "way": way, "ranks": ranks, "budget_mib": budget_mib, "tokens": found[way],
                 "to_one_rank": round(found[way] / found[ALONE if way in SHARED else PLAIN], 3),
                 "to_plain": round(found[way] / found[PLAIN], 3),
+                "rank_mib": [round(peak / MIB, 2) for peak in taken[way]],
             }  # fmt: skip
 
 
-def longest_prompts(model: str, ways: Sequence[str], budget: int) -> dict[str, int]:
-    """On each rank: the most tokens of each way, all ranks alike. Raises ValueError where not even a unit fits."""
+def longest_prompts(model: str, ways: Sequence[str], budget: int) -> dict[str, tuple[int, list[int]]]:
+    """On each rank: the most tokens of each way and the bytes that each rank then takes, all ranks alike. Raises
+    ValueError where not even a unit fits."""
     found = {}
     for way in ways:
-        found[way] = UNIT * largest_within(budget, _of_all(_prompt_peak(model, way)), 8 * PROMPT_WAYS[way])
-        if not found[way]:
+        peaks = _of_each(_prompt_peak(model, way))
+        tokens = UNIT * largest_within(budget, lambda size, peaks=peaks: max(peaks(size)), 8 * PROMPT_WAYS[way])
+        if not tokens:
             raise ValueError(
                 f"{way}: a prompt of {UNIT} tokens takes more than {budget / MIB:.1f} MiB; raise --budget-mib"
             )
+        found[way] = tokens, peaks(tokens // UNIT)
     return found
 
 
-def _of_all(peak: Peak) -> Peak:
-    """Of the fullest rank, for so many units of tokens."""
+def _of_each(peak: Peak) -> Callable[[int], list[int]]:
+    """Of each rank, for so many units of tokens; none is measured twice."""
 
-    def of_all(size: int) -> int:
-        most = torch.tensor(peak(size * UNIT))
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
+    @cache
+    def of_each(size: int) -> list[int]:
+        of_ranks = [0] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, peak(size * UNIT))
+        return of_ranks
 
-    return of_all
+    return of_each
 
 
 def count(model: nn.Module, answer: Callable[[], Any]) -> int:

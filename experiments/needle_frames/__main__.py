@@ -1,5 +1,5 @@
-"""`python -m experiments.needle_frames [--seeds 0] [--frames N …]`: does training on longer videos find more in longer
-ones?"""
+"""`python -m experiments.needle_frames [--seeds 0] [--frames N …] [--shown N …]`: does training on longer videos find
+more in longer ones, and are more found where more frames of the same videos are shown?"""
 
 import argparse
 import json
@@ -42,38 +42,73 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 TRAINED_ON = {"short": (4, 8), "long": (16, 32, 48, 64), "longest": (1024,)}  # frames of the videos
+BEFORE = {"longest": "long"}  # whose weights a model begins with
+SCATTERED = tuple(round((number + 0.5) * 0.618034 % 1, 4) for number in range(48))  # depths, no two frames apart alike
 
 
 @dataclass(frozen=True)
 class Size:
-    """samples: to train on; steps: of training, None: those of the configuration; frames: of the videos with needles;
-    needles: at each length and depth."""
+    """samples: to train on; steps: of training, None: those of the configuration; more_steps: of a model that begins
+    with another's weights; frames: of the videos with needles; needles: at each length and depth."""
 
     samples: int
     steps: int | None
     frames: Sequence[int]
     needles: int
+    more_steps: int = 20
 
 
-def rows(models: Sequence[str], seeds: Sequence[int], size: Size, folder: Path) -> Iterator[Row]:
-    """A row for each seed, model and number of frames."""
+def rows(
+    models: Sequence[str], seeds: Sequence[int], size: Size, folder: Path, shown: Sequence[int] = ()
+) -> Iterator[Row]:
+    """A row for each seed, model and number of frames. shown: of the longest videos, so many frames in the place of
+    all; then a row for each of these."""
     for seed in seeds:
         for model in models:
-            run_dir = folder / f"{model}-{seed}"
-            data = make_needles(folder / f"{model}-data-{seed}", size.samples, TRAINED_ON[model], seed)
-            run_module(_training(run_dir, data, seed, size))
+            run_dir = _trained(model, seed, size, folder)
+            if shown:
+                yield from (_shown(run_dir, model, seed, max(size.frames), most) for most in shown)
+                continue
             frames = ",".join(map(str, size.frames))
-            asked = ["--frames", frames, "--needles", str(size.needles), "--seed", str(seed), "--out", str(run_dir)]
-            run_module(["dhp", "evaluate", "needle", str(run_dir), *asked])
-            yield from _found(json.loads((run_dir / "needle.json").read_text(encoding="utf-8")), model, seed)
+            yield from _found(_asked(run_dir, seed, ["--frames", frames, "--needles", str(size.needles)]), model, seed)
 
 
-def _training(run_dir: Path, data: Path, seed: int, size: Size) -> list[str]:
+def _trained(model: str, seed: int, size: Size, folder: Path) -> Path:
+    """The run's directory. A model that begins with another's weights has that one trained before, once."""
+    run_dir = folder / f"{model}-{seed}"
+    if not run_dir.exists():
+        data = make_needles(folder / f"{model}-data-{seed}", size.samples, TRAINED_ON[model], seed)
+        begin, steps = [], size.steps
+        if model in BEFORE:
+            weights, steps = folder / f"{model}-weights-{seed}", size.more_steps
+            run_module(["dhp", "export", str(_trained(BEFORE[model], seed, size, folder)), str(weights)])
+            begin = [f"{part}.model_name={weights}" for part in ("vision", "text")]
+        run_module([*_training(run_dir, data, seed, steps), *begin])
+    return run_dir
+
+
+def _training(run_dir: Path, data: Path, seed: int, steps: int | None) -> list[str]:
     entry = "data.data_registry.needles"
-    more = [] if size.steps is None else [f"training.max_steps={size.steps}"]
+    more = [] if steps is None else [f"training.max_steps={steps}"]
     place = [f"{entry}.annotation_path={data / NEEDLES}", f"{entry}.data_path={data}"]
     work = [f"data.video_max_frames={max(map(max, TRAINED_ON.values()))}", "cluster.threads_per_actor=1"]
     return ["dhp.train_ray", "--config-name=needle_tiny", f"run_dir={run_dir}", f"seed={seed}", *place, *work, *more]
+
+
+def _asked(run_dir: Path, seed: int, what: Sequence[str]) -> Row:
+    run_module(["dhp", "evaluate", "needle", str(run_dir), *what, "--seed", str(seed), "--out", str(run_dir)])
+    table: Row = json.loads((run_dir / "needle.json").read_text(encoding="utf-8"))
+    return table
+
+
+def _shown(run_dir: Path, model: str, seed: int, frames: int, most: int) -> Row:
+    """Of the same videos, one for each depth: the share of needles that was found where so many frames are shown."""
+    depths = ",".join(map(str, SCATTERED))
+    what = ["--frames", str(frames), "--depths", depths, "--needles", "1", "--shown", str(most)]
+    of_depths = [share for (share,) in _asked(run_dir, seed, what)["found"]]
+    found = round(sum(of_depths) / len(of_depths), 4)
+    of = {"trained_on": model, "trained_frames": list(TRAINED_ON[model]), "seed": seed, "frames": frames}
+    return of | {"shown": most, "found": found, "videos": len(of_depths)}
 
 
 def _found(table: Row, model: str, seed: int) -> Iterator[Row]:
@@ -93,8 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0], help="none: only what was read")
     parser.add_argument("--samples", type=int, default=512, help="to train on")
     parser.add_argument("--steps", type=int, help="of training; those of the configuration by default")
+    parser.add_argument("--more-steps", type=int, default=20, help="of longest, which begins with the weights of long")
     parser.add_argument("--frames", nargs="+", type=int, default=[8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--needles", type=int, default=6, help="at each length and depth")
+    parser.add_argument("--shown", nargs="+", type=int, default=[], help="frames shown of the longest videos, in turn")
     parser.add_argument("--read", nargs="+", type=Path, default=[], help="rows of earlier runs")
     parser.add_argument("--plot", type=Path, help="PNG of all rows")
     given = parser.parse_args(arguments)
@@ -102,12 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = [json.loads(line) for file in given.read for line in file.read_text(encoding="utf-8").splitlines()]
     found = [line for line in lines if "trained_on" in line]
     with tempfile.TemporaryDirectory(prefix="dhp-needles-") as folder:
-        size = Size(given.samples, given.steps, given.frames, given.needles)
-        for row in rows(given.models, given.seeds, size, Path(folder)):
+        size = Size(given.samples, given.steps, given.frames, given.needles, given.more_steps)
+        for row in rows(given.models, given.seeds, size, Path(folder), given.shown):
             print(json.dumps(row | {"command": command}), flush=True)
             found.append(row)
     if given.plot is not None:
-        draw([row for row in found if row["trained_on"] != "longest"], given.plot)  # which learns too little to compare
+        of_lengths = [row for row in found if "shown" not in row and row["trained_on"] not in BEFORE]
+        draw(of_lengths, given.plot)
 
 
 if __name__ == "__main__":

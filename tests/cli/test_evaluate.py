@@ -20,9 +20,9 @@ import experiments.baselines  # noqa: F401  it registers length_group
 from dhp.__main__ import main
 from dhp.__main__ import main as dhp
 from dhp.cli.common import add_options, find_configuration
-from dhp.cli.evaluate import NAME, _hide, _reading
+from dhp.cli.evaluate import NAME, _exact_by, _hide, _reading, _value_lines
 from dhp.cli.generate import _configuration
-from dhp.cli.inspect_data import content_table
+from dhp.cli.inspect_data import content_table, value_table
 from dhp.cli.sample_page import (
     CYAN,
     GREEN,
@@ -43,7 +43,9 @@ from dhp.config.generate_request import GenerateRequest
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.batch import IGNORED, SOUND, ProcessorOutput
+from dhp.core.errors import ConfigError
 from dhp.data.media.sources import Sound, Video
+from dhp.data.read.annotations import Annotations, read_annotations, require_key
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.sample import LENGTH_COLUMNS, Sample
 from dhp.models.contract.generic_parts import ContractProcessor
@@ -52,6 +54,7 @@ from dhp.models.families.llava import LlavaProcessor
 from dhp.models.families.qwen2_5_vl import qwen2_5_vl
 from dhp.models.processor import Processor
 from dhp.tiny.tiny_model import make_tokenizer, tiny_config
+from dhp.trainer.evaluation import JudgedSample
 from dhp.trainer.preflight import prepare
 from tests.checkpoint.test_damage import flipped, write
 from tests.helpers.rows import slow_but
@@ -65,6 +68,7 @@ from tests.helpers.runs import train
         (["--frames", "7"], "--frames 7: two frames"),
         (["--depths", "0,1.5"], "--depths 1.5: 0 is a video's beginning and 1 its end"),
         (["--needles", "0"], "--needles 0: at least one video"),
+        (["--shown", "1"], "--shown 1: two frames are a step in time; show 2 or more of each video"),
         (["--image", "a.png"], "--image, --question and --answer make a needle together"),
         (["--haystack", "v.mp4"], "--haystack without --image"),
     ],
@@ -94,7 +98,7 @@ def test_a_model_that_knows_nothing_finds_nothing(tmp_path: Path, tiny_assets: P
     own = ["--image", str(tmp_path / "red.png"), "--question", "Which?", "--answer", "red"]
     outcome = train(
         *("evaluate", "needle", str(tiny_assets / "model"), "--config-name=tiny", f"--out={tmp_path / 'out'}"),
-        *("--frames=4,300", "--depths=0,1", "--needles=1", *own),
+        *("--frames=4,300", "--depths=0,1", "--needles=1", "--shown=100", *own),
         *("text.parallelism=sequence", "data.video_whole_frames=64"),
         module="dhp",
     )
@@ -105,10 +109,48 @@ def test_a_model_that_knows_nothing_finds_nothing(tmp_path: Path, tiny_assets: P
         "frames": [4, 300],
         "depths": [0.0, 1.0],
         "needles": 1,
+        "shown": 100,
         "found": [[0.0, 0.0], [0.0, 0.0]],
     }
     with Image.open(tmp_path / "out" / "needle.png") as drawn:
         assert drawn.width > 200
+
+
+@pytest.fixture
+def kinds(tmp_path: Path) -> Annotations:
+    """Four questions: two of a kind, one of a kind that is a number, one of none."""
+    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}]
+    rows = [{"messages": turns} | kind for kind in ({"kind": "colour"}, {"kind": 3}, {}, {"kind": "colour"})]
+    path = tmp_path / "kinds.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_annotations("asked", path, None)
+
+
+def test_exact_answers_are_counted_by_what_annotations_say(kinds: Annotations) -> None:
+    judged = [("", JudgedSample("asked", row, right, 2)) for row, right in enumerate((2, 1, 2, 1))]
+    found = list(_exact_by("kind", {"asked": kinds}, judged))
+    assert [(one["kind"], one["samples"], one["exact"]) for one in found] == [
+        *(("", 1, 1.0), ("3", 1, 0.0), ("colour", 2, 0.5))
+    ]
+    lines = [line.split() for line in _value_lines("kind", found)]
+    assert lines[1:] == [
+        ["asked", "(none)", "1", "100.0%"],
+        ["asked", "3", "1", "0.0%"],
+        ["asked", "colour", "2", "50.0%"],
+    ]
+    exchanged = list(_exact_by("kind", {"asked": kinds}, [("own", judged[0][1]), ("others", judged[1][1])]))
+    assert [(one["images"], one["kind"]) for one in exchanged] == [("others", "3"), ("own", "colour")]
+
+
+def test_samples_are_counted_by_what_annotations_say(kinds: Annotations) -> None:
+    assert [line.split() for line in value_table({"asked": kinds}, "kind")[2:]] == [
+        *(["asked", "colour", "2", "50.0%"], ["asked", "3", "1", "25.0%"], ["asked", "(none)", "1", "25.0%"])
+    ]
+
+
+def test_a_key_that_no_annotation_has_is_refused(kinds: Annotations) -> None:
+    with pytest.raises(ConfigError, match="--by length: none of the first 100 samples of asked has the key 'length'"):
+        require_key({"asked": kinds}, "length", "--by length")
 
 
 ONE_TEXT = ("text.parallelism=none", "text.num_actors=1")

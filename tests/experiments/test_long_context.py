@@ -125,9 +125,12 @@ def test_a_prompt_takes_what_is_made_of_it_and_no_weights() -> None:
 @pytest.mark.slow
 def test_ranks_share_a_prompt_and_layers_over_ranks_do_not(model: str) -> None:
     ring, layers = "dhp, ring 2", f"{inference.CUT}, 2"
-    alone = on_ranks(1, longest, model, [ALONE], BUDGET)[ALONE]
+    alone, (taken,) = on_ranks(1, longest, model, [ALONE], BUDGET)[ALONE]
+    assert 0 < taken <= BUDGET
     found = on_ranks(2, longest, model, [ring, layers], BUDGET)
-    assert 0 < found[layers] < 1.5 * alone < found[ring]
+    (of_layers, by_layers), (of_ring, by_ring) = found[layers], found[ring]
+    assert 0 < of_layers < 1.5 * alone < of_ring
+    assert max(by_layers) > 1.3 * min(by_layers) and max(by_ring) < 1.1 * min(by_ring)
 
 
 @pytest.mark.slow

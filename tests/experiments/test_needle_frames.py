@@ -43,6 +43,42 @@ def test_each_model_is_trained_on_its_own_videos(tmp_path: Path, monkeypatch: py
     assert len(Path(path).read_text().splitlines()) == 2 and "long" in path
 
 
+def test_longest_begins_with_the_weights_of_long_and_is_shown_frames_of_the_same_videos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+
+    def command(words: list[str]) -> None:
+        commands.append(words)
+        places = [Path(word.partition("=")[2]) for word in words if word.startswith("run_dir=")]
+        for place in places:
+            place.mkdir()
+        if words[:3] == ["dhp", "evaluate", "needle"]:
+            shown = int(words[words.index("--shown") + 1])
+            found = [[float(number < shown)] for number in range(len(__main__.SCATTERED))]
+            (Path(words[-1]) / "needle.json").write_text(json.dumps({"found": found}))
+
+    monkeypatch.setattr(__main__, "run_module", command)
+    size = __main__.Size(2, None, [8, 512], 1, more_steps=3)
+    found = list(__main__.rows(["long", "longest"], [0], size, tmp_path, shown=[12, 24]))
+    assert [(row["trained_on"], row["frames"], row["shown"], row["found"]) for row in found] == [
+        *(("long", 512, 12, 0.25), ("long", 512, 24, 0.5)),
+        *(("longest", 512, 12, 0.25), ("longest", 512, 24, 0.5)),
+    ]
+    trained = [words for words in commands if words[0] == "dhp.train_ray"]
+    assert len(trained) == 2 and f"text.model_name={tmp_path / 'longest-weights-0'}" in trained[1]
+    assert (
+        not any(word.startswith("training.max_steps") for word in trained[0]) and "training.max_steps=3" in trained[1]
+    )
+    (export,) = [words for words in commands if words[:2] == ["dhp", "export"]]
+    assert export[2:] == [str(tmp_path / "long-0"), str(tmp_path / "longest-weights-0")]
+
+
+def test_no_depth_is_another_one() -> None:
+    assert len(set(__main__.SCATTERED)) == len(__main__.SCATTERED)
+    assert all(0 <= depth < 1 for depth in __main__.SCATTERED)
+
+
 @pytest.mark.slow
 def test_a_model_is_trained_and_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ["--models", "short", "--samples", "16", "--steps", "2", "--frames", "8", "16", "--needles", "1"]

@@ -247,9 +247,11 @@ def test_a_run_tells_of_its_answers(long_run: tuple[Path, Outcome]) -> None:
 def test_the_best_checkpoint_is_evaluated_as_it_was(long_run: tuple[Path, Outcome], tmp_path: Path) -> None:
     run_dir, _ = long_run
     best_one = run_dir / "checkpoints" / "best"
-    again = train("evaluate", "loss", str(best_one), "--json", f"--samples={tmp_path / 's.jsonl'}", module="dhp")
+    more = ("--json", f"--samples={tmp_path / 's.jsonl'}", "--by=id")
+    again = train("evaluate", "loss", str(best_one), *more, module="dhp")
     assert again.status == 0 and again.left == (), again.stderr
-    told, number = json.loads(again.stdout), int(best_one.resolve().name.removeprefix("step_"))
+    told, *by_id = map(json.loads, again.stdout.splitlines())
+    number = int(best_one.resolve().name.removeprefix("step_"))
     (wanted,) = (line for line in lines_of(run_dir) if line["kind"] == "eval" and line["step"] == number)
     assert (told["step"], told["loss"], told["exact"]) == (number, wanted["loss"], wanted["exact"])
     samples = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
@@ -257,6 +259,7 @@ def test_the_best_checkpoint_is_evaluated_as_it_was(long_run: tuple[Path, Outcom
     assert rows == sorted(set(rows)) and len(rows) == told["samples"]
     assert sum(one["targets"] for one in samples) == told["target_tokens"]
     assert sum(one["exact"] for one in samples) == told["exact"] * told["samples"]
+    assert [(int(one["id"]), one["exact"]) for one in by_id] == [(one["row"], one["exact"]) for one in samples]
 
 
 @pytest.mark.slow

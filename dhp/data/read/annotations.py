@@ -313,6 +313,26 @@ class Annotations:
             except RecursionError as error:
                 raise DataError("it is nested too deep") from error
 
+    def value(self, index: int, key: str) -> str:
+        """What a raw sample has under any key of its own, as text; "" where it has none, or cannot be read. index:
+        0-based."""
+        try:
+            raw = _read(self.rows, index).value
+        except DataError:  # which `record` raises of this sample
+            return ""
+        found = raw.get(key) if isinstance(raw, Mapping) else None
+        return "" if found is None else str(found)
+
+
+def require_key(annotations: Mapping[str, Annotations], key: str, option: str) -> None:
+    """Raises ConfigError where none of the first samples has the key. option: what named it, in words."""
+    first = ((one, index) for one in annotations.values() for index in range(min(len(one), _PROBED_SAMPLES)))
+    if not any(one.value(index, key) for one, index in first):
+        raise ConfigError(
+            f"{option}: none of the first {_PROBED_SAMPLES} samples of {', '.join(annotations)} has the key {key!r}. "
+            "Name one that the annotations have beside the conversation"
+        )
+
 
 def read_annotations(
     dataset: str,
