@@ -62,7 +62,8 @@ def shard_images(
     costs = [sum(segment_cost(n, crossover) for n in image.segment_lengths) for image in images]
     by_replica = assign_longest_first(costs, replicas)
     if locality is not None:
-        by_replica = assign_near(costs, [image.replica for image in images], by_replica, locality)
+        text = len(locality.distances)  # replicas; of several micro-batches they are counted on
+        by_replica = assign_near(costs, [image.replica % text for image in images], by_replica, locality)
     return [_shard_replica(images, indices, ranks, crossover) for indices in by_replica]
 
 

@@ -159,7 +159,8 @@ class CachedPicture:
 @dataclass(frozen=True)
 class EncoderShards:
     """A micro-batch of one encoder: its pictures in the order of the text replicas and their samples, and the pieces
-    of each rank, sequence ranks innermost; cached: pictures with cached features, which no rank encodes.
+    of each rank, sequence ranks innermost; cached: pictures with cached features, which no rank encodes. Where it is
+    several micro-batches of the decoder, replicas and text shards of the first are counted before those of the second.
 
     owners: where ranks share a text replica's row, for each replica and each token of its pictures, in order, the rank
     that has it. sharing: how many they are."""
@@ -175,9 +176,10 @@ class EncoderShards:
         """What each rank sends."""
         return [self._sent(pieces) for pieces in self.shards]
 
-    def route(self) -> Route:
-        """Which shard sends rows to which text shard."""
-        return Route(tuple((rank, target) for rank, sent in enumerate(self.sent) for target in sorted(sent.places)))
+    def route(self, first: int, count: int) -> Route:
+        """Which shard sends rows to which of `count` text shards from `first` on, counted from there."""
+        own = ((rank, target - first) for rank, sent in enumerate(self.sent) for target in sorted(sent.places))
+        return Route(tuple(pair for pair in own if 0 <= pair[1] < count))
 
     def placement(self, target: int) -> Tensor | None:
         """For each token of pictures that a text shard has, in order, its row among those received from the shards, one

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 
 import numpy as np
 from torch import Tensor
@@ -29,7 +30,7 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import PromptInput, Sampling, StepData, StepInfo, TextInput, VisionInput
 from dhp.core.draws import DrawRun
 from dhp.core.errors import DataError
-from dhp.core.graph import later
+from dhp.core.graph import Route, later
 from dhp.core.kinds import tokens_of
 from dhp.data.balance.packs import dist_ratio
 from dhp.data.sampling.dataset import StepSamples
@@ -91,7 +92,9 @@ class Division:
     even_calls: the decoder's layers that take each sample by itself are called equally often on all ranks, because
     each call gathers weights.
 
-    passes: what a step computes of each part of which not all is trained. draws: which parts' adapters draw."""
+    passes: what a step computes of each part of which not all is trained. draws: which parts' adapters draw.
+
+    batch: consecutive micro-batches of the decoder of which an encoder takes the pictures at a time."""
 
     encoders: Mapping[str, Split] = field(default_factory=lambda: {VISION: Split()})
     packing: bool = False
@@ -100,6 +103,7 @@ class Division:
     even_calls: bool = False
     passes: Mapping[str, TrainedShare] = field(default_factory=dict)
     draws: Draws = NO_DRAWS
+    batch: int = 1
 
     @property
     def packed(self) -> bool:
@@ -117,7 +121,7 @@ class BatchSharder:
             for name, split in division.encoders.items()
         }
         self._family, self._collator = family, collator
-        self._passes, self._degrees = division.passes, division.text
+        self._passes, self._degrees, self._batch = division.passes, division.text, division.batch
         self._auto_groups = division.sequence_groups != ONE_GROUP
         self._even_calls = division.even_calls and bool(family.decoder.mixers)
 
@@ -145,16 +149,20 @@ class BatchSharder:
         return replace(data, work={**data.work, TEXT: text})
 
     def _data(self, samples: StepSamples, made: Sequence[Sequence[_Made]]) -> StepData:
-        sharded = {
-            name: [self._shard_for(name, *pair) for pair in zip(samples.samples, made)] for name in self._encoders
-        }
+        sharded = self._shard_encoders(samples, made)
         work = {name: tuple(map(self._encoders[name].inputs, of_part)) for name, of_part in sharded.items()}
-        routes = {name: tuple(one.route() for one in of_part) for name, of_part in sharded.items()}
+        routes: dict[str, list[Route]] = {name: [] for name in sharded}
         total = sum(map(self._collator.objective.weight, samples.flat))
         text = []
         for number, rows in enumerate(made):
-            of_micro_batch = {name: of_part[number] for name, of_part in sharded.items()}
-            shards = (one for d, row in enumerate(rows) for one in self._text(row, d, of_micro_batch, total))
+            group, inside = divmod(number, self._batch)
+            of_group = {name: of_part[group] for name, of_part in sharded.items()}
+            targets = len(rows) * self._degrees.sequence
+            for name, one in of_group.items():
+                routes[name].append(one.route(inside * targets, targets))
+            shards = (
+                one for d, row in enumerate(rows) for one in self._text(row, inside * len(rows) + d, of_group, total)
+            )
             calls = max(_count_runs(row.lengths) for row in rows) if self._even_calls else 0
             text.append(tuple(replace(one, segment_calls=calls) for one in shards))
         info = replace(
@@ -165,7 +173,15 @@ class BatchSharder:
             info = replace(info, sp_ratio=divided / max(info.tokens, 1))
         staged = [name for name, encoder in self._encoders.items() if encoder.split.stages > 1]
         behind = {later(name): tuple(tuple(map(_without_pixels, row)) for row in work[name]) for name in staged}
-        return StepData(info, {**work, **behind, TEXT: tuple(text)}, routes)
+        of_parts = {name: tuple(of_part) for name, of_part in routes.items()}
+        return StepData(info, {**work, **behind, TEXT: tuple(text)}, of_parts)
+
+    def _shard_encoders(self, samples: StepSamples, made: Sequence[Sequence[_Made]]) -> dict[str, list[EncoderShards]]:
+        """By encoder, what it takes at a time."""
+        groups = [slice(first, first + self._batch) for first in range(0, len(made), self._batch)]
+        rows = [list(chain.from_iterable(samples.samples[group])) for group in groups]
+        of_rows = [list(chain.from_iterable(made[group])) for group in groups]
+        return {name: list(map(partial(self._shard_for, name), rows, of_rows)) for name in self._encoders}
 
     def _work(
         self,
@@ -228,7 +244,7 @@ class BatchSharder:
     def _text(
         self, made: _Made, replica: int, sharded: Mapping[str, EncoderShards], total: float
     ) -> Iterator[TextInput]:
-        """What each of the ranks that share the replica's rows gets."""
+        """What each of the ranks that share the replica's rows gets. replica: as it is counted in `sharded`."""
         shared, ranks = made.shared, self._degrees.sequence
         for rank in range(ranks):
             target = replica * ranks + rank

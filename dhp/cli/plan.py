@@ -39,7 +39,7 @@ from dhp.core.files import write_whole
 from dhp.core.process import StartUp, heed, say_line
 from dhp.core.text import json_safe, shell_command
 from dhp.plan.search.candidates import Candidate
-from dhp.plan.search.free_keys import DEVICES, ROWS, SCHEDULE, find_held, with_settings
+from dhp.plan.search.free_keys import DEVICES, PASSES, ROWS, SCHEDULE, find_held, with_settings
 from dhp.plan.search.verdict import loses_by
 from dhp.report.plots import Point, points_on_axes
 
@@ -193,7 +193,7 @@ def _inverse(outcome: Outcome) -> dict[str, Any]:
 
 
 FITS, NOTHING_FITS = 0, 3  # exit statuses; 1 is bad input
-_OF_A_RUN = (ROWS, SCHEDULE, DEVICES)  # what a recorded configuration keeps, though it may be the default
+_OF_A_RUN = (ROWS, SCHEDULE, DEVICES, PASSES)  # what a recorded configuration keeps, though it may be the default
 
 
 def main(arguments: Sequence[str]) -> int:

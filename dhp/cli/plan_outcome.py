@@ -181,7 +181,7 @@ def _indivisible(space: Space) -> Iterator[str]:
     """The equation of a batch that cannot be divided as it has to be."""
     training, replicas = space.config.training, space.config.text.data
     held = "data" in space.held.get(DECODER, ())
-    if not any(own == replicas or not held for _, own, _ in space.divisions()):
+    if not any(rows.replicas == replicas or not held for rows in space.divisions()):
         size = training.micro_batch_size if space.rows_held else 1
         each = size * ((replicas or 1) if held else 1)
         yield (

@@ -316,7 +316,7 @@ class Cluster:
         own: dict[str, Any] = {"log_dir": layout.log_dir, "needs": layout.needs.get("data", {}), "trace": layout.trace}
         own["lookout"] = self._lookout
         graph = layout.graph
-        step: dict[str, Any] = {"micro_batches": micro_batches, "shards": graph.works()}
+        step: dict[str, Any] = {"micro_batches": micro_batches, "shards": graph.works(), "batches": graph.batches()}
         nodes = self._reader_nodes() if workers else ()
         actor = DatasetActor(factory, *arguments, **step, workers=workers, prefetch=prefetch, nodes=nodes, **own)
         self._stack.callback(actor.stop)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle, islice
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -143,6 +144,7 @@ class DatasetActor:
         *arguments: Any,
         micro_batches: int,
         shards: Mapping[str, int],
+        batches: Mapping[str, int] = MappingProxyType({}),
         workers: int = 0,
         prefetch: int = 0,
         threads: int = 1,
@@ -152,7 +154,8 @@ class DatasetActor:
         nodes: Sequence[str] = (),
         lookout: Lookout | None = None,
     ):
-        """shards: how many each part has.
+        """shards: how many each part has. batches: for how many micro-batches a piece of a part's work is, where not
+        for one.
 
         nodes: ids of those that workers run on, in turn; none: the driver's.
 
@@ -165,7 +168,8 @@ class DatasetActor:
         trace: keep spans.
 
         lookout: of the run, who looks at its processes; None: nobody does."""
-        self._micro_batches, self._shards = micro_batches, dict(shards)
+        self._shards = dict(shards)
+        self._micro_batches = {part: -(-micro_batches // batches.get(part, 1)) for part in shards}
         self._prefetch = prefetch
         self._ahead: dict[int, _Step] = {}
         self._steps: int | None = None
@@ -244,7 +248,7 @@ class DatasetActor:
         work: dict[str, list[list[Any]]] = {}
         begin = 0
         for part, shards in self._shards.items():
-            starts = range(begin, begin + self._micro_batches * shards, shards)
+            starts = range(begin, begin + self._micro_batches[part] * shards, shards)
             work[part] = [list(pieces[start : start + shards]) for start in starts]
             begin = starts.stop
         return work
@@ -276,7 +280,7 @@ class DatasetActor:
         # Names without the step: of each name that a process, the metrics agent or the dashboard ever saw, they keep
         # counters for good.
         batch = keeper.ask.options(name="data.batch").remote("batch", step)
-        count = 2 + self._micro_batches * sum(self._shards.values())
+        count = 2 + sum(self._micro_batches[part] * shards for part, shards in self._shards.items())
         refs = reader.read.options(num_returns=count, name="data.read").remote(batch)
         return _Step(refs, [self._watch(keeper, _reading(step), batch), self._watch(reader, _reading(step), refs[0])])
 

@@ -45,6 +45,12 @@ class TrainingConfig:
     back; with one text stage the same as vision_ahead) | interleaved (1f1b over text.virtual_stages runs of layers a
     stage, which wait less for one another; micro-batches a multiple of text.pipeline). All give the same gradients."""
 
+    vision_batch: Optional[int] = key(1, resume=BESIDE)
+    """Micro-batches whose pictures (and clips of sound) encoders take in one pass, dealt out evenly over all of their
+    actors; a divisor of the step's micro-batches. Features wait until the decoder takes them, and the pass goes back
+    once, when all of its gradients are there: fewer calls and fuller ones, for that many times the activations of an
+    encoder. Null: those of the whole step. All give the same gradients."""
+
     optimizer: str = key("adamw", resume=HELD)
     """Who takes the steps: adamw | muon (matrices of hidden layers by their orthogonalized momentum, as
     torch.optim.Muon, all else by AdamW) | adafactor (no momentum; of a matrix, mean squares of rows and of columns

@@ -128,16 +128,25 @@ class Edge:
 
     tensors: names in the bundle that it carries.
 
-    gradients: their gradients go back: something at the source, or before it, is trained."""
+    gradients: their gradients go back: something at the source, or before it, is trained.
+
+    batch: consecutive micro-batches of the target that are one of the source, as where an encoder takes the pictures
+    of several in one pass."""
 
     source: Node
     target: Node
     tensors: tuple[str, ...]
     gradients: bool
+    batch: int = 1
 
     def __str__(self) -> str:
         back = "" if self.gradients else ", no gradients back"
-        return f"{self.source} → {self.target}: {', '.join(self.tensors)}{back}"
+        one = "" if self.batch == 1 else f", for {self.batch} micro-batches"
+        return f"{self.source} → {self.target}: {', '.join(self.tensors)}{one}{back}"
+
+    def of_target(self, number: int, count: int) -> range:
+        """The target's micro-batches, of so many, that a micro-batch of the source is for."""
+        return range(number * self.batch, min((number + 1) * self.batch, count))
 
 
 def ranks_of_shard(stage: StageSpec, shard: int) -> range:
@@ -195,6 +204,11 @@ class StageGraph:
         behind = {later(part): shards[part] for part in before if len(self.of_part(part)) > 1}
         return {part: shards[part] for part in before} | behind | {decoder: shards[decoder]}
 
+    def batches(self) -> dict[str, int]:
+        """Of what is read in a step, for how many of the decoder's micro-batches each piece is."""
+        named = {name: part for part in self.parts() for name in (part, later(part))}
+        return {name: self.batch_of(named[name]) for name in self.works()}
+
     def work_of(self, stage: StageSpec) -> str:
         """The name of what a stage gets of these."""
         first = stage.name == self.of_part(stage.part)[0].name or stage.part == self.parts()[-1]
@@ -234,6 +248,10 @@ class StageGraph:
     def outputs(self, node: Node) -> tuple[Edge, ...]:
         """Edges that begin at a node."""
         return tuple(edge for edge in self.edges if edge.source == node)
+
+    def batch_of(self, part: str) -> int:
+        """Micro-batches of the decoder that are one of a part."""
+        return max((e.batch for e in self.edges if self.stage(e.source.stage).part == part), default=1)
 
     def ranks_of(self, part: str) -> int:
         """Ranks of all stages of a part."""

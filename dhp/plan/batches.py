@@ -11,7 +11,7 @@ import numpy as np
 
 from dhp.batch.assign_images import Locality
 from dhp.config.parts import decoder, degrees, encoders, model_name, resolved
-from dhp.config.resolve import micro_batches
+from dhp.config.resolve import micro_batches, vision_batch
 from dhp.config.rules import FILLING
 from dhp.config.schema import Config, PartConfig
 from dhp.core.batch import FeatureSettings
@@ -145,6 +145,7 @@ def feed_settings(
             even_calls=decoder(config).zero_stage == 3,
             passes=dict(passes),
             draws=Draws(config.seed, tuple(name for name, own in adapters_of(config).items() if own.dropout)),
+            batch=vision_batch(config),
         ),
         seed=config.seed,
         objective=config.training.objective,

@@ -9,7 +9,7 @@ from dhp.batch.assign_images import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
 from dhp.config.layout import read_choices
 from dhp.config.model_rules import check_cuts
 from dhp.config.parts import DECODER, degrees, parts, resolved
-from dhp.config.resolve import micro_batches
+from dhp.config.resolve import micro_batches, vision_batch
 from dhp.config.schema import ClusterConfig, Config, PartConfig
 from dhp.core.errors import DhpError
 from dhp.core.graph import HIDDEN_STATES, Edge, Node, RankDevice, StageGraph, StageSpec, Tie
@@ -46,7 +46,7 @@ def make_graph(config: Config, counted: Counted, trains: bool = True) -> StageGr
         stages += own
         if part.tied and len(own) > 1:
             ties.append(Tie(own[0].name, own[-1].name, rules.trains(part.tied_weight)))
-    return StageGraph(tuple(stages), tuple(_edges(family, stages)), tuple(ties))
+    return StageGraph(tuple(stages), tuple(_edges(family, stages, vision_batch(config))), tuple(ties))
 
 
 def _first_device(cluster: ClusterConfig, part: str, before: Sequence[StageSpec]) -> int:
@@ -92,9 +92,9 @@ class _Run:
     back: bool
 
 
-def _edges(family: Family, stages: Sequence[StageSpec]) -> list[Edge]:
+def _edges(family: Family, stages: Sequence[StageSpec], batch: int) -> list[Edge]:
     """Edges from the runs behind whose layers tensors leave a part to where they enter a later one; hidden states go
-    from run to run."""
+    from run to run. batch: micro-batches that are one of an encoder."""
     edges: list[Edge] = []
     ends: dict[str, _Run] = {}  # by tensor, the run that it leaves
     for name, part in family.parts.items():
@@ -103,7 +103,7 @@ def _edges(family: Family, stages: Sequence[StageSpec]) -> list[Edge]:
         for chunk in range(len(own[0].chunks)):
             for stage in own:
                 node, layers = Node(stage.name, chunk), stage.chunks[chunk]
-                into = _entering(node, layers, part.takes, ends)
+                into = _entering(node, layers, part.takes, ends, batch)
                 if before is not None:
                     into.append(Edge(before.node, node, (HIDDEN_STATES,), before.back))
                 before = _Run(node, layers, stage.trains or any(edge.gradients for edge in into))
@@ -112,13 +112,13 @@ def _edges(family: Family, stages: Sequence[StageSpec]) -> list[Edge]:
     return edges
 
 
-def _entering(node: Node, layers: range, takes: Mapping[str, int], ends: Mapping[str, _Run]) -> list[Edge]:
+def _entering(node: Node, layers: range, takes: Mapping[str, int], ends: Mapping[str, _Run], batch: int) -> list[Edge]:
     """An edge from each run of which something enters at these layers."""
     names: dict[_Run, list[str]] = {}
     for tensor, source in ends.items():
         if takes.get(tensor, -1) in layers:
             names.setdefault(source, []).append(tensor)
-    return [Edge(source.node, node, tuple(of_source), source.back) for source, of_source in names.items()]
+    return [Edge(source.node, node, tuple(of_source), source.back, batch) for source, of_source in names.items()]
 
 
 def find_localities(
@@ -244,6 +244,10 @@ class Question:
     def counted(self) -> Counted:
         """The run's model."""
         return self.plan.counted
+
+    def passes(self, part: str) -> int:
+        """Micro-batches of a step, as a part counts its own."""
+        return micro_batches(self.plan.config) // self.plan.graph.batch_of(part)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -4,7 +4,7 @@ A *program* is what one stage does, in its order. The programs of all stages, me
 (rows stages, columns time) is what the papers draw. Sources: GPipe (Huang et al. 2019, section 2.3), 1F1B
 (Narayanan et al. 2019, "PipeDream", section 3.2), interleaved 1F1B (Narayanan et al. 2021, section 2.2)."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dhp.config.ranges import GPIPE, INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL, VISION_AHEAD
@@ -47,25 +47,29 @@ def make_schedule(kind: str, graph: StageGraph, micro_batches: int) -> Schedule:
 
     Raises ConfigError where an interleaved schedule has no whole groups of micro-batches."""
     if kind == SEQUENTIAL:
-        return tuple(action for m in range(micro_batches) for action in _there_and_back(graph, m))
+        batch = max(map(graph.batch_of, graph.parts()))
+        groups = range(micro_batches // batch)
+        return tuple(action for group in groups for action in _there_and_back(graph, group, batch))
     return tuple(action for tick in clock(make_programs(kind, graph, micro_batches), graph) for action in tick)
 
 
 def make_programs(kind: str, graph: StageGraph, micro_batches: int) -> dict[str, list[Action]]:
     """Each stage's program: the last part as `kind` says, those before it as far ahead as it needs them and one more.
     Of an encoder that is a pipeline itself, each stage is one micro-batch further ahead than the one behind it: with
-    1F1B the stages of both parts make one chain.
+    1F1B the stages of both parts make one chain. An encoder that takes several micro-batches of the decoder at a time
+    counts in its own.
 
     Frozen stages go forward in the same order, without backward."""
     *encoders, last = graph.parts()
     pipeline = graph.of_part(last)
     order = _PROGRAMS[kind](pipeline, micro_batches)
-    limit = micro_batches if kind == GPIPE else _needed_ahead(order[pipeline[0].name]) + 1
-    ahead = {
-        stage.name: _ahead(stage, micro_batches, limit + further)
-        for part in encoders
-        for further, stage in enumerate(reversed(graph.of_part(part)))
-    }
+    needed = micro_batches if kind == GPIPE else _needed_ahead(order[pipeline[0].name])
+    ahead = {}
+    for part in encoders:
+        batch = graph.batch_of(part)
+        limit = -(-needed // batch) + (kind != GPIPE)
+        for further, stage in enumerate(reversed(graph.of_part(part))):
+            ahead[stage.name] = _ahead(stage, micro_batches // batch, limit + further)
     programs = ahead | order
     return {
         stage.name: [a for a in programs[stage.name] if isinstance(a, Forward) or graph.goes_back(a.node)]
@@ -150,10 +154,19 @@ def last_backwards(schedule: Schedule) -> frozenset[int]:
     return frozenset(last.values())
 
 
-def _there_and_back(graph: StageGraph, micro_batch: int) -> Iterable[Action]:
-    nodes = graph.nodes()
-    yield from (Forward(node, micro_batch) for node in nodes)
-    yield from (Backward(node, micro_batch) for node in reversed(nodes) if graph.goes_back(node))
+def _there_and_back(graph: StageGraph, group: int, batch: int) -> Iterator[Action]:
+    """A group of so many micro-batches, one behind another there and back in the last part; encoders take all of them
+    at a time."""
+    *encoders, _ = graph.parts()
+    before, behind = (
+        [node for node in graph.nodes() if (graph.stage(node.stage).part in encoders) is inside]
+        for inside in (True, False)
+    )
+    yield from (Forward(node, group) for node in before)
+    for m in range(group * batch, (group + 1) * batch):
+        yield from (Forward(node, m) for node in behind)
+        yield from (Backward(node, m) for node in reversed(behind) if graph.goes_back(node))
+    yield from (Backward(node, group) for node in reversed(before) if graph.goes_back(node))
 
 
 def _gpipe(stages: Sequence[StageSpec], micro_batches: int) -> dict[str, list[Action]]:
@@ -230,8 +243,9 @@ def needs(action: Action, graph: StageGraph) -> list[tuple[Action, Edge | None]]
     stage keeps it itself. Forward follows the edges, backward goes against them."""
     m = action.micro_batch
     if isinstance(action, Forward):
-        return [(Forward(edge.source, m), edge) for edge in graph.inputs(action.node)]
-    back = [(Backward(edge.target, m), edge) for edge in graph.outputs(action.node) if edge.gradients]
+        return [(Forward(edge.source, m // edge.batch), edge) for edge in graph.inputs(action.node)]
+    edges = [edge for edge in graph.outputs(action.node) if edge.gradients]
+    back = [(Backward(edge.target, m * edge.batch + more), edge) for edge in edges for more in range(edge.batch)]
     return [(Forward(action.node, m), None), *back]
 
 

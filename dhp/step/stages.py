@@ -80,8 +80,10 @@ class RankGroup(Protocol):
         return found
 
 
-Pairs = list[list[tuple[Edge, int, int]]]  # for each shard of a stage, (edge, source, target)
-Sent = dict[tuple[Edge, int], dict[tuple[int, int], Ref]]  # by edge and micro-batch, by route's pair
+Pairs = list[
+    list[tuple[Edge, int, int, int]]
+]  # for each shard of a stage, (edge, micro-batch of target, source, target)
+Sent = dict[tuple[Edge, int], dict[tuple[int, int], Ref]]  # by edge and micro-batch of its target, by route's pair
 
 
 @dataclass
@@ -108,13 +110,15 @@ class Stage:
         self._inputs = {node: graph.inputs(node) for node in spec.nodes}
         self._outputs = {node: graph.outputs(node) for node in spec.nodes}
         self._straight = straight(spec.degrees.shards)
+        self._decoder, self._batches = graph.parts()[-1], {part: graph.batch_of(part) for part in graph.parts()}
         self._work, self._tensor = graph.work_of(spec), spec.degrees.tensor
         self._waiting: list[Call] = []
 
     def is_idle(self, action: Action, batch: Batch) -> bool:
         """Whether this stage sends nothing in a micro-batch, as an encoder without pictures does."""
         outputs = self._outputs[action.node]
-        return bool(outputs) and not any(self._route(edge, action.micro_batch, batch).pairs for edge in outputs)
+        along = self._along(outputs, action.micro_batch, batch)
+        return bool(outputs) and not any(self._route(edge, m, batch).pairs for edge, m in along)
 
     def run(self, action: Action, last: bool, in_flight: InFlight) -> None:
         """Submit one action on all ranks, or keep it for the next. last: the stage's last backward in the step."""
@@ -153,8 +157,8 @@ class Stage:
         return in_flight.backward
 
     def _require(self, edges: Sequence[Edge], m: int, batch: Batch, sent: Sent, what: str) -> None:
-        for edge in edges:
-            if self._route(edge, m, batch).pairs and (edge, m) not in sent:
+        for edge, number in self._along(edges, m, batch):
+            if self._route(edge, number, batch).pairs and (edge, number) not in sent:
                 other = edge.source if what == "forward" else edge.target
                 raise ValueError(
                     f"{self.spec.name}.{what} of micro-batch {m} lacks what {other.stage}.{what} returned; "
@@ -167,7 +171,7 @@ class Stage:
         if not self._outputs[node]:
             self._waiting = [call]
             return
-        self._file(self.group.execute_in_turn_async(call), sent, m, in_flight.forward)
+        self._file(self.group.execute_in_turn_async(call), sent, in_flight.forward)
 
     def _forward_call(self, verb: Callable[..., Any], node: Node, m: int, in_flight: InFlight) -> tuple[Call, Pairs]:
         incoming = self._given(self._inputs[node], m, in_flight.batch, in_flight.forward, receives=True)
@@ -185,13 +189,13 @@ class Stage:
         if outputs:
             self.flush()
         waiting, self._waiting = self._waiting, []
-        self._file(self.group.execute_in_turn_async(*waiting, call), sent, m, in_flight.backward)
+        self._file(self.group.execute_in_turn_async(*waiting, call), sent, in_flight.backward)
 
     def evaluate(self, action: Forward, in_flight: InFlight) -> None:
         """Submit a micro-batch's forward through a node, for its loss alone."""
         node, m = action.node, action.micro_batch
         call, sent = self._forward_call(EngineProtocol.evaluate_step, node, m, in_flight)
-        self._file(self.group.execute_in_turn_async(call), sent, m, in_flight.forward)
+        self._file(self.group.execute_in_turn_async(call), sent, in_flight.forward)
 
     def evaluated(self, info: Ref) -> list[Ref]:
         """Each rank's share of the loss since the last time."""
@@ -233,31 +237,42 @@ class Stage:
         """The values of each shard's first tensor rank."""
         return list(of_ranks[:: self._tensor])
 
+    def _along(self, edges: Sequence[Edge], m: int, batch: Batch) -> list[tuple[Edge, int]]:
+        """Each edge with the micro-batches of its target that this stage has to do with in one of its own."""
+        count, own = len(batch.work[self._decoder]), self.spec.name
+        return [
+            (edge, number)
+            for edge in edges
+            for number in (edge.of_target(m, count) if edge.batch > 1 and edge.source.stage == own else (m,))
+        ]
+
     def _route(self, edge: Edge, m: int, batch: Batch) -> Route:
-        """Stages of one part send straight on, those of an encoder where a micro-batch has something for it; another
-        part's rows go where the data say."""
+        """m: of the edge's target. Stages of one part send straight on, those of an encoder where a micro-batch has
+        something for it; another part's rows go where the data say."""
         source = self._graph.stage(edge.source.stage)
-        routes = batch.routes.get(source.part)  # of encoders
+        routes = batch.routes.get(source.part)  # of encoders, for each micro-batch of the decoder
         if source.part != self._graph.stage(edge.target.stage).part:
             return batch.routes[source.part][m]
-        return self._straight if routes is None or routes[m].pairs else _NOWHERE
+        each = self._batches[source.part]
+        return self._straight if routes is None or any(r.pairs for r in routes[m * each : (m + 1) * each]) else _NOWHERE
 
     def _pairs(self, edges: Sequence[Edge], m: int, batch: Batch, sends: bool) -> Pairs:
-        """For each shard of this stage, in the order of its arguments or results, (edge, source, target).
+        """For each shard of this stage, in the order of its arguments or results: see `Pairs`. m: the stage's own.
 
         sends: the stage is the edge's source."""
         found: Pairs = [[] for _ in range(self.spec.degrees.shards)]
-        for edge in edges:
-            route = self._route(edge, m, batch)
+        for edge, number in self._along(edges, m, batch):
+            route = self._route(edge, number, batch)
             for shard, others in (route.targets if sends else route.sources).items():
-                found[shard] += [(edge, shard, other) if sends else (edge, other, shard) for other in others]
+                pairs = ((shard, other) if sends else (other, shard) for other in others)
+                found[shard] += [(edge, number, *pair) for pair in pairs]
         return found
 
     def _given(self, edges: Sequence[Edge], m: int, batch: Batch, sent: Sent, receives: bool) -> Several:
         """For each rank, the refs that its shard gets along these edges."""
-        taken = {edge: sent.pop((edge, m), {}) for edge in edges}
+        taken = {along: sent.pop(along, {}) for along in self._along(edges, m, batch)}
         shards = self._pairs(edges, m, batch, sends=not receives)
-        refs = [tuple(taken[edge][source, target] for edge, source, target in shard) for shard in shards]
+        refs = [tuple(taken[edge, number][source, target] for edge, number, source, target in of) for of in shards]
         return several(of_shard for of_shard in refs for _ in range(self._tensor))
 
     def _counts(self, sent: Pairs) -> PerRank:
@@ -268,7 +283,7 @@ class Stage:
         """Of each rank, by result, its way and the ranks that receive it."""
         if not self._linked:
             return None
-        of_shards = [tuple(self._send(*pair, back) for pair in of_shard) for of_shard in sent]
+        of_shards = [tuple(self._send(edge, one, other, back) for edge, _, one, other in of) for of in sent]
         return per_rank(of_shard if lead else () for of_shard in of_shards for lead in _leads(self._tensor))
 
     def _send(self, edge: Edge, source: int, target: int, back: bool) -> tuple[int, tuple[int, ...]]:
@@ -277,9 +292,9 @@ class Stage:
             return backward_way(number), tuple(ranks_of_shard(self._graph.stage(edge.source.stage), source))
         return forward_way(number), tuple(ranks_of_shard(self._graph.stage(edge.target.stage), target))
 
-    def _file(self, answers: list[list[Ref]], sent: Pairs, m: int, into: Sent) -> None:
+    def _file(self, answers: list[list[Ref]], sent: Pairs, into: Sent) -> None:
         for of_shard, refs in zip(sent, self.leaders(answers), strict=True):
-            for (edge, source, target), ref in zip(of_shard, refs, strict=True):
+            for (edge, m, source, target), ref in zip(of_shard, refs, strict=True):
                 into.setdefault((edge, m), {})[source, target] = ref
 
 

@@ -63,10 +63,11 @@ def evaluate_batch(stages: Stages, graph: StageGraph, batch: Batch) -> Evaluatio
 
     Each stage ends the batch when all others have used what it sent: it may write there again then."""
     in_flight = InFlight(batch)
-    for micro_batch in range(len(next(iter(batch.work.values())))):
+    for micro_batch in range(len(batch.work[graph.parts()[-1]])):
         for node in graph.nodes():
-            action = Forward(node, micro_batch)
-            if not stages[node.stage].is_idle(action, batch):
+            number, later = divmod(micro_batch, graph.batch_of(graph.stage(node.stage).part))
+            action = Forward(node, number)
+            if not later and not stages[node.stage].is_idle(action, batch):
                 stages[node.stage].evaluate(action, in_flight)
     shares = {name: stage.evaluated(batch.info) for name, stage in stages.items()}
     for name, stage in stages.items():

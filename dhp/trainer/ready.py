@@ -38,7 +38,7 @@ def planned_of(found: Forecast, source: str) -> Planned:
     comm_s = {}
     for name, own in found.stages.items():
         each = sum(own.kinds[kind] for kind in _SENDING if kind != "sync")
-        comm_s[name] = found.micro_batches * each + own.kinds["sync"]
+        comm_s[name] = found.passes[name] * each + own.kinds["sync"]
     return Planned(
         step_s=found.step_s,
         busy_s=found.busy_s,

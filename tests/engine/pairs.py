@@ -32,6 +32,7 @@ OTHERS = (
     *(f"vision {axis}" for axis in ("data", "ulysses", "ring", "tensor", "stages")),
     *(f"text {axis}" for axis in ("data", "ulysses", "ring", "tensor", "autotp", "expert", "stages")),
     *("lora", "a frozen part", "some by pattern", "groups", "mlp chunks", "sharded norms", "padded MLPs"),
+    "pictures of several",
 )
 # Weights that stay as they are show no mistake: rows with one of these count for its own pairs alone.
 LEAVES = {"lora", "a frozen part", "some by pattern"}
@@ -72,6 +73,7 @@ def features_of(row: Row) -> set[str]:
         "mlp chunks": case.mlp_chunks > 1,
         "sharded norms": case.sharded_norms,
         "padded MLPs": case.padded,
+        "pictures of several": case.vision_batch > 1,
     }
     return found | {name for name, it_has in has.items() if it_has}
 
@@ -133,4 +135,5 @@ def _apart() -> Iterator[tuple[tuple[str, str], str]]:
     for schedule in STAGED:
         yield (schedule, "text autotp"), "DeepSpeed's own layers are not cut into stages"
     yield ("vision_ahead", "text stages"), "it is 1f1b by another name, for a text part of one stage"
+    yield ("pictures of several", "one"), "a pass of the tower has at most those of a step"
     yield ("interleaved", "one"), "it takes micro-batches in groups of as many as there are stages"

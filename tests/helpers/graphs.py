@@ -27,8 +27,10 @@ def make_graph(
     audio_trains: bool | tuple[bool, ...] = True,
     tower_stages: int = 1,
     leaves: dict[str, int] | None = None,
+    batch: int = 1,
 ) -> StageGraph:
-    """Vision, and text in so many stages of so many chunks each, that share devices.
+    """Vision, and text in so many stages of so many chunks each, that share devices. batch: micro-batches that encoders
+    take at a time.
 
     text_trains, vision_trains, audio_trains: of each of its stages. leaves: the tower's layer behind which a tensor
     leaves, where it is not the last. cuts: of the text's layers; none: even ones. enters: the layer after which a
@@ -71,7 +73,7 @@ def make_graph(
         for at, tower in enumerate(towers):
             entering = [name for name, layer in {"embeddings": 0, **(enters or {})}.items() if layer in own]
             names = tuple(name for name in entering if (leaves or {}).get(name, last) in tower.layers)
-            edges += [Edge(Node(tower.name), node, names, any(seen[: at + 1]))] if names else []
+            edges += [Edge(Node(tower.name), node, names, any(seen[: at + 1]), batch)] if names else []
     encoders = towers
     if audio is not None:
         heard = [
@@ -90,7 +92,7 @@ def make_graph(
             Edge(Node(before.name), Node(after.name), (HIDDEN_STATES,), any(hears[: at + 1]))
             for at, (before, after) in enumerate(pairwise(heard))
         ]
-        edges.append(Edge(Node(heard[-1].name), nodes[0][0], ("audio_embeddings",), any(hears)))
+        edges.append(Edge(Node(heard[-1].name), nodes[0][0], ("audio_embeddings",), any(hears), batch))
     trains = {part.name: part.trains for part in parts}
     back = any(seen) or (audio is not None and any(hears))
     for (before, _), (after, _) in pairwise(nodes):

@@ -104,6 +104,7 @@ class Case:
     sharded_norms: bool = False  # of each part with tensor ranks
     optimizer: str = "adamw"
     padded: bool = False  # gated MLPs of both parts compute with zeros up to a multiple of 64
+    vision_batch: int = 1  # micro-batches whose pictures the tower takes at a time
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
@@ -129,6 +130,7 @@ class Case:
         packed += ", sharded norms" if self.sharded_norms else ""
         packed += f", {self.optimizer}" if self.optimizer != "adamw" else ""
         packed += ", padded MLPs" if self.padded else ""
+        packed += f", pictures of {self.vision_batch}" if self.vision_batch > 1 else ""
         packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')}"
         packed += f" of {self.audio_stages} stages" if self.audio_stages > 1 else ""
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
@@ -263,6 +265,7 @@ def graph_of(model: str, case: Case) -> StageGraph:
         audio=case.audio,
         audio_stages=case.audio_stages,
         audio_layers=0 if case.audio is None else len(family.parts["audio"].layers.kinds),
+        batch=case.vision_batch,
     )
     trains = trained_stage(rules, lambda: list_parameters(model, family, dict(case.lora)))
     chunks = [chunks_of(stage.chunks, decoder.whole) for stage in make().of_part("text")]
@@ -342,7 +345,7 @@ def make_reader(
 def _division(case: Case) -> Division:
     draws = Draws(0, tuple(part for part, asked in case.lora if asked.dropout))
     rows = {"text": case.text, "sequence_groups": case.sequence_groups, "even_calls": case.text_zero_stage == 3}
-    return Division(_encoders(case), case.packing, **rows, draws=draws)
+    return Division(_encoders(case), case.packing, **rows, draws=draws, batch=case.vision_batch)
 
 
 def _encoders(case: Case) -> dict[str, Split]:

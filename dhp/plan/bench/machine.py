@@ -151,7 +151,7 @@ def rows_of(config: Config, loads: RunLoads) -> dict[str, int]:
         if name == DECODER:
             count = loads.text.tokens / own.sequence
         else:
-            count = loads.pictures.patches / own.data / own.sequence
+            count = loads.passed.patches / own.data / own.sequence
         found[name] = _power(count)
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING
@@ -44,6 +44,12 @@ class PictureLoad:
             return 1.0 / replicas
         return float((-(-counts // replicas)).sum() / counts.sum())
 
+    def of_pass(self, batch: int) -> PictureLoad:
+        """Of so many consecutive micro-batches together."""
+        counts = tuple(sum(self.counts[first : first + batch]) for first in range(0, len(self.counts), batch))
+        sums = {name: batch * getattr(self, name) for name in ("patches", "squares", "pictures", "features")}
+        return replace(self, **sums, counts=counts)
+
     def divided(self, replicas: int, ranks: int) -> float:
         """Share of the pictures that the ranks of a replica's sequence divide: those beyond as many as they can have
         whole alike."""
@@ -58,7 +64,7 @@ class Worst:
     """The most that one rank gets of a micro-batch, before ranks of a sequence divide it. micro_batches: so many
     consecutive ones of a replica have together the most of any such run.
 
-    tokens, features, targets: of a decoder's row. patches: of all replicas' pictures of a micro-batch; largest: of one
+    tokens, features, targets: of a decoder's row. patches: of all replicas' pictures of a tower's pass; largest: of one
     of them."""
 
     tokens: int
@@ -76,7 +82,8 @@ class RunLoads:
     for one another in each micro-batch, as ZeRO's stages that gather or reduce then make them. pictures: of a mean
     micro-batch; worst: for bytes.
 
-    step_tokens: of all replicas, in a mean step. steps: of an epoch. named: where the loads are from."""
+    step_tokens: of all replicas, in a mean step. steps: of an epoch. named: where the loads are from. batch:
+    micro-batches whose pictures a tower takes in one pass."""
 
     text: TextLoad
     even: TextLoad
@@ -86,13 +93,19 @@ class RunLoads:
     steps: int
     samples: int
     named: str
+    batch: int = 1
+
+    @cached_property
+    def passed(self) -> PictureLoad:
+        """Pictures of a mean pass of a tower."""
+        return self.pictures if self.batch == 1 else self.pictures.of_pass(self.batch)
 
 
 def loads_of_steps(
-    steps: StepLoads, of_token: float, of_pair: float, patches_of_token: float, samples: int
+    steps: StepLoads, of_token: float, of_pair: float, patches_of_token: float, samples: int, batch: int = 1
 ) -> RunLoads:
     """From an epoch's steps as a run's sampler makes them. of_token, of_pair: a decoder's operations, by which the
-    slowest replica is found. patches_of_token: used where patches were not measured."""
+    slowest replica is found. patches_of_token: used where patches were not measured. batch: as `RunLoads`."""
     work = steps.tokens * of_token + steps.pairs * of_pair
     count, micro_batches, replicas = steps.tokens.shape
     slowest = work.sum(axis=1).argmax(axis=1)[:, None, None]
@@ -106,11 +119,12 @@ def loads_of_steps(
         text,
         even,
         pictures,
-        _worst(steps, share, pictures, patches_of_token),
+        _worst(steps, share, pictures, patches_of_token, batch),
         float(steps.tokens.sum((1, 2)).mean()),
         count,
         samples,
         f"{samples:,} samples",
+        batch,
     )
 
 
@@ -135,11 +149,12 @@ def _pictures(steps: StepLoads, patches_of_token: float) -> PictureLoad:
     return PictureLoad(patches, totals.get("squares", mean * patches), pictures, features, max(largest, mean), counts)
 
 
-def _worst(steps: StepLoads, share: float, pictures: PictureLoad, patches_of_token: float) -> Worst:
+def _worst(steps: StepLoads, share: float, pictures: PictureLoad, patches_of_token: float, batch: int) -> Worst:
     row = steps.worst_row()
     own = steps.columns[list(row.samples)]
     targets = int(own["targets"].sum()) if "targets" in (own.dtype.names or ()) else ceil(share * row.tokens)
-    vision = int(steps.vision.sum(axis=2).max())
+    of_passes = steps.vision.sum(axis=2).reshape(len(steps.vision), -1, batch)
+    vision = int(of_passes.sum(axis=2).max())
     patches, largest = ceil(vision * patches_of_token), ceil(pictures.largest)
     return Worst(row.tokens, row.vision, max(1, targets), patches, largest, row.step, row.samples)
 
@@ -152,22 +167,23 @@ def even_loads(
     replicas: int,
     patches_of_token: float,
     micro_batches: int = 1,
+    batch: int = 1,
 ) -> RunLoads:
     """Micro-batches of equal samples, before any was read. samples: in each row; tokens and so on: of one; a picture
-    in each. replicas: of the decoder; micro_batches: of a step."""
+    in each. replicas: of the decoder; micro_batches: of a step; batch: as `RunLoads`."""
     patches = round(features * patches_of_token)
     text = TextLoad(samples * tokens, samples * tokens**2, samples * targets)
     count = samples * replicas
     pictures = count * (features > 0)
     shown = PictureLoad(count * patches, count * patches**2, pictures, count * features, patches, (pictures,))
-    worst = Worst(samples * tokens, samples * features, max(1, samples * targets), count * patches, patches)
+    worst = Worst(samples * tokens, samples * features, max(1, samples * targets), batch * count * patches, patches)
     named = f"{samples} samples of {tokens:,} tokens (assumed)"
-    return RunLoads(text, text, shown, worst, micro_batches * count * tokens, 0, 0, named)
+    return RunLoads(text, text, shown, worst, micro_batches * count * tokens, 0, 0, named, batch)
 
 
 def tower_load(pictures: PictureLoad, degrees: Degrees, window: float) -> TowerLoad:
-    """Of the replica of an encoder that has most of a micro-batch, of all ranks of its sequence together. window: see
-    `window_length`."""
+    """Of the replica of an encoder that has most of a pass, of all ranks of its sequence together. pictures: of the
+    pass. window: see `window_length`."""
     share = pictures.fullest(degrees.data)
     patches, squares = pictures.patches * share, pictures.squares * share
     return TowerLoad(patches, patches * window, squares, pictures.features * share, pictures.pictures * share)
@@ -189,7 +205,7 @@ def text_rows(worst: Worst, degrees: Degrees) -> TracedRows:
 
 
 def tower_rows(worst: Worst, degrees: Degrees) -> TracedRows:
-    """The most that a rank of a tower gets of a micro-batch: an even share of the fullest one's pictures, or where
+    """The most that a rank of a tower gets of a pass: an even share of the fullest one's pictures, or where
     replicas take them whole the largest picture, if that is more."""
     whole = max(worst.patches / degrees.data, worst.largest)
     return TracedRows(0, patches=max(1, ceil(whole / degrees.sequence)))

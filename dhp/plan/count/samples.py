@@ -12,7 +12,7 @@ import numpy as np
 
 from dhp.config.model_rules import shares_sequence
 from dhp.config.parts import decoder, encoders, resolved
-from dhp.config.resolve import micro_batches
+from dhp.config.resolve import micro_batches, vision_batch
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.data.balance.packs import Loads
@@ -79,7 +79,8 @@ class Samples:
 
     def loads(self, config: Config, quick: bool = False) -> RunLoads:
         """Of a resolved configuration. quick: of some steps, for a search. Raises DataError."""
-        own = (resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size)
+        batch = vision_batch(config)
+        own = (resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size, batch)
         packing = config.data.packing or shares_sequence(decoder(config))
         if self._table is None:
             return self._of_equal(config)
@@ -94,7 +95,8 @@ class Samples:
         replicas = resolved(decoder(config).data)
         samples = config.training.micro_batch_size
         count = micro_batches(config)
-        return even_loads(samples, equal.tokens, equal.features, equal.targets, replicas, unit, count)
+        batch = vision_batch(config)
+        return even_loads(samples, equal.tokens, equal.features, equal.targets, replicas, unit, count, batch)
 
     def _of_table(self, config: Config, packing: bool, quick: bool) -> RunLoads:
         from dhp.data.sampling.step_loads import Table, step_loads
@@ -119,7 +121,7 @@ class Samples:
         )
         work = self._family.decoder.work
         unit = self._family.tower.patches_of_token if encoders(config) else 1
-        return loads_of_steps(steps, work.token, work.pair / 2, unit, len(table))
+        return loads_of_steps(steps, work.token, work.pair / 2, unit, len(table), vision_batch(config))
 
 
 def made_for(family: Family) -> str:

@@ -99,8 +99,8 @@ def unit_passes(
         load = loads.even if waits_for_others(section) else loads.text
         found = decoder_passes(section, degrees, counted.family, counted.sizes, load, kept, counted.trained)
         return (Passes(Operations(), Operations()), *found)
-    pictures = tower_load(loads.pictures, degrees, counted.window)
-    divided = loads.pictures.divided(degrees.data, degrees.sequence)
+    pictures = tower_load(loads.passed, degrees, counted.window)
+    divided = loads.passed.divided(degrees.data, degrees.sequence)
     done = counted.tower_operations(pictures)
     return tower_passes(section, degrees, counted.family, counted.pieces, pictures, kept, divided, done)
 

@@ -42,7 +42,8 @@ class PartUnits:
     def __init__(self, config: Config, counted: Counted):
         """config: resolved."""
         self._config, self._counted = config, counted
-        self._loads: RunLoads = assumed_samples(config, counted.family).loads(config)
+        alone = replace(config, training=replace(config.training, vision_batch=1))  # by micro-batches of the decoder
+        self._loads: RunLoads = assumed_samples(config, counted.family).loads(alone)
         self._machine: Machine = expected_machine(config, counted.family, self._loads)
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import lcm
 
 from dhp.config.layout import read_choices
 from dhp.config.parts import DECODER, encoders, parts, resolved
@@ -28,16 +29,17 @@ MOST_MICRO_BATCHES = 64  # of a step that is played
 
 
 def count_played(asked: Question, most: int = MOST_MICRO_BATCHES) -> int:
-    """As many micro-batches as are played, in whole groups of the decoder's stages."""
-    stages, count = len(asked.plan.graph.of_part(DECODER)), micro_batches(asked.plan.config)
-    return min(count, most - most % stages or stages)
+    """As many micro-batches as are played, in whole groups of the decoder's stages and of the encoders' passes."""
+    graph, count = asked.plan.graph, micro_batches(asked.plan.config)
+    group = lcm(len(graph.of_part(DECODER)), *map(graph.batch_of, graph.parts()))
+    return min(count, most - most % group or group)
 
 
 def slowest_micro_batch(asked: Question, seconds: Mapping[str, StageSeconds]) -> float:
     """Of a further micro-batch: what the device with most work takes for it."""
     plan = asked.plan
     return max(
-        sum(seconds[s.name].micro_batch_s for s in stages_on(plan, device))
+        sum(seconds[s.name].micro_batch_s / plan.graph.batch_of(s.part) for s in stages_on(plan, device))
         for device in range(plan.graph.device_count())
     )
 
@@ -45,8 +47,10 @@ def slowest_micro_batch(asked: Question, seconds: Mapping[str, StageSeconds]) ->
 def count_actions(asked: Question) -> int:
     """Of the schedule, on the device that has most of them."""
     plan = asked.plan
-    own = [sum(len(s.nodes) * 2 for s in stages_on(plan, device)) for device in range(plan.graph.device_count())]
-    return max(own) * micro_batches(plan.config)
+    return max(
+        sum(len(s.nodes) * 2 * asked.passes(s.part) for s in stages_on(plan, device))
+        for device in range(plan.graph.device_count())
+    )
 
 
 def play_step(asked: Question, seconds: Mapping[str, StageSeconds], most: int = MOST_MICRO_BATCHES) -> Timeline:
@@ -75,7 +79,7 @@ def _hop(asked: Question) -> Callable[[Edge, bool], float]:
         elif target.part == DECODER:
             rows = loads.pictures.features / source.degrees.shards * hidden_width(plan.family) * len(edge.tensors)
         else:
-            rows = loads.pictures.patches / source.degrees.shards * tower_width(plan.family)
+            rows = loads.passed.patches / source.degrees.shards * tower_width(plan.family)
         return hand.latency_s + rows * value / hand.bytes_s
 
     return hop
@@ -92,7 +96,7 @@ class Forecast:
     that a run takes for it.
 
     stages: seconds by stage; memory: by stage; peak: of the fullest device, and the stages there. recompute: what each
-    stage's layers recompute. loads: what it is for."""
+    stage's layers recompute. loads: what it is for. passes: micro-batches of a step by stage, as it counts its own."""
 
     step_s: float
     timeline: Timeline
@@ -104,6 +108,7 @@ class Forecast:
     loads: RunLoads
     micro_batches: int
     fixed_s: float
+    passes: Mapping[str, int]
 
     @property
     def tokens_s(self) -> float:
@@ -113,7 +118,7 @@ class Forecast:
     @property
     def busy_s(self) -> dict[str, float]:
         """Seconds of a step that each stage's devices work for it."""
-        return {name: self.micro_batches * one.micro_batch_s + one.once_s for name, one in self.stages.items()}
+        return {name: self.passes[name] * one.micro_batch_s + one.once_s for name, one in self.stages.items()}
 
     def kinds(self) -> dict[str, float]:
         """Seconds of a step by kind of work, of the stage of each part that works most, `bubble` and `driver` besides:
@@ -126,7 +131,7 @@ class Forecast:
                 busiest[part] = name
         for name in busiest.values():
             for kind, seconds in self.stages[name].kinds.items():
-                found[kind] += seconds * (1 if kind in ("update", "sync") else self.micro_batches)
+                found[kind] += seconds * (1 if kind in ("update", "sync") else self.passes[name])
         left = self.step_s - self.fixed_s - sum(found.values())
         return {**found, "bubble": left, "driver": self.fixed_s}
 
@@ -151,10 +156,10 @@ def forecast(asked: Question) -> Forecast:
         sum(seconds[s.name].once_s for s in stages_on(plan, device)) for device in range(plan.graph.device_count())
     )
     fixed = machine.step_s + machine.action_s * count_actions(asked)
+    passes = {stage.name: asked.passes(stage.part) for stage in plan.graph.stages}
     peak, fullest = fullest_device(asked, memory)
-    return Forecast(
-        grown + once + fixed, timeline, seconds, memory, peak, fullest, recompute, asked.loads, count, fixed
-    )
+    step_s = grown + once + fixed
+    return Forecast(step_s, timeline, seconds, memory, peak, fullest, recompute, asked.loads, count, fixed, passes)
 
 
 def _units(asked: Question, name: str) -> tuple[UnitSeconds, ...]:
@@ -179,7 +184,6 @@ def _choose(
     """What layers recompute: as the configuration has it; with auto as little as the budget, or the device, has room
     for."""
     plan, found = asked.plan, {}
-    count = micro_batches(plan.config)
     automatic: dict[str, StageCosts] = {}
     for stage in plan.graph.stages:
         written, known = resolved(parts(plan.config)[stage.part].recompute), costs[stage.name]
@@ -187,7 +191,7 @@ def _choose(
         choices = read_choices(written, layers) if written != "auto" else ("all",) * layers
         found[stage.name] = tuple(choices[at] for at in stage.layers) if known else ("none",) * len(stage.layers)
         if written == "auto" and known is not None:
-            automatic[stage.name] = _with_seconds(known, stage, units[stage.part], count)
+            automatic[stage.name] = _with_seconds(known, stage, units[stage.part], asked.passes(stage.part))
     if not automatic:
         return found
     everything = {name: automatic.get(name, known) for name, known in costs.items() if known is not None}

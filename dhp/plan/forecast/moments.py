@@ -6,7 +6,6 @@ from itertools import accumulate
 
 from dhp.config.layout import OFFLOAD
 from dhp.config.parts import DECODER, parts
-from dhp.config.resolve import micro_batches
 from dhp.config.schema import PartConfig
 from dhp.core.batch import CHUNK_ROWS
 from dhp.core.graph import HIDDEN_STATES, StageSpec
@@ -226,7 +225,7 @@ def memory_of(
         recompute[stage.name],
         kept.inside(_of_one_chunk(rows_of_stage(asked, stage)), stage.layers, recompute[stage.name]),
         asked.arrangement.holding[stage.name][stage.name],
-        micro_batches(plan.config),
+        asked.passes(stage.part),
         _handed(asked, stage),
         _flown(asked, stage),
         _more_targets(asked, stage),
@@ -345,7 +344,7 @@ def _of_stage(asked: Question, stage: StageSpec) -> StageCosts:
     kept, rows = asked.counted.keeps(stage.part, Cut.of(section)), rows_of_stage(asked, stage)
     rates = asked.machine.of(stage.part, section.dtype)
     units = unit_seconds(asked.counted, stage.part, section, stage.degrees, asked.loads, rates)
-    count = micro_batches(asked.plan.config)
+    count = asked.passes(stage.part)
     reported = asked.plan.family.parts[stage.part].layers.kinds  # a trace has more of them
     kinds = tuple(reported[at] for at in stage.layers)
     layers: dict[str, dict[str, LayerCost]] = {kind: {} for kind in kinds}

@@ -17,6 +17,7 @@ from dhp.plan.cut.units import Numbers
 from dhp.plan.forecast.forecast import Forecast, forecast
 from dhp.plan.recompute.planner import as_text
 from dhp.plan.run_plan import Question, RunPlan, plan_run
+from dhp.plan.search.free_keys import PASSES
 from dhp.plan.search.layouts import PartLayout
 from dhp.plan.search.scorer import Score, Scores
 from dhp.plan.search.space import Space
@@ -42,7 +43,7 @@ class Pair:
             filled = rows.micro_batches + text.pipeline + vision.pipeline - 2
             return filled * (text.micro_batch_s + vision.micro_batch_s) + text.once_s + vision.once_s
         slower = max(text.micro_batch_s, vision.micro_batch_s)
-        fill = text.pipeline * text.micro_batch_s + vision.pipeline * vision.micro_batch_s
+        fill = text.pipeline * text.micro_batch_s + vision.pipeline * rows.batch * vision.micro_batch_s
         return (rows.micro_batches - 1) * slower + fill + max(text.once_s, vision.once_s)
 
     @property
@@ -58,8 +59,9 @@ class Pair:
         own = text.bytes(min(count, text.pipeline))
         if self.vision is None:
             return own
-        further = text.pipeline + self.vision.pipeline - 1 + self.apart
-        other = self.vision.bytes(min(count, further))
+        batch = self.vision.rows.batch
+        further = -(-text.pipeline // batch) + self.vision.pipeline - 1 + self.apart
+        other = self.vision.bytes(min(count // batch, further))
         return max(own, other) if self.apart else own + other
 
 
@@ -126,15 +128,15 @@ def _together(
     texts: Scores, visions: Scores, own: np.ndarray, others: np.ndarray, apart: bool
 ) -> tuple[Numbers, Numbers]:
     """Seconds and bytes of all pairs of these. [decoders, towers]"""
-    count = texts.rows.micro_batches
+    count, batch = texts.rows.micro_batches, visions.rows.batch
     text = {name: getattr(texts, name)[own][:, None] for name in _COLUMNS}
     vision = {name: getattr(visions, name)[others] for name in _COLUMNS}
-    further = np.minimum(count, text["stages"] + vision["stages"] - 1 + apart)
+    further = np.minimum(count // batch, -(-text["stages"] // batch) + vision["stages"] - 1 + apart)
     of_text = text["kept"] + text["passing"] + np.minimum(count, text["stages"]) * text["held"]
     of_tower = vision["kept"] + vision["passing"] + further * vision["held"]
     t, v = text["micro_batch_s"], vision["micro_batch_s"]
     if apart:
-        seconds = (count - 1) * np.maximum(t, v) + text["stages"] * t + vision["stages"] * v
+        seconds = (count - 1) * np.maximum(t, v) + text["stages"] * t + vision["stages"] * batch * v
         return seconds + np.maximum(text["once_s"], vision["once_s"]), np.maximum(of_text, of_tower)
     seconds = (count + text["stages"] + vision["stages"] - 2) * (t + v)
     return seconds + text["once_s"] + vision["once_s"], of_text + of_tower
@@ -187,6 +189,8 @@ def settings_of(space: Space, pair: Pair) -> dict[str, Any]:
             plain = {key: value for key, value in score.layout.settings.items()}
             found |= {f"{name}.{key}": value for key, value in plain.items()}
     found["training.micro_batch_size"] = pair.text.rows.micro_batch_size
+    if pair.vision is not None and not space.passes_held:
+        found[PASSES] = pair.vision.rows.batch
     if not space.schedule_held:
         stages = max(pair.text.pipeline, 1 if pair.vision is None else pair.vision.pipeline)
         found["training.schedule"] = ONE_F_ONE_B if stages > 1 else VISION_AHEAD if pair.apart else SEQUENTIAL
@@ -210,6 +214,7 @@ def evaluate_layouts(space: Space, layouts: Mapping[str, PartLayout], settings: 
         config.training,
         micro_batch_size=settings["training.micro_batch_size"],
         schedule=settings.get("training.schedule", config.training.schedule),
+        vision_batch=settings.get(PASSES, config.training.vision_batch),
     )
     config = space.whole.resolved(replace(config, cluster=cluster, training=training), layouts)
     plan = plan_run(config, counted=space.counted)
@@ -227,7 +232,8 @@ def _part_choices(plan: RunPlan, found: Forecast, name: str) -> str:
 
 def ranked(candidates: Sequence[Candidate], node: int) -> list[Candidate]:
     """The fastest first. Of those that are as fast, within `NEAR`, that whose groups of every layer stay inside a node,
-    with fewer kinds of parallelism, simpler ones, fewer recomputed layers, and more room. node: devices of one."""
+    with fewer kinds of parallelism, a pass of the tower a micro-batch, simpler ones, fewer recomputed layers, and more
+    room. node: devices of one."""
     left = sorted(candidates, key=lambda one: one.found.step_s)
     found: list[Candidate] = []
     while left:
@@ -244,4 +250,5 @@ def _plainness(one: Candidate, node: int) -> tuple[float, ...]:
     kinds = [[key for key in PLAINEST if resolved(getattr(part, key)) > 1] for part in sections_of]
     places = sum(PLAINEST.index(key) for own in kinds for key in own)
     again = sum(choice != "none" for own in one.found.recompute.values() for choice in own)
-    return (across, sum(map(len, kinds)), places, again, -one.margin_bytes)
+    passes = sum(one.plan.graph.batch_of(name) > 1 for name in one.plan.graph.parts())
+    return (across, sum(map(len, kinds)), passes, places, again, -one.margin_bytes)

@@ -46,6 +46,7 @@ def held_keys(config: Config, overrides: Sequence[str] = ()) -> dict[str, frozen
 
 ALL = "all"  # every key that a search may set
 ROWS, SCHEDULE, DEVICES = "training.micro_batch_size", "training.schedule", "cluster.collocate"
+PASSES = "training.vision_batch"
 RECOMPUTE = "recompute"
 _STAGES = {"cuts": None, "virtual_stages": 1}  # keys that go with a number of stages
 
@@ -68,7 +69,7 @@ class FixedKeys:
 def searched_keys(config: Config) -> list[str]:
     """The whole names of all keys that a search sets in a run with these parts."""
     of_parts = [f"{name}.{key}" for name in parts(config) for key in (*SEARCHED, RECOMPUTE)]
-    return [*of_parts, ROWS, SCHEDULE, DEVICES]
+    return [*of_parts, ROWS, SCHEDULE, DEVICES, PASSES]
 
 
 def find_held(
@@ -89,7 +90,8 @@ def find_held(
     given = {override.lstrip("+~").partition("=")[0] for override in overrides}
     own = {f"{name}.{key}" for name, keys in held_keys(config, overrides).items() for key in keys}
     own |= {f"{name}.{RECOMPUTE}" for name, part in parts(config).items() if _chooses(part)}
-    own |= {key for key in (ROWS, SCHEDULE, DEVICES) if key in given}
+    own |= {key for key in (ROWS, SCHEDULE, DEVICES, PASSES) if key in given}
+    own |= {PASSES} if config.training.vision_batch != Config().training.vision_batch else set()
     own |= {SCHEDULE} if config.training.schedule != Config().training.schedule else set()
     own |= {DEVICES} if not config.cluster.collocate or config.cluster.chain else set()
     fixed_rows = {ROWS} if rows_by_tokens(config) else set()
@@ -113,6 +115,8 @@ def freed(config: Config, held: FixedKeys) -> Config:
     training, cluster, plain = config.training, config.cluster, Config()
     if SCHEDULE not in held.keys:
         training = replace(training, schedule=plain.training.schedule)
+    if PASSES not in held.keys:
+        training = replace(training, vision_batch=plain.training.vision_batch)
     if DEVICES not in held.keys:
         cluster = replace(cluster, collocate=True)
     return replace(config, training=training, cluster=cluster, **own)

@@ -16,7 +16,7 @@ from dhp.plan.count.row_bytes import CHOICES
 from dhp.plan.cut.units import Numbers
 from dhp.plan.search.candidates import Candidate, Pair, Pairs, evaluate, firsts, join, ranked, settings_of
 from dhp.plan.search.layouts import PartLayout, Refused, part_layouts
-from dhp.plan.search.scorer import Rows, Scores
+from dhp.plan.search.scorer import Scores
 from dhp.plan.search.space import Scored, Space
 
 FORECASTS = 20  # made of a search's best
@@ -133,25 +133,25 @@ def _sends_more(layout: PartLayout, heads: int, held: Collection[str]) -> bool:
 
 
 def _scores(space: Space, layouts: Mapping[str, Sequence[PartLayout]], refused: Sequence[Refused]) -> Scored:
-    """For each division of a step. A tower's scores go by its micro-batches alone."""
+    """For each division of a step. A tower's scores go by its passes alone."""
     fixed = {name: sections(space.config)[name].recompute not in (None, "auto") for name in layouts}
     choices = {name: ("none",) if own else CHOICES for name, own in fixed.items()}
     decoders: dict[int, list[PartLayout]] = {}
     for layout in layouts[DECODER]:
         decoders.setdefault(layout.degrees.data, []).append(layout)
     found: list[tuple[Scores, Scores | None]] = []
-    towers: dict[int, Scores] = {}
+    towers: dict[tuple[int, int], Scores] = {}
     count = 0
-    for size, data, micro_batches in space.divisions():
-        rows = Rows(size, data, micro_batches)
+    for rows in space.divisions():
         # With fewer micro-batches than stages, most of a pipeline waits.
-        full = [one for one in decoders.get(data, ()) if resolved(one.section.pipeline) <= micro_batches]
+        full = [one for one in decoders.get(rows.replicas, ()) if resolved(one.section.pipeline) <= rows.micro_batches]
         if not full or (VISION in layouts and not layouts[VISION]):
             continue
-        texts = space.scorer.scores(full, rows, choices[DECODER])
-        if VISION in layouts and micro_batches not in towers:
-            towers[micro_batches] = space.scorer.scores(layouts[VISION], rows, choices[VISION])
-        visions = towers[micro_batches] if VISION in layouts else None
+        texts = space.scorer.scores(full, replace(rows, batch=1), choices[DECODER])
+        passes = (rows.micro_batches, rows.batch)
+        if VISION in layouts and passes not in towers:
+            towers[passes] = space.scorer.scores(layouts[VISION], rows, choices[VISION])
+        visions = towers[passes] if VISION in layouts else None
         found.append((texts, visions))
         count += len(texts) + (0 if visions is None else len(visions))
     return Scored(tuple(found), tuple(refused), count)

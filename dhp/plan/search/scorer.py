@@ -29,21 +29,23 @@ from dhp.plan.search.layouts import PartLayout
 
 @dataclass(frozen=True)
 class Rows:
-    """A step's division: samples of a row, replicas of the decoder, and micro-batches."""
+    """A step's division: samples of a row, replicas of the decoder, and micro-batches, so many of which are one pass of
+    a tower."""
 
     micro_batch_size: int
     replicas: int
     micro_batches: int
+    batch: int = 1
 
 
 @dataclass(frozen=True)
 class Score:
     """One layout of a part with one choice of recompute.
 
-    micro_batch_s: of the slowest stage and one micro-batch; once_s: once a step.
+    micro_batch_s: of the slowest stage and one micro-batch, a tower's share of a pass; once_s: once a step.
 
     kept_bytes: between steps and of contexts, on the fullest rank; passing_bytes: the most that comes and goes beside
-    activations; held_bytes: activations of one micro-batch."""
+    activations; held_bytes: activations of one micro-batch, of a tower of a pass."""
 
     layout: PartLayout
     rows: Rows
@@ -248,6 +250,7 @@ class Scorer:
         layouts = [own.layout for own in fixed]
         rates = self._rates(layouts[0])
         loads = [self._loads(layout, rows) for layout in layouts]
+        shared = 1 if layouts[0].part == DECODER else rows.batch
         turns = stacked([self._turns(own, load, choices, rates) for own, load in zip(fixed, loads, strict=True)])
         times = unit_times(turns, np.stack([own.exchanges for own in fixed]), back, rates.ahead)
         of_rows = np.array([self._rows(layout, load) for layout, load in zip(layouts, loads, strict=True)])
@@ -257,7 +260,7 @@ class Scorer:
         for count in np.unique(stages):
             at = np.flatnonzero(stages == count)
             runs = self._runs(fixed[int(at[0])], int(count), choices)
-            found[0, at] = np.einsum("rk,nkc->nrc", runs.counts, times[at]).max(axis=1)
+            found[0, at] = np.einsum("rk,nkc->nrc", runs.counts, times[at]).max(axis=1) / shared
             if trains:
                 hidden = self._hidden_s(turns.back[at] @ runs.layers, sums_s[at], rates)
                 found[1, at] = (once_s[at] + hidden)[:, None]

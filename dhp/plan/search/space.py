@@ -20,7 +20,7 @@ from dhp.plan.count.counted_model import Counted
 from dhp.plan.count.loads import RunLoads
 from dhp.plan.count.samples import Samples
 from dhp.plan.model_checks import check_fit, having_parts
-from dhp.plan.search.free_keys import DEVICES, ROWS, SCHEDULE, FixedKeys, freed, one_actor_each
+from dhp.plan.search.free_keys import DEVICES, PASSES, ROWS, SCHEDULE, FixedKeys, freed, one_actor_each
 from dhp.plan.search.layouts import PartLayout, PlanChecks, Refused
 from dhp.plan.search.scorer import Rows, Scorer, Scores
 from dhp.plan.trainable import adapters_of, check_frozen_part, trained_stage, training_rules
@@ -85,7 +85,9 @@ class WholeRun:
         model = model_name(self._resolved)
         own: dict[str, Any] = {name: replace(one.section, model_name=model) for name, one in layouts.items()}
         asked, training = config.training, self._resolved.training
-        training = replace(training, micro_batch_size=asked.micro_batch_size, schedule=asked.schedule)
+        training = replace(
+            training, micro_batch_size=asked.micro_batch_size, schedule=asked.schedule, vision_batch=asked.vision_batch
+        )
         config = replace(self._resolved, cluster=config.cluster, training=training, **own)
         check_together(config)
         check_fit(config, self.family)
@@ -107,6 +109,7 @@ class WholeRun:
 
 
 _ROWS = (1, 2, 4, 8)  # samples of a row that are tried
+_PASSES = (4,)  # micro-batches of a tower's pass that are tried beside one and all
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ class Scored:
 @dataclass(frozen=True)
 class Space:
     """What is searched. config: composed, not resolved. held: keys of each part that stay (`held_keys`); rows_held:
-    training.micro_batch_size stays; schedule_held, devices_held: training.schedule, cluster.collocate.
+    training.micro_batch_size stays; schedule_held, devices_held, passes_held: training.schedule, cluster.collocate,
+    training.vision_batch.
 
     known, scored: what was made before, which spaces share that differ in devices and their memory alone."""
 
@@ -135,6 +139,7 @@ class Space:
     rows_held: bool = False
     schedule_held: bool = False
     devices_held: bool = False
+    passes_held: bool = False
     known: dict[object, RunLoads] = field(default_factory=dict, compare=False)
     scored: dict[tuple[int, int | None], Scored] = field(default_factory=dict, compare=False)
 
@@ -142,13 +147,21 @@ class Space:
     def scorer(self) -> Scorer:
         return Scorer(self.counted, self.machine, self.loads)
 
-    def divisions(self) -> Iterator[tuple[int, int, int]]:
-        """Samples of a row, replicas and micro-batches of a step's batch."""
+    def divisions(self) -> Iterator[Rows]:
+        """Of a step's batch."""
         training = self.config.training
         for size in (training.micro_batch_size,) if self.rows_held else _ROWS:
             for replicas in range(1, self.machine.count + 1):
                 if training.batch_size % (size * replicas) == 0:
-                    yield size, replicas, training.batch_size // (size * replicas)
+                    count = training.batch_size // (size * replicas)
+                    yield from (Rows(size, replicas, count, batch) for batch in self._batches(count))
+
+    def _batches(self, micro_batches: int) -> list[int]:
+        """How many micro-batches a pass of the tower may have."""
+        if self.passes_held or len(parts(self.config)) == 1:
+            held = min(micro_batches, self.config.training.vision_batch or micro_batches)
+            return [held] if micro_batches % held == 0 else []
+        return sorted({1, micro_batches, *(batch for batch in _PASSES if micro_batches % batch == 0)})
 
     def loads(self, layout: PartLayout, rows: Rows) -> RunLoads:
         """Of a division, quickly."""
@@ -156,7 +169,7 @@ class Space:
         key = (rows, packing)
         if key not in self.known:
             text = replace(sections(self.config)[DECODER], **_replicas(rows.replicas))
-            training = replace(self.config.training, micro_batch_size=rows.micro_batch_size)
+            training = replace(self.config.training, micro_batch_size=rows.micro_batch_size, vision_batch=rows.batch)
             data = replace(self.config.data, packing=packing)
             config = replace(self.config, text=text, training=training, data=data)
             self.known[key] = self.samples.loads(config, quick=True)
@@ -207,5 +220,5 @@ def make_space(
 
 def keys_of_run(held: FixedKeys) -> dict[str, Any]:
     """What a search keeps that is of no part, as `Space` has it."""
-    keys = {"rows_held": ROWS, "schedule_held": SCHEDULE, "devices_held": DEVICES}
+    keys = {"rows_held": ROWS, "schedule_held": SCHEDULE, "devices_held": DEVICES, "passes_held": PASSES}
     return {name: key in held.keys for name, key in keys.items()}
