@@ -157,7 +157,7 @@ def check_training(training: TrainingConfig) -> None:
     """Raises ConfigError for the first field out of its range."""
     counts = ("batch_size", "micro_batch_size", "num_epochs", "log_interval", "max_steps", "save_steps")
     _require_positive("training", training, *counts, "save_total_limit", "save_epochs", "save_minutes")
-    _require_positive("training", training, "save_timeout_s", "eval_steps")
+    _require_positive("training", training, "save_timeout_s", "eval_steps", "vision_batch")
     # eps: else a weight without a gradient would be divided by 0.
     _require_positive("training", training, "eval_answer_tokens", "eps")
     require(_is_trace(training.trace), "training.trace", training.trace, "true, false, or two steps as [500, 510]")

@@ -64,7 +64,7 @@ def check_together(config: Config) -> None:
     check_optimizer(config)
     check_evaluation(config)
     check_balance(config)
-    vision_batch(config)
+    micro_batches(config)
 
 
 def collective_timeout_s(cluster: ClusterConfig) -> float:
@@ -93,17 +93,10 @@ def micro_batches(config: Config) -> int:
 
 
 def vision_batch(config: Config) -> int:
-    """Micro-batches whose pictures an encoder takes in one pass: all of a step that has no more than
-    training.vision_batch says. Takes a resolved configuration. Raises ConfigError where steps are no whole passes."""
+    """Micro-batches whose pictures an encoder takes in one pass, no more than a step has; the last pass of a step may
+    have fewer. Takes a resolved configuration."""
     count = micro_batches(config)
-    batch = min(count, config.training.vision_batch or count)
-    if count % batch:
-        divisors = [one for one in range(1, count + 1) if count % one == 0]
-        raise ConfigError(
-            f"training.vision_batch={batch} does not divide the {count} micro-batches of a step: encoders take as many "
-            f"at each pass. Choose one of {divisors}, or null for the whole step"
-        )
-    return batch
+    return min(count, config.training.vision_batch or count)
 
 
 def warmup_steps(config: Config, total_steps: int) -> int:

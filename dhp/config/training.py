@@ -47,9 +47,9 @@ class TrainingConfig:
 
     vision_batch: Optional[int] = key(1, resume=BESIDE)
     """Micro-batches whose pictures (and clips of sound) encoders take in one pass, dealt out evenly over all of their
-    actors; a divisor of the step's micro-batches. Features wait until the decoder takes them, and the pass goes back
-    once, when all of its gradients are there: fewer calls and fuller ones, for that many times the activations of an
-    encoder. Null: those of the whole step. All give the same gradients."""
+    actors; a step's last pass takes those that are left. Features wait until the decoder takes them, and the pass goes
+    back once, when all of its gradients are there: fewer calls and fuller ones, for that many times the activations of
+    an encoder. Null: those of the whole step. All give the same gradients."""
 
     optimizer: str = key("adamw", resume=HELD)
     """Who takes the steps: adamw | muon (matrices of hidden layers by their orthogonalized momentum, as

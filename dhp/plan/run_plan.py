@@ -247,7 +247,7 @@ class Question:
 
     def passes(self, part: str) -> int:
         """Micro-batches of a step, as a part counts its own."""
-        return micro_batches(self.plan.config) // self.plan.graph.batch_of(part)
+        return -(-micro_batches(self.plan.config) // self.plan.graph.batch_of(part))
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -48,8 +48,8 @@ def make_schedule(kind: str, graph: StageGraph, micro_batches: int) -> Schedule:
     Raises ConfigError where an interleaved schedule has no whole groups of micro-batches."""
     if kind == SEQUENTIAL:
         batch = max(map(graph.batch_of, graph.parts()))
-        groups = range(micro_batches // batch)
-        return tuple(action for group in groups for action in _there_and_back(graph, group, batch))
+        groups = [range(first, min(first + batch, micro_batches)) for first in range(0, micro_batches, batch)]
+        return tuple(action for at, group in enumerate(groups) for action in _there_and_back(graph, at, group))
     return tuple(action for tick in clock(make_programs(kind, graph, micro_batches), graph) for action in tick)
 
 
@@ -69,7 +69,7 @@ def make_programs(kind: str, graph: StageGraph, micro_batches: int) -> dict[str,
         batch = graph.batch_of(part)
         limit = -(-needed // batch) + (kind != GPIPE)
         for further, stage in enumerate(reversed(graph.of_part(part))):
-            ahead[stage.name] = _ahead(stage, micro_batches // batch, limit + further)
+            ahead[stage.name] = _ahead(stage, -(-micro_batches // batch), limit + further)
     programs = ahead | order
     return {
         stage.name: [a for a in programs[stage.name] if isinstance(a, Forward) or graph.goes_back(a.node)]
@@ -80,11 +80,11 @@ def make_programs(kind: str, graph: StageGraph, micro_batches: int) -> dict[str,
 def clock(programs: Programs, graph: StageGraph) -> list[list[Action]]:
     """The programs by time: each stage takes its next action as soon as what it needs was done before; every action
     takes one unit. Raises ValueError for programs that wait for one another."""
-    left = {name: list(program) for name, program in programs.items()}
+    left, count = {name: list(program) for name, program in programs.items()}, count_micro_batches(programs, graph)
     done: set[Action] = set()
     ticks: list[list[Action]] = []
     while any(left.values()):
-        tick = [p[0] for p in left.values() if p and done.issuperset(need for need, _ in needs(p[0], graph))]
+        tick = [p[0] for p in left.values() if p and done.issuperset(need for need, _ in needs(p[0], graph, count))]
         if not tick:
             waiting = ", ".join(f"{name} before {program[0]}" for name, program in left.items() if program)
             raise ValueError(f"the programs wait for one another: {waiting}")
@@ -93,6 +93,12 @@ def clock(programs: Programs, graph: StageGraph) -> list[list[Action]]:
         done.update(tick)
         ticks.append(tick)
     return ticks
+
+
+def count_micro_batches(programs: Programs, graph: StageGraph) -> int:
+    """Of a step, as the decoder counts them."""
+    stages = [stage.name for stage in graph.of_part(graph.parts()[-1])]
+    return 1 + max((action.micro_batch for name in stages for action in programs.get(name, ())), default=-1)
 
 
 def draw(schedule: Schedule, graph: StageGraph, again: Collection[str] = ()) -> str:
@@ -154,19 +160,19 @@ def last_backwards(schedule: Schedule) -> frozenset[int]:
     return frozenset(last.values())
 
 
-def _there_and_back(graph: StageGraph, group: int, batch: int) -> Iterator[Action]:
-    """A group of so many micro-batches, one behind another there and back in the last part; encoders take all of them
-    at a time."""
+def _there_and_back(graph: StageGraph, number: int, group: range) -> Iterator[Action]:
+    """A group of micro-batches, one behind another there and back in the last part. Encoders take all of them at a
+    time, in a pass of that number."""
     *encoders, _ = graph.parts()
     before, behind = (
         [node for node in graph.nodes() if (graph.stage(node.stage).part in encoders) is inside]
         for inside in (True, False)
     )
-    yield from (Forward(node, group) for node in before)
-    for m in range(group * batch, (group + 1) * batch):
+    yield from (Forward(node, number) for node in before)
+    for m in group:
         yield from (Forward(node, m) for node in behind)
         yield from (Backward(node, m) for node in reversed(behind) if graph.goes_back(node))
-    yield from (Backward(node, group) for node in reversed(before) if graph.goes_back(node))
+    yield from (Backward(node, number) for node in reversed(before) if graph.goes_back(node))
 
 
 def _gpipe(stages: Sequence[StageSpec], micro_batches: int) -> dict[str, list[Action]]:
@@ -238,14 +244,14 @@ def _needed_ahead(program: Sequence[Action]) -> int:
     return most
 
 
-def needs(action: Action, graph: StageGraph) -> list[tuple[Action, Edge | None]]:
+def needs(action: Action, graph: StageGraph, count: int) -> list[tuple[Action, Edge | None]]:
     """The actions that must be done before, each with the edge over which what it makes is handed on; None where the
-    stage keeps it itself. Forward follows the edges, backward goes against them."""
+    stage keeps it itself. Forward follows the edges, backward goes against them. count: micro-batches of the step."""
     m = action.micro_batch
     if isinstance(action, Forward):
         return [(Forward(edge.source, m // edge.batch), edge) for edge in graph.inputs(action.node)]
     edges = [edge for edge in graph.outputs(action.node) if edge.gradients]
-    back = [(Backward(edge.target, m * edge.batch + more), edge) for edge in edges for more in range(edge.batch)]
+    back = [(Backward(edge.target, number), edge) for edge in edges for number in edge.of_target(m, count)]
     return [(Forward(action.node, m), None), *back]
 
 

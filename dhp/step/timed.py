@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dhp.core.graph import Edge, StageGraph
-from dhp.step.schedule import Action, Backward, Programs, cell, needs, rows
+from dhp.step.schedule import Action, Backward, Programs, cell, count_micro_batches, needs, rows
 
 Seconds = Callable[[Action], float]
 Hop = Callable[[Edge, bool], float]  # an edge, and whether gradients go back over it → seconds on the way
@@ -88,6 +88,7 @@ class _Play:
     def __init__(self, programs: Programs, graph: StageGraph, seconds: Seconds, hop: Hop, on: Mapping[str, range]):
         self._left = {name: list(reversed(program)) for name, program in programs.items()}
         self._graph, self._seconds, self._hop, self._on = graph, seconds, hop, on
+        self._count = count_micro_batches(programs, graph)
         self._free = {device: 0.0 for devices in on.values() for device in devices}
         self._busy = dict.fromkeys(self._free, 0.0)
         self._ends: dict[Action, float] = {}
@@ -132,7 +133,7 @@ class _Play:
         """When all is there that the action needs, and the stage that the last of it comes from; None while that is
         unknown."""
         arrives: tuple[float, str | None] = (0.0, None)
-        for need, edge in needs(action, self._graph):
+        for need, edge in needs(action, self._graph, self._count):
             if need not in self._ends:
                 return None
             on_the_way = 0.0 if edge is None else self._hop(edge, isinstance(action, Backward))

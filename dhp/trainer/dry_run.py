@@ -1,11 +1,12 @@
 """Prints a run's layout, bytes and forecast, starting nothing."""
 
 from collections.abc import Collection, Iterable
+from math import lcm
 
 import numpy as np
 
 from dhp.config.parts import DECODER, decoder, model_name, parts, resolved
-from dhp.config.resolve import micro_batches
+from dhp.config.resolve import micro_batches, vision_batch
 from dhp.config.schema import Config, PartConfig
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph, StageSpec
@@ -67,8 +68,13 @@ def _rows(config: Config) -> list[str]:
         f"assumed        micro-batches of {assumed}",
         *(f"data           {line}" for line in unreached(config, alike)),
         f"a step         {a_step(config)} {each} = {DECODER}.data {decoder(config).data} × {times}"
-        f"{micro_batches(config)} micro-batches",
+        f"{micro_batches(config)} micro-batches" + _pictures(config),
     ]
+
+
+def _pictures(config: Config) -> str:
+    batch = vision_batch(config)
+    return f", the pictures of {batch} of them in each pass of an encoder" if batch > 1 else ""
 
 
 def _host_lines(config: Config, graph: StageGraph, shapes: dict[str, PartShape]) -> list[str]:
@@ -131,7 +137,8 @@ def _pipeline(plan: RunPlan, expected: Expected) -> list[str]:
     if not cut:
         return []
     count, most = micro_batches(config), max(map(len, cut.values()))
-    shown = min(count, CLOCK_MICRO_BATCHES - CLOCK_MICRO_BATCHES % most or most)
+    group = lcm(most, *map(graph.batch_of, graph.parts()))
+    shown = min(count, CLOCK_MICRO_BATCHES - CLOCK_MICRO_BATCHES % group or group)
     again = {s.name for s in graph.stages if set(stage_choices(_recompute(config, s), graph, s)) != {"none"}}
     table = draw(make_schedule(config.training.schedule, graph, shown), graph, again).splitlines()
     question, found = expected.question, expected.forecast

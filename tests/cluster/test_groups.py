@@ -311,6 +311,27 @@ def test_the_dataset_actor_hands_out_refs_by_part_micro_batch_and_shard() -> Non
         actor.stop()
 
 
+class OnePass(BatchReader):
+    """Pictures of two micro-batches together, and those of the third."""
+
+    def read(self, batch: Any, broken: dict[str, str]) -> Any:
+        read = super().read(batch, broken)
+        return SimpleNamespace(**{**vars(read), "work": {**read.work, "vision": read.work["vision"][:2]}})
+
+
+def test_work_that_is_for_several_micro_batches_comes_in_fewer_pieces() -> None:
+    import ray
+
+    actor = DatasetActor(OnePass, **SHAPE, batches={"vision": 2, "text": 1})
+    try:
+        wait_all(actor.request(1), WAIT_S)
+        step = actor.take(1)
+        assert [ray.get(row) for row in step.work["vision"]] == [[f"v 1 {m} 0", f"v 1 {m} 1"] for m in range(2)]
+        assert [ray.get(row) for row in step.work["text"]] == [[f"t 1 {m} 0"] for m in range(3)]
+    finally:
+        actor.stop()
+
+
 @pytest.fixture(scope="module")
 def data() -> Iterator[DatasetActor]:
     """One that deals out and two that read, two steps ahead."""

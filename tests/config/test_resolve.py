@@ -11,7 +11,7 @@ from dhp.config.generate_request import unbalanced
 from dhp.config.keys import find_key
 from dhp.config.parts import parts
 from dhp.config.ranges import DECAYS, LR_SCHEDULES, check_learning_rate, decay_steps
-from dhp.config.resolve import check_model_dir, collective_timeout_s, micro_batches, resolve, warmup_steps
+from dhp.config.resolve import check_model_dir, collective_timeout_s, micro_batches, resolve, vision_batch, warmup_steps
 from dhp.config.schema import ClusterConfig, Config, LoraConfig, PartConfig
 from dhp.config.training import GroupConfig, TrainingConfig
 from dhp.core.errors import ConfigError
@@ -439,6 +439,17 @@ def test_resolving_twice_changes_nothing():
 def test_micro_batches():
     changes = {"text__parallelism": "data", "text__num_actors": 2}
     assert micro_batches(resolve(config(training__batch_size=12, training__micro_batch_size=3, **changes))) == 2
+
+
+@pytest.mark.parametrize(("given", "batch"), [(1, 1), (4, 4), (6, 6), (9, 6), (None, 6)])
+def test_micro_batches_of_a_pass_of_the_tower(given, batch):
+    asked = config(training__batch_size=6, training__micro_batch_size=1, training__vision_batch=given)
+    assert vision_batch(resolve(asked)) == batch
+
+
+def test_a_pass_of_no_micro_batch_is_refused():
+    with pytest.raises(ConfigError, match="training.vision_batch=0"):
+        resolve(config(training__vision_batch=0))
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def _axes(rng: random.Random, kind: str, family: str, vision_states: str, text_s
     axes["audio stages"] = rng.choice(("1", "2", "2")) if whole else "1" if hears else "no such part"
     cut = "2" in (axes["stages"], axes["tower stages"])
     axes["partition"] = rng.choice(("bmp", "parameters")) if cut else "null"
+    axes["pictures of"] = rng.choice(("a micro-batch", "a step"))
     return axes
 
 
@@ -154,6 +155,7 @@ def _overrides(axes: dict[str, str]) -> Iterator[str]:
         yield "text.virtual_stages=2"
     replicas, micro = 2 if "data" in axes["text ranks"] else 1, int(axes["micro-batches"])
     yield f"training.schedule={axes['schedule']}"
+    yield f"training.vision_batch={'null' if axes['pictures of'] == 'a step' else 1}"
     yield f"data.packing={str(axes['rows'] == 'packed').lower()}"
     yield f"training.batch_size={SAMPLES}"
     yield f"training.micro_batch_size={SAMPLES // (replicas * micro)}"

@@ -84,7 +84,7 @@ def step(graph: StageGraph, routes: Sequence[Route], kind: str = "sequential") -
     micro_batches = len(routes)
     shards = {part: graph.of_part(part)[0].degrees.shards for part in graph.parts()}
     work = {
-        part: [[f"{part}{m}:{shard}" for shard in range(count)] for m in range(micro_batches)]
+        part: [[f"{part}{m}:{shard}" for shard in range(count)] for m in range(micro_batches // graph.batch_of(part))]
         for part, count in shards.items()
     }
     schedule = make_schedule(kind, graph, micro_batches)
@@ -235,11 +235,29 @@ def test_a_backward_that_needs_nothing_from_others_goes_with_the_forward_before_
     assert frozen == {"vision": ["F0", "F1", "F2"], "text": ["F0 B0", "F1 B1", "F2 B2"]}
 
 
+def test_a_pass_of_the_tower_sends_to_each_of_its_micro_batches_and_gets_all_their_gradients() -> None:
+    """Shard 1 of vision has nothing for micro-batch 1, no shard has for 2 and 3, so that pass is left out."""
+    routes = (dense(2, 1), Route(((0, 0),)), Route(()), Route(()))
+    found = step(make_graph(Degrees(ulysses=2), Degrees(), batch=2), routes, "vision_ahead")
+    assert found.turns == {"vision": ["F0", "B0"], "text": ["F0 B0", "F1 B1", "F2 B2", "F3 B3"]}
+    assert found.returns("vision", "forward_step") == [2, 1]
+    assert found.of("text", "forward_step") == [
+        (0, 0, "text0:0", "e00:vision0#0", "e00:vision1#0"),
+        (1, 0, "text1:0", "e00:vision0#1"),
+        *((m, 0, f"text{m}:0") for m in (2, 3)),
+    ]
+    assert found.of("vision", "backward_step") == [
+        (0, 0, True, "g00:text0#0", "g10:text0#0"),
+        (0, 0, True, "g00:text0#1"),
+    ]
+
+
 def by_hand(recorded_like: StageGraph, routes: Sequence[Route]) -> tuple[list[Call], Batch, dict[str, Stage]]:
     calls: list[Call] = []
     groups = {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in recorded_like.stages}
     shards = {part: recorded_like.of_part(part)[0].degrees.shards for part in recorded_like.parts()}
-    work = {part: [[f"{part}{m}:{k}" for k in range(n)] for m in range(len(routes))] for part, n in shards.items()}
+    counts = {part: len(routes) // recorded_like.batch_of(part) for part in shards}
+    work = {part: [[f"{part}{m}:{k}" for k in range(n)] for m in range(counts[part])] for part, n in shards.items()}
     return calls, Batch("info", work, {"vision": routes}), dict(make_stages(recorded_like, groups))
 
 
@@ -251,6 +269,20 @@ def test_a_loop_of_ones_own_makes_the_schedules_calls() -> None:
         features = vision.forward(batch, m)
         assert text.forward(batch, m, features) == {}
         assert vision.backward(batch, m, text.backward(batch, m)) == {}
+    wanted = [call for call in step(graph, routes).calls if call.method in ("forward_step", "backward_step")]
+    assert calls == wanted
+
+
+def test_a_loop_of_ones_own_with_passes_of_two() -> None:
+    graph, routes = make_graph(Degrees(ulysses=2), Degrees(tensor=2), batch=2), [dense(2, 1)] * 4
+    calls, batch, stages = by_hand(graph, routes)
+    vision, text = stages["vision"], stages["text"]
+    for number in (0, 1):
+        features, gradients = vision.forward(batch, number), {}
+        for m in (2 * number, 2 * number + 1):
+            text.forward(batch, m, features)
+            gradients |= text.backward(batch, m)
+        vision.backward(batch, number, gradients)
     wanted = [call for call in step(graph, routes).calls if call.method in ("forward_step", "backward_step")]
     assert calls == wanted
 
@@ -276,6 +308,7 @@ CASES = [
     Case(ONE, Degrees(data=2), 2, stages=2, chunks=2, schedule="interleaved", packing=True),
     Case(ONE, Degrees(tensor=2), 2, lora=LORA, checkpointing=True),
     Case(ONE, Degrees(ring=2, tensor=2), 1, sequence_groups="auto"),
+    Case(Degrees(data=2), Degrees(data=2), 2, vision_batch=2),
 ]
 
 

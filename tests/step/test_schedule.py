@@ -31,8 +31,47 @@ TWO, FOUR = make_graph(stages=2), make_graph(stages=4)
 TWICE = make_graph(stages=2, chunks=2)
 FROZEN_TOWER = make_graph(stages=2, vision_trains=False)
 FROZEN_TEXT = make_graph(stages=2, text_trains=False)
+TWO_AT_A_TIME = make_graph(batch=2)  # pictures of two micro-batches in each pass of the tower
 
 DRAWINGS = [
+    (
+        "sequential",
+        TWO_AT_A_TIME,
+        4,
+        """
+        vision 0 . .  . .  0' 1 . .  . .  1'
+        text   . 0 0' 1 1' .  . 2 2' 3 3' .
+        """,
+    ),
+    (
+        "vision_ahead",
+        TWO_AT_A_TIME,
+        4,
+        """
+        vision 0 1 .  . .  0' .  . .  1'
+        text   . 0 0' 1 1' 2  2' 3 3' .
+        """,
+    ),
+    (
+        "vision_ahead",
+        make_graph(batch=4),
+        4,
+        """
+        vision 0 . .  . .  . .  . .  0'
+        text   . 0 0' 1 1' 2 2' 3 3' .
+        """,
+    ),
+    (
+        "1f1b",
+        make_graph(stages=2, tower_stages=2, batch=2),
+        6,
+        """
+        vision.0 0 1 2 . .  .  .  .  .  0' .  .  .  1' .  .  .  2'
+        vision.1 . 0 1 . .  .  .  .  0' 2  .  .  1' .  .  .  2' .
+        text.0   . . 0 1 .  0' 2  1' 3  2' 4  3' 5  4' .  5' .  .
+        text.1   . . . 0 0' 1  1' 2  2' 3  3' 4  4' 5  5' .  .  .
+        """,
+    ),
     (
         "sequential",
         PAIR,
@@ -126,9 +165,12 @@ def test_the_clock_table(kind: str, graph: StageGraph, micro_batches: int, drawi
 def all_schedules() -> list[tuple[str, StageGraph, int]]:
     """Every kind over graphs of one to four text stages, what trains, and micro-batches."""
     graphs = [
-        make_graph(stages=stages, chunks=chunks, layers=stages * chunks, vision_trains=vision, text_trains=text)
+        make_graph(
+            stages=stages, chunks=chunks, layers=stages * chunks, vision_trains=vision, text_trains=text, batch=batch
+        )
         for stages, chunks in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 3)]
         for vision, text in [(True, True), (False, True), (True, False)]
+        for batch in (1, 2, 3, 4)
     ]
     found = []
     for kind, graph, micro_batches in product(SCHEDULES, graphs, (1, 2, 3, 4, 8, 12)):
@@ -145,8 +187,10 @@ def test_every_schedule_visits_every_node_once_each_way_and_never_too_early() ->
     assert len(cases) > 200
     for kind, graph, micro_batches in cases:
         schedule = make_schedule(kind, graph, micro_batches)
-        wanted = {Forward(node, m) for node in graph.nodes() for m in range(micro_batches)}
-        wanted |= {Backward(node, m) for node in graph.nodes() for m in range(micro_batches) if graph.goes_back(node)}
+        each = {node: graph.batch_of(graph.stage(node.stage).part) for node in graph.nodes()}
+        numbers = {node: range(-(-micro_batches // batch)) for node, batch in each.items()}
+        wanted = {Forward(node, m) for node in graph.nodes() for m in numbers[node]}
+        wanted |= {Backward(node, m) for node in graph.nodes() for m in numbers[node] if graph.goes_back(node)}
         assert len(schedule) == len(wanted) and set(schedule) == wanted
         _assert_in_order(schedule, graph)
 
@@ -154,10 +198,10 @@ def test_every_schedule_visits_every_node_once_each_way_and_never_too_early() ->
 def _assert_in_order(schedule: Schedule, graph: StageGraph) -> None:
     at = {action: place for place, action in enumerate(schedule)}
     for edge in graph.edges:
-        for m in {action.micro_batch for action in schedule}:
-            assert at[Forward(edge.source, m)] < at[Forward(edge.target, m)]
+        for m in {action.micro_batch for action in schedule if action.node == edge.target}:
+            assert at[Forward(edge.source, m // edge.batch)] < at[Forward(edge.target, m)]
             if edge.gradients:
-                assert at[Backward(edge.target, m)] < at[Backward(edge.source, m)]
+                assert at[Backward(edge.target, m)] < at[Backward(edge.source, m // edge.batch)]
     for action in schedule:
         if isinstance(action, Backward):
             assert at[Forward(action.node, action.micro_batch)] < at[action]
@@ -194,6 +238,13 @@ def test_gpipe_holds_all_and_sequential_one() -> None:
     assert outstanding(make_schedule("gpipe", TWO, 6), TWO)["text.1"] == {"vision": 6, "text.0": 6, "text.1": 6}
     sequential = outstanding(make_schedule("sequential", PAIR, 6), PAIR)
     assert sequential == {"vision": {"vision": 1, "text": 0}, "text": {"vision": 1, "text": 1}}
+
+
+def test_an_encoder_counts_passes_of_its_own() -> None:
+    assert outstanding(make_schedule("vision_ahead", TWO_AT_A_TIME, 8), TWO_AT_A_TIME)["text"]["vision"] == 2
+    whole = make_graph(stages=4, batch=8)
+    held = outstanding(make_schedule("1f1b", whole, 8), whole)["text.0"]
+    assert held == {"vision": 1, "text.0": 4, "text.1": 3, "text.2": 2, "text.3": 1}
 
 
 def test_a_stage_without_backward_holds_nothing() -> None:

@@ -153,8 +153,9 @@ def _worst(steps: StepLoads, share: float, pictures: PictureLoad, patches_of_tok
     row = steps.worst_row()
     own = steps.columns[list(row.samples)]
     targets = int(own["targets"].sum()) if "targets" in (own.dtype.names or ()) else ceil(share * row.tokens)
-    of_passes = steps.vision.sum(axis=2).reshape(len(steps.vision), -1, batch)
-    vision = int(of_passes.sum(axis=2).max())
+    of_micro_batches = steps.vision.sum(axis=2)
+    starts = range(0, of_micro_batches.shape[1], batch)
+    vision = int(np.add.reduceat(of_micro_batches, starts, axis=1).max())
     patches, largest = ceil(vision * patches_of_token), ceil(pictures.largest)
     return Worst(row.tokens, row.vision, max(1, targets), patches, largest, row.step, row.samples)
 

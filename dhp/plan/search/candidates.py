@@ -61,7 +61,7 @@ class Pair:
             return own
         batch = self.vision.rows.batch
         further = -(-text.pipeline // batch) + self.vision.pipeline - 1 + self.apart
-        other = self.vision.bytes(min(count // batch, further))
+        other = self.vision.bytes(min(-(-count // batch), further))
         return max(own, other) if self.apart else own + other
 
 
@@ -131,7 +131,7 @@ def _together(
     count, batch = texts.rows.micro_batches, visions.rows.batch
     text = {name: getattr(texts, name)[own][:, None] for name in _COLUMNS}
     vision = {name: getattr(visions, name)[others] for name in _COLUMNS}
-    further = np.minimum(count // batch, -(-text["stages"] // batch) + vision["stages"] - 1 + apart)
+    further = np.minimum(-(-count // batch), -(-text["stages"] // batch) + vision["stages"] - 1 + apart)
     of_text = text["kept"] + text["passing"] + np.minimum(count, text["stages"]) * text["held"]
     of_tower = vision["kept"] + vision["passing"] + further * vision["held"]
     t, v = text["micro_batch_s"], vision["micro_batch_s"]

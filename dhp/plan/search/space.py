@@ -159,9 +159,8 @@ class Space:
     def _batches(self, micro_batches: int) -> list[int]:
         """How many micro-batches a pass of the tower may have."""
         if self.passes_held or len(parts(self.config)) == 1:
-            held = min(micro_batches, self.config.training.vision_batch or micro_batches)
-            return [held] if micro_batches % held == 0 else []
-        return sorted({1, micro_batches, *(batch for batch in _PASSES if micro_batches % batch == 0)})
+            return [min(micro_batches, self.config.training.vision_batch or micro_batches)]
+        return sorted({1, micro_batches, *(batch for batch in _PASSES if batch < micro_batches)})
 
     def loads(self, layout: PartLayout, rows: Rows) -> RunLoads:
         """Of a division, quickly."""

@@ -9,7 +9,7 @@ import pytest
 
 from dhp.config.command_line import compose_config
 from dhp.config.parts import parts
-from dhp.config.resolve import resolve
+from dhp.config.resolve import micro_batches, resolve, vision_batch
 from dhp.config.schema import PartConfig
 from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
@@ -48,7 +48,8 @@ ONE = ("vision.num_actors=1", "vision.ulysses=1", "vision.zero_stage=0", "text.n
 
 def loads_for(plan: RunPlan, tokens: int = 256, picture: int = 64, targets: int = 32) -> RunLoads:
     config = plan.config
-    return even_loads(config.training.micro_batch_size, tokens, picture, targets, config.text.data, 4)
+    step = micro_batches(config), vision_batch(config)
+    return even_loads(config.training.micro_batch_size, tokens, picture, targets, config.text.data, 4, *step)
 
 
 def ask(plan: RunPlan, made: Machine | None = None, **lengths: int) -> Forecast:
@@ -127,6 +128,20 @@ def test_stages_hold_as_many_micro_batches_as_the_schedule_has(four_layers_model
     most = max(one.taken.get("activations", 0.0) for one in own.others)
     assert 2 * held <= most < 2.5 * held
     assert found.timeline.bubble > 0
+
+
+def test_a_pass_of_the_tower_holds_all_of_its_micro_batches_and_takes_fewer_calls(made_model: str) -> None:
+    rows = (*ONE, "training.batch_size=8", "training.micro_batch_size=2", "vision.recompute=none")
+    made = machine(action_s=0.5, step_s=3.0)
+    each, whole = (
+        ask(plan_run(config_of(made_model, *rows, f"training.vision_batch={batch}")), made) for batch in (1, "null")
+    )
+    assert whole.memory["vision"].held_bytes == pytest.approx(4 * each.memory["vision"].held_bytes)
+    assert whole.memory["text"].held_bytes == each.memory["text"].held_bytes
+    assert (each.fixed_s, whole.fixed_s) == (3.0 + 0.5 * 2 * (4 + 4), 3.0 + 0.5 * 2 * (4 + 1))
+    assert whole.kinds()["products"] == pytest.approx(each.kinds()["products"])
+    assert (each.passes, whole.passes) == ({"vision": 4, "text": 4}, {"vision": 1, "text": 4})
+    assert whole.busy_s["vision"] == pytest.approx(each.busy_s["vision"])
 
 
 def test_a_budget_is_filled_with_what_saves_most(four_layers_model: str) -> None:

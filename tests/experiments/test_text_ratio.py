@@ -1,0 +1,58 @@
+"""Steps of the whole model beside its decoder's alone: their rows, and what comes of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dhp.core.axes import Degrees
+from experiments.text_ratio.__main__ import FEATURES, WORDS, Rows, as_text, deal, main, of_passes
+from tests.helpers.graphs import make_graph
+
+TWO = Degrees(data=2), Degrees(data=2)
+
+
+@pytest.mark.parametrize("pictures", [1, 4, 16])
+def test_even_rows_have_as_many_tokens_whatever_pictures_they_have(pictures: int) -> None:
+    (sample,) = Rows(pictures, even=True).samples(1)
+    assert len(sample.pixels) == pictures and sum(sample.mm_token_type_ids) == FEATURES
+    assert len(sample.input_ids) == FEATURES + pictures + WORDS
+    assert [len(pixels) for pixels in sample.pixels] == [4 * FEATURES // pictures] * pictures
+
+
+def test_uneven_rows_differ_and_some_have_no_picture() -> None:
+    samples = Rows(4, even=False).samples(64)
+    shown = [int(sum(sample.mm_token_type_ids)) for sample in samples]
+    assert [bool(count) for count in shown[:4]] == [True, True, True, False]
+    seen = [count for count in shown if count]
+    assert len(set(seen)) > 8 and 0.7 * FEATURES < sum(seen) / len(seen) < 1.4 * FEATURES
+
+
+def test_a_text_row_is_as_long_and_learns_the_same() -> None:
+    (sample,) = Rows(4, even=True).samples(1)
+    text = as_text(sample)
+    assert len(text.input_ids) == len(sample.input_ids) and (text.labels == sample.labels).all()
+    assert text.pixels == () and not text.mm_token_type_ids.any()
+
+
+def test_a_step_of_text_has_no_work_for_the_tower_and_a_pass_all_of_it(made_model: str) -> None:
+    samples = Rows(1, even=True).samples(16)
+    alone = deal(made_model, TWO, [as_text(sample) for sample in samples], 1)
+    assert alone.info.flops["vision"] == 0 and not any(route.pairs for route in alone.routes["vision"])
+    each, whole = deal(made_model, TWO, samples, 1), deal(made_model, TWO, samples, 8)
+    assert (len(each.work["vision"]), len(whole.work["vision"])) == (8, 1)
+    assert each.info.flops == whole.info.flops and each.info.tokens == alone.info.tokens
+    assert [edge.batch for edge in of_passes(make_graph(), 8).edges] == [8]
+
+
+@pytest.mark.slow
+def test_a_case_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ["--rounds", "1", "--layouts", "1+1", "--pictures", "4", "--shares", "0.3", "--only", "even"]
+    main(asked)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [row["way"] for row in rows] == ["sequential", "vision_ahead", "whole step"]
+    for row in rows:
+        assert 0 < row["ratio"] < 1.5 and abs(row["tower_share"] - 0.3) < 0.05
+        share = row["tower_share"]
+        assert row["efficiency"] == pytest.approx(row["ratio"] / (1 - share), rel=2e-3)
+    assert rows[0]["command"] == f"python -m experiments.text_ratio {' '.join(asked)}"
