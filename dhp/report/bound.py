@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from dhp.core.axes import AXES, SAMPLES
+from dhp.core.kinds import DECODER
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.ranks import COMM, SAVE, SLOW, RankLine
 from dhp.report.run_record import RunRecord
@@ -311,9 +312,17 @@ def _uneven(record: RunRecord, name: str, stage: StageTimes, times: Times) -> It
         else f"A sample is longer than an even share: share it out ({part}.ulysses, {part}.ring), or give steps more "
         "samples (training.batch_size)"
     )
+    if part != DECODER.part and record.config.get("training.vision_batch", 1) == 1 and _several(record.config):
+        change = "Deal out the pictures of several micro-batches at once (training.vision_batch=4, null: the step's)"
     yield Cause(
         "uneven work", share, f"uneven work of the ranks of {name} (the most {most.mean():.2f} times the mean)", change
     )
+
+
+def _several(config: Mapping[str, Any]) -> bool:
+    """Whether a step has several micro-batches, as far as a record says."""
+    rows, replicas = config.get("training.micro_batch_size"), config.get("text.data") or 1
+    return bool(rows) and config.get("training.batch_size", 0) > rows * replicas
 
 
 def _exchanging(record: RunRecord, name: str, stage: StageTimes, times: Times) -> Iterator[Cause]:

@@ -204,6 +204,19 @@ def test_work_of_four_ranks_is_held_against_their_mean(tmp_path: Path) -> None:
     assert cause.share == pytest.approx(0.6)
 
 
+@pytest.mark.parametrize(("vision_batch", "rows", "told"), [(1, 2, True), (4, 2, False), (1, 8, False)])
+def test_uneven_pictures_of_small_micro_batches_are_dealt_out_together(
+    vision_batch: int, rows: int, told: bool, tmp_path: Path
+) -> None:
+    """As far as a step has several, and they are not."""
+    training = {"save_steps": 5, "batch_size": 8, "micro_batch_size": rows, "vision_batch": vision_batch}
+    work = {"vision": [1.4, 0.6]}
+    config = {"training": training, "data": {"balance": "balanced", "num_workers": 1}}
+    run_dir = make_run(tmp_path / "run", seconds=uneven_vision, work=lambda step: work, config=config)
+    cause = next(one for one in _causes(run_dir) if one.kind == "uneven work")
+    assert ("training.vision_batch=4, null: the step's" in cause.change) is told
+
+
 def _causes(run_dir: Path) -> list[Cause]:
     record = read_run(run_dir)
     times = times_of(record)
