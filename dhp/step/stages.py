@@ -101,7 +101,9 @@ class Stage:
     A forward that hands nothing over waits for the stage's next action. Where that is a backward that needs nothing
     from other stages, both go in one call: this adds no latency, and a call is what a step costs the driver
     and each actor. So the last stage of a pipeline goes forward and back in one call. A forward never joins what is
-    before it: a call begins when all that it needs has come, and a forward's own data come while the stage works."""
+    before it: a call begins when all that it needs has come, and a forward's own data come while the stage works. Two
+    things are there at once: what a pass of an encoder made for several micro-batches, all of whose gradients it waits
+    for, so a decoder of one stage takes these in one call; and the norm after a last backward that sends nothing."""
 
     def __init__(self, spec: StageSpec, graph: StageGraph, group: RankGroup, linked: bool = False):
         """linked: calls say which ranks each result goes to."""
@@ -112,7 +114,9 @@ class Stage:
         self._straight = straight(spec.degrees.shards)
         self._decoder, self._batches = graph.parts()[-1], {part: graph.batch_of(part) for part in graph.parts()}
         self._work, self._tensor = graph.work_of(spec), spec.degrees.tensor
-        self._waiting: list[Call] = []
+        inputs = [edge.batch for node in spec.nodes for edge in self._inputs[node]]
+        self._at_once = 1 if any(self._outputs.values()) else min(inputs, default=1)  # micro-batches of a call
+        self._waiting: list[tuple[Call, Pairs, Sent]] = []  # calls, and what comes of each, and where it goes
 
     def is_idle(self, action: Action, batch: Batch) -> bool:
         """Whether this stage sends nothing in a micro-batch, as an encoder without pictures does."""
@@ -154,6 +158,8 @@ class Stage:
         if not self.is_idle(action, batch):
             later = (replace(action, micro_batch=m) for m in range(micro_batch + 1, len(batch.work[self.spec.part])))
             self.run(action, all(self.is_idle(one, batch) for one in later), in_flight)
+        if self._has_results():
+            self.flush()
         return in_flight.backward
 
     def _require(self, edges: Sequence[Edge], m: int, batch: Batch, sent: Sent, what: str) -> None:
@@ -167,11 +173,11 @@ class Stage:
 
     def _run_forward(self, node: Node, m: int, in_flight: InFlight) -> None:
         call, sent = self._forward_call(EngineProtocol.forward_step, node, m, in_flight)
-        self.flush()
-        if not self._outputs[node]:
-            self._waiting = [call]
-            return
-        self._file(self.group.execute_in_turn_async(call), sent, in_flight.forward)
+        if m % self._at_once == 0:
+            self.flush()
+        self._waiting.append((call, sent, in_flight.forward))
+        if self._outputs[node]:
+            self.flush()
 
     def _forward_call(self, verb: Callable[..., Any], node: Node, m: int, in_flight: InFlight) -> tuple[Call, Pairs]:
         incoming = self._given(self._inputs[node], m, in_flight.batch, in_flight.forward, receives=True)
@@ -188,14 +194,17 @@ class Stage:
         call = Call(EngineProtocol.backward_step, arguments, self._counts(sent), sends)
         if outputs:
             self.flush()
-        waiting, self._waiting = self._waiting, []
-        self._file(self.group.execute_in_turn_async(*waiting, call), sent, in_flight.backward)
+        self._waiting.append((call, sent, in_flight.backward))
+        more = (m + 1) % self._at_once and m + 1 < len(in_flight.batch.work[self._decoder])
+        if not more and not (last and not self._has_results()):
+            self.flush()
 
     def evaluate(self, action: Forward, in_flight: InFlight) -> None:
         """Submit a micro-batch's forward through a node, for its loss alone."""
         node, m = action.node, action.micro_batch
         call, sent = self._forward_call(EngineProtocol.evaluate_step, node, m, in_flight)
-        self._file(self.group.execute_in_turn_async(call), sent, in_flight.forward)
+        self._waiting.append((call, sent, in_flight.forward))
+        self.flush()
 
     def evaluated(self, info: Ref) -> list[Ref]:
         """Each rank's share of the loss since the last time."""
@@ -210,14 +219,25 @@ class Stage:
         """End the batch once `others` are there: what this stage sent is not needed any more."""
         self.group.execute_all_async(EngineProtocol.end_evaluation, info, *others, returns=0)
 
-    def flush(self) -> None:
-        """Submit what waits for a next action."""
-        if self._waiting:
-            self.group.execute_in_turn_async(*self._waiting)
-            self._waiting = []
+    def _has_results(self) -> bool:
+        """Whether something of what waits is for other stages."""
+        return any(any(sent) for _, sent, _ in self._waiting)
+
+    def flush(self, *more: Call) -> list[list[Ref]]:
+        """Submit what waits for a next action, and `more` behind it in the same call; of each rank the refs of that."""
+        waiting, self._waiting = self._waiting, []
+        calls = [*(call for call, _, _ in waiting), *more]
+        answers = self.group.execute_in_turn_async(*calls) if calls else []
+        found = [iter(refs) for refs in answers]
+        for _, sent, into in waiting:
+            for of_shard, refs in zip(sent, found[:: self._tensor], strict=True):
+                for edge, m, source, target in of_shard:
+                    into.setdefault((edge, m), {})[source, target] = next(refs)
+        return [list(refs) for refs in found]
 
     def tied_gradient(self, info: Ref) -> list[Ref]:
         """Each rank's share of the gradient of a weight that another stage holds too."""
+        self.flush()
         if not self._linked:
             return [ref for (ref,) in self.group.execute_all_async(EngineProtocol.tied_gradient, info)]
         way, ranks = self._graph.tied_way(self.spec.name), range(self.spec.degrees.world)
@@ -226,8 +246,10 @@ class Stage:
 
     def grad_norm_sq(self, info: Ref, tied: Sequence[Ref] = ()) -> Ref:
         """The squared norm of the stage's gradient: every rank has it, the first one's is taken."""
-        given = (per_rank(tied),) if tied else ()
-        return self.group.execute_all_async(EngineProtocol.grad_norm_sq, info, *given)[0][0]
+        if tied:  # which begins when the other stage's share is there
+            self.flush()
+        arguments = (info, per_rank(tied)) if tied else (info,)
+        return self.flush(Call(EngineProtocol.grad_norm_sq, arguments))[0][0]
 
     def optimizer_step(self, info: Ref, *other_norms_sq: Ref) -> list[Ref]:
         """The report of every rank."""
@@ -291,11 +313,6 @@ class Stage:
         if back:
             return backward_way(number), tuple(ranks_of_shard(self._graph.stage(edge.source.stage), source))
         return forward_way(number), tuple(ranks_of_shard(self._graph.stage(edge.target.stage), target))
-
-    def _file(self, answers: list[list[Ref]], sent: Pairs, into: Sent) -> None:
-        for of_shard, refs in zip(sent, self.leaders(answers), strict=True):
-            for (edge, m, source, target), ref in zip(of_shard, refs, strict=True):
-                into.setdefault((edge, m), {})[source, target] = ref
 
 
 _NOWHERE = Route(())

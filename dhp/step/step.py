@@ -19,18 +19,19 @@ class StepRefs:
 
 def train_step(stages: Stages, schedule: Schedule, ties: tuple[Tie, ...], batch: Batch) -> StepRefs:
     """Submit one step. Nothing is waited for: refs go from actor to actor, the run loop opens none of them."""
-    accumulate_gradients(stages, schedule, batch)
+    accumulate_gradients(stages, schedule, batch, updates=True)
     return update_weights(stages, ties, batch)
 
 
-def accumulate_gradients(stages: Stages, schedule: Schedule, batch: Batch) -> None:
-    """Submit the schedule's actions in order, without those that have no work in this step."""
+def accumulate_gradients(stages: Stages, schedule: Schedule, batch: Batch, updates: bool = False) -> None:
+    """Submit the schedule's actions in order, without those that have no work in this step. updates: `update_weights`
+    follows, with which the last of them may go."""
     in_flight = InFlight(batch)
     actions = without_idle(schedule, lambda action: stages[action.node.stage].is_idle(action, batch))
     last = last_backwards(actions)
     for at, action in enumerate(actions):
         stages[action.node.stage].run(action, at in last, in_flight)
-    for stage in stages.values():
+    for stage in stages.values() if not updates else ():
         stage.flush()
 
 

@@ -1,7 +1,8 @@
 """`python -m experiments.driver_scale --ranks 8 16 32 64`: what a step costs the driver and Ray, by ranks and routes.
 
 Groups of empty actors, four micro-batches, text in replicas of eight tensor ranks; the product's own step, schedule and
-routes. JSON lines: {ranks, routes, calls, refs, submit_s, step_s}, medians of interleaved rounds."""
+routes. JSON lines: {ranks, routes, calls, refs, submit_s, step_s, floor_s}, medians of interleaved rounds; floor_s: of
+as many calls without arguments or results."""
 
 import argparse
 import json
@@ -37,6 +38,7 @@ MICRO_BATCHES, TENSOR = 4, 8
 IMAGES = 4  # of a text rank and micro-batch, sizes log-normal as in conversations about photographs
 SLACK = 0.01  # the product's default
 TIMEOUT_S = 300.0
+ONE_PASS = "sparse, one pass"  # of vision, over all micro-batches of the step
 
 
 class EmptyGroup(ActorGroup):
@@ -61,12 +63,13 @@ class EmptyGroup(ActorGroup):
         return super().execute_in_turn_async(first, *calls[1:])
 
 
-def make_graph(ranks: int) -> StageGraph:
-    """So many ranks of vision, each with images of its own, and of text, on the same devices."""
+def make_graph(ranks: int, batch: int = 1) -> StageGraph:
+    """So many ranks of vision, each with images of its own, and of text, on the same devices. batch: micro-batches of a
+    pass of vision."""
     tower, split = Degrees(data=ranks), Degrees(data=ranks // TENSOR, tensor=TENSOR)
     vision = StageSpec("vision", "vision", (range(1),), tower, True, range(ranks))
     text = StageSpec("text", "text", (range(1),), split, True, range(ranks))
-    return StageGraph((vision, text), (Edge(vision.nodes[0], text.nodes[0], ("embeddings",), True),))
+    return StageGraph((vision, text), (Edge(vision.nodes[0], text.nodes[0], ("embeddings",), True, batch),))
 
 
 def sparse(graph: StageGraph, rng: np.random.Generator) -> Route:
@@ -84,31 +87,33 @@ def measure(ranks: int, rounds: int) -> Iterator[dict[str, Any]]:
     graph, rng = make_graph(ranks), np.random.default_rng(0)
     settings = (SimpleNamespace(stage=stage.name, size=ranks, log_dir=None) for stage in graph.stages)
     groups = {s.stage: EmptyGroup(s, [None] * ranks, None) for s in settings}
-    stages, schedule = make_stages(graph, groups), make_schedule("sequential", graph, MICRO_BATCHES)
-    routes = {
-        "dense, apart": lambda: dense(ranks, ranks // TENSOR),
-        "dense": lambda: dense(ranks, ranks // TENSOR),
-        "sparse": lambda: sparse(graph, rng),
-    }
+    everyone, needed = (lambda: dense(ranks, ranks // TENSOR)), (lambda: sparse(graph, rng))
+    routes = {"dense, apart": everyone, "dense": everyone, "sparse": needed, ONE_PASS: needed}
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in routes}
     for _ in range(rounds + 1):
         for kind, make in routes.items():
             for group in groups.values():
                 group.apart = kind == "dense, apart"
-            batch = Batch(ray.put("info"), _work(graph), {"vision": [make() for _ in range(MICRO_BATCHES)]})
-            found[kind].append(_step(stages, groups, schedule, batch))
+            of_kind = make_graph(ranks, MICRO_BATCHES if kind == ONE_PASS else 1)
+            schedule = make_schedule("sequential", of_kind, MICRO_BATCHES)
+            batch = Batch(ray.put("info"), _work(of_kind), {"vision": [make() for _ in range(MICRO_BATCHES)]})
+            found[kind].append(_step(make_stages(of_kind, groups), groups, schedule, batch))
     for group in groups.values():
         group.stop()
     for kind, of_kind in found.items():
         kept = of_kind[1:]
         yield {"ranks": ranks, "routes": kind} | {
-            key: round(median(one[key] for one in kept), 4) for key in ("calls", "refs", "submit_s", "step_s")
+            key: round(median(one[key] for one in kept), 4)
+            for key in ("calls", "refs", "submit_s", "step_s", "floor_s")
         }
 
 
 def _work(graph: StageGraph) -> dict[str, list[list[Any]]]:
     return {
-        stage.part: [[ray.put(shard) for shard in range(stage.degrees.shards)] for _ in range(MICRO_BATCHES)]
+        stage.part: [
+            [ray.put(shard) for shard in range(stage.degrees.shards)]
+            for _ in range(MICRO_BATCHES // graph.batch_of(stage.part))
+        ]
         for stage in graph.stages
     }
 
@@ -121,10 +126,16 @@ def _step(stages: Any, groups: dict[str, EmptyGroup], schedule: Any, batch: Batc
     submitted = time.perf_counter()
     wait_all([entry for group in groups.values() for entry in group.take_watched()], TIMEOUT_S)
     end = time.perf_counter()
-    return {
+    found = {
         "calls": sum(group.calls for group in groups.values()), "refs": sum(group.refs for group in groups.values()),
         "submit_s": submitted - begin, "step_s": end - begin,
     }  # fmt: skip
+    begin = time.perf_counter()
+    for group in groups.values():
+        for _ in range(group.calls // group.size):
+            group.execute_all_async("nothing", returns=0)
+    wait_all([entry for group in groups.values() for entry in group.take_watched()], TIMEOUT_S)
+    return {**found, "floor_s": time.perf_counter() - begin}
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ class FakeGroup(RankGroup):
 
     def execute_in_turn_async(self, *calls: Verb) -> list[list[str]]:
         """The calls of one actor call have its number."""
-        short = {"forward_step": "F", "backward_step": "B"}
+        short = {"forward_step": "F", "backward_step": "B", "grad_norm_sq": "norm of "}
         self.turns.append(" ".join(f"{short.get(c.name, c.name)}{c.arguments[0]}" for c in calls))
         return super().execute_in_turn_async(*calls)
 
@@ -221,25 +221,27 @@ def test_calls_are_submitted_in_the_order_of_the_schedule() -> None:
 
 
 def test_a_backward_that_needs_nothing_from_others_goes_with_the_forward_before_it() -> None:
-    """A forward never waits in a call for what is before it: its own data come meanwhile."""
-    three = (dense(1, 1),) * 3
+    """A forward never waits in a call for what is before it: its own data come meanwhile. The norm goes with a last
+    backward that sends nothing."""
+    three, norm = (dense(1, 1),) * 3, "norm of info"
     found = step(make_graph(), three).turns
-    assert found == {"vision": ["F0", "B0", "F1", "B1", "F2", "B2"], "text": ["F0 B0", "F1 B1", "F2 B2"]}
+    assert found == {"vision": ["F0", "B0", "F1", "B1", "F2", f"B2 {norm}"], "text": ["F0 B0", "F1 B1", "F2 B2", norm]}
     pipeline = step(make_graph(stages=2), three, "gpipe").turns
     assert pipeline == {
-        "vision": ["F0", "F1", "F2", "B0", "B1", "B2"],
-        "text.0": ["F0", "F1", "F2", "B0", "B1", "B2"],
-        "text.1": ["F0", "F1", "F2 B0", "B1", "B2"],
+        "vision": ["F0", "F1", "F2", "B0", "B1", f"B2 {norm}"],
+        "text.0": ["F0", "F1", "F2", "B0", "B1", "B2", norm],
+        "text.1": ["F0", "F1", "F2 B0", "B1", "B2", norm],
     }
     frozen = step(make_graph(vision_trains=False), three).turns
-    assert frozen == {"vision": ["F0", "F1", "F2"], "text": ["F0 B0", "F1 B1", "F2 B2"]}
+    assert frozen == {"vision": ["F0", "F1", "F2", norm], "text": ["F0 B0", "F1 B1", f"F2 B2 {norm}"]}
 
 
 def test_a_pass_of_the_tower_sends_to_each_of_its_micro_batches_and_gets_all_their_gradients() -> None:
     """Shard 1 of vision has nothing for micro-batch 1, no shard has for 2 and 3, so that pass is left out."""
     routes = (dense(2, 1), Route(((0, 0),)), Route(()), Route(()))
     found = step(make_graph(Degrees(ulysses=2), Degrees(), batch=2), routes, "vision_ahead")
-    assert found.turns == {"vision": ["F0", "B0"], "text": ["F0 B0", "F1 B1", "F2 B2", "F3 B3"]}
+    both = ["F0 B0 F1 B1", "F2 B2 F3 B3 norm of info"]  # what a pass gives is there at once
+    assert found.turns == {"vision": ["F0", "B0 norm of info"], "text": both}
     assert found.returns("vision", "forward_step") == [2, 1]
     assert found.of("text", "forward_step") == [
         (0, 0, "text0:0", "e00:vision0#0", "e00:vision1#0"),
@@ -250,6 +252,12 @@ def test_a_pass_of_the_tower_sends_to_each_of_its_micro_batches_and_gets_all_the
         (0, 0, True, "g00:text0#0", "g10:text0#0"),
         (0, 0, True, "g00:text0#1"),
     ]
+
+
+def test_gradients_of_a_pass_go_back_though_its_last_micro_batch_has_none() -> None:
+    found = step(make_graph(batch=2), (dense(1, 1), Route(())), "vision_ahead")
+    assert found.turns == {"vision": ["F0", "B0 norm of info"], "text": ["F0 B0 F1 B1", "norm of info"]}
+    assert found.of("vision", "backward_step") == [(0, 0, True, "g00:text0#0")]
 
 
 def by_hand(recorded_like: StageGraph, routes: Sequence[Route]) -> tuple[list[Call], Batch, dict[str, Stage]]:
@@ -269,6 +277,7 @@ def test_a_loop_of_ones_own_makes_the_schedules_calls() -> None:
         features = vision.forward(batch, m)
         assert text.forward(batch, m, features) == {}
         assert vision.backward(batch, m, text.backward(batch, m)) == {}
+    vision.flush()  # as an update does
     wanted = [call for call in step(graph, routes).calls if call.method in ("forward_step", "backward_step")]
     assert calls == wanted
 
@@ -283,6 +292,7 @@ def test_a_loop_of_ones_own_with_passes_of_two() -> None:
             text.forward(batch, m, features)
             gradients |= text.backward(batch, m)
         vision.backward(batch, number, gradients)
+    vision.flush()
     wanted = [call for call in step(graph, routes).calls if call.method in ("forward_step", "backward_step")]
     assert calls == wanted
 
