@@ -94,18 +94,18 @@ class ActorGroup:
     def execute_in_turn_async(self, *calls: Call) -> list[list[Any]]:
         """Submit methods that each rank runs one after another, in one call of the actor, which begins once the
         arguments of all are there; for each rank, the refs of all results."""
-        names = "+".join(call.name for call in calls)
+        names = list(dict.fromkeys(call.name for call in calls))
         given = [spread(call.arguments, self.size) for call in calls]
         counts = [spread((call.returns,), self.size) for call in calls]
         refs = []
         for rank, actor in enumerate(self._actors):
             verbs = tuple(_verb(call, of_ranks[rank], rank) for call, of_ranks in zip(calls, given))
             count = sum(of_ranks[rank][0] for of_ranks in counts)
-            remote = actor.call.options(num_returns=1 + count, name=f"{self.settings.stage}.{names}")
+            remote = actor.call.options(num_returns=1 + count, name=f"{self.settings.stage}.{'+'.join(names)}")
             values = (value for of_ranks in given for value in of_ranks[rank] if isinstance(value, ray.ObjectRef))
             answer = remote.remote(verbs, *values)
             refs.append(list(answer) if count else [answer])
-        self._submit(", then ".join(call.name for call in calls), [of_rank[0] for of_rank in refs])
+        self._submit(", then ".join(names), [of_rank[0] for of_rank in refs])
         return [of_rank[1:] for of_rank in refs]
 
     def execute_all(self, method: str, *arguments: Any, timeout_s: float, returns: int = 1) -> list[Any]:

@@ -325,6 +325,16 @@ def test_what_the_file_sets_is_kept_and_may_be_freed() -> None:
     assert held.layouts(config)["text"] == held.of("text") - {"recompute"}
 
 
+def test_passes_of_the_tower_are_searched_unless_they_are_held(made_model: str) -> None:
+    space = replace(space_of(made_model, 2, 2.0**30), rows_held=True)
+    assert [(rows.micro_batches, rows.batch) for rows in space.divisions()] == [(4, 1), (4, 4), (2, 1), (2, 2)]
+    whole = replace(space.config, training=replace(space.config.training, vision_batch=None))
+    held = replace(space, config=whole, passes_held=True)
+    assert [(rows.micro_batches, rows.batch) for rows in held.divisions()] == [(4, 4), (2, 2)]
+    many = replace(space.config, training=replace(space.config.training, batch_size=32))
+    assert [rows.batch for rows in replace(space, config=many).divisions()] == [1, 4, 8, 1, 4]
+
+
 def test_the_command_line_is_kept() -> None:
     overrides = ["text.zero_stage=0", "training.micro_batch_size=4", "training.schedule=1f1b"]
     keys = find_held(compose_config("tiny", overrides=overrides), overrides).keys
@@ -438,8 +448,8 @@ def test_what_is_found_fits_and_the_fastest_is_first(made_model: str) -> None:
         assert plan.config.training.batch_size == 16
 
 
-@pytest.mark.parametrize("every", [slow(5), 200])
-def test_quick_figures_are_those_of_the_whole_forecast(made_model: str, every: int) -> None:
+@pytest.mark.parametrize(("every", "whole_step"), [slow(5, False), (200, False), (200, True)])
+def test_quick_figures_are_those_of_the_whole_forecast(made_model: str, every: int, whole_step: bool) -> None:
     """The scorer's arrays are proved equal to the plain forecast: seconds to rounding, bytes no less, since they add
     what is never together. What a search leaves out is left out by these. Layouts without a pipeline: stages are cut
     evenly in them."""
@@ -451,11 +461,12 @@ def test_quick_figures_are_those_of_the_whole_forecast(made_model: str, every: i
     }
     for text, vision in zip(layouts["text"][::every], layouts["vision"][::every]):
         data = text.degrees.data
-        rows = Rows(1, data, 16 // data)
+        rows = Rows(1, data, 16 // data, 16 // data if whole_step else 1)
         own, other = (space.scorer.scores([one], rows, ("none",)).score(0) for one in (text, vision))
         pair = Pair(own, other)
         whole = evaluate(space, pair, settings_of(space, pair)).found
         assert set(whole.recompute["text"]) == {"none"}
+        assert whole.passes == {"vision": 1 if whole_step else rows.micro_batches, "text": rows.micro_batches}
         assert pair.step_s == pytest.approx(whole.step_s - whole.fixed_s, rel=1e-6)
         assert pair.peak_bytes >= whole.peak.total * 0.999
 
@@ -489,15 +500,15 @@ def test_held_keys_stay(made_model: str) -> None:
         assert one.plan.config.training.micro_batch_size == config.training.micro_batch_size
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_pairs_as_arrays_are_pairs_one_by_one(made_model: str, apart: bool) -> None:
+@pytest.mark.parametrize(("apart", "batch"), [(False, 1), (True, 1), (True, 4)])
+def test_pairs_as_arrays_are_pairs_one_by_one(made_model: str, apart: bool, batch: int) -> None:
     space = space_of(made_model, 4, 2.0**30)
     random = np.random.default_rng(0)
     layouts: dict[str, list[PartLayout]] = {
         name: part_layouts(name, section, space.whole.family, 4, (), 2)[0]
         for name, section in parts(space.config).items()
     }
-    rows = Rows(1, 2, 8)
+    rows = Rows(1, 2, 8, batch)
 
     def scores(name: str) -> Scores:
         return Scores(layouts[name][:12], ("none",), rows, *random.random((5, len(layouts[name][:12]))))
