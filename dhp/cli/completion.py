@@ -76,7 +76,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "generate": ("--benchmark", *_CONFIGURED),
     "evaluate loss": ("--json", "--samples", "--by", *_CONFIGURED),
     "evaluate needle": (
-        *("--frames", "--depths", "--needles", "--shown", "--haystack", "--image", "--question", "--answer"),
+        *("--frames", "--depths", "--needles", "--lasts", "--shown", "--haystack", "--image", "--question", "--answer"),
         *("--seed", "--out"),
         *_CONFIGURED,
     ),

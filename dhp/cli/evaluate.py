@@ -43,6 +43,7 @@ def needle(arguments: Sequence[str]) -> int:
         "--depths", type=_numbers(float), default=DEPTHS, metavar="D,D,…", help="0: first frames, 1: last"
     )
     parser.add_argument("--needles", type=int, default=6, help="videos of each length and depth")
+    parser.add_argument("--lasts", type=int, default=2, metavar="N", help="frames of a needle; two are a step in time")
     parser.add_argument("--shown", type=int, metavar="N", help="frames of each video, evenly taken; all by default")
     parser.add_argument("--haystack", type=Path, metavar="VIDEO", help="whose frames are taken")
     parser.add_argument("--image", type=Path, help="the needle; with --question and --answer")
@@ -71,6 +72,10 @@ def _check(given: argparse.Namespace) -> None:
     for frames in given.frames:
         if frames < 4 or frames % 2:
             raise ConfigError(f"--frames {frames}: two frames are a step in time; take even numbers from 4 on")
+        if not 2 <= given.lasts < frames:
+            raise ConfigError(
+                f"--lasts {given.lasts}: a needle has two frames or more, and fewer than --frames {frames}"
+            )
     if given.shown is not None and given.shown < 2:
         raise ConfigError(f"--shown {given.shown}: two frames are a step in time; show 2 or more of each video")
     for depth in given.depths:
@@ -118,7 +123,7 @@ def _hide(given: argparse.Namespace) -> list[Hidden]:
         needles = [read_needle(given.image, given.question, given.answer)]
     cells = product(given.depths, given.frames, range(given.needles))
     return [
-        Hidden(needles[number % len(needles)], frames, depth, given.seed + 1000 * number + place)
+        Hidden(needles[number % len(needles)], frames, depth, given.seed + 1000 * number + place, given.lasts)
         for place, (depth, frames, number) in enumerate(cells)
     ]
 
@@ -152,7 +157,7 @@ def _tell(given: argparse.Namespace, shares: list[list[float]]) -> None:
     for name, values in zip(rows, shares, strict=True):
         print(f"{name:>6}" + "".join(f"{share:8.0%}" for share in values))
     found = {"model": str(given.path), "frames": list(given.frames), "depths": list(given.depths)}
-    found |= {"needles": given.needles, "shown": given.shown, "found": shares}
+    found |= {"needles": given.needles, "lasts": given.lasts, "shown": given.shown, "found": shares}
     (given.out / "needle.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     title = f"needles found, {given.needles} a cell"
     share_table("needle", title, shares, columns, rows, "across: frames; down: depth").write_png(given.out)

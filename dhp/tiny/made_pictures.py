@@ -257,12 +257,14 @@ class Needle:
 
 @dataclass(frozen=True)
 class Hidden:
-    """A needle in a video of so many frames. depth: 0 in its first step in time, 1 in its last one."""
+    """A needle in a video of so many frames. depth: 0 in its first step in time, 1 in its last one. lasts: so many
+    frames."""
 
     needle: Needle
     frames: int
     depth: float
     seed: int
+    lasts: int = GROUP
 
 
 def coloured_needles() -> list[Needle]:
@@ -311,9 +313,8 @@ def write_needles(folder: Path, hidden: Sequence[Hidden], haystack: Path | None 
 
 
 def _write_video(path: Path, one: Hidden, haystack: Iterator[Image.Image]) -> None:
-    """The haystack with the needle in the place of one step in time."""
-    steps = one.frames // GROUP
-    first = round(one.depth * (steps - 1)) * GROUP
+    """The haystack with the needle in the place of some frames."""
+    first = round(one.depth * (one.frames - one.lasts) / GROUP) * GROUP
     av = pyav()
     with av.open(str(path), "w") as container:
         stream = None
@@ -323,7 +324,7 @@ def _write_video(path: Path, one: Hidden, haystack: Iterator[Image.Image]) -> No
                 stream.width, stream.height = (side // 2 * 2 for side in frame.size)
                 stream.pix_fmt = "yuv420p"
                 size = stream.width, stream.height
-            hides = first <= number < first + GROUP
+            hides = first <= number < first + one.lasts
             shown = (one.needle.picture if hides else frame).resize(size)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(shown), format="rgb24")))
         assert stream is not None  # a haystack has frames

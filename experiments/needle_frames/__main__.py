@@ -43,6 +43,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 TRAINED_ON = {"short": (4, 8), "long": (16, 32, 48, 64), "longest": (1024,)}  # frames of the videos
 BEFORE = {"longest": "long"}  # whose weights a model begins with
+LASTS = 16  # frames of a needle in videos of which some frames are shown: eight seconds
 SCATTERED = tuple(round((number + 0.5) * 0.618034 % 1, 4) for number in range(48))  # depths, no two frames apart alike
 
 
@@ -104,11 +105,11 @@ def _asked(run_dir: Path, seed: int, what: Sequence[str]) -> Row:
 def _shown(run_dir: Path, model: str, seed: int, frames: int, most: int) -> Row:
     """Of the same videos, one for each depth: the share of needles that was found where so many frames are shown."""
     depths = ",".join(map(str, SCATTERED))
-    what = ["--frames", str(frames), "--depths", depths, "--needles", "1", "--shown", str(most)]
+    what = ["--frames", str(frames), "--depths", depths, "--needles", "1", "--lasts", str(LASTS), "--shown", str(most)]
     of_depths = [share for (share,) in _asked(run_dir, seed, what)["found"]]
     found = round(sum(of_depths) / len(of_depths), 4)
     of = {"trained_on": model, "trained_frames": list(TRAINED_ON[model]), "seed": seed, "frames": frames}
-    return of | {"shown": most, "found": found, "videos": len(of_depths)}
+    return of | {"shown": most, "lasts": LASTS, "found": found, "videos": len(of_depths)}
 
 
 def _found(table: Row, model: str, seed: int) -> Iterator[Row]:

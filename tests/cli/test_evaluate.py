@@ -68,6 +68,7 @@ from tests.helpers.runs import train
         (["--frames", "7"], "--frames 7: two frames"),
         (["--depths", "0,1.5"], "--depths 1.5: 0 is a video's beginning and 1 its end"),
         (["--needles", "0"], "--needles 0: at least one video"),
+        (["--lasts", "8", "--frames", "8"], "--lasts 8: a needle has two frames or more, and fewer than --frames 8"),
         (["--shown", "1"], "--shown 1: two frames are a step in time; show 2 or more of each video"),
         (["--image", "a.png"], "--image, --question and --answer make a needle together"),
         (["--haystack", "v.mp4"], "--haystack without --image"),
@@ -85,7 +86,7 @@ def test_an_evaluation_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_every_cell_has_needles_of_several_colours() -> None:
-    given = Namespace(depths=(0.0, 1.0), frames=(8, 16), needles=3, image=None, seed=0)
+    given = Namespace(depths=(0.0, 1.0), frames=(8, 16), needles=3, image=None, seed=0, lasts=2)
     hidden = _hide(given)
     assert [(one.depth, one.frames) for one in hidden[::3]] == [(0.0, 8), (0.0, 16), (1.0, 8), (1.0, 16)]
     assert len({one.needle.answer for one in hidden[:3]}) == 3
@@ -109,6 +110,7 @@ def test_a_model_that_knows_nothing_finds_nothing(tmp_path: Path, tiny_assets: P
         "frames": [4, 300],
         "depths": [0.0, 1.0],
         "needles": 1,
+        "lasts": 2,
         "shown": 100,
         "found": [[0.0, 0.0], [0.0, 0.0]],
     }

@@ -382,13 +382,16 @@ def coloured(frame: np.ndarray) -> bool:
     return float((frame.max(-1) - frame.min(-1)).mean()) > 60
 
 
-@pytest.mark.parametrize(("frames", "depth", "first"), [(12, 0.0, 0), (12, 1.0, 10), (12, 0.5, 4), (4, 0.4, 0)])
-def test_a_needle_fills_one_step_in_time(tmp_path: Path, frames: int, depth: float, first: int) -> None:
+@pytest.mark.parametrize(
+    ("frames", "depth", "lasts", "first"),
+    [(12, 0.0, 2, 0), (12, 1.0, 2, 10), (12, 0.5, 2, 4), (4, 0.4, 2, 0), (12, 0.5, 6, 4), (12, 1.0, 6, 6)],
+)
+def test_a_needle_fills_steps_in_time(tmp_path: Path, frames: int, depth: float, lasts: int, first: int) -> None:
     needle = next(one for one in coloured_needles() if one.answer == "green")
-    path = write_needles(tmp_path, [Hidden(needle, frames, depth, 3)])
+    path = write_needles(tmp_path, [Hidden(needle, frames, depth, 3, lasts)])
     seen = frames_of(tmp_path / "00000.mp4")
     assert len(seen) == frames
-    assert [number for number, frame in enumerate(seen) if coloured(frame)] == [first, first + 1]
+    assert [number for number, frame in enumerate(seen) if coloured(frame)] == list(range(first, first + lasts))
     assert np.allclose(seen[first].mean((0, 1)), PALETTE["green"], atol=6)
     (line,) = map(json.loads, path.read_text().splitlines())
     assert [turn["content"] for turn in line["messages"]] == [f"<video>{QUESTION}", "green"]
