@@ -256,12 +256,13 @@ def _exact_by(
         value = annotations[one.dataset].value(one.row, key)
         exact.setdefault((images, one.dataset, value), []).append(one.exact)
     for (images, dataset, value), shares in sorted(exact.items()):
-        row = {"dataset": dataset, key: value, "samples": len(shares), "exact": sum(shares) / len(shares)}
+        row = {"dataset": dataset, "by": key, "value": value, "samples": len(shares)}
+        row["exact"] = sum(shares) / len(shares)
         yield row | ({"images": images} if images else {})
 
 
 def _value_lines(key: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    of = [[row["dataset"], row[key] or "(none)", row.get("images", "")] for row in rows]
+    of = [[row["dataset"], row["value"] or "(none)", row.get("images", "")] for row in rows]
     shares = [[f"{row['samples']:,}", f"{row['exact']:.1%}"] for row in rows]
     cells = [["dataset", key, "images", "samples", "exact"], *(a + b for a, b in zip(of, shares, strict=True))]
     return aligned(cells, 3)

@@ -273,9 +273,9 @@ class Cluster:
             common = self._common(choose_backend(plan.bundles_per_gpu), topology.threads(slots))
             self.threads: int = common["threads"]
             common["shares_gpu"] = any(slot.gpus < 1 for of_stage in plan.slots.values() for slot in of_stage)
-            common["transport"] = choose_transport(
-                layout.transport, topology.describe(slots), len(topology.nodes), plan.gpus, plan.bundles_per_gpu
-            )
+            passes = any(edge.batch > 1 and edge.gradients for edge in layout.graph.edges)
+            where = topology.describe(slots), len(topology.nodes)
+            common["transport"] = choose_transport(layout.transport, *where, plan.gpus, plan.bundles_per_gpu, passes)
             self.linked = common["transport"] == NCCL
             if not topology.only(this_node()):
                 common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))

@@ -227,15 +227,23 @@ def choose_device(asked: str, gpus: float) -> str:
     return asked
 
 
-def choose_transport(asked: str, nodes: str, count: int, gpus: float, per_gpu: int) -> str:
+def choose_transport(asked: str, nodes: str, count: int, gpus: float, per_gpu: int, passes: bool = False) -> str:
     """The transport of tensors between actors on `count` nodes, described by `nodes`, that use `gpus`, each of at most
-    `per_gpu` ranks of one group.
+    `per_gpu` ranks of one group. passes: an encoder that is trained takes several micro-batches at a time, so that one
+    rank receives several tensors of another at once: NCCL, which begins what a GPU sends and receives one by one in
+    the order of the host, could wait for itself.
 
-    auto: CUDA IPC where all share one GPU, NCCL where each rank of a group has a GPU to itself; without GPUs, and where
-    these do not do, shared memory on one host and Ray's object store between several.
+    auto: CUDA IPC where all share one GPU, NCCL where each rank of a group has a GPU to itself and there are no passes;
+    without GPUs, and where these do not do, shared memory on one host and Ray's object store between several.
 
     Raises ConfigError when shared memory is asked for and the actors are on several nodes, CUDA IPC and they do not
-    share one GPU, or NCCL and ranks of one group share one."""
+    share one GPU, or NCCL and ranks of one group share one, or there are passes on GPUs."""
+    if asked == NCCL and gpus and passes:
+        raise ConfigError(
+            f"cluster.transport={NCCL} with training.vision_batch above 1: what goes back for several micro-batches "
+            "could wait for itself there. Set cluster.transport=auto, which goes through the host then, or "
+            "training.vision_batch=1"
+        )
     if asked == NCCL and per_gpu > 1:
         raise ConfigError(
             f"cluster.transport={NCCL}, but {per_gpu} ranks of one group share a GPU, and NCCL does not connect these; "
@@ -249,7 +257,7 @@ def choose_transport(asked: str, nodes: str, count: int, gpus: float, per_gpu: i
     if asked == "auto" and gpus:
         if count == gpus == 1:
             return CUDA_IPC
-        if per_gpu == 1:
+        if per_gpu == 1 and not passes:
             return NCCL
     if asked == "auto":
         return SHARED_MEMORY if count == 1 and available() else OBJECT_STORE

@@ -221,7 +221,8 @@ class ClusterConfig:
     """How tensors go between stages: shared_memory (one copy; all actors on one host) | object_store (Ray's, also
     between hosts) | cuda_ipc (no copy; all actors on one GPU) | nccl (from GPU to GPU, also between hosts; by gloo on
     CPUs; not yet run on GPUs) | auto (on GPUs cuda_ipc where all actors share one, nccl where each rank of a group has
-    one to itself; else shared_memory where all actors are on one host, else object_store)."""
+    one to itself and training.vision_batch is 1; else shared_memory where all actors are on one host, else
+    object_store)."""
 
     device: str = "auto"
     """Device of the actors: auto (CUDA where Ray sees a GPU, else CPU) | cpu | cuda."""

@@ -80,6 +80,8 @@ class RankGroup(Protocol):
         return found
 
 
+MOST_OF_A_CALL = 8  # micro-batches: calls are what a run's progress is seen by
+
 Pairs = list[
     list[tuple[Edge, int, int, int]]
 ]  # for each shard of a stage, (edge, micro-batch of target, source, target)
@@ -115,7 +117,7 @@ class Stage:
         self._decoder, self._batches = graph.parts()[-1], {part: graph.batch_of(part) for part in graph.parts()}
         self._work, self._tensor = graph.work_of(spec), spec.degrees.tensor
         inputs = [edge.batch for node in spec.nodes for edge in self._inputs[node]]
-        self._at_once = 1 if any(self._outputs.values()) else min(inputs, default=1)  # micro-batches of a call
+        self._pass = 1 if any(self._outputs.values()) else min(inputs, default=1)  # micro-batches that come together
         self._waiting: list[tuple[Call, Pairs, Sent]] = []  # calls, and what comes of each, and where it goes
 
     def is_idle(self, action: Action, batch: Batch) -> bool:
@@ -173,7 +175,7 @@ class Stage:
 
     def _run_forward(self, node: Node, m: int, in_flight: InFlight) -> None:
         call, sent = self._forward_call(EngineProtocol.forward_step, node, m, in_flight)
-        if m % self._at_once == 0:
+        if self._begins(m):
             self.flush()
         self._waiting.append((call, sent, in_flight.forward))
         if self._outputs[node]:
@@ -195,7 +197,7 @@ class Stage:
         if outputs:
             self.flush()
         self._waiting.append((call, sent, in_flight.backward))
-        more = (m + 1) % self._at_once and m + 1 < len(in_flight.batch.work[self._decoder])
+        more = not self._begins(m + 1) and m + 1 < len(in_flight.batch.work[self._decoder])
         if not more and not (last and not self._has_results()):
             self.flush()
 
@@ -218,6 +220,10 @@ class Stage:
     def end_evaluation(self, info: Ref, *others: Ref) -> None:
         """End the batch once `others` are there: what this stage sent is not needed any more."""
         self.group.execute_all_async(EngineProtocol.end_evaluation, info, *others, returns=0)
+
+    def _begins(self, m: int) -> bool:
+        """Whether a call begins with a micro-batch: with a pass's first, and with others so that none is very long."""
+        return m % self._pass % MOST_OF_A_CALL == 0
 
     def _has_results(self) -> bool:
         """Whether something of what waits is for other stages."""

@@ -1,7 +1,6 @@
 """Prints a run's layout, bytes and forecast, starting nothing."""
 
 from collections.abc import Collection, Iterable
-from math import lcm
 
 import numpy as np
 
@@ -137,8 +136,7 @@ def _pipeline(plan: RunPlan, expected: Expected) -> list[str]:
     if not cut:
         return []
     count, most = micro_batches(config), max(map(len, cut.values()))
-    group = lcm(most, *map(graph.batch_of, graph.parts()))
-    shown = min(count, CLOCK_MICRO_BATCHES - CLOCK_MICRO_BATCHES % group or group)
+    shown = min(count, CLOCK_MICRO_BATCHES - CLOCK_MICRO_BATCHES % most or most)
     again = {s.name for s in graph.stages if set(stage_choices(_recompute(config, s), graph, s)) != {"none"}}
     table = draw(make_schedule(config.training.schedule, graph, shown), graph, again).splitlines()
     question, found = expected.question, expected.forecast

@@ -27,7 +27,8 @@ from dhp.supervise.supervisor import Begun
 GIB = 2**30
 _LEFT_FREE = 0.1  # of a device's memory, where the budget is read from it
 _TOO_SMALL = (
-    "; it does not fit even so: raise memory.budget_gib, lower training.micro_batch_size or data.max_pixels, "
+    "; it does not fit even so: raise memory.budget_gib, lower training.micro_batch_size, training.vision_batch or "
+    "data.max_pixels, "
     "or share the work among more actors"
 )
 

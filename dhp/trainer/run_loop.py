@@ -10,7 +10,7 @@ from typing import Any
 
 from dhp.checkpoint.folder import Unfinished
 from dhp.cluster.hangs.watch import wait_all
-from dhp.config.command_line import compose_config, to_yaml
+from dhp.config.command_line import compose_config, job_overrides, to_yaml
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
@@ -22,6 +22,7 @@ from dhp.core.process import count_cores, ending, say_nothing
 from dhp.core.reports import StageReport
 from dhp.plan.bench.machine import CPU
 from dhp.plan.run_plan import plan_run
+from dhp.plan.search.free_keys import PASSES
 from dhp.step.stages import Ref, Stage
 from dhp.step.step import update_weights
 from dhp.trainer.planned_layout import with_layout
@@ -68,7 +69,9 @@ class Run:
     def __enter__(self) -> Run:
         with ExitStack() as exits:
             exits.enter_context(preloaded(self.config))
-            self.config = config = prepare(with_layout(self.config, self._say), say=self._say)
+            passes = f"{PASSES}={self.config.training.vision_batch or 'null'}"  # the loop's own
+            planned = with_layout(self.config, self._say, [*job_overrides(), passes])
+            self.config = config = prepare(planned, say=self._say)
             run_dir, start = exits.enter_context(open_run(config, self._say))
             write_whole(run_dir / "config.yaml", to_yaml(config))
             unfinished = exits.enter_context(Unfinished())

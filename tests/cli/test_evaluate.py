@@ -131,7 +131,7 @@ def kinds(tmp_path: Path) -> Annotations:
 def test_exact_answers_are_counted_by_what_annotations_say(kinds: Annotations) -> None:
     judged = [("", JudgedSample("asked", row, right, 2)) for row, right in enumerate((2, 1, 2, 1))]
     found = list(_exact_by("kind", {"asked": kinds}, judged))
-    assert [(one["kind"], one["samples"], one["exact"]) for one in found] == [
+    assert [(one["value"], one["samples"], one["exact"]) for one in found] == [
         *(("", 1, 1.0), ("3", 1, 0.0), ("colour", 2, 0.5))
     ]
     lines = [line.split() for line in _value_lines("kind", found)]
@@ -141,7 +141,7 @@ def test_exact_answers_are_counted_by_what_annotations_say(kinds: Annotations) -
         ["asked", "colour", "2", "50.0%"],
     ]
     exchanged = list(_exact_by("kind", {"asked": kinds}, [("own", judged[0][1]), ("others", judged[1][1])]))
-    assert [(one["images"], one["kind"]) for one in exchanged] == [("others", "3"), ("own", "colour")]
+    assert [(one["images"], one["value"]) for one in exchanged] == [("others", "3"), ("own", "colour")]
 
 
 def test_samples_are_counted_by_what_annotations_say(kinds: Annotations) -> None:

@@ -84,7 +84,9 @@ def step(graph: StageGraph, routes: Sequence[Route], kind: str = "sequential") -
     micro_batches = len(routes)
     shards = {part: graph.of_part(part)[0].degrees.shards for part in graph.parts()}
     work = {
-        part: [[f"{part}{m}:{shard}" for shard in range(count)] for m in range(micro_batches // graph.batch_of(part))]
+        part: [
+            [f"{part}{m}:{shard}" for shard in range(count)] for m in range(-(-micro_batches // graph.batch_of(part)))
+        ]
         for part, count in shards.items()
     }
     schedule = make_schedule(kind, graph, micro_batches)
@@ -260,11 +262,17 @@ def test_gradients_of_a_pass_go_back_though_its_last_micro_batch_has_none() -> N
     assert found.of("vision", "backward_step") == [(0, 0, True, "g00:text0#0")]
 
 
+def test_a_call_has_so_many_micro_batches_of_a_pass_at_most() -> None:
+    turns = step(make_graph(batch=10), (dense(1, 1),) * 13, "vision_ahead").turns["text"]
+    assert [turn.split()[0] for turn in turns] == ["F0", "F8", "F10", "norm"]
+    assert [turn.split()[-1] for turn in turns] == ["B7", "B9", "B12", "info"]
+
+
 def by_hand(recorded_like: StageGraph, routes: Sequence[Route]) -> tuple[list[Call], Batch, dict[str, Stage]]:
     calls: list[Call] = []
     groups = {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in recorded_like.stages}
     shards = {part: recorded_like.of_part(part)[0].degrees.shards for part in recorded_like.parts()}
-    counts = {part: len(routes) // recorded_like.batch_of(part) for part in shards}
+    counts = {part: -(-len(routes) // recorded_like.batch_of(part)) for part in shards}
     work = {part: [[f"{part}{m}:{k}" for k in range(n)] for m in range(counts[part])] for part, n in shards.items()}
     return calls, Batch("info", work, {"vision": routes}), dict(make_stages(recorded_like, groups))
 

@@ -259,7 +259,7 @@ def test_the_best_checkpoint_is_evaluated_as_it_was(long_run: tuple[Path, Outcom
     assert rows == sorted(set(rows)) and len(rows) == told["samples"]
     assert sum(one["targets"] for one in samples) == told["target_tokens"]
     assert sum(one["exact"] for one in samples) == told["exact"] * told["samples"]
-    assert [(int(one["id"]), one["exact"]) for one in by_id] == [(one["row"], one["exact"]) for one in samples]
+    assert [(int(one["value"]), one["exact"]) for one in by_id] == [(one["row"], one["exact"]) for one in samples]
 
 
 @pytest.mark.slow

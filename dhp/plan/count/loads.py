@@ -44,10 +44,11 @@ class PictureLoad:
             return 1.0 / replicas
         return float((-(-counts // replicas)).sum() / counts.sum())
 
-    def of_pass(self, batch: int) -> PictureLoad:
-        """Of so many consecutive micro-batches together."""
-        counts = tuple(sum(self.counts[first : first + batch]) for first in range(0, len(self.counts), batch))
-        sums = {name: batch * getattr(self, name) for name in ("patches", "squares", "pictures", "features")}
+    def of_pass(self, micro_batches: int, batch: int, counts: tuple[int, ...]) -> PictureLoad:
+        """Of a mean pass over so many of a step's micro-batches, whose last pass may have fewer. counts: pictures of
+        some passes."""
+        share = micro_batches / -(-micro_batches // batch)
+        sums = {name: share * getattr(self, name) for name in ("patches", "squares", "pictures", "features")}
         return replace(self, **sums, counts=counts)
 
     def divided(self, replicas: int, ranks: int) -> float:
@@ -80,32 +81,27 @@ class Worst:
 class RunLoads:
     """Of a run. text: of one micro-batch, of the replica that a mean step waits for. even: the same where replicas wait
     for one another in each micro-batch, as ZeRO's stages that gather or reduce then make them. pictures: of a mean
-    micro-batch; worst: for bytes.
+    micro-batch; passed: of a mean pass of a tower, which may be over several; worst: for bytes.
 
-    step_tokens: of all replicas, in a mean step. steps: of an epoch. named: where the loads are from. batch:
-    micro-batches whose pictures a tower takes in one pass."""
+    step_tokens: of all replicas, in a mean step. steps: of an epoch. named: where the loads are from."""
 
     text: TextLoad
     even: TextLoad
     pictures: PictureLoad
+    passed: PictureLoad
     worst: Worst
     step_tokens: float
     steps: int
     samples: int
     named: str
-    batch: int = 1
-
-    @cached_property
-    def passed(self) -> PictureLoad:
-        """Pictures of a mean pass of a tower."""
-        return self.pictures if self.batch == 1 else self.pictures.of_pass(self.batch)
 
 
 def loads_of_steps(
     steps: StepLoads, of_token: float, of_pair: float, patches_of_token: float, samples: int, batch: int = 1
 ) -> RunLoads:
     """From an epoch's steps as a run's sampler makes them. of_token, of_pair: a decoder's operations, by which the
-    slowest replica is found. patches_of_token: used where patches were not measured. batch: as `RunLoads`."""
+    slowest replica is found. patches_of_token: used where patches were not measured. batch: micro-batches of a
+    tower's pass."""
     work = steps.tokens * of_token + steps.pairs * of_pair
     count, micro_batches, replicas = steps.tokens.shape
     slowest = work.sum(axis=1).argmax(axis=1)[:, None, None]
@@ -113,18 +109,20 @@ def loads_of_steps(
     each = work.argmax(axis=2)[:, :, None]
     met = np.take_along_axis(steps.tokens, each, 2), np.take_along_axis(steps.pairs, each, 2)
     pictures = _pictures(steps, patches_of_token)
+    shown = np.add.reduceat(steps.pictures.sum(axis=2), range(0, micro_batches, batch), axis=1)
+    passed = pictures.of_pass(micro_batches, batch, tuple(shown.ravel()[:MOST_COUNTS].tolist()))
     share = _targets(steps) / max(1.0, float(steps.totals["text"].mean()))
     text, even = (TextLoad(float(t.mean()), float(p.mean()), share * float(t.mean())) for t, p in (waited, met))
     return RunLoads(
         text,
         even,
         pictures,
+        passed,
         _worst(steps, share, pictures, patches_of_token, batch),
         float(steps.tokens.sum((1, 2)).mean()),
         count,
         samples,
         f"{samples:,} samples",
-        batch,
     )
 
 
@@ -171,15 +169,17 @@ def even_loads(
     batch: int = 1,
 ) -> RunLoads:
     """Micro-batches of equal samples, before any was read. samples: in each row; tokens and so on: of one; a picture
-    in each. replicas: of the decoder; micro_batches: of a step; batch: as `RunLoads`."""
+    in each. replicas: of the decoder; micro_batches: of a step, so many of which are a tower's pass."""
     patches = round(features * patches_of_token)
     text = TextLoad(samples * tokens, samples * tokens**2, samples * targets)
     count = samples * replicas
     pictures = count * (features > 0)
     shown = PictureLoad(count * patches, count * patches**2, pictures, count * features, patches, (pictures,))
     worst = Worst(samples * tokens, samples * features, max(1, samples * targets), batch * count * patches, patches)
+    sizes = (min(batch, micro_batches - first) for first in range(0, micro_batches, batch))
+    passed = shown.of_pass(micro_batches, batch, tuple(size * pictures for size in sizes))
     named = f"{samples} samples of {tokens:,} tokens (assumed)"
-    return RunLoads(text, text, shown, worst, micro_batches * count * tokens, 0, 0, named, batch)
+    return RunLoads(text, text, shown, passed, worst, micro_batches * count * tokens, 0, 0, named)
 
 
 def tower_load(pictures: PictureLoad, degrees: Degrees, window: float) -> TowerLoad:

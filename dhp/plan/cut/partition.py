@@ -43,7 +43,9 @@ class PartUnits:
         """config: resolved."""
         self._config, self._counted = config, counted
         alone = replace(config, training=replace(config.training, vision_batch=1))  # by micro-batches of the decoder
-        self._loads: RunLoads = assumed_samples(config, counted.family).loads(alone)
+        samples = assumed_samples(config, counted.family)
+        self._loads: RunLoads = samples.loads(alone)
+        self._worst = samples.loads(config).worst
         self._machine: Machine = expected_machine(config, counted.family, self._loads)
 
     @property
@@ -118,7 +120,7 @@ class PartUnits:
 
     def _saved(self, name: str, section: PartConfig) -> list[Mapping[str, Saved]]:
         """Of each unit, by choice of recompute; where the configuration says what is recomputed, as it is."""
-        rows = (text_rows if name == DECODER else tower_rows)(self._loads.worst, degrees(section))
+        rows = (text_rows if name == DECODER else tower_rows)(self._worst, degrees(section))
         layers = len(self._counted.family.parts[name].layers.kinds)
         costs = self._counted.keeps(name, Cut.of(section)).costs(rows, range(layers))
         seconds, chosen = self._seconds(name, section), fixed_choices(section, layers)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import lcm
 
 from dhp.config.layout import read_choices
 from dhp.config.parts import DECODER, encoders, parts, resolved
@@ -29,17 +28,16 @@ MOST_MICRO_BATCHES = 64  # of a step that is played
 
 
 def count_played(asked: Question, most: int = MOST_MICRO_BATCHES) -> int:
-    """As many micro-batches as are played, in whole groups of the decoder's stages and of the encoders' passes."""
-    graph, count = asked.plan.graph, micro_batches(asked.plan.config)
-    group = lcm(len(graph.of_part(DECODER)), *map(graph.batch_of, graph.parts()))
-    return min(count, most - most % group or group)
+    """As many micro-batches as are played, in whole groups of the decoder's stages."""
+    stages, count = len(asked.plan.graph.of_part(DECODER)), micro_batches(asked.plan.config)
+    return min(count, most - most % stages or stages)
 
 
 def slowest_micro_batch(asked: Question, seconds: Mapping[str, StageSeconds]) -> float:
     """Of a further micro-batch: what the device with most work takes for it."""
-    plan = asked.plan
+    plan, count = asked.plan, micro_batches(asked.plan.config)
     return max(
-        sum(seconds[s.name].micro_batch_s / plan.graph.batch_of(s.part) for s in stages_on(plan, device))
+        sum(seconds[s.name].micro_batch_s * asked.passes(s.part) / count for s in stages_on(plan, device))
         for device in range(plan.graph.device_count())
     )
 
@@ -56,12 +54,15 @@ def count_actions(asked: Question) -> int:
 def play_step(asked: Question, seconds: Mapping[str, StageSeconds], most: int = MOST_MICRO_BATCHES) -> Timeline:
     """A step of as many micro-batches as are played."""
     plan, graph = asked.plan, asked.plan.graph
-    schedule = make_schedule(plan.config.training.schedule, graph, count_played(asked, most))
+    count, played = micro_batches(plan.config), count_played(asked, most)
+    schedule = make_schedule(plan.config.training.schedule, graph, played)
     programs = {stage.name: [a for a in schedule if a.node.stage == stage.name] for stage in graph.stages}
 
     def of(action: Action) -> float:
-        own = seconds[action.node.stage]
-        return (own.forward_s if isinstance(action, Forward) else own.backward_s)[action.node.chunk]
+        own, part = seconds[action.node.stage], graph.stage(action.node.stage).part
+        batch = graph.batch_of(part)
+        size = min(batch, played - action.micro_batch * batch) * asked.passes(part) / count  # to a mean pass
+        return size * (own.forward_s if isinstance(action, Forward) else own.backward_s)[action.node.chunk]
 
     return play(programs, graph, of, _hop(asked))
 

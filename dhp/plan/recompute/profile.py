@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from dhp.config.parts import parts
+from dhp.config.resolve import vision_batch
 from dhp.config.schema import Config
 from dhp.core.reports import LayerUsage, StageReport, StageUsage
 from dhp.plan.count.costs import LayerCost, StageCosts
@@ -94,6 +95,8 @@ def run_shape(
     """All that decides what a layer costs: runs that agree in it share their measurements. fixed: what each part
     recomputes where the configuration says it; world: its actors and degrees."""
     sizes = {"micro_batch_size": config.training.micro_batch_size, "packing": config.data.packing}
+    if vision_batch(config) > 1:
+        sizes["vision_batch"] = vision_batch(config)
     pixels = {
         "min_pixels": config.data.min_pixels,
         "max_pixels": config.data.max_pixels,

@@ -54,8 +54,8 @@ def needs_of(one: Candidate, counted: Counted, machine: Machine, samples: float)
     loads, count = found.loads, found.micro_batches
     pixels = loads.pictures.patches * count * PATCH_PIXELS
     readers = max(1, ceil((pixels / PIXELS_S + samples * SAMPLE_S) / found.step_s))
-    # A micro-batch's pixels (2 bytes a value, 3 colours) and features, twice as one is handed on while one is used.
-    handed = AHEAD * loads.pictures.patches * PATCH_PIXELS * 3 * 2 + AHEAD * loads.step_tokens / count * 64
+    # A pass's pixels (2 bytes a value, 3 colours) and features, twice as one is handed on while one is used.
+    handed = AHEAD * loads.passed.patches * PATCH_PIXELS * 3 * 2 + AHEAD * loads.step_tokens / count * 64
     processes = sum(stage.degrees.world for stage in one.plan.graph.stages)
     moments = sum(one.found.memory[s.name].states.host * s.degrees.world for s in one.plan.graph.stages)
     batch = AHEAD * pixels * 3 * 4

@@ -250,7 +250,7 @@ class Scorer:
         layouts = [own.layout for own in fixed]
         rates = self._rates(layouts[0])
         loads = [self._loads(layout, rows) for layout in layouts]
-        shared = 1 if layouts[0].part == DECODER else rows.batch
+        passes = rows.micro_batches if layouts[0].part == DECODER else -(-rows.micro_batches // rows.batch)
         turns = stacked([self._turns(own, load, choices, rates) for own, load in zip(fixed, loads, strict=True)])
         times = unit_times(turns, np.stack([own.exchanges for own in fixed]), back, rates.ahead)
         of_rows = np.array([self._rows(layout, load) for layout, load in zip(layouts, loads, strict=True)])
@@ -260,7 +260,7 @@ class Scorer:
         for count in np.unique(stages):
             at = np.flatnonzero(stages == count)
             runs = self._runs(fixed[int(at[0])], int(count), choices)
-            found[0, at] = np.einsum("rk,nkc->nrc", runs.counts, times[at]).max(axis=1) / shared
+            found[0, at] = np.einsum("rk,nkc->nrc", runs.counts, times[at]).max(axis=1) * passes / rows.micro_batches
             if trains:
                 hidden = self._hidden_s(turns.back[at] @ runs.layers, sums_s[at], rates)
                 found[1, at] = (once_s[at] + hidden)[:, None]

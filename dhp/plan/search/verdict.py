@@ -11,7 +11,7 @@ from dhp.config.command_line import with_words
 from dhp.config.devices import GIB
 from dhp.config.layout import DEGREES, OFFERED, resolve_part
 from dhp.config.parts import DECODER, parts, resolved, sections
-from dhp.config.resolve import resolve
+from dhp.config.resolve import resolve, vision_batch
 from dhp.config.schema import Config
 from dhp.core.errors import DhpError
 from dhp.core.parameters import FORMS
@@ -92,6 +92,8 @@ def _smaller(config: Config, part: str) -> Iterator[str]:
     yield from (f"{part}.state_bytes={form}" for form in FORMS if form < section.state_bytes)
     if rows % 2 == 0:
         yield f"training.micro_batch_size={rows // 2}"
+    if part != DECODER and vision_batch(config) > 1:
+        yield f"training.vision_batch={vision_batch(config) // 2}"
 
 
 def _changed(plan: RunPlan, change: str) -> Forecast | None:

@@ -287,6 +287,15 @@ def test_the_transport_follows_from_where_the_actors_are(
     assert choose_transport(asked, "a, b", nodes, gpus, per_gpu) == chosen
 
 
+def test_passes_over_several_micro_batches_do_not_go_by_nccl_between_gpus() -> None:
+    assert choose_transport("auto", "a", 1, 8, 1, passes=True) == "shared_memory"
+    assert choose_transport("auto", "a, b", 2, 16, 1, passes=True) == "object_store"
+    assert choose_transport("auto", "a", 1, 1, 2, passes=True) == "cuda_ipc"
+    assert choose_transport("nccl", "a", 1, 0, 0, passes=True) == "nccl"  # by gloo
+    with pytest.raises(ConfigError, match="nccl with training.vision_batch above 1"):
+        choose_transport("nccl", "a", 1, 8, 1, passes=True)
+
+
 @pytest.mark.parametrize(
     ("asked", "nodes", "gpus", "told"),
     [

@@ -144,6 +144,26 @@ def test_a_pass_of_the_tower_holds_all_of_its_micro_batches_and_takes_fewer_call
     assert whole.busy_s["vision"] == pytest.approx(each.busy_s["vision"])
 
 
+def test_a_last_pass_of_fewer_micro_batches_takes_less(made_model: str) -> None:
+    """Of four micro-batches in passes of three: the same work as in passes of two, in as many passes."""
+    rows = (*ONE, "training.batch_size=8", "training.micro_batch_size=2")
+    two, three = (ask(plan_run(config_of(made_model, *rows, f"training.vision_batch={batch}"))) for batch in (2, 3))
+    assert two.passes == three.passes == {"vision": 2, "text": 4}
+    assert three.busy_s["vision"] == pytest.approx(two.busy_s["vision"]) and three.step_s == pytest.approx(two.step_s)
+    first, last = (s for s in three.timeline.spans if s.action.node.stage == "vision" and isinstance(s.action, Forward))
+    assert (first.end_s - first.start_s) == pytest.approx(3 * (last.end_s - last.start_s))
+
+
+def test_a_pass_deals_its_pictures_out_evenly(made_model: str) -> None:
+    """A picture a micro-batch leaves one of two replicas without work; of a pass over all each has its half."""
+    replicas = ("vision.num_actors=2", "vision.parallelism=data", "vision.zero_stage=0", "text.num_actors=1")
+    rows = (*replicas, "text.tensor=1", "training.batch_size=4", "training.micro_batch_size=1")
+    each, whole = (
+        ask(plan_run(config_of(made_model, *rows, f"training.vision_batch={batch}"))) for batch in (1, "null")
+    )
+    assert each.busy_s["vision"] > 1.9 * whole.busy_s["vision"] > 0
+
+
 def test_a_budget_is_filled_with_what_saves_most(four_layers_model: str) -> None:
     choose = ("text.recompute=auto", "vision.recompute=none", "cluster.device=cpu")
     least = ask(plan_run(config_of(four_layers_model, *ONE, "text.recompute=all", "vision.recompute=none")))
