@@ -100,6 +100,8 @@ EXPERIMENTS = (
     Experiment("sight", "Does a run learn from the picture, in every layout alike?", 90, processes=4),
     Experiment("stages_on_off", "What do stages 3 and 4 of a curriculum give on held-out samples?", 25,
         quick="--ways 'without 3 and 4' --steps 2 --last-steps 4 --samples 8", quick_minutes=0.8, processes=4),
+    Experiment("text_ratio", "How much of its decoder's speed does a vision-language step have?", 30,
+        quick="--rounds 1 --layouts 1+1 --pictures 4 --shares 0.3 --only even", quick_minutes=0.7, processes=4),
     Experiment("throughput", "How many patches a second, by layout and length of a picture?", 1,
         quick="--layouts SP+TP --sizes 1k", processes=1),
     Experiment("two_hosts", "With slow links between hosts: ring, Ulysses or both?", 15,

@@ -46,7 +46,7 @@ class TrainingConfig:
     stage, which wait less for one another; micro-batches a multiple of text.pipeline). All give the same gradients."""
 
     vision_batch: Optional[int] = key(1, resume=BESIDE)
-    """Micro-batches whose pictures (and clips of sound) encoders take in one pass, dealt out evenly over all of their
+    """Micro-batches whose pictures (and clips of sound) encoders take in one pass, assigned evenly to all of their
     actors; a step's last pass takes those that are left. Features wait until the decoder takes them, and the pass goes
     back once, when all of its gradients are there: fewer calls and fuller ones, for that many times the activations of
     an encoder. Null: those of the whole step. All give the same gradients."""

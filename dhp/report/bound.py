@@ -313,7 +313,7 @@ def _uneven(record: RunRecord, name: str, stage: StageTimes, times: Times) -> It
         "samples (training.batch_size)"
     )
     if part != DECODER.part and record.config.get("training.vision_batch", 1) == 1 and _several(record.config):
-        change = "Deal out the pictures of several micro-batches at once (training.vision_batch=4, null: the step's)"
+        change = "Assign the pictures of several micro-batches at once (training.vision_batch=4, null: the step's)"
     yield Cause(
         "uneven work", share, f"uneven work of the ranks of {name} (the most {most.mean():.2f} times the mean)", change
     )
