@@ -114,6 +114,7 @@ def of_case(name: str, share: float, rows: Rows, rounds: int) -> Iterator[dict[s
     samples = rows.samples(MICRO_BATCHES * degrees[1].data)
     with tempfile.TemporaryDirectory() as folder:
         model = model_of(Path(folder), share, samples, degrees)
+        work = deal(model, degrees, samples, 1).info.flops
         graph = pair_of(load_family(model), *degrees)
         settings = {stage: settings_of(graph, stage, model, UPDATE) for stage in (VISION, TEXT)}
         threads = max(1, (os.cpu_count() or 1) // degrees[1].world)
@@ -130,14 +131,12 @@ def of_case(name: str, share: float, rows: Rows, rounds: int) -> Iterator[dict[s
                 for way, (own, of_way, order, batch_refs) in steps.items():
                     seconds, _reports = timed(own, of_way, order, batch_refs, 1)
                     found.setdefault(way, []).append(seconds[0])
-    data = deal(model, degrees, samples, 1)
-    work = {part: data.info.flops[part] for part in (VISION, TEXT)}
     ideal = 1 + work[VISION] / work[TEXT]
     alone = found.pop("decoder alone")
     for way, seconds in found.items():
         ratios = [one / other for one, other in zip(alone, seconds, strict=True)]
         yield {
-            "layout": name, "pictures": rows.pictures, "even": rows.even, "tower_share": round(_share(data), 3),
+            "layout": name, "pictures": rows.pictures, "even": rows.even, "tower_share": round(1 - 1 / ideal, 3),
             "way": way, "step_s": round(median(seconds), 4), "decoder_s": round(median(alone), 4),
             "ratio": round(median(ratios), 4), "efficiency": round(ideal * median(ratios), 4), "rounds": rounds,
         }  # fmt: skip
