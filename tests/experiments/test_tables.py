@@ -35,7 +35,7 @@ def finetuning() -> Lines:
 
 def driver_scale() -> Lines:
     for row in rows("driver_scale"):
-        seconds = [f"{row[key]:.2f}" for key in ("submit_s", "step_s")]
+        seconds = [f"{row[key]:.2f}" for key in ("submit_s", "step_s", "floor_s")]
         yield cells(row["ranks"], row["routes"], row["calls"], row["refs"], *seconds)
 
 
