@@ -131,6 +131,14 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure(f"{way}: held-out loss on long videos {{}}", way, figures.held_out(way), "")
         for way in ("all stages", "without 3", "without 4", "without 3 and 4")
     ),
+    "text_ratio": (
+        Figure("with one pass of the tower a step, efficiency with even pictures is {}", "one pass, even",
+               percent(column("efficiency", way="whole step", even=True)), "%",
+               "90% of text-only efficiency, Kimi K2.5"),
+        Figure("with uneven ones {}", "one pass, uneven",
+               percent(column("efficiency", way="whole step", even=False)), "%"),
+        Figure("with a pass a micro-batch {}", "a pass a micro-batch",
+               percent(column("efficiency", way="sequential")), "%")),
     "throughput": (
         Figure("by dry runs TP takes {} SP+TP's step of a sample", "TP over SP+TP, planned",
                ratio("patches_s", {"layout": "SP+TP", "device": "plan"}, {"layout": "TP", "device": "plan"}, ("size",)),

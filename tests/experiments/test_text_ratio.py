@@ -7,6 +7,7 @@ import pytest
 
 from dhp.core.axes import Degrees
 from experiments.text_ratio.__main__ import FEATURES, WORDS, Rows, as_text, deal, main, of_passes
+from tests.helpers.figures import Sentences, missing, rows
 from tests.helpers.graphs import make_graph
 
 TWO = Degrees(data=2), Degrees(data=2)
@@ -56,3 +57,25 @@ def test_a_case_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         share = row["tower_share"]
         assert row["efficiency"] == pytest.approx(row["ratio"] / (1 - share), rel=2e-3)
     assert rows[0]["command"] == f"python -m experiments.text_ratio {' '.join(asked)}"
+
+
+PAGE = "experiments/text_ratio/README.md"
+
+
+def sentences() -> Sentences:
+    found = rows("text_ratio")
+    for case in dict.fromkeys((row["layout"], row["pictures"], row["even"]) for row in found):
+        of = {row["way"]: row for row in found if (row["layout"], row["pictures"], row["even"]) == case}
+        cells = [f"{of[way]['efficiency']:.2f}" for way in ("sequential", "vision_ahead", "whole step")]
+        share, kind = f"{of['sequential']['tower_share']:.3f}", "even" if case[2] else "uneven"
+        yield (
+            PAGE,
+            f"| {case[0]} | {case[1]} | {kind} | {share} | {' | '.join(cells)} | {of['whole step']['ratio']:.2f} |",
+        )
+    for even, kind in ((True, "even pictures"), (False, "uneven ones")):
+        one = [row["efficiency"] for row in found if row["way"] == "whole step" and row["even"] is even]
+        yield PAGE, f"{min(one):.2f} to {max(one):.2f} with {kind}"
+
+
+def test_the_page_has_the_rows() -> None:
+    assert len(list(sentences())) == 14 and missing(sentences()) == []
