@@ -53,7 +53,7 @@ def test_a_case_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [row["way"] for row in rows] == ["sequential", "vision_ahead", "whole step"]
     for row in rows:
-        assert 0 < row["ratio"] < 1.5 and abs(row["tower_share"] - 0.3) < 0.05
+        assert row["ratio"] > 0 and abs(row["tower_share"] - 0.3) < 0.05
         share = row["tower_share"]
         assert row["efficiency"] == pytest.approx(row["ratio"] / (1 - share), rel=2e-3)
     assert rows[0]["command"] == f"python -m experiments.text_ratio {' '.join(asked)}"
