@@ -235,11 +235,12 @@ def loss(arguments: Sequence[str]) -> int:
 
 def _annotations_by(config: Config, key: str) -> dict[str, Annotations]:
     """The annotations of what is evaluated. Raises ConfigError where they do not have the key."""
+    from dhp.config.resolve import resolve
     from dhp.data.read.annotations import require_key
     from dhp.data.remote.places import remote_of
     from dhp.data.sampling.dataset import open_dataset
 
-    data = config.data
+    data = resolve(config).data
     opened = open_dataset(data.datasets, data.data_registry, allow_http=data.allow_http, remote=remote_of(data))
     annotations = opened.annotations()
     require_key(annotations, key, f"--by {key}")

@@ -67,8 +67,15 @@ def ask(asked: list[Row], answers: list[Row]) -> Iterable[Row]:
 
 
 def relabel(rows: list[Row]) -> Iterable[Row]:
-    """A sample for each picture, whose answer is left to the model; its caption stands in the question."""
-    for row in rows:
+    """A sample for each row with one picture, whose answer is left to the model; its caption stands in the question.
+    Other rows are skipped, and counted."""
+    one_picture = [row for row in rows if isinstance(row.get("image"), str)]
+    if len(one_picture) < len(rows):
+        print(
+            f"{len(rows) - len(one_picture)} of {len(rows)} rows do not have exactly one picture: skipped",
+            file=sys.stderr,
+        )
+    for row in one_picture:
         words = TAG.sub("", row["conversations"][-1]["value"]).strip()
         shown = {"about": {"image": row["image"]}, "kind": "caption", "image": row["image"]}
         yield shown | {"conversations": _turns(f"<image>\n{PICTURE.format(words=words)}", "?")}

@@ -43,7 +43,7 @@ class Pair:
             filled = rows.micro_batches + text.pipeline + vision.pipeline - 2
             return filled * (text.micro_batch_s + vision.micro_batch_s) + text.once_s + vision.once_s
         slower = max(text.micro_batch_s, vision.micro_batch_s)
-        fill = text.pipeline * text.micro_batch_s + vision.pipeline * rows.batch * vision.micro_batch_s
+        fill = text.pipeline * text.micro_batch_s + vision.pipeline * vision.rows.batch * vision.micro_batch_s
         return (rows.micro_batches - 1) * slower + fill + max(text.once_s, vision.once_s)
 
     @property

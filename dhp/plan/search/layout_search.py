@@ -16,7 +16,7 @@ from dhp.plan.count.row_bytes import CHOICES
 from dhp.plan.cut.units import Numbers
 from dhp.plan.search.candidates import Candidate, Pair, Pairs, evaluate, firsts, join, ranked, settings_of
 from dhp.plan.search.layouts import PartLayout, Refused, part_layouts
-from dhp.plan.search.scorer import Scores
+from dhp.plan.search.scorer import Rows, Scores
 from dhp.plan.search.space import Scored, Space
 
 FORECASTS = 20  # made of a search's best
@@ -140,6 +140,7 @@ def _scores(space: Space, layouts: Mapping[str, Sequence[PartLayout]], refused: 
     for layout in layouts[DECODER]:
         decoders.setdefault(layout.degrees.data, []).append(layout)
     found: list[tuple[Scores, Scores | None]] = []
+    of_decoders: dict[Rows, Scores] = {}
     towers: dict[tuple[int, int], Scores] = {}
     count = 0
     for rows in space.divisions():
@@ -147,7 +148,10 @@ def _scores(space: Space, layouts: Mapping[str, Sequence[PartLayout]], refused: 
         full = [one for one in decoders.get(rows.replicas, ()) if resolved(one.section.pipeline) <= rows.micro_batches]
         if not full or (VISION in layouts and not layouts[VISION]):
             continue
-        texts = space.scorer.scores(full, replace(rows, batch=1), choices[DECODER])
+        plain = replace(rows, batch=1)
+        if plain not in of_decoders:
+            of_decoders[plain] = space.scorer.scores(full, plain, choices[DECODER])
+        texts = of_decoders[plain]
         passes = (rows.micro_batches, rows.batch)
         if VISION in layouts and passes not in towers:
             towers[passes] = space.scorer.scores(layouts[VISION], rows, choices[VISION])
