@@ -273,7 +273,7 @@ class Cluster:
             common = self._common(choose_backend(plan.bundles_per_gpu), topology.threads(slots))
             self.threads: int = common["threads"]
             common["shares_gpu"] = any(slot.gpus < 1 for of_stage in plan.slots.values() for slot in of_stage)
-            passes = any(edge.batch > 1 and edge.gradients for edge in layout.graph.edges)
+            passes = layout.graph.gradients_merge
             where = topology.describe(slots), len(topology.nodes)
             common["transport"] = choose_transport(layout.transport, *where, plan.gpus, plan.bundles_per_gpu, passes)
             self.linked = common["transport"] == NCCL

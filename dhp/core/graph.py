@@ -253,6 +253,11 @@ class StageGraph:
         """Micro-batches of the decoder that are one of a part."""
         return max((e.batch for e in self.edges if self.stage(e.source.stage).part == part), default=1)
 
+    @property
+    def gradients_merge(self) -> bool:
+        """Whether gradients of several micro-batches of a target go back to its source at once."""
+        return any(edge.batch > 1 and edge.gradients for edge in self.edges)
+
     def ranks_of(self, part: str) -> int:
         """Ranks of all stages of a part."""
         return sum(stage.degrees.world for stage in self.of_part(part))

@@ -82,9 +82,7 @@ class RankGroup(Protocol):
 
 MOST_OF_A_CALL = 8  # micro-batches: calls are what a run's progress is seen by
 
-Pairs = list[
-    list[tuple[Edge, int, int, int]]
-]  # for each shard of a stage, (edge, micro-batch of target, source, target)
+Pairs = list[list[tuple[Edge, int, int, int]]]  # by shard of a stage: edge, micro-batch of target, source, target
 Sent = dict[tuple[Edge, int], dict[tuple[int, int], Ref]]  # by edge and micro-batch of its target, by route's pair
 
 

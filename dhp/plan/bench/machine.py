@@ -82,6 +82,14 @@ class Machine:
             )
         return self.rates[name]
 
+    def channel(self, merged: bool) -> Channel:
+        """Of a hand-over. merged: gradients of several micro-batches go back at once (`StageGraph.gradients_merge`),
+        for which several GPUs do not use the link between them (`dhp.cluster.gpus.choose_transport`)."""
+        host = find_link(HANDOVER)
+        if not (merged and self.contexts and self.count > 1) or self.handover.bytes_s <= host.bytes_s:
+            return self.handover
+        return Channel(host.bytes_s, host.latency.value)
+
     def __str__(self) -> str:
         nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}"
         return f"{self.count} × {self.name} of {self.memory_bytes / GIB:.0f} GiB ({nodes})"

@@ -69,7 +69,7 @@ def play_step(asked: Question, seconds: Mapping[str, StageSeconds], most: int = 
 
 def _hop(asked: Question) -> Callable[[Edge, bool], float]:
     """Seconds of a hand-over between two stages: what one rank sends."""
-    plan, loads, hand = asked.plan, asked.loads, asked.machine.handover
+    plan, loads, hand = asked.plan, asked.loads, asked.machine.channel(asked.plan.graph.gradients_merge)
     sections = parts(plan.config)
 
     def hop(edge: Edge, back: bool) -> float:

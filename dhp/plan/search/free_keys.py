@@ -10,6 +10,7 @@ from dhp.config.roles import SEARCHED as SEARCHED_KEY
 from dhp.config.roles import keys_with
 from dhp.config.schema import Config, PartConfig
 from dhp.core.errors import ConfigError
+from dhp.core.graph import NCCL
 from dhp.core.text import did_you_mean, nearest
 from dhp.plan.batches import rows_by_tokens
 
@@ -160,7 +161,8 @@ def _chooses(part: PartConfig) -> bool:
 
 def _without_choice(config: Config) -> set[str]:
     alone = {name for name, part in parts(config).items() if part.compile or part.lora.quantization is not None}
-    return {f"{name}.{RECOMPUTE}" for name in alone}
+    passes = {PASSES} if config.cluster.transport == NCCL else set()  # which several GPUs refuse with it above 1
+    return {f"{name}.{RECOMPUTE}" for name in alone} | passes
 
 
 def _check_names(what: str, names: Collection[str], known: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dhp.config.command_line import compose_config
+from dhp.config.devices import find_link
 from dhp.config.parts import parts
 from dhp.config.resolve import micro_batches, resolve, vision_batch
 from dhp.config.schema import PartConfig
@@ -20,6 +21,7 @@ from dhp.engine.encoder_engine import EncoderEngine
 from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
 from dhp.models.shape import PartShape, hidden_matrices
+from dhp.plan.bench.machine import HANDOVER as BY_HOST
 from dhp.plan.bench.machine import Machine, assumed_cpu
 from dhp.plan.count.costs import LayerCost, StageCosts
 from dhp.plan.count.counted_model import Counted, Cut
@@ -142,6 +144,20 @@ def test_a_pass_of_the_tower_holds_all_of_its_micro_batches_and_takes_fewer_call
     assert whole.kinds()["products"] == pytest.approx(each.kinds()["products"])
     assert (each.passes, whole.passes) == ({"vision": 4, "text": 4}, {"vision": 1, "text": 4})
     assert whole.busy_s["vision"] == pytest.approx(each.busy_s["vision"])
+
+
+def test_gradients_of_a_pass_go_by_way_of_the_host_between_gpus(made_model: str) -> None:
+    """As the run's transport does then; with one pass a micro-batch, and without gradients, by the link."""
+    link, rows = Channel(1e15), ("training.batch_size=8", "training.micro_batch_size=2")
+    host, gpus = find_link(BY_HOST).bytes_s, machine(handover=link, contexts=True)
+
+    def rate(made: Machine, batch: int, *more: str) -> float:
+        plan = plan_run(config_of(made_model, *APART, *rows, f"training.vision_batch={batch}", *more))
+        return made.channel(plan.graph.gradients_merge).bytes_s
+
+    assert rate(gpus, 2) == host < link.bytes_s
+    assert rate(gpus, 1) == rate(gpus, 2, *FROZEN_TOWER) == link.bytes_s
+    assert rate(replace(gpus, count=1), 2) == rate(replace(gpus, contexts=False), 2) == link.bytes_s
 
 
 def test_a_last_pass_of_fewer_micro_batches_takes_less(made_model: str) -> None:

@@ -31,7 +31,17 @@ from dhp.plan.count.samples import EqualSamples, Samples
 from dhp.plan.forecast.forecast import Forecast
 from dhp.plan.run_plan import plan_run
 from dhp.plan.search.candidates import Pair, evaluate, firsts, join, ranked, settings_of
-from dhp.plan.search.free_keys import ALL, ROWS, SCHEDULE, find_held, freed, held_keys, one_actor_each, with_settings
+from dhp.plan.search.free_keys import (
+    ALL,
+    PASSES,
+    ROWS,
+    SCHEDULE,
+    find_held,
+    freed,
+    held_keys,
+    one_actor_each,
+    with_settings,
+)
 from dhp.plan.search.inverse import _first, _last
 from dhp.plan.search.layout_search import Found, search
 from dhp.plan.search.layouts import PartLayout, PlanChecks, Refused, part_layouts
@@ -333,6 +343,12 @@ def test_passes_of_the_tower_are_searched_unless_they_are_held(made_model: str) 
     assert [(rows.micro_batches, rows.batch) for rows in held.divisions()] == [(4, 4), (2, 2)]
     many = replace(space.config, training=replace(space.config.training, batch_size=32))
     assert [rows.batch for rows in replace(space, config=many).divisions()] == [1, 4, 8, 1, 4]
+
+
+def test_passes_of_the_tower_are_not_searched_where_the_transport_refuses_them() -> None:
+    config = compose_config("tiny")
+    assert PASSES not in find_held(config).keys
+    assert PASSES in find_held(replace(config, cluster=replace(config.cluster, transport="nccl"))).keys
 
 
 def test_the_command_line_is_kept() -> None:

@@ -34,6 +34,15 @@ def test_each_change_is_told_with_what_its_forecast_has_less(tiny_assets: Path, 
         assert less == binary_size(now.peak.total - made.peak.total)
 
 
+def test_a_tower_out_of_memory_is_offered_smaller_passes(tiny_assets: Path, tmp_path: Path) -> None:
+    whole = plan_of(tiny_assets, tmp_path / "run", "training.batch_size=8", "training.vision_batch=null")
+    count = max(edge.batch for edge in whole.graph.edges)
+    assert count > 1 and f"training.vision_batch={count // 2} " in relief(whole, "vision")
+    assert "vision_batch" not in relief(whole, "text")
+    each = plan_of(tiny_assets, tmp_path / "run", "training.batch_size=8")
+    assert "vision_batch" not in relief(each, "vision")
+
+
 def test_what_is_in_force_or_cannot_be_is_not_told(tiny_assets: Path, tmp_path: Path) -> None:
     least = ("text.recompute=full", "text.state_bytes=10", "training.micro_batch_size=1")
     assert relief(plan_of(tiny_assets, tmp_path / "run", *least), "text") == ""
