@@ -79,6 +79,13 @@ def test_a_picture_is_described_anew() -> None:
     )
 
 
+def test_rows_without_exactly_one_picture_are_skipped_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    talk = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "A field."}]
+    rows = [{"image": name, "conversations": talk} for name in ("a.png", ["b.png", "c.png"], "d.png")]
+    assert [row["image"] for row in relabel([*rows, {"conversations": talk}])] == ["a.png", "d.png"]
+    assert capsys.readouterr().err == "2 of 4 rows do not have exactly one picture: skipped\n"
+
+
 def test_tags_of_files_in_an_answer_are_left_out() -> None:
     clips = [{"video": "a.mp4", "clip": [0, 10]}]
     row, _ = ask(clips, [{"answer": "A <video>field<image>."}])

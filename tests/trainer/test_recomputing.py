@@ -20,6 +20,7 @@ from dhp.models.pretrained import config_source
 from dhp.plan.batches import feed_settings
 from dhp.plan.count.costs import StageCosts, arrange
 from dhp.plan.recompute.planner import PATIENCE
+from dhp.plan.recompute.profile import run_shape
 from dhp.plan.run_plan import plan_run
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
@@ -177,6 +178,18 @@ def reserved(usages: dict[str, StageUsage | None], **most: int) -> dict[str, lis
     report = StageReport(0, 1.0, 1.0, {}, None, {})
     of = {stage: replace(report, usage=usage, memory_bytes=most[stage]) for stage, usage in usages.items()}
     return {stage: [replace(one, memory_bytes=7, usage=None), one] for stage, one in of.items()}
+
+
+def test_runs_that_differ_in_passes_of_the_tower_share_no_measurements() -> None:
+    rows = ["training.batch_size=8", "training.micro_batch_size=2"]
+    each, two, whole = (
+        run_shape(
+            resolve(compose_config("tiny", overrides=[*rows, f"training.vision_batch={batch}"])), "cpu", {}, {}, {}
+        )
+        for batch in (1, 2, "null")
+    )
+    assert "vision_batch" not in each  # as what was measured before there were passes
+    assert each != two and two["vision_batch"] == 2 and whole["vision_batch"] == 4
 
 
 def test_what_is_left_of_the_fullest_device() -> None:
