@@ -15,9 +15,9 @@ from dhp.batch.assign_images import SAME_DEVICE, Locality, assign_longest_first,
 from dhp.batch.reader import BatchReader, BatchReaderSettings, make_reader, open_datasets
 from dhp.config.parts import resolved
 from dhp.config.ranges import BALANCE, with_plugins
-from dhp.config.resolve import micro_batches
 from dhp.config.rules import FILLING
 from dhp.config.schema import Config
+from dhp.config.steps import micro_batches
 from dhp.core.errors import DataError
 from dhp.core.text import aligned
 from dhp.data.balance.methods import choose_method

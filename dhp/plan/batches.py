@@ -11,9 +11,9 @@ import numpy as np
 
 from dhp.batch.assign_images import Locality
 from dhp.config.parts import decoder, degrees, encoders, model_name, resolved
-from dhp.config.resolve import micro_batches, vision_batch
 from dhp.config.rules import FILLING
 from dhp.config.schema import Config, PartConfig
+from dhp.config.steps import micro_batches, vision_batch
 from dhp.core.batch import FeatureSettings
 from dhp.data.balance.packs import Loads
 from dhp.data.sample.chat import read_template

@@ -7,8 +7,8 @@ from dhp.config.layout import check_mlp_chunks
 from dhp.config.model_rules import check_layers, check_runs
 from dhp.config.parts import decoder, parts, resolved
 from dhp.config.ranges import INTERLEAVED
-from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config, PartConfig
+from dhp.config.steps import micro_batches
 from dhp.core.batch import PositionRange
 from dhp.core.errors import ConfigError
 from dhp.models.config_file import find_positions

@@ -9,8 +9,8 @@ from dhp.batch.assign_images import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
 from dhp.config.layout import read_choices
 from dhp.config.model_rules import check_cuts
 from dhp.config.parts import DECODER, degrees, parts, resolved
-from dhp.config.resolve import micro_batches, vision_batch
 from dhp.config.schema import ClusterConfig, Config, PartConfig
+from dhp.config.steps import micro_batches, vision_batch
 from dhp.core.errors import DhpError
 from dhp.core.graph import HIDDEN_STATES, Edge, Node, RankDevice, StageGraph, StageSpec, Tie
 from dhp.core.parameters import AdapterSettings, TrainingRules

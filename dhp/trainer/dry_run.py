@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from dhp.config.parts import DECODER, decoder, model_name, parts, resolved
-from dhp.config.resolve import micro_batches, vision_batch
 from dhp.config.schema import Config, PartConfig
+from dhp.config.steps import micro_batches, vision_batch
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.parameters import EXACT_STATES

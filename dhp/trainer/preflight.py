@@ -13,10 +13,11 @@ from dhp.checkpoint.resume import AUTO
 from dhp.cluster.address import SUBMITTED
 from dhp.config.layout import resolve_part
 from dhp.config.parts import HEARING, model_name, parts
-from dhp.config.resolve import check_model_dir, micro_batches, resolve
+from dhp.config.resolve import check_model_dir, resolve
 from dhp.config.rules import FLASH_ATTENTION_2
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
+from dhp.config.steps import micro_batches
 from dhp.config.vocabulary import environment_notes
 from dhp.core.errors import ConfigError, DhpError, raise_all
 from dhp.core.files import is_remote

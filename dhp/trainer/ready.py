@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dhp.config.parts import encoders, parts
-from dhp.config.resolve import micro_batches
+from dhp.config.steps import micro_batches
 from dhp.core.reports import DeviceInfo
 from dhp.observe.recorder import Recorder
 from dhp.observe.summary import Planned, PlanVersusRun

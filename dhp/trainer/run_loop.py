@@ -11,8 +11,8 @@ from typing import Any
 from dhp.checkpoint.folder import Unfinished
 from dhp.cluster.hangs.watch import wait_all
 from dhp.config.command_line import compose_config, job_overrides, to_yaml
-from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
+from dhp.config.steps import micro_batches
 from dhp.config.yaml_files import named_file
 from dhp.core.batch import Batch, StepInfo
 from dhp.core.errors import Diverged

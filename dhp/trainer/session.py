@@ -21,9 +21,10 @@ from dhp.cluster.gpus import least_memory, read_gpus
 from dhp.cluster.hangs.watch import Watched, wait_all
 from dhp.cluster.transport.shared_memory import RemoteValue
 from dhp.config.parts import DECODER, model_name, parts
-from dhp.config.resolve import collective_timeout_s, micro_batches
+from dhp.config.resolve import collective_timeout_s
 from dhp.config.run_dir import make_run_dir, replaces_checkpoints, run_directory
 from dhp.config.schema import Config
+from dhp.config.steps import micro_batches
 from dhp.core.batch import Batch, StepInfo
 from dhp.core.graph import StageGraph
 from dhp.core.locks import fenced

@@ -12,10 +12,10 @@ from typing import Any
 from dhp.checkpoint.resume import CONTENTS, OPTIMIZER, RECIPE, Start
 from dhp.config.parts import DECODER, encoders, model_name, parts, read_datasets, resolved, split_share
 from dhp.config.ranges import CONSTANT, STABLE, decay_steps
-from dhp.config.resolve import warmup_steps
 from dhp.config.roles import FREE, keys_with
 from dhp.config.roles import RECIPE as RECIPE_KEY
 from dhp.config.schema import Config, PartConfig
+from dhp.config.steps import warmup_steps
 from dhp.config.training import TrainingConfig
 from dhp.core.batch import KeepSettings
 from dhp.core.files import fingerprint, fingerprint_of, is_remote

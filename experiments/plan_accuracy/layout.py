@@ -12,7 +12,8 @@ import ray
 from dhp.batch.reader import BatchReader
 from dhp.batch.row_shards import NO_DRAWS
 from dhp.config.command_line import compose_config
-from dhp.config.resolve import micro_batches, resolve
+from dhp.config.resolve import resolve
+from dhp.config.steps import micro_batches
 from dhp.core.batch import StepData
 from dhp.data.sample.sample import Sample
 from dhp.plan.batches import batch_layout, feed_settings

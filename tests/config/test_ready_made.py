@@ -5,7 +5,8 @@ import pytest
 from dhp.config.command_line import compose_config
 from dhp.config.devices import nodes
 from dhp.config.layout import DEGREES
-from dhp.config.resolve import micro_batches, resolve
+from dhp.config.resolve import resolve
+from dhp.config.steps import micro_batches
 from dhp.core.errors import ConfigError
 from dhp.models.pretrained import config_source
 from dhp.models.registry import load_family

@@ -11,7 +11,7 @@ from dhp.config.generate_request import unbalanced
 from dhp.config.keys import find_key
 from dhp.config.parts import parts
 from dhp.config.ranges import DECAYS, LR_SCHEDULES, check_learning_rate, decay_steps
-from dhp.config.resolve import check_model_dir, collective_timeout_s, micro_batches, resolve, vision_batch, warmup_steps
+from dhp.config.resolve import check_model_dir, collective_timeout_s, resolve
 from dhp.config.schema import ClusterConfig, Config, LoraConfig, PartConfig
 from dhp.config.training import GroupConfig, TrainingConfig
 from dhp.core.errors import ConfigError
@@ -434,35 +434,6 @@ def test_the_given_config_stays_as_it_was():
 def test_resolving_twice_changes_nothing():
     once = resolve(config(text__parallelism="tensor", text__num_actors=4, text__data=2))
     assert resolve(once) == once
-
-
-def test_micro_batches():
-    changes = {"text__parallelism": "data", "text__num_actors": 2}
-    assert micro_batches(resolve(config(training__batch_size=12, training__micro_batch_size=3, **changes))) == 2
-
-
-@pytest.mark.parametrize(("given", "batch"), [(1, 1), (4, 4), (6, 6), (9, 6), (None, 6)])
-def test_micro_batches_of_a_pass_of_the_tower(given, batch):
-    asked = config(training__batch_size=6, training__micro_batch_size=1, training__vision_batch=given)
-    assert vision_batch(resolve(asked)) == batch
-
-
-def test_a_pass_of_no_micro_batch_is_refused():
-    with pytest.raises(ConfigError, match="training.vision_batch=0"):
-        resolve(config(training__vision_batch=0))
-
-
-@pytest.mark.parametrize(
-    ("ratio", "steps", "total", "expected"),
-    [(0.0, None, 60, 0), (0.03, None, 60, 2), (1.0, None, 7, 7), (0.5, 3, 60, 3), (0.5, 0, 60, 0)],
-)
-def test_warmup_steps(ratio, steps, total, expected):
-    assert warmup_steps(config(training__warmup_ratio=ratio, training__warmup_steps=steps), total) == expected
-
-
-def test_a_warmup_longer_than_the_run_is_refused():
-    with pytest.raises(ConfigError, match=r"warmup_steps\(9\) > steps\(8\)"):
-        warmup_steps(config(training__warmup_steps=9), 8)
 
 
 def test_model_directories(tmp_path, monkeypatch):

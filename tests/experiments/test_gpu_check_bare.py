@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from experiments.gpu_check.probe import USED
 from experiments.gpu_check.rows import SECTIONS, UNANSWERED
 
 ROOT = Path(__file__).parents[2]
@@ -36,15 +37,27 @@ sys.meta_path.insert(0, Absent())
 """
 
 
+def _bare(folder: Path) -> dict[str, str]:
+    """The environment of a process that finds none of `ABSENT`."""
+    (folder / "sitecustomize.py").write_text(BARE)
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def test_what_rows_use_is_imported_on_a_bare_machine(tmp_path: Path) -> None:
+    modules = ", ".join(["experiments.gpu_check.stand_ins", *USED])  # the stand-ins first: for what needs Ray
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {modules}"], cwd=ROOT, env=_bare(tmp_path), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_rows_are_found_on_a_bare_machine(tmp_path: Path) -> None:
     """The command itself, in processes that find no other package than torch's and transformers': a row of each
     section."""
-    (tmp_path / "sitecustomize.py").write_text(BARE)
     out = tmp_path / "results" / "gpu.jsonl"
     command = [sys.executable, "-m", "experiments.gpu_check", "--device", "cpu", "--out", str(out), "--only", *QUICK]
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=_bare(tmp_path), capture_output=True, text=True)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("\n") == len(rows)

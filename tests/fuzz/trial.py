@@ -18,8 +18,8 @@ from dhp.batch.collate import Collator
 from dhp.batch.shard import BatchSharder
 from dhp.config.command_line import compose_config
 from dhp.config.parts import decoder, parts
-from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
+from dhp.config.steps import micro_batches
 from dhp.core.batch import Batch
 from dhp.core.errors import ConfigError, DhpError
 from dhp.core.graph import StageGraph

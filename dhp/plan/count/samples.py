@@ -12,8 +12,8 @@ import numpy as np
 
 from dhp.config.model_rules import shares_sequence
 from dhp.config.parts import decoder, encoders, resolved
-from dhp.config.resolve import micro_batches, vision_batch
 from dhp.config.schema import Config
+from dhp.config.steps import micro_batches, vision_batch
 from dhp.core.errors import ConfigError
 from dhp.data.balance.packs import Loads
 from dhp.models.family import Family

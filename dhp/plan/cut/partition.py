@@ -12,8 +12,8 @@ from dhp.config.layout import BMP, EXACT, LAYERS, PARAMETERS, read_choices
 from dhp.config.model_rules import check_runs
 from dhp.config.parts import DECODER, decoder, degrees, encoders, parts, resolved
 from dhp.config.ranges import INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL
-from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config, PartConfig
+from dhp.config.steps import micro_batches
 from dhp.core.errors import ConfigError, ModelError
 from dhp.models.family import VISION
 from dhp.plan.batches import assumed_rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from dhp.config.layout import read_choices
 from dhp.config.parts import DECODER, encoders, parts, resolved
-from dhp.config.resolve import micro_batches
+from dhp.config.steps import micro_batches
 from dhp.core.errors import ConfigError
 from dhp.core.graph import Edge, StageSpec
 from dhp.core.reports import RecomputePolicies

@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 from dhp.config.parts import parts
-from dhp.config.resolve import vision_batch
 from dhp.config.schema import Config
+from dhp.config.steps import vision_batch
 from dhp.core.reports import LayerUsage, StageReport, StageUsage
 from dhp.plan.count.costs import LayerCost, StageCosts
 

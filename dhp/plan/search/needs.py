@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import ceil, sqrt
 
 from dhp.config.parts import DECODER, encoders, parts
-from dhp.config.resolve import micro_batches
 from dhp.config.schema import PartConfig
+from dhp.config.steps import micro_batches
 from dhp.core.axes import AXES
 from dhp.core.graph import StageSpec
 from dhp.core.parameters import BFLOAT16, FORMS, MOMENTS, SUM

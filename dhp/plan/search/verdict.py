@@ -11,8 +11,9 @@ from dhp.config.command_line import with_words
 from dhp.config.devices import GIB
 from dhp.config.layout import DEGREES, OFFERED, resolve_part
 from dhp.config.parts import DECODER, parts, resolved, sections
-from dhp.config.resolve import resolve, vision_batch
+from dhp.config.resolve import resolve
 from dhp.config.schema import Config
+from dhp.config.steps import vision_batch
 from dhp.core.errors import DhpError
 from dhp.core.parameters import FORMS
 from dhp.core.text import binary_size

@@ -10,8 +10,9 @@ import pytest
 from dhp.config.command_line import compose_config
 from dhp.config.devices import find_link
 from dhp.config.parts import parts
-from dhp.config.resolve import micro_batches, resolve, vision_batch
+from dhp.config.resolve import resolve
 from dhp.config.schema import PartConfig
+from dhp.config.steps import micro_batches, vision_batch
 from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError, ModelError
