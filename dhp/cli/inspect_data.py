@@ -21,6 +21,7 @@ from dhp.config.steps import micro_batches
 from dhp.core.errors import DataError
 from dhp.core.text import aligned
 from dhp.data.balance.methods import choose_method
+from dhp.data.balance.micro_batches import EVENED, even_micro_batches
 from dhp.data.balance.packs import BalanceMetrics, Limits, Loads, Packs, measure_balance
 from dhp.data.read.annotations import Annotations, require_key
 from dhp.data.sampling.length_table import RowChunk
@@ -248,9 +249,9 @@ def inspect_data(config: Config, out: Path, decode: bool, by: str = "") -> None:
     for line in unreached(config, loads):
         print(line)
     _tell_balance(rows, config)
-    packs = choose_method(config.data.balance, config.data.long_tokens)(
-        loads, _limits(config, settings, loads), _rows(config), config.seed
-    )
+    method = choose_method(config.data.balance, config.data.long_tokens)
+    packs = method(loads, _limits(config, settings, loads), _rows(config), config.seed)
+    packs = _in_micro_batches(packs, loads, config.data.balance, config)
     for line in locality_table(packs, loads, _locality(config)):
         print(line)
     table = Table(feed.lengths.columns(np.arange(feed.dataset_size), 0))
@@ -362,8 +363,15 @@ def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterat
         packs = method(loads, limits, rows, config.seed)
         seconds = time.perf_counter() - start
         padded = name not in FILLING and not config.data.packing
+        packs = _in_micro_batches(packs, loads, name, config)
         balance: BalanceMetrics = measure_balance(packs, loads, replicas, padded)
         yield {"method": name, "steps": -(-len(packs) // rows), **asdict(balance), "seconds": round(seconds, 3)}
+
+
+def _in_micro_batches(packs: Packs, loads: Loads, method: str, config: Config) -> Packs:
+    """Rows in the order in which a run's micro-batches have them."""
+    evened = method in EVENED
+    return even_micro_batches(packs, loads.vision, _rows(config), resolved(config.text.data)) if evened else packs
 
 
 def _tell_balance(rows: Sequence[Mapping[str, float | str]], config: Config) -> None:

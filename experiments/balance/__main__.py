@@ -19,6 +19,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from dhp.data.balance.methods import BALANCE_METHODS as METHODS
 from dhp.data.balance.packs import Limits, Loads, measure_balance
 from experiments.balance.sets import least_packs, made, read, row_columns
+from experiments.balance.spread import spread_rows
 from experiments.baselines import PADDED
 
 SWEEPS = ("passes", "filters")
@@ -201,6 +202,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="samples a batch of the methods that fix it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sweep", nargs="+", choices=SWEEPS, help="ISF alone, by its settings, at the first of --dp")
+    parser.add_argument("--spread", action="store_true", help="of a step's micro-batches, at the first of --dp")
     parser.add_argument("--preprocessing", action="store_true", help="one made set by tiles, resolutions, processors")
     given = parser.parse_args()
     if given.preprocessing:
@@ -210,7 +212,9 @@ def main() -> None:
     source = ", ".join(file.stem for file in given.lengths) or MADE
     loads = read(given.lengths) if given.lengths else made(given.seed)
     limits = Limits(given.vision, given.text, given.samples)
-    if given.sweep:
+    if given.spread:
+        found = spread_rows(source, loads, limits, given.dp[0], given.seed, given.methods)
+    elif given.sweep:
         swept = (sweep_rows(sweep, source, loads, limits, given.dp[0], given.seed) for sweep in given.sweep)
         found = chain.from_iterable(swept)
     else:

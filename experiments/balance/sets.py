@@ -41,9 +41,9 @@ def row_columns(packs: Packs, loads: Loads, replicas: int, padded: bool) -> dict
     without padding; 1 is ideal."""
     text = packs.maxima(loads.text) * packs.counts if padded else packs.sums(loads.text)
     lengths = np.repeat(packs.maxima(loads.text), packs.counts) if padded else loads.text[packs.samples]
-    of_rows = np.add.reduceat(_operations(lengths), packs.starts)
+    of_rows = np.add.reduceat(operations(lengths), packs.starts)
     steps = np.pad(of_rows, (0, -len(of_rows) % replicas)).reshape(-1, replicas)
-    even = _operations(loads.text[packs.samples]).sum() / replicas
+    even = operations(loads.text[packs.samples]).sum() / replicas
     return {
         "longest_vision": int(packs.sums(loads.vision).max()),
         "longest_text": int(text.max()),
@@ -51,7 +51,8 @@ def row_columns(packs: Packs, loads: Loads, replicas: int, padded: bool) -> dict
     }
 
 
-def _operations(lengths: np.ndarray) -> np.ndarray:
+def operations(lengths: np.ndarray) -> np.ndarray:
+    """Of the decoder, for samples of so many tokens, in those of a token's matrices."""
     found: np.ndarray = lengths * (1.0 + lengths / QUADRATIC_TOKENS)
     return found
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from dhp.core.errors import DataError
 from dhp.data.balance.methods import choose_method
+from dhp.data.balance.micro_batches import EVENED, micro_batch_order
 from dhp.data.balance.packs import Limits, Loads, Packs
 from dhp.data.sampling.sampler import (
     FULLEST_FIRST,
@@ -289,7 +290,7 @@ class BalancedSampler(Sampler):
         epoch, inside = self._locate(step)
         plan = self._epoch(epoch)
         self._planner.measure(plan.due(inside), epoch)
-        width, rows = self.layout.replicas, [tuple(row.tolist()) for row in plan.rows(inside)]
+        width, rows = self.layout.replicas, [tuple(row.tolist()) for row in self._evened(plan.rows(inside), epoch)]
         rows += [()] * (self.layout.places - len(rows))
         return StepBatch(
             step=step,
@@ -298,6 +299,15 @@ class BalancedSampler(Sampler):
             samples=tuple(tuple(rows[start : start + width]) for start in range(0, len(rows), width)),
             defects=plan.defects(inside),
         )
+
+    def _evened(self, rows: list[np.ndarray], epoch: int) -> list[np.ndarray]:
+        """A step's rows in the order of its micro-batches. The plan does not know these: another number of replicas
+        goes on in it."""
+        if self._balancing.method not in EVENED or len(rows) <= self.layout.replicas:
+            return rows
+        vision = self._dataset.loads(np.concatenate(rows), epoch).vision
+        of_rows = np.add.reduceat(vision, np.cumsum([0, *map(len, rows[:-1])]))
+        return [rows[at] for at in micro_batch_order(of_rows, self.layout.replicas)]
 
     def steps(self, epochs: int) -> int:
         """As `Sampler.steps`; plans all of them."""
