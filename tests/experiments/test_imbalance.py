@@ -36,7 +36,7 @@ from experiments.imbalance.__main__ import (
 from experiments.imbalance.inject.sitecustomize import FUNCTIONS, timed
 from experiments.imbalance.training import TABLE_7, replays
 from experiments.pair import join_alone
-from tests.helpers.figures import Sentences, missing, one, rows
+from tests.helpers.figures import Sentences, cells, missing, one, rows, short
 from tests.helpers.graphs import make_graph
 
 PAPERS = "experiments/PAPERS.md"
@@ -255,3 +255,14 @@ def test_random_rows_are_padded_and_balanced_ones_are_alike(tmp_path: Path) -> N
     assert random.shape == balanced.shape == (8, 2)
     assert random.sum() > 1.1 * balanced.sum()
     assert balanced.std() / balanced.mean() < random.std() / random.mean()
+
+
+def test_the_pages_have_table_7_as_it_was_trained() -> None:
+    of_ways = [one("imbalance", row="training", way=way) for way in TABLE_7]
+    random = of_ways[0]
+    shares = [short(row["replay_s"] / random["replay_s"], 2) for row in of_ways[1:]]
+    sentences = [("experiments/PAPERS.md", f"to random: {', '.join(shares)} by replay")]
+    for row, share in zip(of_ways, ["1.00", *shares], strict=True):
+        begin = cells(row["way"], f"{row['replay_s']:.3f}", share)
+        sentences.append(("experiments/imbalance/README.md", begin))
+    assert missing(sentences) == []
