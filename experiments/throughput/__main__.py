@@ -17,6 +17,7 @@ from dhp.config.command_line import compose_config
 from dhp.config.parts import model_name, parts
 from dhp.config.resolve import resolve
 from dhp.models.pretrained import config_source
+from dhp.observe.metrics import StepMetrics
 from dhp.plan.bench.machine import expected_machine
 from dhp.plan.count.samples import EqualSamples, equal_samples
 from dhp.plan.count.state_bytes import rank_bytes
@@ -95,22 +96,33 @@ class Runs:
         self._device, self._budget = device, budget
 
     def __call__(self, cell: Cell, batch: int) -> Row | None:
-        data = self._data(cell)
-        own = [*cell.settings(batch), *self._given, *data, f"training.max_steps={STEPS}", "training.save_final=false"]
-        own += [f"cluster.device={self._device}", f"memory.accounting={str(self._device == 'cpu').lower()}"]
+        if self._budget < inf and not self._train(cell, batch, 1):  # one step tells, and samples are all alike
+            return None
+        steps = self._train(cell, batch, STEPS)
+        if not steps:
+            return None
+        peak = self._peak(steps)
+        text = steps[-1].tokens / steps[-1].samples - cell.patches / MERGED
+        return {"step_s": round(median(one.step_s for one in steps[WARM:]), 4), "gib": round(peak / 2**30, 3),
+                "text_tokens": round(text), "steps": STEPS - WARM}  # fmt: skip
+
+    def _train(self, cell: Cell, batch: int, count: int) -> Sequence[StepMetrics]:
+        """Steps of a run; none where a device has no room for them."""
+        own = [*cell.settings(batch), *self._given, *self._data(cell), f"training.max_steps={count}"]
+        own += ["training.save_final=false", f"cluster.device={self._device}"]
+        own += [f"memory.accounting={str(self._device == 'cpu').lower()}"]
         with tempfile.TemporaryDirectory(dir=self._folder) as name:
             try:
                 steps = train(self._config, Path(name) / "run", own, limit_s=3600.0)
             except RuntimeError as error:
                 if not any(word in str(error) for word in SHORT):
                     raise
-                return None
-        peak = max(sum((one.memory_bytes or one.activation_bytes or {}).values()) for one in steps)
-        if peak > self._budget:
-            return None
-        text = steps[-1].tokens / steps[-1].samples - cell.patches / MERGED
-        return {"step_s": round(median(one.step_s for one in steps[WARM:]), 4), "gib": round(peak / 2**30, 3),
-                "text_tokens": round(text), "steps": STEPS - WARM}  # fmt: skip
+                return ()
+        return steps if self._peak(steps) <= self._budget else ()
+
+    @staticmethod
+    def _peak(steps: Sequence[StepMetrics]) -> float:
+        return max(sum((one.memory_bytes or one.activation_bytes or {}).values()) for one in steps)
 
     def _data(self, cell: Cell) -> list[str]:
         """Settings of made samples: a picture each, and as many words as make the published tokens."""
