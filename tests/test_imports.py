@@ -58,7 +58,7 @@ LIBRARIES: dict[str, set[str]] = {
     "deepspeed": {"parallel.deepspeed", "parallel.optim.zero", "parallel.tensor.autotp"},
     "hydra": {"config"},
     "omegaconf": {"config"},
-    "numba": {"data.balance"},
+    "numba": {"data.balance", "data.sample.quick_patches"},
     "fsspec": {"data.remote.transfer"},
     "peft": {"models.lora", "models.export"},
     "bitsandbytes": {"models.quantized"},

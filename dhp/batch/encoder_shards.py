@@ -293,7 +293,8 @@ class Encoder:
         tower, dummy = self.tower, self.tower.dummy_patches
         positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
         run = (0, 0, dummy if tower.dummy_form is None else 1)
-        return [_Cut(tower.dummy_pixels(torch.empty(0)), positions, (dummy,), tower.dummy_form, run)]
+        pixels = tower.dummy_pixels(torch.empty(0))
+        return [_Cut(_Rows(pixels, torch.arange(len(pixels))), positions, (dummy,), tower.dummy_form, run)]
 
     def _input(
         self, sharded: EncoderShards, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]
@@ -318,18 +319,37 @@ class Encoder:
             draws=tuple(cut.draws for cut in cuts) if self._draws else (),
         )
 
-    def _join(self, pieces: Sequence[Tensor | UnreadPatches]) -> tuple[Tensor, tuple[Tensor | UnreadPatches, ...]]:
+    def _join(self, pieces: Sequence[_Rows | UnreadPatches]) -> tuple[Tensor, tuple[Tensor | UnreadPatches, ...]]:
         """All patches in one tensor, or, where some are still in a file, none and the pieces."""
-        there = [piece for piece in pieces if isinstance(piece, Tensor)]
+        there = [piece for piece in pieces if isinstance(piece, _Rows)]
+        count = sum(len(piece.rows) for piece in pieces)
         if len(there) == len(pieces):
-            return torch.cat(there).to(self._dtype), ()
-        pieces = [piece.to(self._dtype) if isinstance(piece, Tensor) else piece for piece in pieces]
-        return torch.empty(sum(map(count_patches, pieces)), 0, dtype=self._dtype), tuple(pieces)
+            joined = torch.empty(count, *there[0].held.shape[1:], dtype=self._dtype)
+            for own, piece in zip(joined.split([len(piece.rows) for piece in there]), there, strict=True):
+                piece.write(own)
+            return joined, ()
+        apart = (piece.held[piece.rows].to(self._dtype) if isinstance(piece, _Rows) else piece for piece in pieces)
+        return torch.empty(count, 0, dtype=self._dtype), tuple(apart)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a picture's patches, which are copied once."""
+
+    held: Tensor
+    rows: Tensor
+
+    def write(self, out: Tensor) -> None:
+        """Put them there. out: of as many rows."""
+        if out.dtype == self.held.dtype:
+            torch.index_select(self.held, 0, self.rows, out=out)
+        else:
+            out.copy_(self.held[self.rows])
 
 
 @dataclass(frozen=True)
 class _Cut:
-    pixels: Tensor | UnreadPatches
+    pixels: _Rows | UnreadPatches
     positions: Tensor
     window_lengths: tuple[int, ...]
     form: ProcessorOutput | None
@@ -341,7 +361,7 @@ def _cut(picture: Picture, first: int, last: int) -> _Cut:
     lengths = layout.window_lengths
     begin, end = sum(lengths[:first]), sum(lengths[:last])
     rows, held = layout.patch_order()[begin:end], picture.pixels
-    pixels = UnreadPatches(held, rows) if isinstance(held, LongVideo) else held[rows]
+    pixels = UnreadPatches(held, rows) if isinstance(held, LongVideo) else _Rows(held, rows)
     run = (picture.key, begin, end - begin) if layout.form is None else (picture.key, 0, 1)
     return _Cut(pixels, layout.positions[begin:end], lengths[first:last], layout.form, run)
 

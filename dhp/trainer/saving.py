@@ -69,7 +69,15 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None, pictu
 def picture_settings(about: Mapping[str, Any]) -> dict[str, Any]:
     """How a checkpoint's run read pictures, by keys of the configuration's section data, where they are set."""
     plain = DataConfig()
-    keys = ("min_pixels", "max_pixels", "max_tiles", "video_fps", "video_max_frames", "video_max_pixels")
+    keys = (
+        "min_pixels",
+        "max_pixels",
+        "max_tiles",
+        "reduced_jpeg",
+        "video_fps",
+        "video_max_frames",
+        "video_max_pixels",
+    )
     found = {key: about.get("settings", {}).get(RECIPE, {}).get(f"data.{key}", getattr(plain, key)) for key in keys}
     return {key: value for key, value in found.items() if value != getattr(plain, key)}
 
@@ -92,6 +100,8 @@ def _write_pictures(out_dir: Path, asked: Mapping[str, Any]) -> str:
         taking = {name: asked[key] for key, name in names.items() if key in asked}
         size = area_bounds(images, least, asked.get("video_max_pixels") or most).get("size", {})
         files, lost = set_video_arguments(out_dir, processor, taking, size)
+    if asked.get("reduced_jpeg"):
+        lost += f"{'; ' * bool(lost)}training decoded JPEG files at less than their size (data.reduced_jpeg)"
     files = [*(set_image_arguments(out_dir, arguments) if arguments else ()), *files]
     words = ", ".join(f"data.{key}={value}" for key, value in asked.items())
     notes = f"; {' and '.join(dict.fromkeys(files))} read pictures as training did ({words})" if files else ""

@@ -32,6 +32,7 @@ from experiments.throughput.cells import LAYOUTS, PATCH, SIDES, SOURCE, TEXT_TOK
 Row = dict[str, Any]
 Try = Callable[[Cell, int], Row | None]  # a batch → its figures; None: out of memory
 STEPS, WARM = 8, 3  # of a run; its first ones do not count
+CPU_STEPS, CPU_WARM = 4, 1  # nothing is compiled there
 SHORT = ("out of memory", "the stages on one GPU keep")  # words of runs that do not fit
 WORD = " dog"
 TEMPLATE = 26  # tokens that a chat template puts around a question and its answer
@@ -98,13 +99,14 @@ class Runs:
     def __call__(self, cell: Cell, batch: int) -> Row | None:
         if self._budget < inf and not self._train(cell, batch, 1):  # one step tells, and samples are all alike
             return None
-        steps = self._train(cell, batch, STEPS)
+        count, warm = (STEPS, WARM) if self._device == "cuda" else (CPU_STEPS, CPU_WARM)
+        steps = self._train(cell, batch, count)
         if not steps:
             return None
         peak = self._peak(steps)
         text = steps[-1].tokens / steps[-1].samples - cell.patches / MERGED
-        return {"step_s": round(median(one.step_s for one in steps[WARM:]), 4), "gib": round(peak / 2**30, 3),
-                "text_tokens": round(text), "steps": STEPS - WARM}  # fmt: skip
+        return {"step_s": round(median(one.step_s for one in steps[warm:]), 4), "gib": round(peak / 2**30, 3),
+                "text_tokens": round(text), "steps": count - warm}  # fmt: skip
 
     def _train(self, cell: Cell, batch: int, count: int) -> Sequence[StepMetrics]:
         """Steps of a run; none where a device has no room for them."""

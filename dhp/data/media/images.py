@@ -20,12 +20,16 @@ IMAGE_FORMATS = tuple(name for name in _KNOWN if name in Image.OPEN)  # a Pillow
 _QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
 
-def open_image(file: File, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def open_image(file: File, max_pixels: int = MAX_PIXELS, least: tuple[int, int] | None = None) -> Image.Image:
     """Decode a file into an RGB image: EXIF rotation applied, transparency on white, first frame.
 
-    max_pixels: width × height above which the file is refused before it is decoded.
+    max_pixels: width × height above which the file is refused before it is decoded. least: a JPEG file may be decoded
+    at a half, a quarter or an eighth of its size where that is no smaller, by width and height; None: at all of it.
     DataError names the file and the reason: missing, not a file, empty, too large, broken, of another format."""
     with _opened(file, max_pixels) as image:
+        if least is not None:
+            turned = Image.Image.getexif(image).get(Base.Orientation) in _QUARTER_TURNS
+            image.draft(None, least[::-1] if turned else least)  # nothing but JPEG heeds it
         image.load()
         return _to_rgb(ImageOps.exif_transpose(image))
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from importlib.metadata import version
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,6 +43,7 @@ from dhp.data.media.sources import (
     settings_of,
 )
 from dhp.data.media.video import map_frames, read_extent, read_groups, read_length
+from dhp.data.sample.quick_patches import quick_patches
 from dhp.data.sample.sample import Grids, Output, Sample, Size, Videos, area_bounds
 
 if TYPE_CHECKING:
@@ -143,6 +145,7 @@ def _digest(medium: Picture) -> tuple[bytes, Picture]:
 
 
 _ANY_RATE = 1e9  # frames a second
+_MARGIN = 1.5  # of a reduced JPEG over what the model sees: without one, edges are seen that are not there
 AS_THEY_ARE = {"do_resize": False}  # of frames that are scaled already
 
 
@@ -222,6 +225,13 @@ class Pictures:
         self._grids = Grids(self._image_processor, self._scaling, self._image_tokens)
         self._video_grids = Grids(self._image_processor, self._video_scaling, self._image_tokens)
         self._fitted_grids = Grids(self._image_processor, AS_THEY_ARE, self._image_tokens)
+        self._quick = quick_patches(self._image_processor, self._arguments, self._scaling)
+        self._reduced = data.reduced_jpeg
+        if self._reduced and self._quick is None:
+            raise ConfigError(
+                f"data.reduced_jpeg=true, but {type(self._image_processor).__name__} does not scale a picture to about "
+                "its own size by Pillow, as Qwen's processors do. Set data.reduced_jpeg=false"
+            )
         self._whole_frames = data.video_whole_frames
         self._kept, self._digest = media.kept, "" if media.kept is None else media.kept.digest(self.about())
 
@@ -279,7 +289,8 @@ class Pictures:
             timing = [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
             timing += ["by times", repr(videos.size)]
         processor = self._image_processor.to_json_string()
-        return [processor, self._arguments, self._scaling, self._video_scaling, timing]
+        reduced = ["reduced JPEG"] if self._reduced else []
+        return [processor, self._arguments, self._scaling, self._video_scaling, timing, *reduced]
 
     def _some_patches(self, video: LongVideo, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         videos, (_, h, w) = self._seeing(video.file), video.grid
@@ -315,7 +326,19 @@ class Pictures:
     def _image(self, medium: Picture) -> PicturePatches:
         (file,) = files_of(medium)
         scaling = self._scaling_of(settings_of(medium), moving=False)
-        return PicturePatches(*self._as_patches(self._process([open_image(file)], file, scaling)))
+        image = self._open_reduced(file, scaling) if self._reduced else open_image(file)
+        size = AS_THEY_ARE if self._reduced else scaling
+        return PicturePatches(*self._as_patches(self._process([image], file, size)))
+
+    def _open_reduced(self, file: File, scaling: dict[str, Any]) -> Image.Image:
+        """A picture as large as the model sees it, of a file that may be decoded smaller than it is."""
+        assert self._quick is not None
+        try:
+            target = self._quick.target(read_size(file), scaling)
+        except ValueError as error:
+            raise self._unscaled(read_size(file), file, error) from error
+        image = open_image(file, least=(ceil(_MARGIN * target[0]), ceil(_MARGIN * target[1])))
+        return image if image.size == target else image.resize(target, self._image_processor.resample)
 
     def _image_outline(self, medium: Picture) -> Outline:
         (file,) = files_of(medium)
@@ -414,7 +437,12 @@ class Pictures:
 
     def _process(self, images: list[Image.Image], file: File | Frames, scaling: dict[str, Any]) -> Output:
         try:
+            if self._quick is not None:
+                return self._quick(images, scaling)
             return self._image_processor(images=images, return_tensors="np", **self._arguments, **scaling)
         except ValueError as error:  # for example sides too unequal to scale
-            size = f"{images[0].width} × {images[0].height}"
-            raise DataError(f"image {name_of(file)} ({size}) cannot be scaled: {error}") from error
+            raise self._unscaled(images[0].size, file, error) from error
+
+    @staticmethod
+    def _unscaled(size: Size, file: File | Frames, error: ValueError) -> DataError:
+        return DataError(f"image {name_of(file)} ({size[0]} × {size[1]}) cannot be scaled: {error}")
