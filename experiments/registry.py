@@ -95,6 +95,8 @@ EXPERIMENTS = (
         quick="--only memory --cases plain", processes=4),
     Experiment("published", "How near do counted operations and bytes come to published step times?", 1,
         (f"--plot {PICTURE}",), "", processes=1),
+    Experiment("reading", "How many samples a second does one reader process make, and of what?", 8, processes=1,
+        quick="--kinds small --samples 8 --rounds 1"),
     Experiment("recompute", "What does recompute=auto save with memory for half of the layers?", 8, ("--rounds 7",),
         quick="--rounds 1", quick_minutes=1.1),
     Experiment("sight", "Does a run learn from the picture, in every layout alike?", 90, processes=4),

@@ -41,13 +41,16 @@ MERGED = 4  # patches that become a token
 
 
 def cell_rows(cells: Sequence[Cell], attempt: Try) -> Iterator[Row]:
-    """A row for each cell: that of its largest batch which fits."""
+    """A row for each cell: that of its largest batch which fits. Cells of a layout stand in the order of their lengths:
+    a batch that has no room is not tried of longer pictures."""
+    most: dict[str, int] = {}  # by layout
     for cell in cells:
         found: Row = {"patches_s": None, "batch": None}
-        for batch in cell.batches():
+        for batch in (one for one in cell.batches() if one <= most.get(cell.layout, one)):
             if (own := attempt(cell, batch)) is not None:
                 found = {"patches_s": round(cell.patches * batch / own["step_s"]), "batch": batch, **own}
                 break
+        most[cell.layout] = found["batch"] or 0
         yield {"layout": cell.layout, "size": cell.size, "devices": cell.devices, **found, **published(cell),
                "source": SOURCE}  # fmt: skip
 
@@ -154,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = list(given.settings)
     if given.weights:
         settings.append(f"vision.model_name={given.weights}")
-    cells = [Cell(layout, size, given.gpus) for layout in given.layouts for size in given.sizes]
+    sizes = [size for size in SIDES if size in given.sizes]
+    cells = [Cell(layout, size, given.gpus) for layout in given.layouts for size in sizes]
     words = " ".join(arguments if arguments is not None else sys.argv[1:])
     with tempfile.TemporaryDirectory(prefix="dhp-throughput-") as folder:
         if given.device == "plan":

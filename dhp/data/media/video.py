@@ -18,6 +18,8 @@ from dhp.data.media.sources import File, decoding, name_of, open_media, pyav
 # What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,gif,ogg,asf"
 
+SPARSE = 100  # frames from one that is taken to the next, beyond which those between two key frames are passed over
+
 Result = TypeVar("Result")
 
 
@@ -36,10 +38,16 @@ def map_frames(
     Frames are handed over as they are decoded, a group at a time, so that their images need not fit into memory.
     DataError names the file and the reason: broken, no video stream, no frames, too large, cut off."""
     with opened_video(file) as (container, stream):
-        known = astuple(_length(stream, file) if length is None else length)
+        whole = _length(stream, file) if length is None else length
+        known = astuple(whole)
         indices = taking.indices(*known)
         results, group = [], []
-        for image in read_in_order(container, stream, indices, file, known[0]):
+        apart = indices[-1] / len(indices)  # frames of the video for each that is taken
+        if apart > SPARSE:
+            images = _read(container, stream, indices, file, whole)
+        else:
+            images = read_in_order(container, stream, indices, file, whole.total)
+        for image in images:
             group.append(image)
             if len(group) == taking.group:
                 results.append(use(group))
@@ -241,6 +249,7 @@ def _read_from_keys(
     """As many of the frames, from the first on, as are found at their times."""
     decoded: Iterator[Any] = iter(())
     at = index.keys[0] - 1  # when the frame is shown that was decoded last
+    first = None
     for number in wanted:
         with decoding(f"video {name_of(file)}"):
             key = index.key_before(number)
@@ -251,6 +260,8 @@ def _read_from_keys(
             if frame is None or frame.pts != index.times[number]:
                 return
             image = to_upright_image(frame, name_of(file))
+        first = first or image.size
+        _check_same(image.size, first, number + 1, name_of(file))
         at = frame.pts
         yield image
 

@@ -328,6 +328,28 @@ def assert_groups_are_those_of_the_whole(path):
             assert all(np.array_equal(group, whole[number]) for group, number in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize(("ending", "codec"), CODECS)
+def test_few_frames_of_a_video_are_those_that_decoding_all_gives(tmp_path, monkeypatch, ending, codec):
+    path, taking = write_noise(tmp_path / f"v.{ending}", codec), FrameSampling(3.0, 768, 2)
+    as_arrays = lambda group: np.stack([np.asarray(image) for image in group])
+    whole, pace = map_frames(path, taking, as_arrays)
+    monkeypatch.setattr(video, "SPARSE", 1)
+    found, again = map_frames(path, taking, as_arrays)
+    assert pace == again and np.array_equal(found, whole)
+
+
+def test_few_frames_of_a_long_video_are_not_decoded_with_all_others(tmp_path, write_video, monkeypatch):
+    """A key frame each 12 frames at most; four frames are taken."""
+    path, taking, seen = write_video(tmp_path / "v.mp4", frames=600), FrameSampling(0.1, 4, 2), list[int]()
+    read = video.read_in_order
+    monkeypatch.setattr(video, "read_in_order", lambda *given: seen.append(1) or read(*given))
+    shades = map_frames(path, taking, lambda group: [int(np.asarray(image).mean()) for image in group])[0]
+    assert not seen
+    monkeypatch.setattr(video, "SPARSE", 1000)
+    assert map_frames(path, taking, lambda group: [int(np.asarray(image).mean()) for image in group])[0] == shades
+    assert seen
+
+
 def test_frames_without_times_are_counted_from_the_beginning(tmp_path, write_video, monkeypatch):
     path, taking = write_video(tmp_path / "v.mp4", frames=40), FrameSampling(4.0, 768, 2)
     wanted = [np.asarray(group[0]) for group in read_groups(path, taking, read_length(path), [7, 15])]

@@ -1,0 +1,1 @@
+"""How fast a reader process makes samples of conversations, pictures and videos."""
