@@ -63,6 +63,16 @@ class ShardReader:
         """The shape of a whole tensor. Raises CheckpointError where there is none of the name."""
         return tuple(self._of(name)[0][1]["shape"])
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The number format of a tensor. Raises CheckpointError where there is none of the name."""
+        file, _ = self._of(name)[0]
+        with reading(file):
+            return _DTYPES[self._open(file).get_slice(name).get_dtype()]
+
+    def blocks(self, name: str) -> list[RegionBlock]:
+        """The blocks of a tensor that are in files, in the order of its pieces."""
+        return [block for piece in self._pieces_of(name) for block in piece.blocks]
+
     def whole(self, name: str) -> Tensor:
         """The whole tensor. Raises CheckpointError when a piece is missing or does not fit."""
         shape = self.shape(name)
@@ -106,7 +116,7 @@ class ShardReader:
                 return self._read_whole(name, piece)
         found, begin = self._empty(name, (count,)), 0
         for block in blocks_of_range(self.shape(name), start, count):
-            self._fill(name, block, found[begin : begin + block.count].view(block.shape))
+            self.fill(name, block, found[begin : begin + block.count].view(block.shape))
             begin += block.count
         return found
 
@@ -119,7 +129,7 @@ class ShardReader:
             if "flat" not in piece.extent and piece.blocks == (wanted,):
                 return self._read_whole(name, piece)
         found = self._empty(name, wanted.shape)
-        self._fill(name, wanted, found)
+        self.fill(name, wanted, found)
         return found
 
     def _read_whole(self, name: str, piece: _Piece) -> Tensor:
@@ -130,8 +140,8 @@ class ShardReader:
             raise damaged(piece.file, f"the values of {name} are not those that were written: their crc32 differs")
         return values
 
-    def _fill(self, name: str, wanted: RegionBlock, target: Tensor) -> None:
-        """Read the elements of a block into `target`, of its shape."""
+    def fill(self, name: str, wanted: RegionBlock, target: Tensor) -> None:
+        """Read the elements of a block into `target`, of its shape. Raises CheckpointError as `block` does."""
         filled = 0
         for piece in self._pieces_of(name):
             begin = 0
@@ -185,10 +195,7 @@ class ShardReader:
 
     def _empty(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Room for elements of a tensor, in its format."""
-        file, _ = self._of(name)[0]
-        with reading(file):
-            dtype = _DTYPES[self._open(file).get_slice(name).get_dtype()]
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=self.dtype(name))
 
     def _pieces_of(self, name: str) -> list[_Piece]:
         if name not in self._pieces:
