@@ -37,6 +37,7 @@ from experiments.driver_scale.actor import Empty
 MICRO_BATCHES, TENSOR = 4, 8
 IMAGES = 4  # of a text rank and micro-batch, sizes log-normal as in conversations about photographs
 SLACK = 0.01  # the product's default
+PROCESSES = 64  # of each part, at most
 TIMEOUT_S = 300.0
 ONE_PASS = "sparse, one pass"  # of vision, over all micro-batches of the step
 
@@ -48,7 +49,11 @@ class EmptyGroup(ActorGroup):
     apart = False  # a call for each verb
 
     def _create(self, slot: Any, rank: int, reserved: Any) -> Any:
-        return ray.remote(Empty).options(num_cpus=0, max_restarts=0).remote()
+        """Of many ranks several share an actor: as many calls, each by itself, from fewer processes."""
+        actors = self.__dict__.setdefault("actors", [])
+        if rank % -(-self.size // PROCESSES) == 0:
+            actors.append(ray.remote(Empty).options(num_cpus=0, max_restarts=0).remote())
+        return actors[-1]
 
     def execute_in_turn_async(self, *calls: Call) -> list[list[Any]]:
         if self.apart and len(calls) > 1:
