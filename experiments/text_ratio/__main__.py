@@ -44,17 +44,22 @@ WAYS = {
     "whole step": ("vision_ahead", MICRO_BATCHES),
 }
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.0, "constant", 0, 10**6, None)
+KINDS = {"even": (True, False), "uneven": (False, False), "small": (False, True)}  # of `Rows`
 ENGINES = {VISION: EncoderEngine, TEXT: TextEngine}
+SMALL = (2, 4, 6, 8)  # patches of a small picture's side
 TEXT_ONLY = 4  # of uneven rows, each so many-th has no picture
 DECODER, LAYERS = 256, 8
+STEPS = 2  # that a round submits
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Of a step. pictures: of a row that has any. even: all alike; else their sides differ, and some rows have none."""
+    """Of a step. pictures: of a row that has any. even: all alike; else their sides differ, and some rows have none.
+    small: sides of 28 to 112 pixels, in all rows."""
 
     pictures: int
     even: bool
+    small: bool = False
 
     def samples(self, count: int) -> list[Sample]:
         """So many, each of FEATURES tokens of pictures in the mean."""
@@ -65,7 +70,9 @@ class Rows:
         for number in range(count):
             drawn = rng.lognormal(np.log(mean) - spread**2, spread, self.pictures)
             sides = [max(2, 2 * round(float(side) / 2)) for side in drawn]
-            alone = not self.even and number % TEXT_ONLY == TEXT_ONLY - 1
+            if self.small:
+                sides = rng.choice(SMALL, self.pictures).tolist()
+            alone = not (self.even or self.small) and number % TEXT_ONLY == TEXT_ONLY - 1
             found.append(_sample(number, [] if alone else sides))
         return found
 
@@ -120,7 +127,8 @@ def of_case(name: str, share: float, rows: Rows, rounds: int) -> Iterator[dict[s
         threads = max(1, (os.cpu_count() or 1) // degrees[1].world)
         with started(graph, ENGINES, settings, threads=threads) as stages:
             groups = {stage: own.group for stage, own in stages.items()}
-            found, steps = dict[str, list[float]](), dict[str, Any]()
+            submitted = [_counted(group) for group in groups.values()]
+            found, steps, calls = dict[str, list[float]](), dict[str, Any](), dict[str, int]()
             text = deal(model, degrees, list(map(as_text, samples)), 1)
             for way, (schedule, batch) in {"decoder alone": ("sequential", 1), **WAYS}.items():
                 own = of_passes(graph, batch)
@@ -129,17 +137,32 @@ def of_case(name: str, share: float, rows: Rows, rounds: int) -> Iterator[dict[s
                 steps[way] = (own, make_stages(own, groups), order, as_batch(data, ray.put))
             for _ in range(rounds):
                 for way, (own, of_way, order, batch_refs) in steps.items():
+                    before = sum(map(sum, submitted))
                     seconds, _reports = timed(own, of_way, order, batch_refs, 1)
+                    calls[way] = (sum(map(sum, submitted)) - before) // STEPS
                     found.setdefault(way, []).append(seconds[0])
     ideal = 1 + work[VISION] / work[TEXT]
     alone = found.pop("decoder alone")
     for way, seconds in found.items():
         ratios = [one / other for one, other in zip(alone, seconds, strict=True)]
         yield {
-            "layout": name, "pictures": rows.pictures, "even": rows.even, "tower_share": round(1 - 1 / ideal, 3),
-            "way": way, "step_s": round(median(seconds), 4), "decoder_s": round(median(alone), 4),
-            "ratio": round(median(ratios), 4), "efficiency": round(ideal * median(ratios), 4), "rounds": rounds,
+            "layout": name, "pictures": rows.pictures, "even": rows.even, "small": rows.small,
+            "tower_share": round(1 - 1 / ideal, 3), "way": way, "step_s": round(median(seconds), 4), "decoder_s": round(median(alone), 4),
+            "ratio": round(median(ratios), 4), "efficiency": round(ideal * median(ratios), 4),
+            "calls": calls[way], "rounds": rounds,
         }  # fmt: skip
+
+
+def _counted(group: Any) -> list[int]:
+    """The actor calls of each submission to a group, from now on."""
+    counts, submit = list[int](), group.execute_in_turn_async
+
+    def counted(*calls: Any) -> Any:
+        counts.append(group.size)
+        return submit(*calls)
+
+    group.execute_in_turn_async = counted
+    return counts
 
 
 def of_passes(graph: StageGraph, batch: int) -> StageGraph:
@@ -153,12 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--pictures", nargs="+", type=int, default=[1, 4, 16], help="of a row")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.1, 0.3, 0.5], help="of operations, the tower's")
-    parser.add_argument("--only", choices=("even", "uneven"), help="pictures")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=["even", "uneven"], help="pictures")
     given = parser.parse_args(arguments)
     command = command_of("text_ratio", arguments)
-    kinds = [even for even in (True, False) if given.only in (None, "even" if even else "uneven")]
-    for name, share, pictures, even in product(given.layouts, given.shares, given.pictures, kinds):
-        for row in of_case(name, share, Rows(pictures, even), given.rounds):
+    for name, share, pictures, kind in product(given.layouts, given.shares, given.pictures, given.only):
+        for row in of_case(name, share, Rows(pictures, *KINDS[kind]), given.rounds):
             print(json.dumps(row | {"command": command}), flush=True)
 
 

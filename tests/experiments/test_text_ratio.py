@@ -29,6 +29,12 @@ def test_uneven_rows_differ_and_some_have_no_picture() -> None:
     assert len(set(seen)) > 8 and 0.7 * FEATURES < sum(seen) / len(seen) < 1.4 * FEATURES
 
 
+def test_small_pictures_have_sides_of_28_to_112_pixels() -> None:
+    samples = Rows(16, even=False, small=True).samples(8)
+    sides = {round(len(pixels) ** 0.5) for sample in samples for pixels in sample.pixels}
+    assert sides == {2, 4, 6, 8} and all(len(sample.pixels) == 16 for sample in samples)
+
+
 def test_a_text_row_is_as_long_and_learns_the_same() -> None:
     (sample,) = Rows(4, even=True).samples(1)
     text = as_text(sample)
@@ -55,7 +61,9 @@ def test_a_case_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     for row in rows:
         assert row["ratio"] > 0 and abs(row["tower_share"] - 0.3) < 0.05
         share = row["tower_share"]
+        assert row["calls"] > 0
         assert row["efficiency"] == pytest.approx(row["ratio"] / (1 - share), rel=2e-3)
+    assert rows[1]["calls"] > 4 * rows[2]["calls"] and not rows[0]["small"]
     assert rows[0]["command"] == f"python -m experiments.text_ratio {' '.join(asked)}"
 
 
@@ -63,7 +71,7 @@ PAGE = "experiments/text_ratio/README.md"
 
 
 def sentences() -> Sentences:
-    found = rows("text_ratio")
+    found = [row for row in rows("text_ratio") if not row.get("small")]
     for case in dict.fromkeys((row["layout"], row["pictures"], row["even"]) for row in found):
         of = {row["way"]: row for row in found if (row["layout"], row["pictures"], row["even"]) == case}
         cells = [f"{of[way]['efficiency']:.2f}" for way in ("sequential", "vision_ahead", "whole step")]
