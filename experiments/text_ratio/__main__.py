@@ -147,7 +147,8 @@ def of_case(name: str, share: float, rows: Rows, rounds: int) -> Iterator[dict[s
         ratios = [one / other for one, other in zip(alone, seconds, strict=True)]
         yield {
             "layout": name, "pictures": rows.pictures, "even": rows.even, "small": rows.small,
-            "tower_share": round(1 - 1 / ideal, 3), "way": way, "step_s": round(median(seconds), 4), "decoder_s": round(median(alone), 4),
+            "tower_share": round(1 - 1 / ideal, 3), "way": way, "step_s": round(median(seconds), 4),
+            "decoder_s": round(median(alone), 4),
             "ratio": round(median(ratios), 4), "efficiency": round(ideal * median(ratios), 4),
             "calls": calls[way], "rounds": rounds,
         }  # fmt: skip
