@@ -31,7 +31,8 @@ def open_image(file: File, max_pixels: int = MAX_PIXELS, least: tuple[int, int] 
             turned = Image.Image.getexif(image).get(Base.Orientation) in _QUARTER_TURNS
             image.draft(None, least[::-1] if turned else least)  # nothing but JPEG heeds it
         image.load()
-        return _to_rgb(ImageOps.exif_transpose(image))
+        ImageOps.exif_transpose(image, in_place=True)  # else a copy, also of what is upright
+        return _to_rgb(image)
 
 
 def is_dim(file: File) -> bool:
@@ -83,7 +84,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:

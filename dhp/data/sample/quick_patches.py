@@ -114,22 +114,24 @@ def _kernel() -> Kernel:
         """uint8 [height, width, 3] → float32 [patches, 3 × repeats × patch²]: merge² patches that become a token are
         neighbours."""
         high, wide = pixels.shape[0] // patch, pixels.shape[1] // patch
-        area = patch * patch
-        found = np.empty((high * wide, 3 * repeats * area), np.float32)
+        found = np.empty((high * wide, 3, repeats, patch * patch), np.float32)
+        reds, greens, blues = values[0], values[1], values[2]
         row = 0
         for top in range(0, high, merge):
             for left in range(0, wide, merge):
                 for down in range(top, top + merge):
                     for across in range(left, left + merge):
-                        out = found[row]
-                        for channel in range(3):
-                            first = channel * repeats * area
-                            for y in range(patch):
-                                for x in range(patch):
-                                    value = values[channel, pixels[down * patch + y, across * patch + x, channel]]
-                                    for again in range(repeats):
-                                        out[first + again * area + y * patch + x] = value
+                        red, green, blue, at = found[row, 0, 0], found[row, 1, 0], found[row, 2, 0], 0
+                        for y in range(down * patch, (down + 1) * patch):
+                            line = pixels[y, across * patch : (across + 1) * patch]
+                            for x in range(patch):
+                                red[at], green[at] = reds[line[x, 0]], greens[line[x, 1]]
+                                blue[at] = blues[line[x, 2]]
+                                at += 1
+                        for again in range(1, repeats):
+                            for channel in range(3):
+                                found[row, channel, again, :] = found[row, channel, 0, :]
                         row += 1
-        return found
+        return found.reshape(high * wide, -1)
 
     return cut
