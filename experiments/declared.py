@@ -116,6 +116,12 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
                percent(column("error", group="sequence parallel", role="held_out")), "%", f"{LONG}, tables 2, 8"),
         Figure("days {}", "OmniBal's days, % off",
                percent(column("error", group="chain of rows", role="held_out")), "%", f"{OMNI}, tables 4, 7")),
+    "reading": (
+        Figure("one process reads pictures of 12 million pixels {} as fast as torch's DataLoader", "12 million pixels",
+               column("dhp_over_loader", kind="large")),
+        Figure("those of 1.2 million {}", "1.2 million", column("dhp_over_loader", kind="middle")),
+        Figure("small ones {}", "small ones", column("dhp_over_loader", kind="small")),
+        Figure("eight frames of a video {}", "videos", column("dhp_over_loader", kind="video"))),
     "recompute": (
         Figure("recompute=auto is {} as fast as recomputing everything", "auto",
                column("auto_vs_full", mode="speed", plan="auto, selected operations")),
