@@ -80,6 +80,16 @@ def sentences() -> Sentences:
             PAGE,
             f"| {case[0]} | {case[1]} | {kind} | {share} | {' | '.join(cells)} | {of['whole step']['ratio']:.2f} |",
         )
+    for row in (row for row in rows("text_ratio") if row.get("small")):
+        (ahead,) = rows("text_ratio", small=True, layout=row["layout"], way="vision_ahead")
+        ratio = row["step_s"] / ahead["step_s"]
+        yield (
+            PAGE,
+            (
+                f"| {row['layout']} | {row['way']} | {row['calls']} | {row['step_s']:.2f} | {ratio:.2f} | "
+                f"{row['efficiency']:.2f} |"
+            ),
+        )
     all_of = [100 * row["efficiency"] for row in found if row["way"] == "whole step"]
     yield "README.md", f"has {min(all_of):.0f} to {max(all_of):.0f}% of its decoder's own efficiency on text"
     for even, kind in ((True, "even pictures"), (False, "uneven ones")):
