@@ -55,7 +55,7 @@ EXPERIMENTS = (
         "--methods random balanced --seeds 0 --epochs 2 --samples 32 --held-out 16 --save-steps 4", 1, 4,
         draws=f"--seeds --read {ROWS} --plot {PICTURE}"),
     Experiment("driver_scale", "What does a step cost the driver and Ray, by ranks and routes?", 20,
-        ("--ranks 8 16 32 64 --rounds 7",), "--ranks 8 --rounds 1", processes=4),
+        ("--ranks 8 16 32 64 --rounds 7", "--ranks 128 256 --rounds 3"), "--ranks 8 --rounds 1", processes=4),
     Experiment("finetuning", "What does a step save that trains some of a model?", 25, ("--rounds 15",),
         "--rounds 1 --only frozen"),
     Experiment("five_layouts", "Has a real training the same losses in every layout, also killed and resumed?", 20,

@@ -17,7 +17,8 @@ def preloaded(config: Config) -> AbstractContextManager[None]:
     """A Ray of the run's own that is started in here finds the actors' imports done. config: as it was read."""
     if config.training.dry_run or chosen_address(config.cluster.address) != LOCAL:
         return nullcontext()
-    return fork_server(modules(config), gpus=config.cluster.device != "cpu")
+    on_cpu = config.cluster.device == "cpu"
+    return fork_server(modules(config), not on_cpu, sharing=on_cpu and config.training.schedule != "sequential")
 
 
 def modules(config: Config) -> list[str]:

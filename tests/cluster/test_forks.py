@@ -124,6 +124,23 @@ def test_imports_count_gpus_without_their_driver(gpus: bool, tmp_path: Path, alo
     assert b"PYTORCH_NVML_BASED_CUDA_CHECK=1" in server and (b"CUDA_VISIBLE_DEVICES=" in server) == (not gpus)
 
 
+@pytest.mark.parametrize(
+    ("own", "told"), [({}, b"0"), ({"GOMP_SPINCOUNT": "7"}, b"7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_of_parts_that_share_cores_do_not_wait_in_a_loop(
+    own: dict[str, str], told: bytes | None, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has said how threads wait."""
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    with fork_server([MODULE], gpus=False, sharing=True):
+        listening()
+        server = Path("/proc", worker(tmp_path)[1], "environ").read_bytes().split(b"\0")
+    assert [one for one in server if one.startswith(b"GOMP_SPINCOUNT=")] == (
+        [] if told is None else [b"GOMP_SPINCOUNT=" + told]
+    )
+
+
 def late_client(address: Path, then: str) -> subprocess.Popen[str]:
     """A process that hands over, slowly, and then does something where it started as usual."""
     code = "import signal, sys, time\nfrom dhp.cluster.forks import fork_client\nset_handler = signal.signal\n"
