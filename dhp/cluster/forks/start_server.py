@@ -24,8 +24,8 @@ CLIENT = Path(__file__).parent / "fork_client.py"
 @contextmanager
 def fork_server(modules: Sequence[str], gpus: bool = True, sharing: bool = False) -> Iterator[None]:
     """A Ray that is started in here has forks for workers. modules: what they find imported, see `dhp.cluster.forks.
-    server`; the server imports them while this process goes on. gpus: false where no fork is to see any. sharing: forks of
-    several parts work at the same time on the same cores.
+    server`; the server imports them while this process goes on. gpus: false where no fork is to see any.
+    sharing: forks of several parts work at the same time on the same cores.
 
     Nothing is started where there is a server already."""
     if SERVER in os.environ or not sys.platform.startswith("linux"):
