@@ -348,7 +348,9 @@ class _Rows:
     rows: Tensor
 
     def write(self, out: Tensor) -> None:
-        """Put them there. out: of as many rows."""
+        """Put them there. out: of as many rows, as wide."""
+        if out.shape[1:] != self.held.shape[1:]:  # index_select would make room elsewhere
+            raise ValueError(f"patches of {list(self.held.shape[1:])} among some of {list(out.shape[1:])}")
         if out.dtype == self.held.dtype:
             torch.index_select(self.held, 0, self.rows, out=out)
         else:

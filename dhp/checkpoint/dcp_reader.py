@@ -40,7 +40,7 @@ class DcpReader(StorageReader):
         if checkpoint_id is None:
             return
         folder = Path(checkpoint_id)
-        parts = [one for one in (folder, *sorted(folder.glob("*/"))) if ShardReader.holds(one)]
+        parts = [folder] if ShardReader.holds(folder) else list(filter(ShardReader.holds, sorted(folder.glob("*/"))))
         if not parts:
             raise CheckpointError(f"{folder} holds no tensors as dhp writes them (rank_*.json). Give a step_N folder")
         self._readers = {name: reader for reader in map(ShardReader, parts) for name in reader.names}
@@ -62,11 +62,14 @@ class DcpReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the planner has room for. Raises CheckpointError for pieces that are missing or do not fit."""
+        """Fill what the planner has room for. Raises CheckpointError for pieces that are missing, do not fit or are
+        damaged."""
         for item in plan.items:
             target = planner.resolve_tensor(item).detach()
             name = item.storage_index.fqn
-            self._readers[name].fill(name, _block(item), target)
+            reader, block = self._readers[name], _block(item)
+            reader.check_values(name, block)
+            reader.fill(name, block, target)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

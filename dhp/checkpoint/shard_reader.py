@@ -41,6 +41,7 @@ class ShardReader:
         self._folder = folder
         self._extents: dict[str, list[tuple[Path, PieceExtent]]] = {}
         self._pieces: dict[str, list[_Piece]] = {}
+        self._checked: set[tuple[str, Path]] = set()
         self._opened: OrderedDict[Path, tuple[ExitStack, Any]] = OrderedDict()
         for file in sorted(folder.glob(EXTENTS)):
             weights = file.with_suffix(".safetensors")
@@ -131,6 +132,15 @@ class ShardReader:
         found = self._empty(name, wanted.shape)
         self.fill(name, wanted, found)
         return found
+
+    def check_values(self, name: str, wanted: RegionBlock) -> None:
+        """Compare the pieces that have some of a block with their checksums, each once. Raises CheckpointError for one
+        that is damaged."""
+        for piece in self._pieces_of(name):
+            key = (name, piece.file)
+            if key not in self._checked and any(wanted.common(block) for block in piece.blocks):
+                self._read_whole(name, piece)
+                self._checked.add(key)
 
     def _read_whole(self, name: str, piece: _Piece) -> Tensor:
         with reading(piece.file):

@@ -371,7 +371,7 @@ def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterat
 def _in_micro_batches(packs: Packs, loads: Loads, method: str, config: Config) -> Packs:
     """Rows in the order in which a run's micro-batches have them."""
     evened = method in EVENED
-    return even_micro_batches(packs, loads.vision, _rows(config), resolved(config.text.data)) if evened else packs
+    return even_micro_batches(packs, loads, _rows(config), resolved(config.text.data)) if evened else packs
 
 
 def _tell_balance(rows: Sequence[Mapping[str, float | str]], config: Config) -> None:

@@ -103,7 +103,7 @@ def _write_pictures(out_dir: Path, asked: Mapping[str, Any]) -> str:
     if asked.get("reduced_jpeg"):
         lost += f"{'; ' * bool(lost)}training decoded JPEG files at less than their size (data.reduced_jpeg)"
     files = [*(set_image_arguments(out_dir, arguments) if arguments else ()), *files]
-    words = ", ".join(f"data.{key}={value}" for key, value in asked.items())
+    words = ", ".join(f"data.{key}={value}" for key, value in asked.items() if key != "reduced_jpeg")
     notes = f"; {' and '.join(dict.fromkeys(files))} read pictures as training did ({words})" if files else ""
     return notes + (f"; what cannot be written: {lost}" if lost else "")
 

@@ -26,7 +26,7 @@ def spread_rows(
     for name, padded in ways:
         packs = METHODS[name](loads, limits, rows, seed)
         if name in EVENED:
-            packs = even_micro_batches(packs, loads.vision, rows, replicas)
+            packs = even_micro_batches(packs, loads, rows, replicas)
         decoder = decoder_seconds(packs, loads, padded).reshape(-1)
         of_steps, least = _steps(decoder, rows), _steps_least(packs, loads, rows)
         tower = tower_seconds(packs, loads, replicas, assigned=name != RANDOM)

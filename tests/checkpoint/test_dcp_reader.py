@@ -75,6 +75,25 @@ def test_a_part_can_be_read_alone(tmp_path: Path, part: str) -> None:
     assert all(torch.equal(state[name], wanted) for name, wanted in WEIGHTS[part].items())
 
 
+def test_a_part_is_read_without_its_optimizers_states(tmp_path: Path) -> None:
+    states = ShardWriter(write(tmp_path) / "text" / "optimizer", 0)
+    states.add("exp_avg", torch.ones(3))
+    states.write()
+    assert "exp_avg" not in DcpReader(tmp_path / "text").read_metadata().state_dict_metadata
+    assert list(DcpReader(tmp_path / "text" / "optimizer").read_metadata().state_dict_metadata) == ["exp_avg"]
+
+
+def test_a_value_that_is_damaged_is_told(tmp_path: Path) -> None:
+    file = write(tmp_path) / "vision" / "rank_00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    state = {"tower.bias": torch.zeros(3)}
+    dcp.load(state, storage_reader=DcpReader(tmp_path), no_dist=True)  # of another file
+    with pytest.raises(dcp.CheckpointException, match="crc32 differs"):
+        dcp.load({"tower.weight": torch.zeros(5, 7)}, storage_reader=DcpReader(tmp_path), no_dist=True)
+
+
 def load_over_ranks(folder: str) -> list[Tensor]:
     mesh, found = init_device_mesh("cpu", (2,)), []
     for placement in (Shard(0), Shard(1), Replicate()):

@@ -13,9 +13,9 @@ from pathlib import Path
 from dhp.cluster.forks.fork_client import SERVER
 from dhp.core.files import private_folder
 
-# With it torch counts GPUs without their driver, which a process must not have asked whose forks are to use them.
 # Threads of OpenMP wait for each other in a loop; those of two actors that share cores then wait for each other's turn.
 RESTING = {"GOMP_SPINCOUNT": "0"}
+# With it torch counts GPUs without their driver, which a process must not have asked whose forks are to use them.
 UNASKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _WAITING = {"OMP_WAIT_POLICY", *RESTING}  # with which a user has said how threads wait
 CLIENT = Path(__file__).parent / "fork_client.py"

@@ -1,6 +1,6 @@
 """Decodes images to upright RGB pictures."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -17,19 +17,25 @@ MAX_PIXELS = 89_478_485  # a quarter of a GB in RGB: Pillow's own threshold for 
 _KNOWN = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA")
 Image.init()
 IMAGE_FORMATS = tuple(name for name in _KNOWN if name in Image.OPEN)  # a Pillow built without one does not list it
+_REDUCED = ("JPEG", "MPO")  # whose decoder can leave out the finest detail
 _QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
 
-def open_image(file: File, max_pixels: int = MAX_PIXELS, least: tuple[int, int] | None = None) -> Image.Image:
+Wanted = Callable[[tuple[int, int]], tuple[int, int]]  # from a width and height to others, in pixels
+
+
+def open_image(file: File, max_pixels: int = MAX_PIXELS, least: Wanted | None = None) -> Image.Image:
     """Decode a file into an RGB image: EXIF rotation applied, transparency on white, first frame.
 
-    max_pixels: width × height above which the file is refused before it is decoded. least: a JPEG file may be decoded
-    at a half, a quarter or an eighth of its size where that is no smaller, by width and height; None: at all of it.
+    max_pixels: width × height above which the file is refused before it is decoded. least: of a JPEG file's upright
+    size, what it must have at least: it is decoded at a half, a quarter or an eighth where that is enough; None: at all
+    of it.
     DataError names the file and the reason: missing, not a file, empty, too large, broken, of another format."""
     with _opened(file, max_pixels) as image:
-        if least is not None:
-            turned = Image.Image.getexif(image).get(Base.Orientation) in _QUARTER_TURNS
-            image.draft(None, least[::-1] if turned else least)  # nothing but JPEG heeds it
+        if least is not None and image.format in _REDUCED:
+            turned = image.getexif().get(Base.Orientation) in _QUARTER_TURNS
+            width, height = least(image.size[::-1] if turned else image.size)
+            image.draft(None, (height, width) if turned else (width, height))
         image.load()
         ImageOps.exif_transpose(image, in_place=True)  # else a copy, also of what is upright
         return _to_rgb(image)

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from itertools import chain
 from math import atan2, degrees
 from typing import Any, TypeVar
 
@@ -205,10 +206,11 @@ class _Index:
 
     times: list[int]
     keys: list[int]
+    decoded: list[int | None]  # when each key frame is decoded, by which some containers are sought
 
     def key_before(self, frame: int) -> int:
-        """The time of the key frame at which decoding begins for a frame."""
-        return self.keys[bisect_right(self.keys, self.times[frame]) - 1]
+        """The number of the key frame at which decoding begins for a frame."""
+        return bisect_right(self.keys, self.times[frame]) - 1
 
 
 def read_groups(
@@ -253,9 +255,11 @@ def _read_from_keys(
     for number in wanted:
         with decoding(f"video {name_of(file)}"):
             key = index.key_before(number)
-            if at < key:
-                container.seek(key, stream=stream, backward=True, any_frame=False)
-                decoded = container.decode(stream)
+            if at < index.keys[key]:
+                found = _decode_from(container, stream, index, key)
+                if found is None:
+                    return
+                decoded = found
             frame = next((frame for frame in decoded if frame.pts is None or frame.pts >= index.times[number]), None)
             if frame is None or frame.pts != index.times[number]:
                 return
@@ -266,11 +270,28 @@ def _read_from_keys(
         yield image
 
 
+def _decode_from(container: Any, stream: Any, index: _Index, key: int) -> Iterator[Any] | None:
+    """The frames from a key frame on; None where decoding cannot begin there: containers take other packets for keys
+    too, behind which frames are made of some that were not decoded (intra refresh)."""
+    for moment in (index.keys[key], index.decoded[key]):
+        if moment is None:
+            continue
+        container.seek(moment, stream=stream, backward=True, any_frame=False)
+        decoded: Iterator[Any] = container.decode(stream)
+        first = next(decoded, None)
+        if first is None or first.pts is None:
+            continue
+        if first.pts <= index.keys[key] and first.key_frame or not key and first.pts <= index.times[0]:
+            return chain([first], decoded)  # of the first key all that is shown, which it need not be itself
+    return None
+
+
 def _find_index(container: Any, stream: Any, total: int) -> _Index | None:
     """From the file's packets, which are read and not decoded. None where they do not tell the time of each frame."""
     packets = [packet for packet in container.demux(stream) if packet.size]
     times = sorted(packet.pts for packet in packets if packet.pts is not None and not packet.is_discard)
-    keys = sorted(packet.pts for packet in packets if packet.is_keyframe and packet.pts is not None)
-    if len(times) != total or len(set(times)) < total or not keys or keys[0] > times[0]:
+    keys = {packet.pts: packet.dts for packet in packets if packet.is_keyframe and packet.pts is not None}
+    ordered = sorted(keys)
+    if len(times) != total or len(set(times)) < total or not keys or ordered[0] > times[0]:
         return None
-    return _Index(times, keys)
+    return _Index(times, ordered, [keys[key] for key in ordered])

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from importlib.metadata import version
 from math import ceil
@@ -326,19 +327,25 @@ class Pictures:
     def _image(self, medium: Picture) -> PicturePatches:
         (file,) = files_of(medium)
         scaling = self._scaling_of(settings_of(medium), moving=False)
-        image = self._open_reduced(file, scaling) if self._reduced else open_image(file)
-        size = AS_THEY_ARE if self._reduced else scaling
-        return PicturePatches(*self._as_patches(self._process([image], file, size)))
+        image, own = self._open_reduced(file, scaling) if self._reduced else (open_image(file), scaling)
+        return PicturePatches(*self._as_patches(self._process([image], file, own)))
 
-    def _open_reduced(self, file: File, scaling: dict[str, Any]) -> Image.Image:
-        """A picture as large as the model sees it, of a file that may be decoded smaller than it is."""
-        assert self._quick is not None
-        try:
-            target = self._quick.target(read_size(file), scaling)
-        except ValueError as error:
-            raise self._unscaled(read_size(file), file, error) from error
-        image = open_image(file, least=(ceil(_MARGIN * target[0]), ceil(_MARGIN * target[1])))
-        return image if image.size == target else image.resize(target, self._image_processor.resample)
+    def _open_reduced(self, file: File, scaling: dict[str, Any]) -> tuple[Image.Image, dict[str, Any]]:
+        """A picture, and how it is to be scaled: a JPEG file that may be decoded smaller than it is has been."""
+        quick, targets = self._quick, list[Size]()
+        assert quick is not None
+
+        def least(size: Size) -> Size:
+            with suppress(ValueError):  # of sides too unequal, which scaling will name
+                targets.append(quick.target(size, scaling))
+                return ceil(_MARGIN * targets[0][0]), ceil(_MARGIN * targets[0][1])
+            return size
+
+        image = open_image(file, least=least)
+        if not targets:
+            return image, scaling
+        (target,) = targets
+        return image if image.size == target else image.resize(target, self._image_processor.resample), AS_THEY_ARE
 
     def _image_outline(self, medium: Picture) -> Outline:
         (file,) = files_of(medium)
@@ -441,8 +448,5 @@ class Pictures:
                 return self._quick(images, scaling)
             return self._image_processor(images=images, return_tensors="np", **self._arguments, **scaling)
         except ValueError as error:  # for example sides too unequal to scale
-            raise self._unscaled(images[0].size, file, error) from error
-
-    @staticmethod
-    def _unscaled(size: Size, file: File | Frames, error: ValueError) -> DataError:
-        return DataError(f"image {name_of(file)} ({size[0]} × {size[1]}) cannot be scaled: {error}")
+            size = f"{images[0].width} × {images[0].height}"
+            raise DataError(f"image {name_of(file)} ({size}) cannot be scaled: {error}") from error

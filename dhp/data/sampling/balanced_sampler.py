@@ -305,9 +305,9 @@ class BalancedSampler(Sampler):
         goes on in it."""
         if self._balancing.method not in EVENED or len(rows) <= self.layout.replicas:
             return rows
-        vision = self._dataset.loads(np.concatenate(rows), epoch).vision
-        of_rows = np.add.reduceat(vision, np.cumsum([0, *map(len, rows[:-1])]))
-        return [rows[at] for at in micro_batch_order(of_rows, self.layout.replicas)]
+        loads, starts = self._dataset.loads(np.concatenate(rows), epoch), np.cumsum([0, *map(len, rows[:-1])])
+        vision, text = (np.add.reduceat(values, starts) for values in (loads.vision, loads.text))
+        return [rows[at] for at in micro_batch_order(vision, text, self.layout.replicas)]
 
     def steps(self, epochs: int) -> int:
         """As `Sampler.steps`; plans all of them."""

@@ -338,6 +338,50 @@ def test_few_frames_of_a_video_are_those_that_decoding_all_gives(tmp_path, monke
     assert pace == again and np.array_equal(found, whole)
 
 
+def write_refreshed(path):
+    """600 frames of which the first alone is a key frame: columns are refreshed in turn (x264's intra refresh), and
+    packets at which a round is over are called keys."""
+    rng = np.random.default_rng(0)
+    options = {"preset": "veryfast", "x264-params": "intra-refresh=1:keyint=60:bframes=0"}
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25, options=options)
+        stream.width, stream.height, stream.pix_fmt = 128, 128, "yuv420p"
+        pixels = np.kron(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8), np.ones((8, 8, 1), dtype=np.uint8))
+        for number in range(600):
+            frame = av.VideoFrame.from_ndarray(np.roll(pixels, (number, 3 * number), (0, 1)), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize("ending", ["mp4", "ts"])
+def test_frames_behind_what_is_no_key_frame_are_decoded_from_the_beginning(tmp_path, monkeypatch, ending):
+    path, taking = write_refreshed(tmp_path / f"v.{ending}"), FrameSampling(0.1, 8, 2)
+    as_arrays = lambda group: np.stack([np.asarray(image) for image in group])
+    found, _ = map_frames(path, taking, as_arrays)
+    monkeypatch.setattr(video, "SPARSE", 10**6)
+    assert np.array_equal(found, map_frames(path, taking, as_arrays)[0])
+
+
+@pytest.mark.parametrize("bframes", ["0", "2"])
+def test_keys_of_a_transport_stream_are_found(tmp_path, monkeypatch, bframes):
+    """Which is sought by when packets are decoded."""
+    rng, path, taking = np.random.default_rng(0), tmp_path / "v.ts", FrameSampling(0.1, 4, 2)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25, options={"g": "25", "bf": bframes, "preset": "veryfast"})
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for _ in range(600):
+            picture = np.kron(rng.integers(0, 255, (3, 4, 3), dtype=np.uint8), np.ones((16, 16, 1), dtype=np.uint8))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    as_arrays = lambda group: np.stack([np.asarray(image) for image in group])
+    with monkeypatch.context() as patched:
+        patched.setattr(video, "SPARSE", 10**6)
+        whole, _ = map_frames(path, taking, as_arrays)
+    monkeypatch.setattr(video, "read_in_order", lambda *_: pytest.fail("decoded from the beginning"))
+    assert np.array_equal(map_frames(path, taking, as_arrays)[0], whole)
+
+
 def test_few_frames_of_a_long_video_are_not_decoded_with_all_others(tmp_path, write_video, monkeypatch):
     """A key frame each 12 frames at most; four frames are taken."""
     path, taking, seen = write_video(tmp_path / "v.mp4", frames=600), FrameSampling(0.1, 4, 2), list[int]()

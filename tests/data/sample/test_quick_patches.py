@@ -12,6 +12,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 
 from dhp.core.errors import ConfigError, DataError
+from dhp.data.media import images
 from dhp.data.media.images import open_image
 from dhp.data.sample.quick_patches import QuickPatches, quick_patches
 from tests.data.sample.made import make_preprocessor
@@ -118,8 +119,33 @@ def test_a_turned_jpeg_is_reduced_by_its_sides_as_shown(tmp_path: Path) -> None:
     exif[0x0112] = 6
     file = photograph(tmp_path / "turned.jpg", (1600, 400), exif=exif)
     assert open_image(file).size == (400, 1600)
-    assert open_image(file, least=(100, 400)).size == (100, 400)
-    assert open_image(file, least=(101, 400)).size == (200, 800)
+    seen: list[tuple[int, int]] = []
+    assert open_image(file, least=lambda size: seen.append(size) or (100, 400)).size == (100, 400)
+    assert open_image(file, least=lambda size: (101, 400)).size == (200, 800)
+    assert seen == [(400, 1600)]
+
+
+def test_a_rotation_behind_the_pixels_of_a_png_is_applied(tokenizer: Any, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    drawn(800, 400).save(tmp_path / "late.png", exif=exif)
+    content = (tmp_path / "late.png").read_bytes()
+    at = content.index(b"eXIf") - 4
+    chunk = content[at : at + 12 + int.from_bytes(content[at : at + 4], "big")]
+    end = content.index(b"IEND") - 4
+    (tmp_path / "late.png").write_bytes(content[:at] + content[at + len(chunk) : end] + chunk + content[end:])
+    whole, reduced = (make_preprocessor(tokenizer, reduced_jpeg=own).pictures for own in (False, True))
+    ((ours,), (theirs,)) = (one.decode([tmp_path / "late.png"]) for one in (reduced, whole))
+    assert ours.grid == theirs.grid and ours.grid[1] > ours.grid[2] and np.array_equal(ours.pixels, theirs.pixels)
+
+
+def test_a_file_is_opened_once(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One behind an address would be fetched again."""
+    file, opened = photograph(tmp_path / "large.jpg", (1600, 1200)), list[Any]()
+    load = images.open_media
+    monkeypatch.setattr(images, "open_media", lambda *given: opened.append(given) or load(*given))
+    make_preprocessor(tokenizer, reduced_jpeg=True).pictures.decode([file])
+    assert len(opened) == 1
 
 
 @pytest.mark.parametrize("name", ["small.jpg", "large.png"])
