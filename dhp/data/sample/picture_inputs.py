@@ -6,10 +6,8 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from importlib.metadata import version
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -146,7 +144,6 @@ def _digest(medium: Picture) -> tuple[bytes, Picture]:
 
 
 _ANY_RATE = 1e9  # frames a second
-_MARGIN = 1.5  # of a reduced JPEG over what the model sees: without one, edges are seen that are not there
 AS_THEY_ARE = {"do_resize": False}  # of frames that are scaled already
 
 
@@ -327,25 +324,12 @@ class Pictures:
     def _image(self, medium: Picture) -> PicturePatches:
         (file,) = files_of(medium)
         scaling = self._scaling_of(settings_of(medium), moving=False)
-        image, own = self._open_reduced(file, scaling) if self._reduced else (open_image(file), scaling)
-        return PicturePatches(*self._as_patches(self._process([image], file, own)))
-
-    def _open_reduced(self, file: File, scaling: dict[str, Any]) -> tuple[Image.Image, dict[str, Any]]:
-        """A picture, and how it is to be scaled: a JPEG file that may be decoded smaller than it is has been."""
-        quick, targets = self._quick, list[Size]()
-        assert quick is not None
-
-        def least(size: Size) -> Size:
-            with suppress(ValueError):  # of sides too unequal, which scaling will name
-                targets.append(quick.target(size, scaling))
-                return ceil(_MARGIN * targets[0][0]), ceil(_MARGIN * targets[0][1])
-            return size
-
-        image = open_image(file, least=least)
-        if not targets:
-            return image, scaling
-        (target,) = targets
-        return image if image.size == target else image.resize(target, self._image_processor.resample), AS_THEY_ARE
+        if self._quick is not None and self._reduced:
+            image, scaled = self._quick.open_reduced(file, scaling)
+            scaling = AS_THEY_ARE if scaled else scaling
+        else:
+            image = open_image(file)
+        return PicturePatches(*self._as_patches(self._process([image], file, scaling)))
 
     def _image_outline(self, medium: Picture) -> Outline:
         (file,) = files_of(medium)

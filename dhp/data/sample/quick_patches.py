@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from math import ceil
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from PIL import Image
 
+from dhp.data.media.images import open_image
+from dhp.data.media.sources import File
 from dhp.data.sample.sample import Output, Size
 
 if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
 
+_MARGIN = 1.5  # of a reduced JPEG over what the model sees: without one, edges are seen that are not there
 Kernel = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
 
 
@@ -41,6 +46,23 @@ class QuickPatches:
             grids.append((1, pixels.shape[0] // patch, pixels.shape[1] // patch))
         patches = cut[0] if len(cut) == 1 else np.concatenate(cut)
         return {"pixel_values": patches, "image_grid_thw": np.array(grids, dtype=np.int64)}
+
+    def open_reduced(self, file: File, scaling: Mapping[str, Any]) -> tuple[Image.Image, bool]:
+        """A picture, and whether it is as large as the model sees it: so is one of a JPEG file, which may be decoded
+        smaller than it is. Raises DataError as `open_image` does."""
+        targets = list[Size]()
+
+        def least(size: Size) -> Size:
+            with suppress(ValueError):  # of sides too unequal, which scaling will name
+                targets.append(self.target(size, scaling))
+                return ceil(_MARGIN * targets[0][0]), ceil(_MARGIN * targets[0][1])
+            return size
+
+        image = open_image(file, least=least)
+        if not targets:
+            return image, False
+        (target,) = targets
+        return image if image.size == target else image.resize(target, self._processor.resample), True
 
     def target(self, size: Size, scaling: Mapping[str, Any]) -> Size:
         """What a picture of a size is scaled to. Raises ValueError for one that the processor does not take."""
