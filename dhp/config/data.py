@@ -101,8 +101,8 @@ class DataConfig:
 
     reduced_jpeg: bool = False
     """Decode a JPEG file at a half, a quarter or an eighth of its size where that is at least 1.5 times what the model
-    sees of it. Photographs are read twice as fast; pixels differ by about one of 255 levels from those that serving
-    would show (docs/data.md). For models that see a picture in about its own size, as Qwen's; refused for others."""
+    sees of it: large photographs are read faster, and pixels differ a little from those that serving would show
+    (docs/data.md). For models that see a picture in about its own size, as Qwen's; refused for others."""
 
     max_tiles: Optional[int] = None
     """Most tiles that an image is cut into, of models that see images as tiles of one size, as InternVL; a thumbnail

@@ -339,7 +339,7 @@ def test_few_frames_of_a_video_are_those_that_decoding_all_gives(tmp_path, monke
 
 
 def write_refreshed(path):
-    """600 frames of which the first alone is a key frame: columns are refreshed in turn (x264's intra refresh), and
+    """1,800 frames of which the first alone is a key frame: columns are refreshed in turn (x264's intra refresh), and
     packets at which a round is over are called keys."""
     rng = np.random.default_rng(0)
     options = {"preset": "veryfast", "x264-params": "intra-refresh=1:keyint=60:bframes=0"}
@@ -347,8 +347,8 @@ def write_refreshed(path):
         stream = container.add_stream("libx264", rate=25, options=options)
         stream.width, stream.height, stream.pix_fmt = 128, 128, "yuv420p"
         pixels = np.kron(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8), np.ones((8, 8, 1), dtype=np.uint8))
-        for number in range(600):
-            frame = av.VideoFrame.from_ndarray(np.roll(pixels, (number, 3 * number), (0, 1)), format="rgb24")
+        for number in range(1800):
+            frame = av.VideoFrame.from_ndarray(np.roll(pixels, number, axis=1), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path
@@ -356,7 +356,7 @@ def write_refreshed(path):
 
 @pytest.mark.parametrize("ending", ["mp4", "ts"])
 def test_frames_behind_what_is_no_key_frame_are_decoded_from_the_beginning(tmp_path, monkeypatch, ending):
-    path, taking = write_refreshed(tmp_path / f"v.{ending}"), FrameSampling(0.1, 8, 2)
+    path, taking = write_refreshed(tmp_path / f"v.{ending}"), FrameSampling(1.0, 14, 2)
     as_arrays = lambda group: np.stack([np.asarray(image) for image in group])
     found, _ = map_frames(path, taking, as_arrays)
     monkeypatch.setattr(video, "SPARSE", 10**6)
