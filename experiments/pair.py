@@ -3,7 +3,8 @@
 import ctypes
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from dhp.core.dispatch import PerRank, spread
 from dhp.core.graph import Edge, Node, StageGraph, StageSpec
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.family import Family
+from dhp.step.schedule import Action, Backward, Forward
 from dhp.step.stages import RankGroup
 
 VISION, TEXT = "vision", "text"
@@ -80,21 +82,53 @@ def as_batch(data: StepData, put: Callable[[Any], Any] = lambda value: value) ->
 
 
 class Here(RankGroup):
-    """A stage of one rank in this process, where nothing else takes time."""
+    """A stage's ranks in this process, one after another, where nothing else takes time."""
 
-    size = 1
-
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
+    def __init__(self, *trainers: Any):
+        self.size, self._trainers = len(trainers), trainers
 
     def execute_all_async(
         self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
     ) -> list[list[Any]]:
         """As `dhp.step.stages.RankGroup`, with values for refs."""
         method = method if isinstance(method, str) else method.__name__
-        result = getattr(self._trainer, method)(*spread(arguments, 1)[0])
-        (count,) = spread((returns,), 1)[0]
-        return [[] if count == 0 else list(result) if isinstance(result, tuple) else [result]]
+        given, counts = spread(arguments, self.size), spread((returns,), self.size)
+        found = []
+        for rank, (count,) in enumerate(counts):
+            result = self._run(rank, method, given[rank])
+            found.append([] if count == 0 else list(result) if isinstance(result, tuple) else [result])
+        return found
+
+    def _run(self, rank: int, method: str, given: tuple[Any, ...]) -> Any:
+        return getattr(self._trainers[rank], method)(*given)
+
+
+PASSES: Mapping[str, type[Forward] | type[Backward]] = {"forward_step": Forward, "backward_step": Backward}
+
+
+class TimedHere(Here):
+    """Ranks of a stage whose CPU seconds are written down. seconds: of each pass of a step, by rank. others: of all
+    else that a rank did in it, its update above all."""
+
+    def __init__(self, stage: str, *trainers: Any):
+        super().__init__(*trainers)
+        self._stage = stage
+        self.begin()
+
+    def begin(self) -> None:
+        """A step."""
+        self.seconds: dict[tuple[Action, int], float] = {}
+        self.others = [0.0] * self.size
+
+    def _run(self, rank: int, method: str, given: tuple[Any, ...]) -> Any:
+        begin = time.process_time()
+        found = super()._run(rank, method, given)
+        took = time.process_time() - begin
+        if method in PASSES:
+            self.seconds[PASSES[method](Node(self._stage, given[1]), given[0]), rank] = took
+        else:
+            self.others[rank] += took
+        return found
 
 
 def keep_freed_memory() -> None:

@@ -12,6 +12,7 @@ from experiments.balance.sets import operations
 from experiments.baselines import PADDED
 
 MICRO_BATCHES = 4  # of a step and replica
+SHARES = (0.1, 0.3, 0.5)  # of a step's operations, the tower's
 RANDOM = "random"
 
 
@@ -38,6 +39,7 @@ def spread_rows(
             "packs": len(packs), "decoder": round(spreads[0], 5), "tower": round(spreads[1], 5),
             "decoder_of_epoch": round(float(decoder.std() / decoder.mean()), 5), "decoder_bound": round(least, 5),
             "tower_bound": round(_units_least(packs.sums(loads.vision), rows), 5),
+            "efficiency": efficiencies(_steps(decoder, rows), tower, replicas, name != RANDOM),
             "random_over": [[round(base / own, 1) for base, own in zip(of, spreads, strict=True)] for of in bases],
         }  # fmt: skip
 
@@ -58,6 +60,29 @@ def tower_seconds(packs: Packs, loads: Loads, replicas: int, assigned: bool) -> 
         low = np.floor(totals / replicas)
         own = low + (np.arange(replicas) < totals - low * replicas)
     return _steps(own.reshape(-1), replicas * MICRO_BATCHES)
+
+
+def efficiencies(
+    decoder: np.ndarray, tower: np.ndarray, replicas: int, assigned: bool
+) -> dict[str, dict[float, float]]:
+    """An even share of a step's work over what it takes where all devices have both parts, the mean of all steps, by
+    the tower's share of the operations: with a pass of the tower a micro-batch, and with one a step. assigned: a pass
+    waits for its slowest rank; else replicas wait for one another where a step ends.
+
+    decoder, tower: [steps, micro-batches × replicas]."""
+    text, units = (each.reshape(-1, MICRO_BATCHES, replicas) for each in (decoder, tower))
+    found: dict[str, dict[float, float]] = {"a pass a micro-batch": {}, "one pass": {}}
+    for share in SHARES:
+        unit = share / (1 - share) * text.sum() / units.sum()
+        vision = units * unit
+        even = (text + vision).sum(axis=(1, 2)) / replicas
+        each = whole = (text + vision).sum(axis=1).max(axis=1)
+        if assigned:
+            each = (vision.max(axis=2) + text.max(axis=2)).sum(axis=1)
+            whole = unit * np.ceil(units.sum(axis=(1, 2)) / replicas) + text.sum(axis=1).max(axis=1)
+        for way, took in zip(found, (each, whole), strict=True):
+            found[way][share] = round(float((even / took).mean()), 4)
+    return found
 
 
 def least_spread(costs: np.ndarray, packs: int) -> float:

@@ -16,7 +16,7 @@ from dhp.data.sample.sample import Sample
 from experiments.layouts.links import H100, HOSTS, become_private, make_hosts, match
 from experiments.layouts.ours import LAYOUTS, LOCAL, NAMES, run_layout
 from experiments.layouts.peers import PEERS, serve_peer
-from experiments.layouts.work import DECODERS, SIDES, Run, count_tokens, make_batch, make_model
+from experiments.layouts.work import DECODERS, SIDES, SMALL_SHAPES, Run, count_tokens, make_batch, make_model
 from experiments.two_hosts import network
 
 LIMIT = "plain"
@@ -84,7 +84,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sizes", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--shapes", nargs="+", choices=DECODERS, default=list(DECODERS))
+    parser.add_argument("--shapes", nargs="+", choices=DECODERS, default=SMALL_SHAPES)
     parser.add_argument("--only", nargs="+", choices=[*PEERS, *NAMES])
     parser.add_argument("--links", action="store_true", help="two hosts and a slow link between them (root)")
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)

@@ -11,12 +11,15 @@ SAMPLES, TEXT_TOKENS, TARGETS = 2, 48, 32
 SIDES = {"1k": 32, "4k": 64, "9k": 96, "16k": 128}  # patches along one side of the image
 
 # Matrices of the tower against those of the decoder, multiply-adds a patch (a decoder token is four patches):
-# about 4.6 to 1, and about 1.1 to 1; the tower's full attention comes on top and grows with the image.
+# about 4.6 to 1, about 1.1 to 1, and 1 to 12.3 as in Qwen2.5-VL-32B, MLPs as wide, too.
+# The tower's full attention comes on top and grows with the image.
 TOWER = {"depth": 6, "hidden_size": 128, "intermediate_size": 384, "num_heads": 4, "fullatt_block_indexes": [5]}
 DECODERS = {
     "vision-dominated": {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384},
     "balanced": {"hidden_size": 320, "num_hidden_layers": 4, "intermediate_size": 768},
+    "as 32B": {"hidden_size": 640, "num_hidden_layers": 8, "intermediate_size": 3456},
 }
+SMALL_SHAPES = ("vision-dominated", "balanced")
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ seconds of CPU of an action are those of the rank that did it."""
 
 import os
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -21,8 +20,7 @@ from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
-from dhp.core.dispatch import PerRank
-from dhp.core.graph import Node, StageGraph
+from dhp.core.graph import StageGraph
 from dhp.engine.encoder_engine import EncoderEngine
 from dhp.engine.stage_settings import StageSettings
 from dhp.engine.text_engine import TextEngine
@@ -32,12 +30,12 @@ from dhp.plan.cut.partition import pipeline_programs
 from dhp.plan.cut.problem import PartitionProblem
 from dhp.plan.cut.units import Unit, layer_cuts
 from dhp.plan.run_plan import RunPlan, plan_run
-from dhp.step.schedule import Action, Backward, Forward, Schedule, make_programs, make_schedule
+from dhp.step.schedule import Action, Backward, Schedule, make_programs, make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
 from dhp.step.timed import play
 from dhp.trainer.settings import stage_settings
-from experiments.pair import TEXT, VISION, Here, as_batch, join_alone, keep_freed_memory
+from experiments.pair import TEXT, VISION, TimedHere, as_batch, join_alone, keep_freed_memory
 from experiments.partition.published import at
 from experiments.small import deal, make_samples, save_even_model, started, timed
 
@@ -98,25 +96,26 @@ class Chain:
 
     def __init__(self, plan: RunPlan, micro_batches: int, schedule: str = SCHEDULE):
         self.graph: StageGraph = plan.graph
-        self._seconds: Seconds = {}
         self.others: dict[str, float] = {}
         self._schedule: Schedule = make_schedule(schedule, self.graph, micro_batches)
         self._micro_batches = micro_batches
         self.parameters: dict[str, int] = {}
-        groups = {}
+        self._groups: dict[str, TimedHere] = {}
         for spec in self.graph.stages:
             engine = ENGINES[spec.part](stage_settings(plan.config, self.graph, spec, "cpu", STEPS, rules=plan.rules))
             self.parameters[spec.name] = sum(parameter.numel() for parameter in engine.model.parameters())
-            groups[spec.name] = _Timed(engine, spec.name, self._seconds, self.others)
-        self._stages = make_stages(self.graph, groups)
+            self._groups[spec.name] = TimedHere(spec.name, engine)
+        self._stages = make_stages(self.graph, self._groups)
 
     def step(self, batch: Batch) -> tuple[Seconds, float]:
         """CPU seconds of each action, and the loss."""
-        self._seconds.clear()
-        self.others.clear()
+        for group in self._groups.values():
+            group.begin()
         reports = train_step(self._stages, self._schedule, self.graph.ties, batch).reports
         (of_last,) = reports[self.graph.stages[-1].name]
-        return dict(self._seconds), of_last.loss
+        self.others = {name: group.others[0] for name, group in self._groups.items()}
+        found = {action: took for group in self._groups.values() for (action, _), took in group.seconds.items()}
+        return found, of_last.loss
 
     def replay(self, seconds: Mapping[Action, float]) -> float:
         """Seconds of a step on devices of their own: the programs of a run, each action as long as it was here."""
@@ -128,29 +127,6 @@ class Chain:
         on this machine meanwhile counts less."""
         found = {key: median(values) for key, values in by_stage(seconds).items()}
         return self.replay({action: found[key_of(action)] for action in seconds})
-
-
-class _Timed(Here):
-    """A stage of one rank that writes down how long its passes take."""
-
-    def __init__(self, engine: Any, stage: str, seconds: Seconds, others: dict[str, float]):
-        super().__init__(engine)
-        self._stage, self._seconds, self._others = stage, seconds, others
-
-    def execute_all_async(
-        self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
-    ) -> list[list[Any]]:
-        name = method if isinstance(method, str) else method.__name__
-        kind = {"forward_step": Forward, "backward_step": Backward}.get(name)
-        begin = time.process_time()
-        found = super().execute_all_async(method, *arguments, returns=returns)
-        took = time.process_time() - begin
-        if kind is None:
-            self._others[self._stage] = self._others.get(self._stage, 0.0) + took
-        else:
-            micro_batch, chunk = arguments[:2]
-            self._seconds[kind(Node(self._stage, chunk), micro_batch)] = took
-        return found
 
 
 def by_stage(seconds: Mapping[Action, float]) -> dict[tuple[str, bool], list[float]]:

@@ -1,11 +1,12 @@
-"""`python -m experiments.text_ratio [--rounds 5] [--layouts 1+1 …] [--pictures 1 4 16] [--shares .1 .3 .5]`: a step of
-the whole model beside one of its decoder alone, on text rows of the same lengths, by the same actors."""
+"""`python -m experiments.text_ratio [--rounds 5] [--layouts 1+1 …] [--pictures 1 4 16] [--shares .1 .3 .5]
+[--replay]`: a step of the whole model beside one of its decoder alone, on text rows of the same lengths, by the same
+actors."""
 
 import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 
 from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReader
@@ -27,17 +29,23 @@ from dhp.engine.encoder_engine import EncoderEngine
 from dhp.engine.stage_settings import OptimizerSettings
 from dhp.engine.text_engine import TextEngine
 from dhp.models.registry import load_family
-from dhp.step.schedule import make_schedule
+from dhp.step.schedule import Schedule, make_schedule
 from dhp.step.stages import make_stages
+from dhp.step.step import train_step
 from experiments.commands import command_of
-from experiments.pair import ONE, TEXT, VISION, as_batch, pair_of, settings_of
+from experiments.pair import ONE, TEXT, VISION, TimedHere, as_batch, join_alone, keep_freed_memory, pair_of, settings_of
 from experiments.small import IMAGE, PATCH_VALUES, WORD_IDS, dealer, save_even_model, started, timed
+from experiments.text_ratio.took import Took, lost, replayed, reported
 
 MICRO_BATCHES, WORDS, FEATURES = 8, 128, 256  # of a step; of a row: tokens of text, and those of its pictures
 LAYOUTS = {
     "1+1": (ONE, ONE), "2+2": (Degrees(data=2), Degrees(data=2)),
     "2+2 SP+TP": (Degrees(ulysses=2), Degrees(tensor=2)),
+    "4+4": (Degrees(data=4), Degrees(data=4)), "8+8": (Degrees(data=8), Degrees(data=8)),
 }  # fmt: skip
+CUT = ("2+2 SP+TP",)  # rows over ranks: no replay
+ALONE = "decoder alone"
+Row = dict[str, Any]
 WAYS = {
     "sequential": ("sequential", 1),
     "vision_ahead": ("vision_ahead", 1),
@@ -115,43 +123,92 @@ def _share(data: StepData) -> float:
     return data.info.flops[VISION] / sum(data.info.flops.values())
 
 
-def of_case(name: str, share: float, rows: Rows, rounds: int) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class Case:
+    """Steps of the same samples. steps: by way, passes of the tower, order of all passes, and what ranks take.
+    tower_work: the tower's operations for one of the decoder's."""
+
+    graph: StageGraph
+    model: str
+    steps: Mapping[str, tuple[StageGraph, Schedule, StepData]]
+    tower_work: float
+
+
+def make_case(folder: Path, degrees: tuple[Degrees, Degrees], share: float, rows: Rows) -> Case:
+    """Each way, and the decoder alone."""
+    samples = rows.samples(MICRO_BATCHES * degrees[1].data)
+    model = model_of(folder, share, samples, degrees)
+    work = deal(model, degrees, samples, 1).info.flops
+    graph = pair_of(load_family(model), *degrees)
+    text = deal(model, degrees, list(map(as_text, samples)), 1)
+    steps = {}
+    for way, (schedule, batch) in {ALONE: ("sequential", 1), **WAYS}.items():
+        passes = of_passes(graph, batch)
+        data = text if way == ALONE else deal(model, degrees, samples, batch)
+        steps[way] = (passes, make_schedule(schedule, passes, MICRO_BATCHES), data)
+    return Case(graph, model, steps, work[VISION] / work[TEXT])
+
+
+def of_case(name: str, share: float, rows: Rows, rounds: int, replay: bool) -> Iterator[Row]:
     """A row for each way to order the tower's passes. Rounds are interleaved; of each the second step counts."""
     degrees = LAYOUTS[name]
-    samples = rows.samples(MICRO_BATCHES * degrees[1].data)
     with tempfile.TemporaryDirectory() as folder:
-        model = model_of(Path(folder), share, samples, degrees)
-        work = deal(model, degrees, samples, 1).info.flops
-        graph = pair_of(load_family(model), *degrees)
-        settings = {stage: settings_of(graph, stage, model, UPDATE) for stage in (VISION, TEXT)}
-        threads = max(1, (os.cpu_count() or 1) // degrees[1].world)
-        with started(graph, ENGINES, settings, threads=threads) as stages:
-            groups = {stage: own.group for stage, own in stages.items()}
-            submitted = [_counted(group) for group in groups.values()]
-            found, steps, calls = dict[str, list[float]](), dict[str, Any](), dict[str, int]()
-            text = deal(model, degrees, list(map(as_text, samples)), 1)
-            for way, (schedule, batch) in {"decoder alone": ("sequential", 1), **WAYS}.items():
-                own = of_passes(graph, batch)
-                data = text if way not in WAYS else deal(model, degrees, samples, batch)
-                order = make_schedule(schedule, own, MICRO_BATCHES)
-                steps[way] = (own, make_stages(own, groups), order, as_batch(data, ray.put))
-            for _ in range(rounds):
-                for way, (own, of_way, order, batch_refs) in steps.items():
-                    before = sum(map(sum, submitted))
-                    seconds, _reports = timed(own, of_way, order, batch_refs, 1)
-                    calls[way] = (sum(map(sum, submitted)) - before) // STEPS
-                    found.setdefault(way, []).append(seconds[0])
-    ideal = 1 + work[VISION] / work[TEXT]
-    alone = found.pop("decoder alone")
-    for way, seconds in found.items():
-        ratios = [one / other for one, other in zip(alone, seconds, strict=True)]
+        case = make_case(Path(folder), degrees, share, rows)
+        steps, calls = replay_steps(case, rounds) if replay else run_steps(case, rounds)
+    alone = steps.pop(ALONE)
+    ideal = 1 + case.tower_work
+    for way, took in steps.items():
+        ratios = [one.step_s / other.step_s for one, other in zip(alone, took, strict=True)]
+        causes = [lost(one, other, case.tower_work) for one, other in zip(took, alone, strict=True)]
         yield {
-            "layout": name, "pictures": rows.pictures, "even": rows.even, "small": rows.small,
-            "tower_share": round(1 - 1 / ideal, 3), "way": way, "step_s": round(median(seconds), 4),
-            "decoder_s": round(median(alone), 4),
+            "layout": name, "how": "replay" if replay else "wall", "pictures": rows.pictures, "even": rows.even,
+            "small": rows.small, "tower_share": round(1 - 1 / ideal, 3), "way": way,
+            "step_s": round(median(one.step_s for one in took), 4),
+            "decoder_s": round(median(one.step_s for one in alone), 4),
             "ratio": round(median(ratios), 4), "efficiency": round(ideal * median(ratios), 4),
-            "calls": calls[way], "rounds": rounds,
+            "lost": {cause: round(median(one[cause] for one in causes), 4) for cause in causes[0]},
+            "calls": calls.get(way), "rounds": rounds,
         }  # fmt: skip
+
+
+def run_steps(case: Case, rounds: int) -> tuple[dict[str, list[Took]], dict[str, int]]:
+    """By way, what steps of actors took, and the calls of one."""
+    settings = {stage: settings_of(case.graph, stage, case.model, UPDATE) for stage in ENGINES}
+    threads = max(1, (os.cpu_count() or 1) // case.graph.stage(TEXT).degrees.world)
+    took, calls = dict[str, list[Took]](), dict[str, int]()
+    with started(case.graph, ENGINES, settings, threads=threads) as stages:
+        groups = {stage: one.group for stage, one in stages.items()}
+        submitted = [_counted(group) for group in groups.values()]
+        steps = {
+            way: (graph, make_stages(graph, groups), order, as_batch(data, ray.put))
+            for way, (graph, order, data) in case.steps.items()
+        }
+        for way, (graph, of_way, order, batch) in [*steps.items()] * rounds:
+            before = sum(map(sum, submitted))
+            (seconds,), reports = timed(graph, of_way, order, batch, 1)
+            calls[way] = (sum(map(sum, submitted)) - before) // STEPS
+            took.setdefault(way, []).append(reported(seconds, reports))
+    return took, calls
+
+
+def replay_steps(case: Case, rounds: int) -> tuple[dict[str, list[Took]], dict[str, int]]:
+    """By way, what steps would take whose ranks have a core each; no calls."""
+    torch.set_num_threads(1)  # so that this process's seconds of CPU are those of the rank that works
+    keep_freed_memory()
+    one = pair_of(load_family(case.model))
+    took = dict[str, list[Took]]()
+    with join_alone():
+        groups = {}
+        for stage, engine in ENGINES.items():
+            settings = settings_of(one, stage, case.model, UPDATE)
+            groups[stage] = TimedHere(stage, *(engine(settings) for _ in range(case.graph.stage(stage).degrees.world)))
+        for _ in range(rounds + 1):
+            for way, (graph, order, data) in case.steps.items():
+                for group in groups.values():
+                    group.begin()
+                train_step(make_stages(graph, groups), order, graph.ties, as_batch(data))
+                took.setdefault(way, []).append(replayed(groups, graph, order))
+    return {way: rest for way, (_, *rest) in took.items()}, {}
 
 
 def _counted(group: Any) -> list[int]:
@@ -174,14 +231,17 @@ def of_passes(graph: StageGraph, batch: int) -> StageGraph:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.text_ratio", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["1+1", "2+2", *CUT])
+    parser.add_argument("--replay", action="store_true", help="each pass measured alone, played on devices of its own")
     parser.add_argument("--pictures", nargs="+", type=int, default=[1, 4, 16], help="of a row")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.1, 0.3, 0.5], help="of operations, the tower's")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=["even", "uneven"], help="pictures")
     given = parser.parse_args(arguments)
+    if given.replay and set(CUT) & set(given.layouts):
+        parser.error(f"--replay measures ranks one by one, which {', '.join(CUT)} cuts rows over")
     command = command_of("text_ratio", arguments)
     for name, share, pictures, kind in product(given.layouts, given.shares, given.pictures, given.only):
-        for row in of_case(name, share, Rows(pictures, *KINDS[kind]), given.rounds):
+        for row in of_case(name, share, Rows(pictures, *KINDS[kind]), given.rounds, given.replay):
             print(json.dumps(row | {"command": command}), flush=True)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from dhp.data.balance.packs import Limits, Loads, single
 from experiments.balance.sets import operations
-from experiments.balance.spread import least_spread, spread_rows, tower_seconds
+from experiments.balance.spread import efficiencies, least_spread, spread_rows, tower_seconds
 from tests.helpers.figures import cells, fixed, missing, one, rows, short
 
 PAGE = "experiments/balance/README.md"
@@ -33,6 +33,17 @@ def test_balanced_rows_are_at_the_bound_of_whole_units_and_random_ones_are_not()
     assert balanced["tower"] == balanced["tower_bound"] < packed["tower"] / 15
     assert balanced["decoder"] > balanced["decoder_bound"]
     assert balanced["random_over"][0][0] == pytest.approx(padded["decoder"] / balanced["decoder"], rel=0.01)
+
+
+def test_efficiency_of_a_step_by_hand() -> None:
+    """Two replicas, of which the first has 3 of a micro-batch's 4 units of the decoder, and all of its 4 pictures; the
+    tower's share is half, so that a picture takes a unit."""
+    decoder, tower = np.array([[3, 1] * 4]), np.array([[4, 0] * 4])
+    own = efficiencies(decoder, tower, 2, assigned=False)
+    assert own == {way: pytest.approx({0.1: 4.444 / 6.889, 0.3: 5.714 / 9.429, 0.5: 8 / 14}, rel=1e-3) for way in own}
+    found = efficiencies(decoder, np.array([[3, 2, 2, 2, 1, 0, 3, 3]]), 2, assigned=True)
+    assert found["a pass a micro-batch"][0.5] == pytest.approx(16 / (12 + 9), abs=1e-4)
+    assert found["one pass"][0.5] == pytest.approx(16 / (12 + 8), abs=1e-4)
 
 
 def test_operations_grow_with_pairs() -> None:

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from dhp.core.axes import Degrees
+from dhp.core.graph import Node
+from dhp.core.reports import Spent, StageReport
+from dhp.step.schedule import Backward, Forward, make_schedule
+from experiments.pair import TimedHere, make_pair
 from experiments.text_ratio.__main__ import FEATURES, WORDS, Rows, as_text, deal, main, of_passes
+from experiments.text_ratio.took import Took, lost, replayed, reported
 from tests.helpers.figures import Sentences, missing, rows
 from tests.helpers.graphs import make_graph
 
@@ -52,18 +57,67 @@ def test_a_step_of_text_has_no_work_for_the_tower_and_a_pass_all_of_it(made_mode
     assert [edge.batch for edge in of_passes(make_graph(), 8).edges] == [8]
 
 
+def test_measured_passes_are_played_on_devices_of_their_own() -> None:
+    """Two devices and micro-batches. Of each the slower rank of the tower takes 2 s forward and 2 back, and the first
+    replica 3 and 4: 11 s, and 1.5 for updates."""
+    graph, groups = make_pair(*TWO), {stage: TimedHere(stage, None, None) for stage in ("vision", "text")}
+    seconds = {"vision": ((1.0, 2.0), (1.0, 2.0)), "text": ((3.0, 1.0), (4.0, 1.0))}
+    for stage, of_kind in seconds.items():
+        for kind, of_rank in zip((Forward, Backward), of_kind, strict=True):
+            for number, rank in ((m, rank) for m in range(2) for rank in range(2)):
+                groups[stage].seconds[kind(Node(stage), number), rank] = of_rank[rank]
+    groups["vision"].others, groups["text"].others = [0.5, 0.5], [1.0, 1.0]
+    took = replayed(groups, graph, make_schedule("sequential", graph, 2))
+    assert took == Took(23.5, [4.0, 8.0], [14.0, 4.0], 1.5) and took.imbalance == 3.0
+    alone = Took(15.0, [0.0, 0.0], [14.0, 4.0], 1.0)
+    found = lost(took, alone, 0.5)
+    wanted = {"tower": -1.5, "decoder": 0.0, "update": 0.5, "collectives": 0.0, "imbalance": -2.0, "waiting": 4.0}
+    assert {cause: share * 22.5 for cause, share in found.items()} == pytest.approx(wanted)
+    assert sum(found.values()) == pytest.approx(23.5 / 22.5 - 1)
+
+
+def test_passes_of_a_run_are_those_of_its_reports() -> None:
+    def report(rank: int, passes: float, update: float, sums: float) -> StageReport:
+        spent = {"forward": Spent(passes, sums), "backward": Spent(passes, 0.0), "optimizer": Spent(update, sums)}
+        return StageReport(rank, None, 0.0, {}, None, {}, spent=spent)
+
+    of_text, of_vision = [report(0, 2.0, 0.5, 0.1), report(1, 3.0, 0.5, 0.2)], [report(0, 1.0, 0.0, 0.0)] * 2
+    found = reported(9.0, {"vision": of_vision, "text": of_text})
+    assert found == Took(9.0, [2.0, 2.0], [4.0, 6.0], 0.5, pytest.approx(0.3))
+
+
+def test_rows_cut_over_ranks_have_no_replay(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--replay", "--layouts", "2+2 SP+TP"])
+    assert "2+2 SP+TP cuts rows over" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_a_case_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    asked = ["--rounds", "1", "--layouts", "1+1", "--pictures", "4", "--shares", "0.3", "--only", "even"]
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_case_is_measured(replay: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = [
+        *["--replay"] * replay,
+        "--rounds",
+        "1",
+        "--layouts",
+        "1+1",
+        "--pictures",
+        "4",
+        "--shares",
+        "0.3",
+        "--only",
+        "even",
+    ]
     main(asked)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [row["way"] for row in rows] == ["sequential", "vision_ahead", "whole step"]
     for row in rows:
         assert row["ratio"] > 0 and abs(row["tower_share"] - 0.3) < 0.05
         share = row["tower_share"]
-        assert row["calls"] > 0
         assert row["efficiency"] == pytest.approx(row["ratio"] / (1 - share), rel=2e-3)
-    assert rows[1]["calls"] > 4 * rows[2]["calls"] and not rows[0]["small"]
+        assert 1 + sum(row["lost"].values()) == pytest.approx(1 / row["efficiency"], rel=5e-3)
+    assert replay or rows[1]["calls"] > 4 * rows[2]["calls"] > 0
+    assert [row["how"] for row in rows] == ["replay" if replay else "wall"] * 3 and not rows[0]["small"]
     assert rows[0]["command"] == f"python -m experiments.text_ratio {' '.join(asked)}"
 
 
