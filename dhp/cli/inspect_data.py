@@ -17,7 +17,7 @@ from dhp.config.parts import resolved
 from dhp.config.ranges import BALANCE, with_plugins
 from dhp.config.rules import FILLING
 from dhp.config.schema import Config
-from dhp.config.steps import micro_batches
+from dhp.config.steps import micro_batches, vision_batch
 from dhp.core.errors import DataError
 from dhp.core.text import aligned
 from dhp.data.balance.methods import choose_method
@@ -118,46 +118,50 @@ def readable_bytes(count: float) -> str:
     return f"{count / 1024:.1f} GiB"
 
 
-MICRO_BATCHES = 200  # of the epoch that are looked at
+PASSES = 200  # of a tower, in the epoch, that are looked at
 SLACKS = (0.0, 0.01, 0.05)
 
 
 @dataclass(frozen=True)
 class CountedShards:
-    """Figures of some micro-batches: the share of image tokens on their replica's own devices, the work of the busiest
-    vision replica over the most even way's (mean), and pairs of ranks that exchange something (mean)."""
+    """Figures of some passes of a tower: the share of image tokens on their replica's own devices, the work of the
+    busiest vision replica over the most even way's (mean), and pairs of ranks that exchange something (mean)."""
 
     near: float
     busiest: float
     pairs: float
 
 
-def locality_table(packs: Packs, loads: Loads, locality: Locality | None) -> list[str]:
-    """Lines to print; none where there is one vision replica. A sample's image tokens count as one image."""
+def locality_table(packs: Packs, loads: Loads, locality: Locality | None, micro_batches: int, batch: int) -> list[str]:
+    """Lines to print; none where there is one vision replica. A sample's image tokens count as one image.
+
+    micro_batches: of a step. batch: those whose images a tower takes in one pass."""
     if locality is None:
         return []
     slacks = sorted({*SLACKS, locality.slack})
-    batches = list(_micro_batches(packs, loads, len(locality.distances)))
-    if not batches:
+    passes = list(_passes(packs, loads, len(locality.distances), micro_batches, batch))
+    if not passes:
         return []
-    lines = [f"\n{'data.locality_slack':20} {'near':>8} {'busiest':>9} {'pairs':>8}   of {len(batches)} micro-batches"]
+    lines = [
+        f"\n{'data.locality_slack':20} {'near':>8} {'busiest':>9} {'pairs':>8}   of {len(passes)} passes of vision"
+    ]
     for slack in slacks:
-        found = encoder_shards(batches, replace(locality, slack=slack))
+        found = encoder_shards(passes, replace(locality, slack=slack))
         chosen = " *" if slack == locality.slack else ""
         lines.append(f"{f'{slack:g}' + chosen:20} {found.near:8.1%} {found.busiest:9.4f} {found.pairs:8.1f}")
     return [
         *lines,
         f"  {'near':16}image tokens on devices of the text replica that needs them",
         f"  {'busiest':16}work of the busiest vision replica over the most even way's",
-        f"  {'pairs':16}of ranks that exchange something in a micro-batch",
+        f"  {'pairs':16}of ranks that exchange something in a pass",
     ]
 
 
-def encoder_shards(batches: Sequence[tuple[Sequence[float], Sequence[int]]], locality: Locality) -> CountedShards:
-    """batches: of each micro-batch, the cost of each image and the text replica that needs it."""
+def encoder_shards(passes: Sequence[tuple[Sequence[float], Sequence[int]]], locality: Locality) -> CountedShards:
+    """passes: of each, the cost of each image and the text replica that needs it."""
     near = total = 0.0
     busiest, pairs = [], []
-    for costs, replicas in batches:
+    for costs, replicas in passes:
         even = assign_longest_first(costs, len(locality.distances[0]))
         assigned = assign_near(costs, replicas, even, locality)
         most = max(sum(costs[i] for i in own) for own in even)
@@ -169,16 +173,17 @@ def encoder_shards(batches: Sequence[tuple[Sequence[float], Sequence[int]]], loc
     return CountedShards(near / total, float(np.mean(busiest)), float(np.mean(pairs)))
 
 
-def _micro_batches(packs: Packs, loads: Loads, replicas: int) -> Iterator[tuple[list[float], list[int]]]:
-    for first in range(0, min(len(packs) - replicas + 1, MICRO_BATCHES * replicas), replicas):
-        costs, owners = [], []
-        for replica in range(replicas):
-            for sample in packs.pack(first + replica):
-                if loads.vision[sample]:
-                    costs.append(float(loads.vision[sample]))
-                    owners.append(replica)
-        if costs:
-            yield costs, owners
+def _passes(
+    packs: Packs, loads: Loads, replicas: int, micro_batches: int, batch: int
+) -> Iterator[tuple[list[float], list[int]]]:
+    step = replicas * micro_batches
+    begins = [begin for first in range(0, len(packs), step) for begin in range(first, first + step, batch * replicas)]
+    for begin in begins[:PASSES]:
+        end = min(begin + batch * replicas, begin - begin % step + step)
+        packed = [(sample, at % replicas) for at in range(begin, min(end, len(packs))) for sample in packs.pack(at)]
+        of_pass = [(sample, owner) for sample, owner in packed if loads.vision[sample]]
+        if of_pass and end <= len(packs):
+            yield [float(loads.vision[sample]) for sample, _ in of_pass], [owner for _, owner in of_pass]
 
 
 SHOWN_DEFECTS = 20  # defects that are printed; the file has all
@@ -252,7 +257,7 @@ def inspect_data(config: Config, out: Path, decode: bool, by: str = "") -> None:
     method = choose_method(config.data.balance, config.data.long_tokens)
     packs = method(loads, _limits(config, settings, loads), _rows(config), config.seed)
     packs = _in_micro_batches(packs, loads, config.data.balance, config)
-    for line in locality_table(packs, loads, _locality(config)):
+    for line in locality_table(packs, loads, _locality(config), micro_batches(config), vision_batch(config)):
         print(line)
     table = Table(feed.lengths.columns(np.arange(feed.dataset_size), 0))
     print("", *verdict(expect(plan_run(config), table), measured=table is not None), sep="\n")

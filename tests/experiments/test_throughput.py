@@ -56,7 +56,8 @@ def test_dry_runs_say_which_batch_fits() -> None:
 
 def figures() -> Sentences:
     """What the README has of the rows that are kept."""
-    page, found = "experiments/throughput/README.md", {(row["layout"], row["size"]): row for row in rows("throughput")}
+    page, of_plan = "experiments/throughput/README.md", rows("throughput", device="plan")
+    found = {(row["layout"], row["size"]): row for row in of_plan}
     for size in SIDES:
         own = [found[layout, size] for layout in LAYOUTS]
         shown = [cell(row[key], row[batch]) for row in own for key, batch in COLUMNS.items()]
@@ -64,6 +65,13 @@ def figures() -> Sentences:
         yield page, f"| {size} | {' | '.join([*shown, *ratios])} |"
     alike = sum(row["batch"] == row["published_batch"] for row in found.values())
     yield page, f"{alike} of {len(found)} cells have the published batch"
+    here = {(row["layout"], row["size"]): row for row in rows("throughput", device="cpu")}
+    for size in ("1k", "4k"):
+        own = [here[layout, size] for layout in LAYOUTS]
+        shown = [cell(row["patches_s"], row["batch"]) for row in own]
+        yield page, f"| {size} | {' | '.join(shown)} | {own[0]['patches_s'] / own[1]['patches_s']:.2f} × |"
+    assert all((row["patches_s"] is None) == (row["size"] not in ("1k", "4k")) for row in here.values())
+    yield page, f"| 9k to 65k | {' | '.join(['out of memory'] * 3)} | |"
 
 
 COLUMNS = {"patches_s": "batch", "published": "published_batch"}

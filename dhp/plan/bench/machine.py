@@ -71,6 +71,11 @@ class Machine:
         """What it may take for certain: less, by the error of a forecast."""
         return self.limit_bytes * (1 - SURE)
 
+    @property
+    def mapped(self) -> bool:
+        """Whether what is handed over stays in the sender's memory until it is used."""
+        return self.contexts and self.handover.bytes_s == inf
+
     def of(self, part: str, name: str) -> Rates:
         """The rates of a part that computes in a number format. Raises ConfigError where there are none."""
         if part in self.measured:

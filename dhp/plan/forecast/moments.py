@@ -247,7 +247,8 @@ def _of_one_chunk(rows: TracedRows) -> TracedRows:
 
 def _handed(asked: Question, stage: StageSpec) -> float:
     """Bytes of gradients that a rank receives and hands on, and of those with which its backward begins, beyond what
-    is inside its layers' passes; with tensor parallelism also a copy of the one that ranks sum."""
+    is inside its layers' passes; with tensor parallelism also a copy of the one that ranks sum. Of a decoder also those
+    for a pass of an encoder over several micro-batches, which wait for the last one, where nothing is copied."""
     if not any(map(asked.plan.graph.goes_back, stage.nodes)):
         return 0.0
     section, rows = parts(asked.plan.config)[stage.part], rows_of_stage(asked, stage)
@@ -255,7 +256,9 @@ def _handed(asked: Question, stage: StageSpec) -> float:
     if stage.part == DECODER:
         states = rows.tokens * width * size
         between = (0 not in stage.layers) + 2 * (len(asked.counted.sizes.layers) - 1 not in stage.layers)
-        return float(states * (between + (stage.degrees.tensor > 1)))
+        merged = [edge for node in stage.nodes for edge in asked.plan.graph.inputs(node) if edge.gradients]
+        waiting = sum((edge.batch - 1) * len(edge.tensors) for edge in merged) * rows.features * width * size
+        return float(states * (between + (stage.degrees.tensor > 1)) + (waiting if asked.machine.mapped else 0))
     outputs = [edge for node in stage.nodes for edge in asked.plan.graph.outputs(node)]
     family, patches = asked.plan.family, rows_of_stage(asked, stage).patches
     features = patches / family.tower.patches_of_token * hidden_width(family)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from dhp.plan.count.rates import Channel
 from dhp.plan.count.row_bytes import CHOICES, NONE, InsideBytes, StageInsides, TracedRows
 from dhp.plan.count.samples import EqualSamples, Samples, assumed_samples
 from dhp.plan.count.state_bytes import BUCKET_ELEMENTS, Units, gathered_moments
+from dhp.plan.count.unit_work import hidden_width
 from dhp.plan.forecast.forecast import Forecast, forecast, play_step
 from dhp.plan.forecast.moments import BACKWARD, FORWARD, LOSS, Passing, counted_costs, rows_of_stage, stage_memory
 from dhp.plan.recompute.profile import Profile, usage_of
@@ -159,6 +161,20 @@ def test_gradients_of_a_pass_go_by_way_of_the_host_between_gpus(made_model: str)
     assert rate(gpus, 2) == host < link.bytes_s
     assert rate(gpus, 1) == rate(gpus, 2, *FROZEN_TOWER) == link.bytes_s
     assert rate(replace(gpus, count=1), 2) == rate(replace(gpus, contexts=False), 2) == link.bytes_s
+
+
+def test_gradients_of_a_pass_wait_with_the_decoder_where_nothing_is_copied(made_model: str) -> None:
+    """Of a pass over four micro-batches those of three, each for 64 tokens of a picture a sample."""
+    rows = (*ONE, "training.batch_size=8", "training.micro_batch_size=2")
+    mapped, copied = (machine(handover=Channel(rate), contexts=True) for rate in (inf, 1e9))
+
+    def handed(made: Machine, batch: str, *more: str) -> float:
+        found = ask(plan_run(config_of(made_model, *rows, f"training.vision_batch={batch}", *more)), made)
+        return max(one.taken["handed"] for one in found.memory["text"].others)
+
+    width = hidden_width(plan_run(config_of(made_model, *rows)).family)
+    assert handed(mapped, "null") - handed(mapped, "1") == 3 * 2 * 64 * width * 4
+    assert handed(copied, "null") == handed(copied, "1") == handed(mapped, "null", *FROZEN_TOWER)
 
 
 def test_a_last_pass_of_fewer_micro_batches_takes_less(made_model: str) -> None:
