@@ -53,6 +53,8 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("in one host's memory TP takes {} SP+TP's step", "TP over SP+TP",
                figures.layouts("TP", "SP+TP", False), " ×", f"1.26 to 1.37 × on 8 H100, {RAY}"),
         Figure("with links as slow as a GPU's {}", "TP over SP+TP, slow links", figures.layouts("TP", "SP+TP", True)),
+        Figure("with such links and the proportions of Qwen2.5-VL-32B {}", "TP over SP+TP, slow links, as 32B",
+               figures.layouts("TP", "SP+TP", True, large=True)),
         Figure("DP takes {} DDP's", "DP over DDP", figures.layouts("DP", "ddp", False))),
     "long_context": (
         Figure("the first token of two ranks comes {} as soon as of one process", "first token, two ranks",

@@ -98,10 +98,17 @@ ALIKE = ("command", "shape", "patches")
 AIMED = ("shape", "colour", "place", "count")  # kinds of questions that the goal of sight is about
 
 
-def layouts(above: str, below: str, links: bool) -> Values:
-    """Steps of one layout over those of another in the same run, with the slow link or without."""
+LARGE = "as 32B"  # a shape of `experiments.layouts`
+
+
+def layouts(above: str, below: str, links: bool, large: bool = False) -> Values:
+    """Steps of one layout over those of another in the same run, with the slow link or without. large: of the shape
+    with a large model's proportions alone; else of all others."""
     of = ratio("step_s", {"layout": above}, {"layout": below}, ALIKE)
-    return lambda rows: of([row for row in rows if ("--links" in row.get("command", "")) == links])
+    wanted = (links, large)
+    return lambda rows: of(
+        [row for row in rows if ("--links" in row.get("command", ""), row.get("shape") == LARGE) == wanted]
+    )
 
 
 def differences(summary: str) -> Values:

@@ -37,6 +37,7 @@ class Experiment:
 
 
 _LINKS = "--sizes 1k 4k --shapes vision-dominated --rounds 1 --only ddp DP SP+TP TP --links"
+_LARGE = "--sizes 1k 4k --shapes 'as 32B' --rounds 2 --only SP+TP TP --links"
 _LONG = (
     *("longest", "longest_prompt", "video", f"sampler --plot {PICTURE}"),
     *("long_sets", "schedule", "two_stages", "steps"),
@@ -68,9 +69,9 @@ EXPERIMENTS = (
     Experiment("layout_choice", "Which layout when: by model, GPUs and length of a row?", 10,
         quick="--models 3b --devices 8 --tokens 4096", processes=1),
     Experiment("layouts", "How fast are dhp's layouts and their peers on the same work?", 60,
-        ("--sizes 1k 4k --rounds 2 --steps 4", "--sizes 9k 16k --rounds 1 --steps 2", _LINKS),
+        ("--sizes 1k 4k --rounds 2 --steps 4", "--sizes 9k 16k --rounds 1 --steps 2", _LINKS, _LARGE),
         "--sizes 1k --shapes vision-dominated --rounds 1 --steps 1 --only ddp DP SP+TP TP", 1.6, 4,
-        "root, for the slow link of its last command"),
+        "root, for the slow links of its last commands"),
     Experiment("long_context", "How long may a row of the decoder be, and how fast are such rows?", 180,
         (*(f"--only {one}" for one in _LONG), "--only inference --tokens 8192 16384 32768 65536"), "--only sampler",
         processes=4),

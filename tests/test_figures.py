@@ -167,6 +167,10 @@ def layouts() -> Sentences:
         PERFORMANCE,
         f"(`--links`, 1k and 4k): {to_ddp[0]}, {to_ddp[1]} ×, and SP+TP {to_tp[0]:.2f}, {to_tp[1]:.2f} ×",
     )
+    for patches in (1024, 4096):
+        of = {row["layout"]: row["step_s"] for row in rows("layouts", shape="as 32B", patches=patches)}
+        seconds = " | ".join(f"{of[name]:.3f}" for name in ("plain", "SP+TP", "TP"))
+        yield "experiments/layouts/README.md", f"| {patches:,} | {seconds} | {of['TP'] / of['SP+TP']:.2f} | "
     (command,) = {row["command"] for row in rows("layouts", layout="deepspeed-autosp")}
     found = {(row["layout"], row["patches"]): row for row in rows("layouts", command=command)}
     for name in {layout for layout, _ in found}:
