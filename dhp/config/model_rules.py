@@ -1,5 +1,7 @@
 """Rules between degrees and a model's shape, as plain numbers."""
 
+from collections.abc import Mapping
+
 from dhp.config.layout import LAYERS, read_choices
 from dhp.config.parts import resolved
 from dhp.config.schema import PartConfig
@@ -170,15 +172,29 @@ def check_positions(rope_types: set[str], scaled: bool) -> None:
         )
 
 
-def check_layers_of_rows(mixers: bool, blocks: bool, balance: float, asked: PartConfig) -> None:
-    """Raises ConfigError for layers that need a whole row. mixers: some carry state along it; blocks: tokens see each
-    other both ways; balance: coefficient of a load-balancing loss, 0: none."""
+def check_mixers(channels: Mapping[str, int | None], asked: PartConfig) -> None:
+    """Raises ConfigError where ranks that share a row cannot share the heads of layers that carry state along it.
+    channels: by class of such layers, their heads, or channels without heads; None: not known here."""
+    ranks = resolved(asked.ulysses) * resolved(asked.ring)
     given = f"text.ulysses={asked.ulysses} and text.ring={asked.ring}"
-    if mixers:
-        raise ConfigError(
-            f"{given} of a decoder with layers that carry state along the row: a row cannot be shared. Set both to 1; "
-            "text.tensor and text.pipeline divide the model."
-        )
+    for name, count in channels.items():
+        if count is None:
+            raise ConfigError(
+                f"{given} of a decoder with layers that carry state along the row ({name}), of which it is not known "
+                "here how ranks share them. Set both to 1; text.tensor and text.pipeline divide the model."
+            )
+        if count % ranks:
+            fitting = [fit for fit in range(ranks, 1, -1) if count % fit == 0]
+            raise ConfigError(
+                f"{given} of a decoder whose layers that carry state along the row ({name}) have {count} heads, which "
+                f"{ranks} ranks cannot share evenly. Set text.ulysses × text.ring to {(*fitting, 1)[0]}."
+            )
+
+
+def check_layers_of_rows(blocks: bool, balance: float, asked: PartConfig) -> None:
+    """Raises ConfigError for layers that need a whole row. blocks: tokens see each other both ways; balance:
+    coefficient of a load-balancing loss, 0: none."""
+    given = f"text.ulysses={asked.ulysses} and text.ring={asked.ring}"
     if blocks and resolved(asked.ring) > 1:
         raise ConfigError(
             f"{given} of a decoder in which tokens of an image see each other both ways: the ring computes causal "

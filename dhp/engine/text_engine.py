@@ -27,10 +27,11 @@ from dhp.models.lora import without_dropout
 from dhp.models.types import DecoderInputs, LayerParts, add_rows, chunks_of
 from dhp.objectives.objective import Chosen, Head, find_objective, share_of_balance
 from dhp.parallel.attention.attention_kernels import FLASH_ATTENTION_2, has_varlen
+from dhp.parallel.attention.mixers import run_by_segment
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS, MeshPosition, SegmentPlan, plan_segments, plan_shard
-from dhp.parallel.attention.segments import packed_attention, run_by_segment
+from dhp.parallel.attention.segments import packed_attention
 from dhp.parallel.attention.shard_plan import plan_of_shards
-from dhp.parallel.comm import neighbours_mesh
+from dhp.parallel.comm import neighbours_mesh, sequence_group
 from dhp.parallel.expert.expert_modules import Routers, balance_losses, choose_product, let_all_take_part, sample_ranges
 from dhp.parallel.expert.expert_shares import share_out, share_plan
 from dhp.parallel.tensor.autotp import split_by_autotp
@@ -80,6 +81,7 @@ class TextEngine(StageEngine):
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
         self._objective = find_objective(self.settings.config.training.objective)
         self._position = MeshPosition.of(self.mesh)
+        self._row_group = sequence_group(self.mesh) if decoder.mixers and self.spec.degrees.sequence > 1 else None
         self.by_sample = SampleSumKeeper(self._objective, self._position.number) if self.sends else None
         self._flights: dict[tuple[int, int], _TextFlight] = {}
         self._losses: list[Tensor] = []
@@ -276,7 +278,8 @@ class TextEngine(StageEngine):
         if work.shards:
             shards = plan_of_shards(work.lengths or (), work.shards, self.spec.degrees.ring)
             few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
-            return plan_shard(shards, self._position, CPU, True, few, varlen, blocks, rule, backend)
+            given = (self._position, CPU, True, few, varlen, blocks, rule, backend, self._row_group)
+            return plan_shard(shards, *given)
         rows, tokens = work.tensors["input_ids"].shape
         # Padded rows are segments of one length, so one call: what pads them comes after all that counts.
         lengths = (tokens,) * rows if work.lengths is None else work.lengths

@@ -15,6 +15,7 @@ from dhp.config.model_rules import (
     check_experts,
     check_heads,
     check_layers_of_rows,
+    check_mixers,
     check_positions,
     check_tensor,
     shares_sequence,
@@ -44,6 +45,14 @@ if TYPE_CHECKING:
 
 PATH = "model.language_model"
 _EXPERTS = "experts"  # the kind of a layer that has some
+# By class of layers that carry state along a row, what of a text configuration counts the heads, or channels, that
+# ranks share out (`dhp.parallel.attention.mixers`).
+MIXER_CHANNELS = {
+    "Qwen3_5GatedDeltaNet": "linear_num_key_heads",
+    "Qwen3_5MoeGatedDeltaNet": "linear_num_key_heads",
+    "Lfm2ShortConv": "hidden_size",
+    "Lfm2MoeShortConv": "hidden_size",
+}
 
 
 class Decoder(Part):
@@ -80,6 +89,7 @@ class Decoder(Part):
         self._vocabulary = (text.vocab_size, text.hidden_size)
         self._rope_types = _rope_types(getattr(text, "rope_parameters", None) or {})
         self._scaled = bool(getattr(text, "attn_temperature_tuning", False))
+        self._channels = {name: getattr(text, key, None) for name, key in MIXER_CHANNELS.items()}
 
     def count_work(self, text: Any) -> TextWork:
         """Arithmetic of the decoder of that configuration."""
@@ -103,7 +113,8 @@ class Decoder(Part):
             check_heads(self.heads, self.kv_heads, asked)
             check_positions(self._rope_types, self._scaled)
             balance = self.experts.balance if self.experts else 0.0
-            check_layers_of_rows(bool(self.mixers), self.block_rule is not None, balance, asked)
+            check_mixers({name: self._channels.get(name) for name in sorted(self.mixers)}, asked)
+            check_layers_of_rows(self.block_rule is not None, balance, asked)
 
     def check_answers(self) -> None:
         """Raises ModelError, by name, for a decoder that cannot answer prompts here: its cache of a row must be keys

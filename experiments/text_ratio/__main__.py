@@ -20,6 +20,7 @@ import torch
 from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReader
 from dhp.batch.shard import Division
+from dhp.cluster.forks.start_server import fork_server
 from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, StepData
 from dhp.core.graph import StageGraph
@@ -58,6 +59,7 @@ SMALL = (2, 4, 6, 8)  # patches of a small picture's side
 TEXT_ONLY = 4  # of uneven rows, each so many-th has no picture
 DECODER, LAYERS = 256, 8
 STEPS = 2  # that a round submits
+MODULES = ("dhp.cluster.worker", "dhp.engine.text_engine")  # that actors find imported, as those of a run
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,10 @@ def run_steps(case: Case, rounds: int) -> tuple[dict[str, list[Took]], dict[str,
     settings = {stage: settings_of(case.graph, stage, case.model, UPDATE) for stage in ENGINES}
     threads = max(1, (os.cpu_count() or 1) // case.graph.stage(TEXT).degrees.world)
     took, calls = dict[str, list[Took]](), dict[str, int]()
-    with started(case.graph, ENGINES, settings, threads=threads) as stages:
+    with (
+        fork_server(MODULES, gpus=False, sharing=True),
+        started(case.graph, ENGINES, settings, threads=threads) as stages,
+    ):
         groups = {stage: one.group for stage, one in stages.items()}
         submitted = [_counted(group) for group in groups.values()]
         steps = {

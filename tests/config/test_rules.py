@@ -17,6 +17,7 @@ from dhp.config.model_rules import (
     check_heads,
     check_layers,
     check_layers_of_rows,
+    check_mixers,
     check_positions,
     check_stages,
     check_tensor,
@@ -262,22 +263,28 @@ def test_positions_that_follow_from_a_rows_length_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mixers", "blocks", "balance", "section", "told"),
+    ("blocks", "balance", "section", "told"),
     [
-        (True, False, 0.0, asked(2), "layers that carry state along the row: a row cannot be shared"),
-        (False, True, 0.0, asked(2, 2), "see each other both ways.* Set text.ring=1 and text.ulysses higher"),
-        (False, False, 0.01, asked(ring=2), "load-balancing loss .*router_aux_loss_coef=0.01"),
+        (True, 0.0, asked(2, 2), "see each other both ways.* Set text.ring=1 and text.ulysses higher"),
+        (False, 0.01, asked(ring=2), "load-balancing loss .*router_aux_loss_coef=0.01"),
     ],
 )
-def test_layers_that_need_a_whole_row(
-    mixers: bool, blocks: bool, balance: float, section: PartConfig, told: str
-) -> None:
+def test_layers_that_need_a_whole_row(blocks: bool, balance: float, section: PartConfig, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        check_layers_of_rows(mixers, blocks, balance, section)
+        check_layers_of_rows(blocks, balance, section)
 
 
 def test_blocks_go_through_ulysses() -> None:
-    check_layers_of_rows(False, True, 0.0, asked(4))
+    check_layers_of_rows(True, 0.0, asked(4))
+
+
+def test_ranks_share_the_heads_of_layers_that_carry_state() -> None:
+    check_mixers({"Net": 16}, asked(4, 2))
+    check_mixers({}, asked(3))
+    with pytest.raises(ConfigError, match=r"\(Net\) have 12 heads, which 8 ranks .* Set text.ulysses × text.ring to 6"):
+        check_mixers({"Net": 12}, asked(4, 2))
+    with pytest.raises(ConfigError, match=r"carry state along the row \(Other\), of which it is not known"):
+        check_mixers({"Net": 12, "Other": None}, asked(2))
 
 
 def test_chunks_of_mlps() -> None:

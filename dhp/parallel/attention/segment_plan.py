@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from dhp.core.batch import TokenRange
 from dhp.parallel.attention.attention_kernels import AUTO
 from dhp.parallel.attention.ring import Ring
-from dhp.parallel.attention.shard_plan import ShardPlan, is_whole, whole_segments
+from dhp.parallel.attention.shard_plan import ShardPlan, count_tokens, is_whole, whole_segments
 from dhp.parallel.attention.ulysses import UlyssesGroup
 from dhp.parallel.attention.visibility import BlockRule, KeyRange, check_blocks, find_spans
 
 # Keys and values of at most so many tokens of divided segments are gathered at once, not passed around: the delay of a
 # message then counts for more than its size (docs/developers/decisions.md).
 GATHER_TOKENS = 512
+CPU = torch.device("cpu")
 _TENSORS = ("order", "inverse", "bounds", "blocks")
 
 
@@ -48,7 +49,9 @@ class SegmentPlan:
     backend: whose kernels compute, as a part's attention_backend says.
 
     calls: how often a layer that takes each segment by itself is called at least, however few groups there are: each
-    call gathers weights, together with ranks whose rows have other segments."""
+    call gathers weights, together with ranks whose rows have other segments.
+
+    row: what layers do that carry state along a row whose tokens are on several ranks; None where none are."""
 
     groups: tuple[tuple[int, int], ...]
     order: Tensor | None
@@ -61,6 +64,7 @@ class SegmentPlan:
     spans: tuple[tuple[KeyRange, ...], ...] = ()
     backend: str = AUTO
     calls: int = 0
+    row: Ulysses | None = None
 
     @property
     def whole(self) -> int:
@@ -70,7 +74,8 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Divided segments are exchanged with the Ulysses ranks, and attend as `plan` says between the two exchanges."""
+    """Tokens are exchanged with other ranks for heads, or for channels, and are in segments as `plan` says between the
+    two exchanges."""
 
     exchange: UlyssesGroup
     plan: SegmentPlan
@@ -124,8 +129,10 @@ def plan_shard(
     blocks: Tensor | None = None,
     block_rule: BlockRule = "bounded",
     backend: str = AUTO,
+    row_group: dist.ProcessGroup | None = None,
 ) -> SegmentPlan:
-    """The plan of one rank of a mesh. gather: see `dhp.parallel.attention.ring.Ring`; varlen and backend: as in
+    """The plan of one rank of a mesh. row_group: of all ranks that share the row, where layers carry state along it.
+    gather: see `dhp.parallel.attention.ring.Ring`; varlen and backend: as in
     `plan_segments`, and so are blocks, which are those of all ranks' tokens, segments one behind another.
 
     Segments that one rank has whole need no communication; those that one ring rank's chunk has, none but the
@@ -153,12 +160,25 @@ def plan_shard(
             inner = _plan(chunk, shards.lengths, device, causal, ring, varlen, there, block_rule, backend)
             rest = Ulysses(exchange, inner)
     here = None if blocks is None else blocks[shards.rows_of(own)]
-    return _plan(own, shards.lengths, device, causal, rest, varlen, here, block_rule, backend)
+    plan = _plan(own, shards.lengths, device, causal, rest, varlen, here, block_rule, backend)
+    return plan if row_group is None else replace(plan, row=_plan_row(shards, position.number, row_group, device))
+
+
+def _plan_row(shards: ShardPlan, rank: int, group: dist.ProcessGroup, device: torch.device) -> Ulysses:
+    """The exchange of a whole row over all of its ranks, and its segments; `order` takes the tokens of the first rank,
+    then those of the next."""
+    ranks = list(product(range(shards.ring), range(shards.ulysses)))
+    places = torch.tensor([place for rank in ranks for place in shards.positions(*rank)], dtype=torch.long)
+    plan, order = plan_segments(shards.lengths, CPU, causal=True), torch.argsort(places)
+    order = order if plan.order is None else order[plan.order]
+    tokens = tuple(count_tokens(shards.shards[ring][ulysses]) for ring, ulysses in ranks)
+    own = replace(plan, order=order.to(device), inverse=torch.argsort(order).to(device))
+    return Ulysses(UlyssesGroup(tokens, rank, group), own)
 
 
 def index_tensors(plan: SegmentPlan) -> list[Tensor]:
     """The tensors of a plan, in a fixed order."""
-    inner = index_tensors(plan.rest.plan) if isinstance(plan.rest, Ulysses) else []
+    inner = [one for part in (plan.rest, plan.row) if isinstance(part, Ulysses) for one in index_tensors(part.plan)]
     own = (getattr(plan, name) for name in _TENSORS)
     return [tensor for tensor in own if tensor is not None] + inner
 
@@ -169,10 +189,11 @@ def with_tensors(plan: SegmentPlan, tensors: Iterator[Tensor]) -> SegmentPlan:
     kept = {name: None if tensor is None else next(tensors) for name, tensor in kept.items()}
     if kept["bounds"] is not None:
         kept["bounds"] = kept["bounds"].to(torch.int32)  # what the kernel wants, of integers that travelled together
-    rest = plan.rest
-    if isinstance(rest, Ulysses):
-        rest = replace(rest, plan=with_tensors(rest.plan, tensors))
-    return replace(plan, rest=rest, **kept)
+    rest, row = (
+        replace(part, plan=with_tensors(part.plan, tensors)) if isinstance(part, Ulysses) else part
+        for part in (plan.rest, plan.row)
+    )
+    return replace(plan, rest=rest, row=row, **kept)
 
 
 def _plan(

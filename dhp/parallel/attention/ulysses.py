@@ -34,19 +34,26 @@ class UlyssesGroup:
 
         Key and value may have fewer heads. Copies and zeros are as in `HeadShares`; autograd sums the gradients of
         copies, and those of zeros are dropped."""
-        tokens, _, dim = query.shape
         by_rank = [cut_queries(query, shares), *(cut_keys(states, shares) for states in (key, value))]
         widths = [shares.a_rank, shares.count, shares.count]
-        rows = torch.cat(by_rank, dim=2).transpose(0, 1).reshape(self.degree * tokens, sum(widths), dim)
-        exchanged = AllToAll.apply(rows, (tokens,) * self.degree, self.rank_tokens, self.group)
-        query, key, value = exchanged.split(widths, dim=1)
+        query, key, value = self.columns_to_rank(torch.cat(by_rank, dim=2)).split(widths, dim=1)
         return query, key, value
 
     def tokens_to_rank(self, output: Tensor, shares: HeadShares) -> Tensor:
         """[all tokens, this rank's heads, dim] → [own tokens, heads, dim]."""
+        return join_heads(self.rows_to_rank(output), shares)
+
+    def columns_to_rank(self, states: Tensor) -> Tensor:
+        """[own tokens, ranks, …], what is for each rank → [all tokens, …], this rank's, rank by rank."""
+        tokens = len(states)
+        rows = states.transpose(0, 1).reshape(self.degree * tokens, *states.shape[2:])
+        return AllToAll.apply(rows, (tokens,) * self.degree, self.rank_tokens, self.group)
+
+    def rows_to_rank(self, output: Tensor) -> Tensor:
+        """[all tokens, …], this rank's columns → [own tokens, ranks, …], those of all."""
         own = self.rank_tokens[self.rank]
         rows = AllToAll.apply(output, self.rank_tokens, (own,) * self.degree, self.group)
-        return join_heads(rows.view(self.degree, own, *output.shape[1:]).transpose(0, 1), shares)
+        return rows.view(self.degree, own, *output.shape[1:]).transpose(0, 1)
 
 
 def cut_queries(query: Tensor, shares: HeadShares) -> Tensor:
