@@ -59,7 +59,7 @@ SMALL = (2, 4, 6, 8)  # patches of a small picture's side
 TEXT_ONLY = 4  # of uneven rows, each so many-th has no picture
 DECODER, LAYERS = 256, 8
 STEPS = 2  # that a round submits
-MODULES = ("dhp.cluster.worker", "dhp.engine.text_engine")  # that actors find imported, as those of a run
+MODULES = ("dhp.engine.engines", "dhp.batch.reader")  # that actors find imported, as those of a run
 
 
 @dataclass(frozen=True)

@@ -142,12 +142,28 @@ SHARED = {"ulysses": Degrees(ulysses=2), "ring": Degrees(ring=2)}
 def test_a_shared_sequence_equals_the_plain_model_or_is_refused(name: str, layout: str, made: dict[str, Made]) -> None:
     degrees, decoder = SHARED[layout], load_family(made[name].folder).decoder
     asked = PartConfig(parallelism="sequence", num_actors=2, ring=degrees.ring, ulysses=degrees.ulysses)
-    if decoder.mixers or (decoder.block_rule and degrees.ring > 1) or name == "ovis2":
-        with pytest.raises(ConfigError, match="carry state along the row|see each other both ways|without the other"):
+    if (decoder.block_rule and degrees.ring > 1) or name == "ovis2":
+        with pytest.raises(ConfigError, match="see each other both ways|without the other"):
             decoder.check(resolve_part("text", asked))
         return
     decoder.check(resolve_part("text", asked))
     assert_exact(run(made[name], Case(Degrees(), degrees, 2, packing=True)))
+
+
+SHARED_STATE = {
+    "recomputed": Case(Degrees(ulysses=2), Degrees(ulysses=2), 2, recompute="light", checkpointing=True),
+    "tensor": Case(Degrees(), Degrees(ring=2, tensor=2), 1, recompute="all"),
+    "pipeline": Case(Degrees(), Degrees(ulysses=2), 2, stages=2, schedule="1f1b"),
+    "replicas, FSDP2": Case(Degrees(data=2), Degrees(data=2, ring=2), 1, text_zero_stage=3, fsdp=True),
+    "ZeRO-3": Case(Degrees(), Degrees(data=2, ulysses=2), 1, "float32", text_zero_stage=3, checked=True),
+    "adapters": Case(Degrees(), Degrees(ulysses=2), 1, lora=(("text", AdapterSettings(4, 8.0)),)),
+}
+ALWAYS_SHARED = "recomputed"
+
+
+@pytest.mark.parametrize("layout", [slow(name) if name != ALWAYS_SHARED else name for name in SHARED_STATE])
+def test_state_along_a_row_that_ranks_share_equals_the_plain_model(layout: str, made: dict[str, Made]) -> None:
+    check(made["qwen3_5"], replace(SHARED_STATE[layout], packing=True), made["qwen3_5"].steps)
 
 
 @pytest.mark.families
