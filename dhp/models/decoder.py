@@ -27,6 +27,7 @@ from dhp.core.errors import ConfigError, ModelError
 from dhp.core.heads import KEY, OUTPUT, QUERY, Projection, cuts_evenly, fills_evenly, head_range, share_heads
 from dhp.core.transformers_private import set_attention
 from dhp.models.flops import TextWork, text_work
+from dhp.models.mixers import KINDS, Mixer, find_mixer
 from dhp.models.tower import EMBEDDINGS
 from dhp.models.types import (
     BlockRule,
@@ -45,14 +46,6 @@ if TYPE_CHECKING:
 
 PATH = "model.language_model"
 _EXPERTS = "experts"  # the kind of a layer that has some
-# By class of layers that carry state along a row, what of a text configuration counts the heads, or channels, that
-# ranks share out (`dhp.parallel.attention.mixers`).
-MIXER_CHANNELS = {
-    "Qwen3_5GatedDeltaNet": "linear_num_key_heads",
-    "Qwen3_5MoeGatedDeltaNet": "linear_num_key_heads",
-    "Lfm2ShortConv": "hidden_size",
-    "Lfm2MoeShortConv": "hidden_size",
-}
 
 
 class Decoder(Part):
@@ -89,11 +82,22 @@ class Decoder(Part):
         self._vocabulary = (text.vocab_size, text.hidden_size)
         self._rope_types = _rope_types(getattr(text, "rope_parameters", None) or {})
         self._scaled = bool(getattr(text, "attn_temperature_tuning", False))
-        self._channels = {name: getattr(text, key, None) for name, key in MIXER_CHANNELS.items()}
+        self._text = text
 
     def count_work(self, text: Any) -> TextWork:
         """Arithmetic of the decoder of that configuration."""
         return text_work(text)
+
+    def found_mixers(self) -> dict[str, Mixer | None]:
+        """Layers that carry state along a row, by class; None: how ranks share them is not known here."""
+        return {name: find_mixer(name, self._text) for name in sorted(self.mixers)}
+
+    @property
+    def mixing(self) -> tuple[float, int]:
+        """The share of the layers that carry state along a row, and the values that a token exchanges in one."""
+        kinds = getattr(self._text, "layer_types", None) or ["full_attention"]
+        values = max((one.values for one in self.found_mixers().values() if one is not None), default=0)
+        return sum(kind in KINDS for kind in kinds) / len(kinds) if values else 0.0, values
 
     @property
     def takes(self) -> Mapping[str, int]:
@@ -113,7 +117,7 @@ class Decoder(Part):
             check_heads(self.heads, self.kv_heads, asked)
             check_positions(self._rope_types, self._scaled)
             balance = self.experts.balance if self.experts else 0.0
-            check_mixers({name: self._channels.get(name) for name in sorted(self.mixers)}, asked)
+            check_mixers({name: one and one.heads for name, one in self.found_mixers().items()}, asked)
             check_layers_of_rows(self.block_rule is not None, balance, asked)
 
     def check_answers(self) -> None:

@@ -6,22 +6,28 @@ of width 64; one image of 16 × 16 patches (256), which makes 64 rows, unless a 
 import math
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dhp.config.schema import PartConfig
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch
 from dhp.core.tracing import take_sent
 from dhp.data.sample.sample import Sample
+from dhp.models.registry import load_family
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS
 from dhp.plan.count.rank_traffic import DividedAttention, DividedMatrices, DividedWeights
 from dhp.plan.count.rates import Transfer as Collective
+from dhp.plan.count.unit_work import TextLoad, _sends
 from dhp.step.schedule import Forward, last_backwards
 from dhp.step.stages import InFlight
+from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_reader
 from tests.helpers.rows import slow
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
+from tests.helpers.tiny_families import save_family
 
 VISION, TEXT = "vision", "text"
 ONE = Degrees()
@@ -113,6 +119,22 @@ def test_a_divided_image_is_sent_in_full_attention_layers_only(
     assert found.backward[VISION] == [back | gradients] * 4
     assert found.update[VISION] == [{}] * 4  # every rank knows the norm of gradients that all have
     assert found.forward[TEXT] == found.backward[TEXT] == found.update[TEXT] == [{}]
+
+
+def test_layers_that_carry_state_exchange_their_own_values(tmp_path: Path) -> None:
+    """Three of four layers; the fourth attends, in the ranks' ring or by Ulysses. A plan has the mean of all."""
+    folder = str(save_family("qwen3_5", tmp_path / "model"))
+    family, sample = load_family(folder), Maker(folder).sample([0], 7, 1)
+    share, width = family.decoder.mixing
+    text, tokens = family.config.get_text_config(), len(sample.input_ids)
+    found = traffic(folder, Case(ONE, Degrees(ulysses=2), 1, packing=True), [sample])
+    attention = DividedAttention(1, text.num_attention_heads, text.num_key_value_heads, text.head_dim, 1, 2, 8)
+    for rank, own in enumerate((tokens // 2, tokens - tokens // 2)):
+        of_layers = 3 * 8 * own * width / 2 + 2 * own * attention.exchange()
+        assert found.forward[TEXT][rank]["all_to_all"] == pytest.approx(of_layers, rel=0.02)  # ranks differ by a token
+    sent = _sends(PartConfig(dtype="float64"), Degrees(ulysses=2), family, TextLoad(tokens, 0.0, 7), False)
+    each, counted = sum(map(Collective.sent_bytes, sent)), sum(one["all_to_all"] for one in found.forward[TEXT])
+    assert share == 0.75 and 4 * each == pytest.approx(counted / 2, rel=0.03)
 
 
 def test_whole_images_are_not_sent_at_all(made_model: str) -> None:

@@ -17,6 +17,7 @@ from dhp.core.batch import LogitRule, ProcessorOutput
 from dhp.core.errors import ModelError
 from dhp.core.transformers_private import class_of
 from dhp.models.flops import TextWork, VisionWork
+from dhp.models.mixers import KINDS
 from dhp.models.tower import EMBEDDINGS
 from dhp.models.types import LayerParts
 
@@ -113,7 +114,6 @@ def find_structure(model: PreTrainedModel) -> Structure:
 
 _MIXERS = ("GatedDeltaNet", "ShortConv")
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_MIXING = frozenset({"linear_attention", "conv"})  # kinds of layers of which a mixer is the sign
 
 
 def refuse_unknown_layers(config: PreTrainedConfig, structure: Structure) -> None:
@@ -121,7 +121,7 @@ def refuse_unknown_layers(config: PreTrainedConfig, structure: Structure) -> Non
     packed row without an error."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
-    unknown = kinds - _ATTENTION - (_MIXING if structure.mixers else frozenset())
+    unknown = kinds - _ATTENTION - (KINDS if structure.mixers else frozenset())
     if unknown:
         raise ModelError(
             f"model_type {config.model_type!r}: its decoder has layers of the kind {', '.join(sorted(unknown))}, and "

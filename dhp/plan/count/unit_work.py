@@ -290,6 +290,7 @@ def _head(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad,
 
 
 def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad, back: bool) -> tuple[Transfer, ...]:
+    """Of a layer, in the mean of all: those that carry state along a row exchange other values than attention."""
     value, text = VALUE_BYTES[section.dtype], family.config.get_text_config()
     own = round(load.tokens / degrees.sequence)
     matrices = DividedMatrices(degrees.tensor, own, hidden_width(family), value, section.sequence_sharded_norms)
@@ -299,8 +300,12 @@ def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         heads = shared.end - shared.first, sum(shared.repeats)
         whole = DividedAttention(round(load.tokens), *heads, dim, *degrees.rows, value)
-        apart = (replace(one, stride=one.stride * degrees.tensor) for one in whole.sends(back))
-        found = (*found, *apart)
+        share, width = family.decoder.mixing
+        apart = [
+            replace(one, stride=one.stride * degrees.tensor, times=one.times * (1 - share)) for one in whole.sends(back)
+        ]
+        mixed = Transfer("all-to-all", value * own * width, degrees.sequence, degrees.tensor, share)
+        found = (*found, *(one for one in (*apart, mixed) if one.times))
     return tuple(found)
 
 

@@ -25,7 +25,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from dhp.core.errors import ModelError
-from dhp.models.decoder import MIXER_CHANNELS
+from dhp.models.mixers import DELTA_NETS, SHORT_CONVOLUTIONS
 from dhp.models.types import LayerParts
 from dhp.parallel.attention import segments as whole
 from dhp.parallel.attention.mixers import SHARED, run_by_segment
@@ -206,7 +206,7 @@ def test_a_row_that_ranks_share_equals_each_sample_alone(size: int) -> None:
 
 
 def test_each_class_that_ranks_share_has_heads_to_share() -> None:
-    assert SHARED.keys() == MIXER_CHANNELS.keys()
+    assert SHARED.keys() == {*DELTA_NETS, *SHORT_CONVOLUTIONS}
 
 
 @pytest.mark.parametrize(
