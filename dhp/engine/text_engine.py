@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
@@ -28,10 +29,18 @@ from dhp.models.types import DecoderInputs, LayerParts, add_rows, chunks_of
 from dhp.objectives.objective import Chosen, Head, find_objective, share_of_balance
 from dhp.parallel.attention.attention_kernels import FLASH_ATTENTION_2, has_varlen
 from dhp.parallel.attention.mixers import run_by_segment
-from dhp.parallel.attention.segment_plan import GATHER_TOKENS, MeshPosition, SegmentPlan, plan_segments, plan_shard
+from dhp.parallel.attention.segment_plan import (
+    GATHER_TOKENS,
+    MeshPosition,
+    RowRanks,
+    SegmentPlan,
+    plan_row,
+    plan_segments,
+    plan_shard,
+)
 from dhp.parallel.attention.segments import packed_attention
-from dhp.parallel.attention.shard_plan import plan_of_shards
-from dhp.parallel.comm import neighbours_mesh, sequence_group
+from dhp.parallel.attention.shard_plan import contiguous_plan, plan_of_shards
+from dhp.parallel.comm import neighbours_mesh, replica_group, sequence_group
 from dhp.parallel.expert.expert_modules import Routers, balance_losses, choose_product, let_all_take_part, sample_ranges
 from dhp.parallel.expert.expert_shares import share_out, share_plan
 from dhp.parallel.tensor.autotp import split_by_autotp
@@ -65,7 +74,10 @@ class TextEngine(StageEngine):
         self.family.decoder.use_attention(model, SEGMENTS)
         self.family.decoder.freeze_unused(model)
         classes = {type(module).__name__ for module in model.modules()}  # a stage may hold no layer of a kind
-        run_by_segment(model, classes.intersection(self.family.decoder.mixers))
+        self._row_ranks = self._find_row_ranks()
+        same = self._row_ranks is not None and self._row_ranks.tensor > 1
+        cut = TensorRanks.of(self.mesh["tensor"]) if same else None
+        run_by_segment(model, classes.intersection(self.family.decoder.mixers), cut)
         choose_product(model, self.dtype)
         ranks = TensorRanks.of(self.mesh["tensor"]) if self.settings.part.sequence_sharded_norms else None
         self._norms = ranks and shard_decoder(model, self.family.decoder, self._chunks, ranks)
@@ -81,7 +93,6 @@ class TextEngine(StageEngine):
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
         self._objective = find_objective(self.settings.config.training.objective)
         self._position = MeshPosition.of(self.mesh)
-        self._row_group = sequence_group(self.mesh) if decoder.mixers and self.spec.degrees.sequence > 1 else None
         self.by_sample = SampleSumKeeper(self._objective, self._position.number) if self.sends else None
         self._flights: dict[tuple[int, int], _TextFlight] = {}
         self._losses: list[Tensor] = []
@@ -278,12 +289,26 @@ class TextEngine(StageEngine):
         if work.shards:
             shards = plan_of_shards(work.lengths or (), work.shards, self.spec.degrees.ring)
             few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
-            given = (self._position, CPU, True, few, varlen, blocks, rule, backend, self._row_group)
-            return plan_shard(shards, *given)
-        rows, tokens = work.tensors["input_ids"].shape
-        # Padded rows are segments of one length, so one call: what pads them comes after all that counts.
-        lengths = (tokens,) * rows if work.lengths is None else work.lengths
-        return replace(plan_segments(lengths, CPU, True, varlen, blocks, rule, backend), calls=work.segment_calls)
+            plan = plan_shard(shards, self._position, CPU, True, few, varlen, blocks, rule, backend)
+        else:
+            rows, tokens = work.tensors["input_ids"].shape
+            # Padded rows are segments of one length, so one call: what pads them comes after all that counts.
+            lengths = (tokens,) * rows if work.lengths is None else work.lengths
+            plan = plan_segments(lengths, CPU, True, varlen, blocks, rule, backend)
+            plan, shards = replace(plan, calls=work.segment_calls), contiguous_plan(lengths, 1, 1)
+        return plan if self._row_ranks is None else replace(plan, row=plan_row(shards, self._row_ranks, CPU))
+
+    def _find_row_ranks(self) -> RowRanks | None:
+        """Those that compute layers which carry state along a row together; None: each rank computes all of its rows.
+        Tensor ranks take part where there are as many heads."""
+        mixers, degrees = self.family.decoder.found_mixers().values(), self.spec.degrees
+        if not mixers or degrees.sequence * degrees.tensor == 1:
+            return None
+        whole = any(one is None or one.heads % (degrees.sequence * degrees.tensor) for one in mixers)
+        if whole and degrees.sequence == 1:
+            return None
+        group = sequence_group(self.mesh) if whole else replica_group(self.mesh)
+        return RowRanks(group, dist.get_rank(group), 1 if whole else degrees.tensor)
 
 
 def _ask_gradient(_module: nn.Module, _given: tuple[Tensor, ...], embedded: Tensor) -> None:

@@ -135,6 +135,9 @@ def test_layers_that_carry_state_exchange_their_own_values(tmp_path: Path) -> No
     sent = _sends(PartConfig(dtype="float64"), Degrees(ulysses=2), family, TextLoad(tokens, 0.0, 7), False)
     each, counted = sum(map(Collective.sent_bytes, sent)), sum(one["all_to_all"] for one in found.forward[TEXT])
     assert share == 0.75 and 4 * each == pytest.approx(counted / 2, rel=0.03)
+    of_tensor = traffic(folder, Case(ONE, Degrees(tensor=2), 1, packing=True), [sample])
+    part = -(-tokens // 2)  # of the tokens, of which each has the same
+    assert [one["all_to_all"] for one in of_tensor.forward[TEXT]] == [3 * 8 * part * width // 2] * 2
 
 
 def test_whole_images_are_not_sent_at_all(made_model: str) -> None:

@@ -157,6 +157,8 @@ SHARED_STATE = {
     "replicas, FSDP2": Case(Degrees(data=2), Degrees(data=2, ring=2), 1, text_zero_stage=3, fsdp=True),
     "ZeRO-3": Case(Degrees(), Degrees(data=2, ulysses=2), 1, "float32", text_zero_stage=3, checked=True),
     "adapters": Case(Degrees(), Degrees(ulysses=2), 1, lora=(("text", AdapterSettings(4, 8.0)),)),
+    "tensor, adapters": Case(Degrees(), Degrees(tensor=2), 2, lora=(("text", AdapterSettings(4, 8.0)),)),
+    "tensor, FSDP2": Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, text_zero_stage=2, fsdp=True),
 }
 ALWAYS_SHARED = "recomputed"
 

@@ -2,7 +2,8 @@
 
 There ranks exchange tokens for channels, as Ulysses does for attention: a rank computes the convolution and the state
 of its own heads over the whole row, with the library's functions, and hands the outputs back. All other work of the
-layer is done where its tokens are. Names of transformers' own stand here alone; a test holds them against it."""
+layer is done where its tokens are. Tensor ranks, which all have the row's states, take a part of its tokens each, do
+the same, and gather what comes of them. Names of transformers' own stand here alone; a test holds them against it."""
 
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -17,12 +18,15 @@ from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ModelError
 from dhp.core.wrapping import wrap_forward
 from dhp.parallel.attention.segment_plan import SegmentPlan, Ulysses
+from dhp.parallel.tensor.sequence_norms import TensorRanks, gather, scatter
+from dhp.parallel.tensor.styles import PARTIAL_OVER
 
 _CACHES = ("cache_params", "past_key_values", "past_key_value")
 
 
-def run_by_segment(model: nn.Module, class_names: Collection[str]) -> int:
-    """Make all modules of these classes, by name, run each sample of a packed row by itself; how many there are.
+def run_by_segment(model: nn.Module, class_names: Collection[str], ranks: TensorRanks | None = None) -> int:
+    """Make all modules of these classes, by name, run each sample of a packed row by itself; how many there are. ranks:
+    that are given the same states, and take a part of the tokens each; each has a part of the modules' gradients then.
 
     The model's forward gets the plan of the row as the keyword `segments`, as for `packed_attention`; its layers hand
     it on. Before recomputing or sharding wraps the layers, so that this is inside. Raises ModelError for a class that
@@ -35,11 +39,13 @@ def run_by_segment(model: nn.Module, class_names: Collection[str]) -> int:
             "one sample into the next. Correct the names, or hold them against this version of transformers"
         )
     for name, module in found:
-        wrap_forward(module, _by_segment(name, module), __name__)
+        wrap_forward(module, _by_segment(name, module, ranks), __name__)
+        for inner in module.modules() if ranks is not None else ():
+            setattr(inner, PARTIAL_OVER, ranks.group)
     return len(found)
 
 
-def _by_segment(name: str, module: nn.Module) -> Callable[..., Any]:
+def _by_segment(name: str, module: nn.Module, ranks: TensorRanks | None) -> Callable[..., Any]:
     """The module's forward, which takes `hidden_states` [rows, tokens, width] and answers with as many, segment by
     segment."""
     forward, shared = module.forward, SHARED.get(type(module).__name__)
@@ -49,7 +55,10 @@ def _by_segment(name: str, module: nn.Module) -> Callable[..., Any]:
         _check(name, args, segments, named)
         assert segments is not None
         if segments.row is not None and shared is not None:
-            return shared(module, hidden_states[0], segments.row)[None]
+            if ranks is None:
+                return shared(module, hidden_states.flatten(0, 1), segments.row).view_as(hidden_states)
+            states = scatter(hidden_states, ranks, False)[0]
+            return gather(shared(module, states, segments.row)[None], hidden_states.shape[:-1], ranks, False)
         alone, keys = partial(forward, **named), current_keys()
         output = _run_each(alone, hidden_states, segments)
         for _ in range(segments.calls - len(segments.groups)):

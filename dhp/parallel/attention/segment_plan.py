@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dhp.core.batch import TokenRange
 from dhp.parallel.attention.attention_kernels import AUTO
 from dhp.parallel.attention.ring import Ring
-from dhp.parallel.attention.shard_plan import ShardPlan, count_tokens, is_whole, whole_segments
+from dhp.parallel.attention.shard_plan import ShardPlan, is_whole, whole_segments
 from dhp.parallel.attention.ulysses import UlyssesGroup
 from dhp.parallel.attention.visibility import BlockRule, KeyRange, check_blocks, find_spans
 
@@ -51,7 +51,7 @@ class SegmentPlan:
     calls: how often a layer that takes each segment by itself is called at least, however few groups there are: each
     call gathers weights, together with ranks whose rows have other segments.
 
-    row: what layers do that carry state along a row whose tokens are on several ranks; None where none are."""
+    row: what layers do that carry state along a row which several ranks compute together; None: this one alone."""
 
     groups: tuple[tuple[int, int], ...]
     order: Tensor | None
@@ -129,10 +129,8 @@ def plan_shard(
     blocks: Tensor | None = None,
     block_rule: BlockRule = "bounded",
     backend: str = AUTO,
-    row_group: dist.ProcessGroup | None = None,
 ) -> SegmentPlan:
-    """The plan of one rank of a mesh. row_group: of all ranks that share the row, where layers carry state along it.
-    gather: see `dhp.parallel.attention.ring.Ring`; varlen and backend: as in
+    """The plan of one rank of a mesh. gather: see `dhp.parallel.attention.ring.Ring`; varlen and backend: as in
     `plan_segments`, and so are blocks, which are those of all ranks' tokens, segments one behind another.
 
     Segments that one rank has whole need no communication; those that one ring rank's chunk has, none but the
@@ -160,20 +158,36 @@ def plan_shard(
             inner = _plan(chunk, shards.lengths, device, causal, ring, varlen, there, block_rule, backend)
             rest = Ulysses(exchange, inner)
     here = None if blocks is None else blocks[shards.rows_of(own)]
-    plan = _plan(own, shards.lengths, device, causal, rest, varlen, here, block_rule, backend)
-    return plan if row_group is None else replace(plan, row=_plan_row(shards, position.number, row_group, device))
+    return _plan(own, shards.lengths, device, causal, rest, varlen, here, block_rule, backend)
 
 
-def _plan_row(shards: ShardPlan, rank: int, group: dist.ProcessGroup, device: torch.device) -> Ulysses:
-    """The exchange of a whole row over all of its ranks, and its segments; `order` takes the tokens of the first rank,
-    then those of the next."""
-    ranks = list(product(range(shards.ring), range(shards.ulysses)))
-    places = torch.tensor([place for rank in ranks for place in shards.positions(*rank)], dtype=torch.long)
-    plan, order = plan_segments(shards.lengths, CPU, causal=True), torch.argsort(places)
+@dataclass(frozen=True)
+class RowRanks:
+    """The ranks that compute a row together in layers that carry state along it: those that share its tokens, and of
+    each of these `tensor` neighbours that have the same ones. rank: this one's number among all of them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    tensor: int = 1
+
+
+def plan_row(shards: ShardPlan, ranks: RowRanks, device: torch.device) -> Ulysses:
+    """The exchange of a row over all of `ranks`, neighbours with equal parts of their tokens, which zeros fill up; and
+    its segments, one more of these zeros. Its `order` takes the tokens of the first rank, then those of the next."""
+    places, tokens, total = list[int](), list[int](), sum(shards.lengths)
+    filled = total
+    for at in product(range(shards.ring), range(shards.ulysses)):
+        own = shards.positions(*at)
+        part = -(-len(own) // ranks.tensor)
+        missing = part * ranks.tensor - len(own)
+        places += [*own, *range(filled, filled + missing)]
+        tokens += [part] * ranks.tensor
+        filled += missing
+    lengths = (*shards.lengths, filled - total) if filled > total else shards.lengths
+    plan, order = plan_segments(lengths, CPU, causal=True), torch.argsort(torch.tensor(places, dtype=torch.long))
     order = order if plan.order is None else order[plan.order]
-    tokens = tuple(count_tokens(shards.shards[ring][ulysses]) for ring, ulysses in ranks)
-    own = replace(plan, order=order.to(device), inverse=torch.argsort(order).to(device))
-    return Ulysses(UlyssesGroup(tokens, rank, group), own)
+    plan = replace(plan, order=order.to(device), inverse=torch.argsort(order).to(device))
+    return Ulysses(UlyssesGroup(tuple(tokens), ranks.rank, ranks.group), plan)
 
 
 def index_tensors(plan: SegmentPlan) -> list[Tensor]:

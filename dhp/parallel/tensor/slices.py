@@ -130,7 +130,9 @@ def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
             setattr(into, PARTIAL_OVER, group)
             _leave(layer, base, columns, group)
         elif cut is None or all(placement.is_replicate() for placement in cut.placements):
-            continue  # whole on every rank
+            if base.__dict__.get(PARTIAL_OVER) is not None:  # each rank has some of the tokens
+                setattr(into, PARTIAL_OVER, group)
+                setattr(out, PARTIAL_OVER, group)
         elif cut.placements[0].dim == 0:
             _take_slice(out, mesh, cut.placements[0])
             _enter(layer, base, into, group)

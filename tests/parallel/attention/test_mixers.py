@@ -29,12 +29,30 @@ from dhp.models.mixers import DELTA_NETS, SHORT_CONVOLUTIONS
 from dhp.models.types import LayerParts
 from dhp.parallel.attention import segments as whole
 from dhp.parallel.attention.mixers import SHARED, run_by_segment
-from dhp.parallel.attention.segment_plan import MeshPosition, SegmentPlan, Ulysses, plan_segments, plan_shard
+from dhp.parallel.attention.segment_plan import (
+    MeshPosition,
+    RowRanks,
+    SegmentPlan,
+    Ulysses,
+    plan_row,
+    plan_segments,
+    plan_shard,
+)
 from dhp.parallel.attention.segments import packed_attention
 from dhp.parallel.attention.shard_plan import ShardPlan, contiguous_plan, given_plan, zigzag_plan
 from dhp.parallel.recompute.recomputed_layers import ATTENTION, RecomputedLayers
 from dhp.parallel.recompute.saved_tensors import save_output
-from tests.helpers.double import PACKED, SMALL, alone, largest_error, make_decoder, packed, samples_of, stay_in_double
+from tests.helpers.double import (
+    CPU,
+    PACKED,
+    SMALL,
+    alone,
+    largest_error,
+    make_decoder,
+    packed,
+    samples_of,
+    stay_in_double,
+)
 from tests.helpers.ranks import run_on_ranks
 
 
@@ -183,10 +201,9 @@ def _shared_error(model: Any, shards: ShardPlan, position: MeshPosition, spoil: 
     model.config._attn_implementation_internal = PACKED
     own = torch.tensor(shards.positions(position.ring_rank, position.ulysses_rank), dtype=torch.long)
     places = torch.cat([torch.arange(length) for length in STATE_LENGTHS])[own][None]
-    plan = plan_shard(shards, position, torch.device("cpu"), True, row_group=dist.group.WORLD)
-    assert plan.row is not None
-    tokens = torch.cat(samples, 1)[:, own]
-    named = {"position_ids": places, "use_cache": False, "segments": replace(plan, row=spoil(plan.row))}
+    plan, ranks = plan_shard(shards, position, CPU, True), RowRanks(dist.group.WORLD, dist.get_rank())
+    tokens, segments = torch.cat(samples, 1)[:, own], replace(plan, row=spoil(plan_row(shards, ranks, CPU)))
+    named = {"position_ids": places, "use_cache": False, "segments": segments}
     output = model(input_ids=tokens, **named).last_hidden_state[0]
     weight = torch.randn(wanted[0].shape, dtype=output.dtype, generator=torch.Generator().manual_seed(7))
     gradients = torch.autograd.grad((output * weight[own]).sum(), list(model.parameters()))
