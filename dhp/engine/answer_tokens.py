@@ -16,6 +16,7 @@ from dhp.models.decoder import Decoder
 from dhp.models.types import DecoderInputs
 from dhp.parallel.attention.row_decode import Chooser, NewToken, ShardedCacheIndex, ShardedKVCache, new_token_attention
 from dhp.parallel.attention.segment_plan import SegmentPlan
+from dhp.parallel.attention.ulysses import UlyssesGroup
 from dhp.parallel.comm import replica_group, send_to_all, sequence_group
 from dhp.parallel.tensor.loss import whole_logits
 
@@ -44,7 +45,7 @@ class Generator:
         begun, first = time.perf_counter(), 0.0
         cache = self._prefill(prompt, inputs, segments)
         tokens = []
-        for token in self._new_tokens(prompt, cache, device):
+        for token in self._new_tokens(prompt, cache, segments.row and segments.row.exchange, device):
             first = first or time.perf_counter() - begun
             tokens.append(token)
         seconds = time.perf_counter() - begun
@@ -66,10 +67,12 @@ class Generator:
             self._run(inputs, cache, segments)
         return cache
 
-    def _new_tokens(self, prompt: PromptInput, cache: ShardedKVCache, device: torch.device) -> Iterator[int]:
-        """New tokens until one ends the answer or there are as many as were asked for."""
+    def _new_tokens(
+        self, prompt: PromptInput, cache: ShardedKVCache, row: UlyssesGroup | None, device: torch.device
+    ) -> Iterator[int]:
+        """New tokens until one ends the answer or there are as many as were asked for. row: see `NewToken`."""
         chooser = Chooser(prompt.sampling)
-        plan = NewToken(cache.held, self._sequence if self._ranks > 1 else None, self._backend)
+        plan = NewToken(cache.held, self._sequence if self._ranks > 1 else None, self._backend, row)
         token, positions = move_together((torch.tensor([[prompt.last]]), prompt.position), device)
         self._decoder.use_attention(self._model, NEW_TOKEN)
         try:

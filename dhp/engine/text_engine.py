@@ -250,7 +250,7 @@ class TextEngine(StageEngine):
         """The decoder's inputs on the device, what the objective needs there, and the attention's own arguments.
         judges: a loss follows; prompts have none of the objective's columns, and only the last chunk needs them."""
         named = work.tensors
-        plan = self._plan(work)
+        plan = self._plan(work, judges)
         tokens = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
         encoders = self.settings.graph.parts()[:-1]
         places = (rows_of(work.placements.get(one), tokens_of(one, tokens[-1], encoders)) for one in encoders)
@@ -281,8 +281,8 @@ class TextEngine(StageEngine):
         names = dict.fromkeys(name for bundle in bundles for name in bundle)  # several stages may send some of them
         return {name: joined([b[name] for b in bundles if name in b]).to(self.dtype) for name in names}
 
-    def _plan(self, work: TextInput) -> SegmentPlan:
-        """The plan of which tokens see each other."""
+    def _plan(self, work: TextInput, judges: bool) -> SegmentPlan:
+        """The plan of which tokens see each other. judges: see `_inputs`; answers go on behind what layers keep."""
         backend, blocks = self.settings.part.attention_backend, work.blocks
         rule = self.family.decoder.block_rule or "bounded"
         varlen = backend == FLASH_ATTENTION_2 or (work.lengths is not None and has_varlen(self.device, self.dtype))
@@ -296,19 +296,19 @@ class TextEngine(StageEngine):
             lengths = (tokens,) * rows if work.lengths is None else work.lengths
             plan = plan_segments(lengths, CPU, True, varlen, blocks, rule, backend)
             plan, shards = replace(plan, calls=work.segment_calls), contiguous_plan(lengths, 1, 1)
-        return plan if self._row_ranks is None else replace(plan, row=plan_row(shards, self._row_ranks, CPU))
+        alone = self._row_ranks is None or (judges and dist.get_world_size(self._row_ranks.group) == 1)
+        return plan if alone else replace(plan, row=plan_row(shards, self._row_ranks, CPU))
 
     def _find_row_ranks(self) -> RowRanks | None:
-        """Those that compute layers which carry state along a row together; None: each rank computes all of its rows.
-        Tensor ranks take part where there are as many heads."""
+        """Those that compute layers which carry state along a row together; None: there are no such layers. Tensor
+        ranks take part where heads are enough, else each of them computes all of its row's."""
         mixers, degrees = self.family.decoder.found_mixers().values(), self.spec.degrees
-        if not mixers or degrees.sequence * degrees.tensor == 1:
+        if not mixers:
             return None
-        whole = any(one is None or one.heads % (degrees.sequence * degrees.tensor) for one in mixers)
-        if whole and degrees.sequence == 1:
-            return None
-        group = sequence_group(self.mesh) if whole else replica_group(self.mesh)
-        return RowRanks(group, dist.get_rank(group), 1 if whole else degrees.tensor)
+        ranks = degrees.sequence * degrees.tensor
+        together = all(one is not None and one.heads % ranks == 0 for one in mixers)
+        group = (replica_group if together else sequence_group)(self.mesh)
+        return RowRanks(group, dist.get_rank(group), degrees.tensor if together else 1)
 
 
 def _ask_gradient(_module: nn.Module, _given: tuple[Tensor, ...], embedded: Tensor) -> None:

@@ -124,10 +124,8 @@ class Decoder(Part):
         """Raises ModelError, by name, for a decoder that cannot answer prompts here: its cache of a row must be keys
         and values of each token."""
         reason = None
-        if self.mixers:
-            reason = (
-                f"layers that carry state along the row ({', '.join(sorted(self.mixers))}), which no cache here keeps"
-            )
+        if unknown := [name for name, one in self.found_mixers().items() if one is None]:
+            reason = f"layers that carry state along the row ({', '.join(unknown)}), which no cache here keeps"
         elif self.sees_prefix:
             reason = "prompts all of whose tokens see each other, and their last one is taken behind the others here"
         elif self._scaled:

@@ -8,7 +8,7 @@ the same, and gather what comes of them. Names of transformers' own stand here a
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ModelError
 from dhp.core.wrapping import wrap_forward
+from dhp.parallel.attention.row_decode import NewToken, ShardedKVCache
 from dhp.parallel.attention.segment_plan import SegmentPlan, Ulysses
+from dhp.parallel.attention.ulysses import UlyssesGroup
+from dhp.parallel.comm import gather_alike
 from dhp.parallel.tensor.sequence_norms import TensorRanks, gather, scatter
 from dhp.parallel.tensor.styles import PARTIAL_OVER
 
@@ -48,17 +51,25 @@ def run_by_segment(model: nn.Module, class_names: Collection[str], ranks: Tensor
 def _by_segment(name: str, module: nn.Module, ranks: TensorRanks | None) -> Callable[..., Any]:
     """The module's forward, which takes `hidden_states` [rows, tokens, width] and answers with as many, segment by
     segment."""
-    forward, shared = module.forward, SHARED.get(type(module).__name__)
+    forward, kind = module.forward, SHARED.get(type(module).__name__)
 
     @wraps(forward)
-    def run(hidden_states: Tensor, *args: Any, segments: SegmentPlan | None = None, **named: Any) -> Any:
+    def run(hidden_states: Tensor, *args: Any, segments: SegmentPlan | NewToken | None = None, **named: Any) -> Any:
+        cache = next((named.pop(one) for one in _CACHES if isinstance(named.get(one), ShardedKVCache)), None)
         _check(name, args, segments, named)
+        if isinstance(segments, NewToken):
+            assert cache is not None and kind is not None and segments.row is not None
+            return _run_new(kind(module, segments.row), segments.row, hidden_states, cache.states, name)
         assert segments is not None
-        if segments.row is not None and shared is not None:
+        if segments.row is not None and kind is not None:
+            states = hidden_states.flatten(0, 1) if ranks is None else scatter(hidden_states, ranks, False)[0]
+            layer = kind(module, segments.row.exchange)
+            output, state = _run_shared(layer, segments.row, states, keep=cache is not None)
+            if cache is not None:
+                cache.states[name] = state
             if ranks is None:
-                return shared(module, hidden_states.flatten(0, 1), segments.row).view_as(hidden_states)
-            states = scatter(hidden_states, ranks, False)[0]
-            return gather(shared(module, states, segments.row)[None], hidden_states.shape[:-1], ranks, False)
+                return output.view_as(hidden_states)
+            return gather(output[None], hidden_states.shape[:-1], ranks, False)
         alone, keys = partial(forward, **named), current_keys()
         output = _run_each(alone, hidden_states, segments)
         for _ in range(segments.calls - len(segments.groups)):
@@ -72,7 +83,7 @@ def _by_segment(name: str, module: nn.Module, ranks: TensorRanks | None) -> Call
 
 def _run_each(forward: Callable[[Tensor], Tensor], hidden_states: Tensor, segments: SegmentPlan) -> Tensor:
     rows, tokens = hidden_states.shape[:2]
-    if segments.groups == ((tokens, rows),):
+    if segments.groups == ((tokens, rows),) and segments.order is None:
         return forward(hidden_states)
     flat = hidden_states.flatten(0, 1)
     flat = flat if segments.order is None else flat[segments.order]
@@ -87,11 +98,11 @@ def _run_each(forward: Callable[[Tensor], Tensor], hidden_states: Tensor, segmen
     return output.unflatten(0, (rows, tokens))
 
 
-def _check(name: str, args: tuple[Any, ...], segments: SegmentPlan | None, named: dict[str, Any]) -> None:
+def _check(name: str, args: tuple[Any, ...], segments: SegmentPlan | NewToken | None, named: dict[str, Any]) -> None:
     """Raises ModelError for what would let state run on, or lose it."""
     if segments is None:
         problem = "it was called without `segments`: its layer keeps the keyword to itself"
-    elif segments.rest is not None and segments.row is None:
+    elif isinstance(segments, SegmentPlan) and segments.rest is not None and segments.row is None:
         problem = "its row is divided over ranks, and its state would have to travel"
     elif args or named.get("attention_mask") is not None:
         problem = f"it was called with {len(args)} more tensors and a mask, which are not cut into segments"
@@ -102,58 +113,138 @@ def _check(name: str, args: tuple[Any, ...], segments: SegmentPlan | None, named
     raise ModelError(f"{name}: its state cannot be kept to one sample: {problem}. Use a model without such layers")
 
 
-def share_delta_net(module: Any, states: Tensor, row: Ulysses) -> Tensor:
-    """A gated delta net (Yang et al. 2025) of Qwen3.5. states: [own tokens, width], and so is what comes of them."""
-    library, ranks, rank = sys.modules[type(module).__module__], row.exchange.degree, row.exchange.rank
-    sizes = (module.key_dim, module.key_dim, module.value_dim)
-    own_sizes, heads = [size // ranks for size in sizes], module.num_v_heads // ranks
-    of_parts = module.conv1d.weight.squeeze(1).split(sizes)
-    weight = torch.cat([part.unflatten(0, (ranks, -1))[rank] for part in of_parts])
-    decay, bias = (parameter.unflatten(0, (ranks, -1))[rank] for parameter in (module.A_log, module.dt_bias))
+class State(NamedTuple):
+    """What a layer carries on behind some tokens. tail: of a convolution, [segments, tokens, channels] before it;
+    memory: of a recurrence, [segments, heads, key width, value width]."""
 
-    def compute(rows: Tensor) -> Tensor:
-        mixed, b, a = rows.split((sum(own_sizes), heads, heads), dim=2)
-        mixed = library.causal_conv1d_fn(mixed.transpose(1, 2), weight, None, activation=module.activation)
-        query, key, value = mixed.transpose(1, 2).split(own_sizes, dim=2)
+    tail: Tensor
+    memory: Tensor | None = None
+
+
+class SharedMixer(Protocol):
+    """A layer of which this rank computes the heads that `exchange` gives it."""
+
+    def __init__(self, module: Any, exchange: UlyssesGroup):
+        """module: whole on every rank."""
+
+    def columns(self, states: Tensor) -> Sequence[Tensor]:
+        """[tokens, width] → what is exchanged, all heads of each: [tokens, columns]."""
+
+    def compute(self, rows: Tensor, held: State | None = None, keep: bool = False) -> tuple[Tensor, State | None]:
+        """This rank's columns side by side [segments, tokens, columns] → its outputs, and where they are to be kept
+        the states behind them. held: those before them."""
+
+    def leave(self, output: Tensor, states: Tensor) -> Tensor:
+        """Outputs of all heads [tokens, columns] → those of the layer, [tokens, width]."""
+
+
+class SharedDeltaNet(SharedMixer):
+    """A gated delta net (Yang et al. 2025) of Qwen3.5."""
+
+    def __init__(self, module: Any, exchange: UlyssesGroup):
+        self._module, self._library = module, sys.modules[type(module).__module__]
+        self._sizes = (module.key_dim, module.key_dim, module.value_dim)
+        self._own, self._heads = (
+            [size // exchange.degree for size in self._sizes],
+            module.num_v_heads // exchange.degree,
+        )
+        self._weight = torch.cat([_part(one, exchange) for one in module.conv1d.weight.squeeze(1).split(self._sizes)])
+        self._decay, self._bias = _part(module.A_log, exchange), _part(module.dt_bias, exchange)
+
+    def columns(self, states: Tensor) -> Sequence[Tensor]:
+        of_heads = self._module.in_proj_qkv(states).split(self._sizes, dim=1)
+        return *of_heads, self._module.in_proj_b(states), self._module.in_proj_a(states)
+
+    def compute(self, rows: Tensor, held: State | None = None, keep: bool = False) -> tuple[Tensor, State | None]:
+        module, library = self._module, self._library
+        mixed, b, a = rows.split((sum(self._own), self._heads, self._heads), dim=2)
+        mixed, tail = _convolved(library, mixed, self._weight, None, held, module.activation)
+        query, key, value = mixed.split(self._own, dim=2)
         query, key = (one.unflatten(2, (-1, module.head_k_dim)) for one in (query, key))
-        gates = {"beta": b.sigmoid(), "g": -decay.float().exp() * F.softplus(a.float() + bias)}
-        value = value.unflatten(2, (-1, module.head_v_dim))
-        output, _ = library.torch_chunk_gated_delta_rule(query, key, value, **gates, use_qk_l2norm_in_kernel=True)
-        return output.flatten(2)
+        gates = {"beta": b.sigmoid(), "g": -self._decay.float().exp() * F.softplus(a.float() + self._bias)}
+        one_by_one = held is not None and rows.shape[1] == 1
+        rule = library.torch_recurrent_gated_delta_rule if one_by_one else library.torch_chunk_gated_delta_rule
+        output, memory = rule(
+            query, key, value.unflatten(2, (-1, module.head_v_dim)), **gates, use_qk_l2norm_in_kernel=True,
+            initial_state=None if held is None else held.memory, output_final_state=keep,
+        )  # fmt: skip
+        return output.flatten(2), State(tail, memory) if keep else None
 
-    columns = (*module.in_proj_qkv(states).split(sizes, dim=1), module.in_proj_b(states), module.in_proj_a(states))
-    output = _exchanged(columns, compute, row).reshape(-1, module.head_v_dim)
-    gated = module.norm(output, module.in_proj_z(states).reshape(-1, module.head_v_dim))
-    return module.out_proj(gated.view(len(states), module.value_dim))
+    def leave(self, output: Tensor, states: Tensor) -> Tensor:
+        module, width = self._module, self._module.head_v_dim
+        gated = module.norm(output.reshape(-1, width), module.in_proj_z(states).reshape(-1, width))
+        return module.out_proj(gated.view(len(states), module.value_dim))
 
 
-def share_short_conv(module: Any, states: Tensor, row: Ulysses) -> Tensor:
-    """A gated short convolution of LFM2. Shapes as in `share_delta_net`."""
-    library, ranks, rank = sys.modules[type(module).__module__], row.exchange.degree, row.exchange.rank
-    weight = module.conv.weight.squeeze(1).unflatten(0, (ranks, -1))[rank]
-    bias = None if module.conv.bias is None else module.conv.bias.unflatten(0, (ranks, -1))[rank]
+class SharedShortConv(SharedMixer):
+    """A gated short convolution of LFM2."""
+
+    def __init__(self, module: Any, exchange: UlyssesGroup):
+        self._module, self._library = module, sys.modules[type(module).__module__]
+        self._weight = _part(module.conv.weight.squeeze(1), exchange)
+        self._bias = None if module.conv.bias is None else _part(module.conv.bias, exchange)
+
+    def columns(self, states: Tensor) -> Sequence[Tensor]:
+        before, self._after, values = self._module.in_proj(states).chunk(3, dim=1)
+        return [before * values]
+
+    def compute(self, rows: Tensor, held: State | None = None, keep: bool = False) -> tuple[Tensor, State | None]:
+        output, tail = _convolved(self._library, rows, self._weight, self._bias, held)
+        return output, State(tail) if keep else None
+
+    def leave(self, output: Tensor, states: Tensor) -> Tensor:
+        return self._module.out_proj(self._after * output)
+
+
+def _part(parameter: Tensor, exchange: UlyssesGroup) -> Tensor:
+    """This rank's of equal parts."""
+    return parameter.unflatten(0, (exchange.degree, -1))[exchange.rank]
+
+
+def _convolved(
+    library: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, held: State | None, activation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """[segments, tokens, channels] behind the convolution, and what of them later tokens see. Zeros stand before a
+    segment."""
+    tokens, sees = rows.shape[1], weight.shape[1] - 1
+    rows = rows if held is None else torch.cat([held.tail, rows], dim=1)
+    output = library.causal_conv1d_fn(rows.transpose(1, 2), weight, bias, activation=activation).transpose(1, 2)
+    return output[:, -tokens:], F.pad(rows, (0, 0, sees, 0))[:, -sees:]
+
+
+def _run_shared(layer: SharedMixer, row: Ulysses, states: Tensor, keep: bool) -> tuple[Tensor, State | None]:
+    """[own tokens, width] → as many, and the state behind the first segment where it is to be kept."""
+    found: list[State | None] = []
 
     def compute(rows: Tensor) -> Tensor:
-        return library.causal_conv1d_fn(rows.transpose(1, 2), weight, bias).transpose(1, 2)
+        output, state = layer.compute(rows, keep=keep)
+        found.append(state)
+        return output
 
-    before, after, values = module.in_proj(states).chunk(3, dim=1)
-    return module.out_proj(after * _exchanged([before * values], compute, row))
-
-
-def _exchanged(columns: Sequence[Tensor], compute: Callable[[Tensor], Tensor], row: Ulysses) -> Tensor:
-    """`compute` of each segment with this rank's part of each of the columns [own tokens, width]: [own tokens, width of
-    all ranks' outputs]."""
-    by_rank = [one.unflatten(1, (row.exchange.degree, -1)) for one in columns]
+    by_rank = [one.unflatten(1, (row.exchange.degree, -1)) for one in layer.columns(states)]
     rows = row.exchange.columns_to_rank(torch.cat(by_rank, dim=2))
     with drawing(None):  # nothing is drawn inside, and keys are those of this rank's tokens
         output = _run_each(compute, rows[None], row.plan)[0]
-    return row.exchange.rows_to_rank(output).flatten(1)
+    of_first = None if found[0] is None else State(*(None if one is None else one[:1] for one in found[0]))
+    return layer.leave(row.exchange.rows_to_rank(output).flatten(1), states), of_first
 
 
-# By class, what it does with a row that ranks share.
-SHARED: dict[str, Callable[[Any, Tensor, Ulysses], Tensor]] = {
-    "Qwen3_5GatedDeltaNet": share_delta_net,
-    "Qwen3_5MoeGatedDeltaNet": share_delta_net,
-    "Lfm2ShortConv": share_short_conv,
-    "Lfm2MoeShortConv": share_short_conv,
+def _run_new(
+    layer: SharedMixer, exchange: UlyssesGroup, hidden_states: Tensor, states: dict[str, Any], name: str
+) -> Tensor:
+    """Of the one new token of a row, [1, 1, width], which all ranks have. states: by layer, behind the tokens before
+    it; changed here."""
+    token = hidden_states[0]
+    own = torch.cat([_part(one[0], exchange) for one in layer.columns(token)])
+    output, states[name] = layer.compute(own[None, None], states.get(name), keep=True)
+    every = output[0] if exchange.degree == 1 else gather_alike(output[0], exchange.group)[:, 0].reshape(1, -1)
+    return layer.leave(every, token)[None]
+
+
+# By class, what it does with a row that ranks compute together.
+SHARED: dict[str, type[SharedMixer]] = {
+    "Qwen3_5GatedDeltaNet": SharedDeltaNet,
+    "Qwen3_5MoeGatedDeltaNet": SharedDeltaNet,
+    "Lfm2ShortConv": SharedShortConv,
+    "Lfm2MoeShortConv": SharedShortConv,
 }

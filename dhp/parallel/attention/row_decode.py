@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dhp.core.batch import Sampling, is_greedy
 from dhp.parallel.attention.attention_kernels import AUTO, Block, Dense, choose_kernel, takes_varlen
+from dhp.parallel.attention.ulysses import UlyssesGroup
 from dhp.parallel.attention.visibility import LayerRule, layer_rule
 from dhp.parallel.comm import gather_alike
 
@@ -105,16 +106,18 @@ class HeldLayer(CacheLayerMixin):
 
 
 class ShardedKVCache(Cache):
-    """The cache of one row on one rank."""
+    """The cache of one row on one rank. states: tensors of layers that carry state along the row, by their names, of
+    this rank's heads."""
 
     def __init__(self, layers: int, held: ShardedCacheIndex):
         super().__init__(layers=[HeldLayer(held) for _ in range(layers)])
-        self.held = held
+        self.held, self.states = held, dict[str, tuple[Tensor | None, ...]]()
 
     @property
     def bytes(self) -> int:
         """Bytes that all layers keep."""
-        return sum(layer.bytes for layer in self.layers)
+        states = [one for state in self.states.values() for one in state if one is not None]
+        return sum(layer.bytes for layer in self.layers) + sum(one.numel() * one.element_size() for one in states)
 
 
 def merge_over_ranks(output: Tensor, lse: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -134,11 +137,13 @@ def merge(outputs: Tensor, lses: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class NewToken:
     """Arguments of a layer's attention for the one new token of a row: the row's tokens on this rank, and the ranks
-    that have the others; None: this one has all."""
+    that have the others; None: this one has all. row: the ranks that share the heads of layers which carry state along
+    the row."""
 
     held: ShardedCacheIndex
     group: dist.ProcessGroup | None
     backend: str = AUTO
+    row: UlyssesGroup | None = None
 
 
 def new_token_attention(

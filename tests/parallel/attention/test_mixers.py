@@ -54,6 +54,7 @@ from tests.helpers.double import (
     stay_in_double,
 )
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rows import slow
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +179,9 @@ def _errors(size: int) -> dict[tuple[str, str], float]:
                 shards, position = plan(STATE_LENGTHS, ring, ulysses), MeshPosition.of(mesh)
                 for fault, spoil in faults.items():
                     found[make.__name__, layout, fault] = _shared_error(make(), shards, position, spoil)
+                whole = plan((sum(STATE_LENGTHS),), ring, ulysses)  # one sample
+                error = _shared_error(make(), whole, position, faults[""])
+                found[make.__name__, layout, ""] = max(error, found[make.__name__, layout, ""])
     return found
 
 
@@ -193,14 +197,14 @@ def _out_of_order(row: Ulysses) -> Ulysses:
 
 
 def _shared_error(model: Any, shards: ShardPlan, position: MeshPosition, spoil: Any) -> float:
-    samples = samples_of(STATE_LENGTHS)
+    samples = samples_of(shards.lengths)
     wanted = alone(model, samples)
     classes = {type(module).__name__ for module in model.modules()}
     run_by_segment(model, classes & set(SHARED))
     AttentionInterface.register(PACKED, packed_attention)
     model.config._attn_implementation_internal = PACKED
     own = torch.tensor(shards.positions(position.ring_rank, position.ulysses_rank), dtype=torch.long)
-    places = torch.cat([torch.arange(length) for length in STATE_LENGTHS])[own][None]
+    places = torch.cat([torch.arange(length) for length in shards.lengths])[own][None]
     plan, ranks = plan_shard(shards, position, CPU, True), RowRanks(dist.group.WORLD, dist.get_rank())
     tokens, segments = torch.cat(samples, 1)[:, own], replace(plan, row=spoil(plan_row(shards, ranks, CPU)))
     named = {"position_ids": places, "use_cache": False, "segments": segments}
@@ -212,7 +216,7 @@ def _shared_error(model: Any, shards: ShardPlan, position: MeshPosition, spoil: 
     return largest_error([output, *gradients], [wanted[0][own], *wanted[1:]])
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, slow(4)])
 def test_a_row_that_ranks_share_equals_each_sample_alone(size: int) -> None:
     """Gradients too; and faults of the kinds that such layers invite are seen."""
     of_ranks = run_on_ranks(_errors, size, size)
