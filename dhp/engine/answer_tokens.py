@@ -45,7 +45,8 @@ class Generator:
         begun, first = time.perf_counter(), 0.0
         cache = self._prefill(prompt, inputs, segments)
         tokens = []
-        for token in self._new_tokens(prompt, cache, segments.row and segments.row.exchange, device):
+        row = None if segments.row is None else segments.row.exchange
+        for token in self._new_tokens(prompt, cache, row, device):
             first = first or time.perf_counter() - begun
             tokens.append(token)
         seconds = time.perf_counter() - begun

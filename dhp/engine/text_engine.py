@@ -296,8 +296,10 @@ class TextEngine(StageEngine):
             lengths = (tokens,) * rows if work.lengths is None else work.lengths
             plan = plan_segments(lengths, CPU, True, varlen, blocks, rule, backend)
             plan, shards = replace(plan, calls=work.segment_calls), contiguous_plan(lengths, 1, 1)
-        alone = self._row_ranks is None or (judges and dist.get_world_size(self._row_ranks.group) == 1)
-        return plan if alone else replace(plan, row=plan_row(shards, self._row_ranks, CPU))
+        ranks = self._row_ranks
+        if ranks is None or (judges and dist.get_world_size(ranks.group) == 1):
+            return plan
+        return replace(plan, row=plan_row(shards, ranks, CPU))
 
     def _find_row_ranks(self) -> RowRanks | None:
         """Those that compute layers which carry state along a row together; None: there are no such layers. Tensor
