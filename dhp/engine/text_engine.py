@@ -28,7 +28,7 @@ from dhp.models.lora import without_dropout
 from dhp.models.types import DecoderInputs, LayerParts, add_rows, chunks_of
 from dhp.objectives.objective import Chosen, Head, find_objective, share_of_balance
 from dhp.parallel.attention.attention_kernels import FLASH_ATTENTION_2, has_varlen
-from dhp.parallel.attention.mixers import run_by_segment
+from dhp.parallel.attention.mixers import CHUNK, run_by_segment
 from dhp.parallel.attention.segment_plan import (
     GATHER_TOKENS,
     MeshPosition,
@@ -296,16 +296,16 @@ class TextEngine(StageEngine):
             lengths = (tokens,) * rows if work.lengths is None else work.lengths
             plan = plan_segments(lengths, CPU, True, varlen, blocks, rule, backend)
             plan, shards = replace(plan, calls=work.segment_calls), contiguous_plan(lengths, 1, 1)
-        ranks = self._row_ranks
-        if ranks is None or (judges and dist.get_world_size(ranks.group) == 1):
+        if self._row_ranks is None:
             return plan
-        return replace(plan, row=plan_row(shards, ranks, CPU))
+        return replace(plan, row=plan_row(shards, self._row_ranks, CPU, CHUNK if judges else 1))
 
     def _find_row_ranks(self) -> RowRanks | None:
-        """Those that compute layers which carry state along a row together; None: there are no such layers. Tensor
-        ranks take part where heads are enough, else each of them computes all of its row's."""
+        """Those that compute layers which carry state along a row together; None: there are no such layers, or one
+        that is not known here. Tensor ranks take part where heads are enough, else each of them computes all of its
+        row's."""
         mixers, degrees = self.family.decoder.found_mixers().values(), self.spec.degrees
-        if not mixers:
+        if not mixers or None in mixers:
             return None
         ranks = degrees.sequence * degrees.tensor
         together = all(one is not None and one.heads % ranks == 0 for one in mixers)

@@ -98,7 +98,7 @@ def test_rows_that_are_not_masked_as_the_model_asks_are_noticed(
 
 
 def test_state_that_runs_from_sample_to_sample_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dhp.engine.text_engine.run_by_segment", lambda model, names: 0)
+    monkeypatch.setattr("dhp.engine.text_engine.run_by_segment", lambda model, names, ranks: 0)
     found = examine(save(tmp_path, "qwen3_5"))
     assert found.trainable  # a padded row is a sample's own
     assert found.packed_error is not None and found.packed_error > 1e-3 and "packing" in found.refused

@@ -24,6 +24,7 @@ from dhp.parallel.comm import gather_alike
 from dhp.parallel.tensor.sequence_norms import TensorRanks, gather, scatter
 from dhp.parallel.tensor.styles import PARTIAL_OVER
 
+CHUNK = 64  # tokens that the library's recurrences take at once
 _CACHES = ("cache_params", "past_key_values", "past_key_value")
 
 
@@ -221,12 +222,16 @@ def _run_shared(layer: SharedMixer, row: Ulysses, states: Tensor, keep: bool) ->
         found.append(state)
         return output
 
-    by_rank = [one.unflatten(1, (row.exchange.degree, -1)) for one in layer.columns(states)]
-    rows = row.exchange.columns_to_rank(torch.cat(by_rank, dim=2))
+    columns, exchange = layer.columns(states), row.exchange
+    if exchange.degree == 1:
+        rows = torch.cat(list(columns), dim=1)
+    else:
+        rows = exchange.columns_to_rank(torch.cat([one.unflatten(1, (exchange.degree, -1)) for one in columns], dim=2))
     with drawing(None):  # nothing is drawn inside, and keys are those of this rank's tokens
         output = _run_each(compute, rows[None], row.plan)[0]
     of_first = None if found[0] is None else State(*(None if one is None else one[:1] for one in found[0]))
-    return layer.leave(row.exchange.rows_to_rank(output).flatten(1), states), of_first
+    output = output if exchange.degree == 1 else exchange.rows_to_rank(output).flatten(1)
+    return layer.leave(output, states), of_first
 
 
 def _run_new(

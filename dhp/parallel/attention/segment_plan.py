@@ -171,9 +171,13 @@ class RowRanks:
     tensor: int = 1
 
 
-def plan_row(shards: ShardPlan, ranks: RowRanks, device: torch.device) -> Ulysses:
+def plan_row(shards: ShardPlan, ranks: RowRanks, device: torch.device, multiple: int = 1) -> Ulysses:
     """The exchange of a row over all of `ranks`, neighbours with equal parts of their tokens, which zeros fill up; and
-    its segments, one more of these zeros. Its `order` takes the tokens of the first rank, then those of the next."""
+    its segments, one more of these zeros.
+
+    Segments whose tokens fill as many times `multiple` are one group, each with copies of its last token behind it, so
+    that fewer calls take them: what comes after a token changes nothing of it. `order` takes tokens of the first rank,
+    then of the next; `inverse` takes outputs, without those of copies."""
     places, tokens, total = list[int](), list[int](), sum(shards.lengths)
     filled = total
     for at in product(range(shards.ring), range(shards.ulysses)):
@@ -184,10 +188,25 @@ def plan_row(shards: ShardPlan, ranks: RowRanks, device: torch.device) -> Ulysse
         tokens += [part] * ranks.tensor
         filled += missing
     lengths = (*shards.lengths, filled - total) if filled > total else shards.lengths
-    plan, order = plan_segments(lengths, CPU, causal=True), torch.argsort(torch.tensor(places, dtype=torch.long))
-    order = order if plan.order is None else order[plan.order]
-    plan = replace(plan, order=order.to(device), inverse=torch.argsort(order).to(device))
+    groups, rows = _alike(lengths, multiple)
+    order = torch.argsort(torch.tensor(places, dtype=torch.long))[rows]
+    inverse = torch.empty(filled, dtype=torch.long)
+    inverse[order.flip(0)] = torch.arange(len(order) - 1, -1, -1)  # of a token and its copies, the first
+    plan = SegmentPlan(groups, order.to(device), inverse.to(device), causal=True)
     return Ulysses(UlyssesGroup(tuple(tokens), ranks.rank, ranks.group), plan)
+
+
+def _alike(lengths: Sequence[int], multiple: int) -> tuple[tuple[tuple[int, int], ...], Tensor]:
+    """(Tokens with copies, segments) of each group, and the tokens of all groups as places in the row."""
+    starts, by_length = list(accumulate(lengths, initial=0)), dict[int, list[int]]()
+    for number, length in enumerate(lengths):
+        by_length.setdefault(-(-length // multiple) * multiple, []).append(number)
+    rows = []
+    for longest, of_group in by_length.items():
+        last = torch.tensor([lengths[number] - 1 for number in of_group])[:, None]
+        first = torch.tensor([starts[number] for number in of_group])[:, None]
+        rows.append((first + torch.arange(longest).minimum(last)).flatten())
+    return tuple((length, len(of_group)) for length, of_group in by_length.items()), torch.cat(rows)
 
 
 def index_tensors(plan: SegmentPlan) -> list[Tensor]:
