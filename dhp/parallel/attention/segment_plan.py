@@ -164,9 +164,10 @@ def plan_shard(
 @dataclass(frozen=True)
 class RowRanks:
     """The ranks that compute a row together in layers that carry state along it: those that share its tokens, and of
-    each of these `tensor` neighbours that have the same ones. rank: this one's number among all of them."""
+    each of these `tensor` neighbours that have the same ones. rank: this one's number among all of them. group: None
+    for one rank alone."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     rank: int
     tensor: int = 1
 

@@ -17,11 +17,12 @@ from dhp.parallel.comm import AllToAll
 
 @dataclass(frozen=True)
 class UlyssesGroup:
-    """The Ulysses ranks that share one sequence: tokens on each of them, in rank order, and their group."""
+    """The Ulysses ranks that share one sequence: tokens on each of them, in rank order, and their group; None for one
+    rank, which exchanges nothing."""
 
     rank_tokens: tuple[int, ...]
     rank: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
 
     @property
     def degree(self) -> int:

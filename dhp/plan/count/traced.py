@@ -18,19 +18,22 @@ from dhp.core.torch_private import tree_leaves
 from dhp.core.transformers_private import expand_plan
 from dhp.core.wrapping import call_weakly, wrap_forward
 from dhp.engine.build import freeze, shard_without_ranks
-from dhp.models.decoder import unchanged
+from dhp.models.decoder import Decoder, unchanged
 from dhp.models.empty import adapt, empty_slices
 from dhp.models.family import Family
 from dhp.models.lora import adapted_modules
 from dhp.models.tower import Tower, TowerInputs
 from dhp.models.types import DecoderInputs, Part
 from dhp.objectives.objective import Head, find_objective
-from dhp.parallel.attention.segment_plan import plan_segments
+from dhp.parallel.attention.mixers import CHUNK, run_by_segment
+from dhp.parallel.attention.segment_plan import RowRanks, SegmentPlan, plan_row, plan_segments
 from dhp.parallel.attention.segments import packed_attention, segment_attention
+from dhp.parallel.attention.shard_plan import contiguous_plan
 from dhp.parallel.kernels.replace import replace_without_weights
 from dhp.parallel.recompute.meter import ActivationMeter, LiveStorages
 from dhp.parallel.recompute.recomputed_layers import ATTENTION, RecomputedLayers, tile_mlps
 from dhp.parallel.recompute.saved_tensors import save_output
+from dhp.parallel.tensor.sequence_norms import TensorRanks
 from dhp.parallel.tensor.slices import sum_without_ranks
 from dhp.parallel.tensor.styles import share_heads_without_ranks, with_fused, with_shared_heads
 from dhp.parallel.tensor.tensor_plan import local_plan
@@ -189,6 +192,8 @@ def _trace(
     part, dtype = family.parts[name], getattr(torch, settings.dtype)
     model = empty_part(source, family, name, settings)
     _use_attention(model, part)
+    if isinstance(part, Decoder):
+        run_by_segment(model, part.found_mixers(), _ranks_of_state(part, settings.tensor))
     replace_without_weights(model, dtype, settings.kernels)
     every = [model.get_submodule(f"{part.layers.path}.{layer}") for layer in range(len(part.layers.kinds))]
     runs = range(len(every)) if settings.layers is None else settings.layers
@@ -260,6 +265,21 @@ def _use_attention(model: Any, part: Part) -> None:
     part.use_attention(model, name)  # type: ignore[attr-defined]  # both kinds of part have it
 
 
+def _ranks_of_state(decoder: Decoder, tensor: int) -> TensorRanks | None:
+    """Those that take a part of the tokens each in layers that carry state along a row; None: each takes all."""
+    heads = [0 if one is None else one.heads for one in decoder.found_mixers().values()]
+    return TensorRanks(tensor) if tensor > 1 and heads and all(own and own % tensor == 0 for own in heads) else None
+
+
+def _plan_of_row(decoder: Decoder, tokens: int, tensor: int) -> SegmentPlan:
+    """One sample, as a rank has it."""
+    plan, ranks = plan_segments([tokens], _CPU, True), _ranks_of_state(decoder, tensor)
+    if None in (known := decoder.found_mixers().values()) or not known:
+        return plan
+    part = tokens if ranks is None else ranks.share(tokens)
+    return replace(plan, row=plan_row(contiguous_plan([part], 1, 1), RowRanks(None, 0), _CPU, CHUNK))
+
+
 def _pictures(tower: Tower, rows: TracedRows, dtype: str) -> TowerInputs:
     form = tower.dummy_form
     forms = () if form is None else (form,) * (rows.patches // form.rows)
@@ -286,7 +306,7 @@ def _decoder(
     tokens, positions, _, *chosen, places = _numbers(sum(sizes)).split(sizes)
     positions = positions.view(axes, 1, -1) if axes > 1 else positions[None]
     inputs = DecoderInputs(tokens[None], positions, features, places)
-    plan, objective = plan_segments([rows.tokens], _CPU, True), find_objective(settings.objective)
+    plan, objective = _plan_of_row(decoder, rows.tokens, settings.tensor), find_objective(settings.objective)
     head = Head(model.get_output_embeddings(), decoder.logits)
 
     def run() -> Tensor:

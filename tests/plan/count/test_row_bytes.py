@@ -459,7 +459,7 @@ def test_experts_that_multiply_in_groups_keep_what_shapes_say(tmp_path: Path) ->
             assert bytes_of(trace_part(model, family, "text", rows, settings)) == bytes_of(usage), choice
 
 
-WHOLE = ["internvl", "gemma3", *map(slow, ("llava_siglip", "aya_vision", "glm4v"))]
+WHOLE = ["internvl", "gemma3", "qwen3_5", *map(slow, ("llava_siglip", "aya_vision", "glm4v"))]
 
 
 @pytest.mark.parametrize("name", WHOLE)
