@@ -141,12 +141,12 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     ),
     "text_ratio": (
         Figure("with one pass of the tower a step, efficiency with even pictures is {}", "one pass, even",
-               percent(column("efficiency", way="whole step", even=True)), "%",
+               percent(column("efficiency", way="whole step", how="wall", even=True)), "%",
                "90% of text-only efficiency, Kimi K2.5"),
         Figure("with uneven ones {}", "one pass, uneven",
-               percent(column("efficiency", way="whole step", even=False)), "%"),
+               percent(column("efficiency", way="whole step", how="wall", even=False)), "%"),
         Figure("with a pass a micro-batch {}", "a pass a micro-batch",
-               percent(column("efficiency", way="sequential")), "%")),
+               percent(column("efficiency", way="sequential", how="wall")), "%")),
     "throughput": (
         Figure("by dry runs TP takes {} SP+TP's step of a sample", "TP over SP+TP, planned",
                ratio("patches_s", {"layout": "SP+TP", "device": "plan"}, {"layout": "TP", "device": "plan"}, ("size",)),

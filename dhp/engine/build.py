@@ -33,7 +33,7 @@ from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels
 from dhp.parallel.optim.adafactor import make_adafactor
 from dhp.parallel.optim.base import Frozen, StageOptimizer, TiedOptimizer, exact_dtype, make_adamw
 from dhp.parallel.optim.chunked_adamw import make_chunked_adamw
-from dhp.parallel.optim.fsdp import FullySharded
+from dhp.parallel.optim.fsdp import FrozenShards, FullySharded
 from dhp.parallel.optim.learning_rates import RateCurve, learning_rate_at
 from dhp.parallel.optim.muon import make_muon
 from dhp.parallel.optim.replicated import MakeOptimizer, Replicated
@@ -76,8 +76,9 @@ def quantize_frozen(
 
 def cuts_first(settings: StageSettings) -> bool:
     """Whether the stage's weights are cut on the host, before they are moved: FSDP2 takes a layer at a time to the
-    device. Whole, 32 billion weights in float32 have no place on any."""
-    return settings.spec.trains and settings.part.zero_stage > 0 and settings.part.zero_engine != DEEPSPEED
+    device. Whole, 32 billion weights in float32 have no place on any. Where nothing is trained, stage 3 alone cuts."""
+    stage = settings.part.zero_stage
+    return (stage > 0 if settings.spec.trains else stage == 3) and settings.part.zero_engine != DEEPSPEED
 
 
 def dtype_to_load(settings: StageSettings, dtype: torch.dtype) -> torch.dtype:
@@ -100,6 +101,8 @@ def make_optimizer(
     make = optimizer_maker(settings, hidden_matrices(shapes, family))
     if not settings.spec.trains:
         passes = any(settings.graph.goes_back(node) for node in settings.spec.nodes)
+        if cuts_first(settings):
+            return FrozenShards(model, layers, replicas_mesh(mesh), mesh.get_local_rank("tensor"), dtype, passes)
         return Frozen(model, dtype, passes)
     if not settings.part.zero_stage:
         group = replicas_mesh(mesh).get_group()

@@ -417,7 +417,8 @@ class StageEngine(EvaluatingEngine):
 
     def _make_saver(self) -> ShareSaver:
         number = self.settings.graph.rank_in_part(self.spec.name, self.rank)
-        cut = bool(self.settings.part.zero_stage) and self.spec.trains  # each rank has a share of its own
+        # Each rank has a share of its own.
+        cut = bool(self.settings.part.zero_stage) if self.spec.trains else cuts_first(self.settings)
         writes = cut or self.rank < self.spec.degrees.holders
         kept = None if self.settings.adapters is None else frozenset(self._saved())
         stages = self.settings.graph.of_part(self.spec.part)

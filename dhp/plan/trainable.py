@@ -3,7 +3,8 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
-from dhp.config.parts import DECODER, parts, resolved
+from dhp.config.parts import parts, resolved
+from dhp.config.rules import FSDP
 from dhp.config.schema import Config, PartConfig
 from dhp.config.training import TrainingConfig
 from dhp.core.errors import ConfigError
@@ -77,14 +78,20 @@ def check_frozen_states(config: Config, graph: StageGraph) -> None:
 
 
 def check_frozen_part(name: str, part: PartConfig, trains: bool) -> None:
-    """ZeRO cuts what training keeps. Raises ConfigError for a part that keeps nothing. trains: some of it is."""
-    if not part.zero_stage or trains:
+    """Of a part that trains nothing ZeRO can cut the weights alone. Raises ConfigError for stages, and for an engine,
+    that do not. trains: some of it is."""
+    if not part.zero_stage or trains or (part.zero_stage == 3 and part.zero_engine == FSDP):
         return
-    cut = f"{name}.tensor or {name}.pipeline" if name == DECODER else f"{name}.tensor"
+    if part.zero_stage == 3:
+        raise ConfigError(
+            f"{name}.zero_stage=3 by {name}.zero_engine={part.zero_engine} with nothing of {name} trained: DeepSpeed "
+            f"cuts no weights that it does not train. Set {name}.zero_engine=fsdp and {name}.parallelism=data, or "
+            f"{name}.zero_stage=0"
+        )
     raise ConfigError(
-        f"{name}.zero_stage={part.zero_stage} with nothing of {name} trained: ZeRO cuts what training keeps, "
+        f"{name}.zero_stage={part.zero_stage} with nothing of {name} trained: stages 1 and 2 cut what training keeps, "
         f"and a part that is not trained keeps nothing but weights. Set {name}.zero_stage=0; weights that are "
-        f"too large for a device are cut by {cut}."
+        f"too large for a device are cut by {name}.zero_stage=3 with {name}.zero_engine=fsdp, or by {name}.tensor"
     )
 
 

@@ -18,7 +18,7 @@ def preloaded(config: Config) -> AbstractContextManager[None]:
     if config.training.dry_run or chosen_address(config.cluster.address) != LOCAL:
         return nullcontext()
     on_cpu = config.cluster.device == "cpu"
-    return fork_server(modules(config), not on_cpu, sharing=on_cpu and config.training.schedule != "sequential")
+    return fork_server(modules(config), not on_cpu, sharing=on_cpu)
 
 
 def modules(config: Config) -> list[str]:

@@ -22,9 +22,11 @@ from tests.helpers.layouts import (
     Fault,
     InspectedText,
     InspectedVision,
+    Running,
     compare,
     compare_rounding,
     graph_of,
+    make_reader,
     settings,
 )
 from tests.helpers.ranks import LocalGroup
@@ -129,6 +131,14 @@ RULE_CASES = [Case(Degrees(data=2), Degrees(tensor=2), 2, packing=True, groups=G
 GATHERED = Case(ONE, Degrees(data=2), 2, text_zero_stage=3, fsdp=True, frozen=("embed_tokens", "layers.[01]"))
 # So does one that shares a sequence with others, for what they exchange on the way.
 EXCHANGED = [Case(ONE, Degrees(ring=2), 2, frozen=("text",))]
+# LLaVA's alignment and finetuning: weights of a part that trains nothing are cut alone, and gathered for each layer.
+TWO = Degrees(data=2)
+CUT_FROZEN = [
+    Case(ONE, TWO, 2, text_zero_stage=3, fsdp=True, frozen=("text",), packing=True),
+    Case(TWO, Degrees(data=2, tensor=2), 1, zero_stage=3, text_zero_stage=3, fsdp=True, frozen=("vision", "text")),
+    Case(TWO, TWO, 2, zero_stage=3, text_zero_stage=2, fsdp=True, frozen=("vision", "projector"), checkpointing=True),
+    Case(TWO, Degrees(ring=2), 2, "bfloat16", text_zero_stage=3, fsdp=True, frozen=("text",), packing=True),
+]
 # Of the first stage nothing is trained; of the last, and of both, the weight that is embedding and head.
 STAGED = [
     Case(ONE, ONE, 2, stages=2, schedule="1f1b", frozen=("vision", "projector", "embed_tokens", "layers.[01]")),
@@ -141,6 +151,29 @@ STAGED = [
 def test_equals_the_plain_model_trained_so(case: Case, four_layers_model: str) -> None:
     exact = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
     exact(compare(four_layers_model, case, awkward_steps()))
+
+
+@pytest.mark.parametrize("case", slow_but(CUT_FROZEN[:3], CUT_FROZEN[0], CUT_FROZEN[2]), ids=str)
+def test_a_part_that_trains_nothing_is_cut(case: Case, four_layers_model: str) -> None:
+    assert_exact(compare(four_layers_model, case, awkward_steps()))
+
+
+def test_a_rank_keeps_its_share_of_weights_that_are_not_trained(four_layers_model: str) -> None:
+    case, samples = CUT_FROZEN[3], awkward_steps()[0]
+    with Running(four_layers_model, case, Fault(InspectedVision, KeepsItsShare)) as running:
+        running.step(make_reader(four_layers_model, case, [samples]).step(0))
+        held = running.groups["text"].execute_all("held")
+    whole = sum(sizes[1] for sizes in held) // len(held)
+    assert all(0.5 * whole <= own < 0.51 * whole for own, _ in held) and whole > 100_000
+
+
+class KeepsItsShare(InspectedText):
+    """Counts values of its weights."""
+
+    def held(self) -> tuple[int, int]:
+        """Here, and in all."""
+        weights = list(self.model.parameters())
+        return sum(one.to_local().numel() for one in weights), sum(one.numel() for one in weights)
 
 
 # A rule named as its part: the projector, in the same stage, has the rate of all.

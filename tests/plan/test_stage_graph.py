@@ -1,5 +1,7 @@
 """Stages, edges, what of them is trained, limits of rows."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,8 @@ from dhp.data.balance.packs import Loads
 from dhp.models.empty import list_parameters
 from dhp.models.registry import load_family
 from dhp.plan.batches import balance_settings, samples_a_row, unreached
+from dhp.plan.count.state_bytes import rank_bytes
+from dhp.plan.forecast.moments import shape_of
 from dhp.plan.run_plan import plan_run
 from dhp.plan.trainable import check_frozen_states, check_rules, part_names, training_rules
 from dhp.trainer.settings import table_of_training
@@ -206,6 +210,21 @@ def test_zero_of_what_is_not_trained_is_refused(made_model: str) -> None:
         ConfigError, match="vision.zero_stage=1 with nothing of vision trained.*Set vision.zero_stage=0"
     ):
         check_frozen_states(config, graph)
+
+
+def test_zero_3_of_what_is_not_trained_is_for_fsdp(made_model: str) -> None:
+    given = ("training.frozen=[text]", "text.parallelism=data", "text.num_actors=2", "text.zero_stage=3")
+    for engine, fits in (("fsdp", True), ("deepspeed", False)):
+        config = config_of(made_model, *given, f"text.zero_engine={engine}")
+        plan = plan_run(config, made_model)
+        if fits:
+            check_frozen_states(config, plan.graph)
+            text, shape = plan.graph.stage("text"), shape_of(plan, plan.graph.stage("text"))
+            cut, whole = (rank_bytes(replace(config.text, zero_stage=stage), text, shape) for stage in (3, 0))
+            assert (cut.gradients, cut.optimizer) == (0, 0) and cut.weights == -(-whole.weights // 2)
+            continue
+        with pytest.raises(ConfigError, match="DeepSpeed cuts no weights .* Set text.zero_engine=fsdp"):
+            check_frozen_states(config, plan.graph)
 
 
 def test_a_group_named_as_its_part_is_not_the_projectors_too(made_model: str) -> None:

@@ -12,7 +12,7 @@ from dhp.trainer import preload
     ("settings", "sharing"),
     [
         (["training.schedule=vision_ahead", "cluster.device=cpu"], True),
-        (["training.schedule=sequential", "cluster.device=cpu"], False),
+        (["training.schedule=sequential", "cluster.device=cpu"], True),
         (["training.schedule=vision_ahead", "cluster.device=cuda"], False),
     ],
 )

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dhp.core.draws import current_keys, drawing
+from dhp.core.draws import TokenKeys, current_keys, drawing
 from dhp.core.errors import ModelError
 from dhp.core.wrapping import wrap_forward
 from dhp.parallel.attention.row_decode import NewToken, ShardedKVCache
@@ -65,7 +65,8 @@ def _by_segment(name: str, module: nn.Module, ranks: TensorRanks | None) -> Call
         if segments.row is not None and kind is not None:
             states = hidden_states.flatten(0, 1) if ranks is None else scatter(hidden_states, ranks, False)[0]
             layer = kind(module, segments.row.exchange)
-            output, state = _run_shared(layer, segments.row, states, keep=cache is not None)
+            with drawing(_own_keys(hidden_states, ranks)):
+                output, state = _run_shared(layer, segments.row, states, keep=cache is not None)
             if cache is not None:
                 cache.states[name] = state
             if ranks is None:
@@ -80,6 +81,15 @@ def _by_segment(name: str, module: nn.Module, ranks: TensorRanks | None) -> Call
         return output
 
     return run
+
+
+def _own_keys(hidden_states: Tensor, ranks: TensorRanks | None) -> TokenKeys | None:
+    """Of the tokens that this rank takes."""
+    keys = current_keys()
+    if keys is None or ranks is None:
+        return keys
+    tokens = torch.arange(hidden_states.shape[:-1].numel(), device=keys.keys.device)
+    return keys.chosen(ranks.own(tokens[:, None])[:, 0])
 
 
 def _run_each(forward: Callable[[Tensor], Tensor], hidden_states: Tensor, segments: SegmentPlan) -> Tensor:
@@ -145,10 +155,8 @@ class SharedDeltaNet(SharedMixer):
     def __init__(self, module: Any, exchange: UlyssesGroup):
         self._module, self._library = module, sys.modules[type(module).__module__]
         self._sizes = (module.key_dim, module.key_dim, module.value_dim)
-        self._own, self._heads = (
-            [size // exchange.degree for size in self._sizes],
-            module.num_v_heads // exchange.degree,
-        )
+        self._own = [size // exchange.degree for size in self._sizes]
+        self._heads = module.num_v_heads // exchange.degree
         self._weight = torch.cat([_part(one, exchange) for one in module.conv1d.weight.squeeze(1).split(self._sizes)])
         self._decay, self._bias = _part(module.A_log, exchange), _part(module.dt_bias, exchange)
 

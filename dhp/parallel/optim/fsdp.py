@@ -257,6 +257,49 @@ class FullySharded:
                 sum_in_place(shard.weight.grad, shard.partial)
 
 
+class FrozenShards(FullySharded):
+    """The same of a stage that trains nothing: its weights alone are cut, and gathered for each layer.
+
+    passes: gradients go through the stage to earlier ones. Where none do, no activations are saved."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        tensor_rank: int,
+        dtype: torch.dtype,
+        passes: bool,
+    ):
+        module.requires_grad_(False)
+        super().__init__(module, layers, lambda named: None, mesh, tensor_rank, 3, dtype)
+        self._passes = passes
+
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        """As `FullySharded`, under no_grad where no gradients pass."""
+        with torch.set_grad_enabled(self._passes and torch.is_grad_enabled()):
+            return super().forward(compute)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Send gradients through; a micro-batch may have no tensor that requires any."""
+        if loss.requires_grad:
+            loss.backward()
+
+    def norm_sq(self) -> float:
+        """0: frozen weights do not count."""
+        return 0.0
+
+    def step(self, rates: Rates, coefficient: float) -> None:
+        """Nothing is updated."""
+
+    def save_state(self, sink: StateSink) -> None:
+        """Hand over that no step was taken."""
+        sink.add_once(STEP, torch.tensor(0.0))
+
+    def load_state(self, source: StateSource) -> None:
+        """There is none."""
+
+
 def _shard_fully(
     root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, stage: int, dtype: torch.dtype, sums: torch.dtype
 ) -> None:

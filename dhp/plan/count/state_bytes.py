@@ -65,7 +65,8 @@ def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankByte
     size, pieces = _value_bytes(part), _piece_bytes(part)
     whole, zero = shape.per_rank, part.zero_stage
     if not stage.trains:
-        return RankBytes(size * whole, 0, 0)
+        cut = zero == 3 and part.zero_engine == FSDP
+        return RankBytes(size * (-(-whole // stage.degrees.shards) if cut else whole), 0, 0)
     share = -(-whole // stage.degrees.shards) if zero else whole
     # Weights that are not trained have no gradient and no state.
     trained = 1.0 if shape.trained is None else shape.trained / max(whole, 1)
