@@ -61,4 +61,8 @@ def test_the_page_has_the_rows() -> None:
         least = short(own["tower_bound"], 4)
         figures += [short(own["decoder"], 4), short(own["tower"], 4), ratio, fixed(tower, 1), least]
         sentences.append((PAGE, cells(source, *figures)))
+        isf, each, whole = one("balance_spread", source=source, spread="isf"), "a pass a micro-batch", "one pass"
+        of = ((padded, whole), (packed, whole), (isf, whole), (own, each), (own, whole))
+        shown = [", ".join(f"{value:.2f}" for value in row["efficiency"][way].values()) for row, way in of]
+        sentences.append((PAGE, cells(source, *shown)))
     assert missing(sentences) == []
