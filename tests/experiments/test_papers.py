@@ -32,7 +32,7 @@ BY_WAY = {
 STATES = ("agrees", "differs", "partly", "missing", "not possible here")
 AGREES = 0.1  # the largest difference of figures that agree
 # Tables and figures of which the papers print no number that could stand here: drawings, formulae, recipes.
-WITHOUT_NUMBERS = {"A17", "A21", "B4", "B50", "C9", "D3", "D21", "D23", "D32", "D35", "D36", "D40", "D41", "D42"}
+WITHOUT_NUMBERS = {"A17", "A21", "B4", "B50", "C9", "D3", "D14", "D21", "D23", "D32", "D35", "D36", "D40", "D41", "D42"}
 FOLDERS = ("configs/", "docs/", "examples/", "experiments/", "results/", "scripts/", "tests/")
 
 
@@ -461,6 +461,11 @@ def of_long_rows(in_row: InRow) -> Sentences:
         for way in ("ring", "ulysses")
     )
     yield in_row("D14", "long_context", f"{ring:.2f} × (ring) and {ulysses:.2f} × (Ulysses)")
+    kept = {row["way"]: row["to_one_rank"] for row in rows("long_context", question="longest_kept")}
+    ringed, both = (", ".join(f"{kept[f'none, ring {n}']:.2f}" for n in (2, 4, 8)), kept["none, ring 2 × ulysses 4"])
+    yield in_row("D14", "long_context", f"{ringed} × (ring)")
+    of_two = ", ".join(f"{kept[f'none, ulysses {n}']:.2f}" for n in (2, 4))
+    yield in_row("D14", "long_context", f"{of_two} × (Ulysses), 8 ranks {both:.2f} × (2D)")
     answers = rows("long_context", question="inference", ranks=2)
     layers = [row["first_token_speed_to_plain"] for row in answers if "layers over" in row["way"]]
     ours = [row["first_token_speed_to_plain"] for row in answers if row["way"].startswith("dhp")]

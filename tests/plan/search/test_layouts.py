@@ -230,7 +230,8 @@ def test_held_degrees_that_do_not_divide_the_devices_are_refused_as_by_the_run(m
 
 def test_what_is_not_trained_has_no_zero(made_model: str) -> None:
     layouts, refused = found("vision", made_model, 4, trains=False)
-    assert {one.section.zero_stage for one in layouts} == {0}
+    cut = {(one.section.zero_stage, one.section.zero_engine) for one in layouts if one.section.zero_stage}
+    assert cut <= {(3, "fsdp")} and any(not one.section.zero_stage for one in layouts)
     assert any("vision.zero_stage=1 with nothing of vision trained" in one.reason for one in refused)
 
 
