@@ -41,8 +41,8 @@ a picture itself is divided, by Ulysses, ring or both; for all other families it
 `sequence`: every row is divided, by Ulysses, ring or both; where tokens of an image see each other both ways, by
 Ulysses alone.
 
-`qwen3_5` is the type of Qwen3.6 and Qwen3.8 too (as of their 27B), and `qwen3_5_moe` that of those with experts. Text by
-`sequence`: their linear layers' key heads are a multiple of the actors that share a row.
+`qwen3_5` is the type of Qwen3.6 and Qwen3.8 too (as of their 27B), and `qwen3_5_moe` that of those with experts. Text
+by `sequence`: their linear layers' key heads are a multiple of the actors that share a row.
 
 `qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested with all of
 the below. Without a section `audio` a run leaves it as it is ([data.md](../data.md#sound)). The audio towers of other
