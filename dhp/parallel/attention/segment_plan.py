@@ -189,25 +189,28 @@ def plan_row(shards: ShardPlan, ranks: RowRanks, device: torch.device, multiple:
         tokens += [part] * ranks.tensor
         filled += missing
     lengths = (*shards.lengths, filled - total) if filled > total else shards.lengths
-    groups, rows = _alike(lengths, multiple)
+    groups, rows, copies = _alike(lengths, multiple)
     order = torch.argsort(torch.tensor(places, dtype=torch.long))[rows]
     inverse = torch.empty(filled, dtype=torch.long)
-    inverse[order.flip(0)] = torch.arange(len(order) - 1, -1, -1)  # of a token and its copies, the first
+    inverse[order[~copies]] = (~copies).nonzero()[:, 0]
     plan = SegmentPlan(groups, order.to(device), inverse.to(device), causal=True)
     return Ulysses(UlyssesGroup(tuple(tokens), ranks.rank, ranks.group), plan)
 
 
-def _alike(lengths: Sequence[int], multiple: int) -> tuple[tuple[tuple[int, int], ...], Tensor]:
-    """(Tokens with copies, segments) of each group, and the tokens of all groups as places in the row."""
+def _alike(lengths: Sequence[int], multiple: int) -> tuple[tuple[tuple[int, int], ...], Tensor, Tensor]:
+    """(Tokens with copies, segments) of each group; the tokens of all groups as places in the row, and which of them
+    are copies."""
     starts, by_length = list(accumulate(lengths, initial=0)), dict[int, list[int]]()
     for number, length in enumerate(lengths):
         by_length.setdefault(-(-length // multiple) * multiple, []).append(number)
-    rows = []
+    rows, copies = [], []
     for longest, of_group in by_length.items():
         last = torch.tensor([lengths[number] - 1 for number in of_group])[:, None]
         first = torch.tensor([starts[number] for number in of_group])[:, None]
         rows.append((first + torch.arange(longest).minimum(last)).flatten())
-    return tuple((length, len(of_group)) for length, of_group in by_length.items()), torch.cat(rows)
+        copies.append((torch.arange(longest) > last).flatten())
+    groups = tuple((length, len(of_group)) for length, of_group in by_length.items())
+    return groups, torch.cat(rows), torch.cat(copies)
 
 
 def index_tensors(plan: SegmentPlan) -> list[Tensor]:

@@ -28,7 +28,7 @@ from dhp.core.errors import ModelError
 from dhp.models.mixers import DELTA_NETS, SHORT_CONVOLUTIONS
 from dhp.models.types import LayerParts
 from dhp.parallel.attention import segments as whole
-from dhp.parallel.attention.mixers import SHARED, run_by_segment
+from dhp.parallel.attention.mixers import CHUNK, SHARED, run_by_segment
 from dhp.parallel.attention.segment_plan import (
     MeshPosition,
     RowRanks,
@@ -224,6 +224,20 @@ def test_a_row_that_ranks_share_equals_each_sample_alone(size: int) -> None:
     for case in of_ranks[0]:
         error = max(errors[case] for errors in of_ranks)
         assert (error < 1e-9) if not case[2] else (error > 1e-2), (case, error)
+
+
+def test_outputs_are_those_of_tokens_and_not_of_their_copies() -> None:
+    """Of a row so long that threads share the making of its plan: a token's copies see what comes before them twice."""
+    lengths = [1 + 37 * number % 700 for number in range(900)]
+    shards, ranks = zigzag_plan(lengths, 2, 1), RowRanks(None, 0)
+    plan = plan_row(shards, ranks, CPU, CHUNK).plan
+    places = torch.tensor(shards.positions(0, 0) + shards.positions(1, 0))
+    first = torch.cat([torch.arange(length) for length in lengths])
+    behind = torch.cat([torch.arange(length).repeat(count) for length, count in plan.groups])
+    assert plan.order is not None and plan.inverse is not None
+    assert torch.equal(plan.order[plan.inverse], torch.arange(sum(lengths)))
+    assert torch.equal(behind[plan.inverse], first[places])
+    assert all(length % CHUNK == 0 for length, _ in plan.groups) and len(plan.groups) == 11
 
 
 def test_each_class_that_ranks_share_has_heads_to_share() -> None:
