@@ -1,9 +1,11 @@
 """Write docs/reference/families.md: every family of transformers for image and text, and what of it works here.
 
-`python -m scripts.families` examines each by `dhp.doctor`: a declared family by its tiny configuration of the tests
-(dhp/tiny/tiny_families.py), any other by the defaults of its configuration class, made small. Each runs in a
-process of its own, as some take more memory than there is. What was found is kept in results/families.jsonl; names as
-arguments are examined anew, and without any all that the file lacks; --page only writes the page."""
+`python -m scripts.families` examines each by `dhp.doctor`: by a tiny configuration of the tests (dhp/tiny/
+tiny_families.py for declared families, tests/helpers/undeclared_families.py for others), or else by the defaults of its
+configuration class, made small. Each runs in a process of its own, as some take more memory than there is. What was
+found is kept in results/families.jsonl; names as arguments are examined anew, and without any all that the file lacks:
+after an update of transformers, those that came with it. --came only names them and those that went, --page only
+writes the page."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +58,26 @@ def main(names: Sequence[str]) -> None:
 
     known = read_found() if FOUND.exists() else {}
     every = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    if list(names) == ["--came"]:
+        print(came(known, every))
+        return
     asked = [] if list(names) == ["--page"] else names or [name for name in every if name not in known]
     for name in asked:
         known[name] = {"name": name, **_examine(name)}
         print(name, json.dumps(known[name])[:160], flush=True)
         FOUND.write_text("".join(json.dumps(known[one]) + "\n" for one in sorted(known)))
     PAGE.write_text(page(known, every))
+
+
+def came(known: Collection[str], every: Collection[str]) -> str:
+    """What the installed transformers has that was not examined yet, and the other way round."""
+    import transformers
+
+    new, gone = sorted(set(every) - set(known)), sorted(set(known) - set(every))
+    return (
+        f"transformers {transformers.__version__}: came {', '.join(new) or 'none'}; went {', '.join(gone) or 'none'}. "
+        "`python -m scripts.families` examines what came"
+    )
 
 
 def read_found() -> dict[str, dict[str, Any]]:
@@ -93,11 +109,13 @@ def _one(name: str) -> None:
     from dhp.doctor.diagnose import examine
     from dhp.models.families.grid import GridTower
     from dhp.models.registry import load_family
-    from tests.helpers.tiny_families import FAMILIES, make_config
+    from tests.helpers.tiny_families import FAMILIES
+    from tests.helpers.undeclared_families import UNDECLARED
 
     cases = [case for case, (model_type, _) in FAMILIES.items() if model_type == name]
+    arguments = FAMILIES[cases[0]][1] if cases else UNDECLARED.get(name, (name, {}))[1]
     with tempfile.TemporaryDirectory() as folder:
-        (make_config(cases[0]) if cases else CONFIG_MAPPING[name]()).save_pretrained(folder)
+        CONFIG_MAPPING[name](**arguments).save_pretrained(folder)
         found = json.loads(examine(folder).as_json())
         by_token = bool(found["trainable"]) and isinstance(load_family(folder).tower, GridTower)
     print(json.dumps({**found, "declared": bool(cases), "by_token": by_token}))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -28,7 +29,7 @@ def find_blocks(decoder: Decoder, tensors: dict[str, Tensor], lengths: Sequence[
     inside = kinds > 0
     if decoder.sees_prefix:
         inside = find_prefixes(tensors["targets"].flatten(), (tokens,) * rows if lengths is None else lengths)
-    return number_runs(inside)
+    return torch.where(inside.flatten(), 0, -1) if decoder.joins_images else number_runs(inside)
 
 
 Row = tuple[Sample, ...]  # the samples of one text replica in one micro-batch
@@ -69,17 +70,26 @@ class Collator:
             "mm_token_type_ids": _pad_rows([s.mm_token_type_ids for s in row], 0, lengths),
             **_grids(row),
         }
-        named["position_ids"] = self._family.processor.position_ids(
-            named["input_ids"],
-            named["mm_token_type_ids"],
-            named.get(GRIDS),
-            lengths,
-            named.get(VIDEO_GRIDS),
-            named.get(VIDEO_SECONDS),
+        # Each sample's alone: a family may count the pictures of all that it is given.
+        found = [self._positions((sample,)) for sample in row] or [self._positions(())]
+        longest = named["input_ids"].shape[1]
+        named["position_ids"] = torch.cat([F.pad(one, (0, longest - one.shape[-1])) for one in found], dim=-2)
+        return named
+
+    def _positions(self, row: Row) -> Tensor:
+        """Of one sample, or of a token of padding."""
+        ids = _pad_rows([s.input_ids for s in row], self._pad, torch.tensor([len(s.input_ids) for s in row] or [1]))
+        kinds, grids = _pad_rows([s.mm_token_type_ids for s in row], 0, torch.tensor([ids.shape[1]])), _grids(row)
+        return self._family.processor.position_ids(
+            ids,
+            kinds,
+            grids.get(GRIDS),
+            torch.tensor([ids.shape[1]]),
+            grids.get(VIDEO_GRIDS),
+            grids.get(VIDEO_SECONDS),
             [grid for sample in row for grid in sample.grids if isinstance(grid, ProcessorOutput)],
             **_sounds(row),
         )
-        return named
 
     def _with_columns(self, row: Row) -> dict[str, Tensor]:
         """As `padded`, with the objective's columns in place of the labels."""

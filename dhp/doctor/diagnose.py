@@ -2,17 +2,11 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from dhp.config.layout import PARALLELISMS, resolve_part
@@ -21,84 +15,13 @@ from dhp.core.errors import DhpError, ModelError
 from dhp.core.parameters import TrainingRules
 from dhp.doctor.plain_model import read_plain
 from dhp.doctor.trial import SampleMaker, TrialResult, run_parts, run_whole
+from dhp.models.contract.double import staying_double
 from dhp.models.contract.find import small_twin
 from dhp.models.contract.twin import exact_experts
 from dhp.models.family import Family
 from dhp.models.pretrained import name_accelerator, read_model_config
 from dhp.models.registry import load_family
 from dhp.plan.model_checks import check_part, check_plan
-
-Function = Callable[..., Any]
-# Functions to replace, by owner. Not a mode of torch's: backward, which runs layers again, would be outside of it.
-_CASTS = ((Tensor, ("to", "type", "float")),)
-_TAKE_DTYPE = ((F, ("softmax",)), (torch, ("softmax", "sum")), (Tensor, ("softmax", "sum")))
-_PRODUCTS = ((torch, ("matmul", "bmm")), (Tensor, ("matmul", "__matmul__")), (F, ("linear", "grid_sample")))
-
-
-@contextmanager
-def staying_double() -> Iterator[None]:
-    """Keep float64 where a model asks for float32, as norms, softmax and rotary positions do: rounding there jumps by
-    1e-7 for a difference of 1e-16, and would hide what is compared."""
-    kept: list[tuple[Any, str, Function]] = []
-    groups = (
-        (_CASTS, _stay),
-        (_TAKE_DTYPE, _without_dtype),
-        (_PRODUCTS, _widened),
-        (((Tensor, ("__setitem__",)),), _fitted),
-    )
-    try:
-        for owners, change in groups:
-            for owner, names in owners:
-                for name in names:
-                    kept.append((owner, name, getattr(owner, name)))
-                    setattr(owner, name, change(getattr(owner, name)))
-        yield
-    finally:
-        for owner, name, function in reversed(kept):
-            setattr(owner, name, function)
-
-
-def _stay(cast: Function) -> Function:
-    @wraps(cast)
-    def run(states: Tensor, *args: Any, **named: Any) -> Any:
-        single = cast.__name__ == "float" or torch.float32 in args or named.get("dtype") == torch.float32
-        return states if single and states.dtype == torch.float64 else cast(states, *args, **named)
-
-    return run
-
-
-def _without_dtype(function: Function) -> Function:
-    @wraps(function)
-    def run(states: Any, *args: Any, **named: Any) -> Any:
-        if _is(torch.float64, states) and named.get("dtype") == torch.float32:
-            named.pop("dtype")
-        return function(states, *args, **named)
-
-    return run
-
-
-def _widened(product: Function) -> Function:
-    @wraps(product)
-    def run(*args: Any, **named: Any) -> Any:
-        if any(_is(torch.float64, one) for one in args):
-            args = tuple(one.double() if _is(torch.float32, one) else one for one in args)
-        return product(*args, **named)
-
-    return run
-
-
-def _fitted(assign: Function) -> Function:
-    @wraps(assign)
-    def run(states: Tensor, index: Any, value: Any) -> None:
-        narrow = _is(torch.float32, states) and _is(torch.float64, value)
-        assign(states, index, torch.empty_like(value, dtype=torch.float32).copy_(value) if narrow else value)
-
-    return run
-
-
-def _is(dtype: torch.dtype, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == dtype
-
 
 EXACT = 1e-9  # the largest deviation, relative, at which parts and packed rows count as equal to the whole
 
@@ -201,6 +124,8 @@ def examine(source: str) -> Diagnosis:
     replaced: tuple[str, ...] = ()
     try:
         errors, replaced = _try(config)
+    except WrittenOtherwise as error:
+        refused["family"] = str(error)
     except Exception as error:  # a tiny model may fail in any way, and whether it does is the question
         refused["family"] = f"its tiny model could not be trained: {type(error).__name__}: {_without(source, error)}"
     split, packed = errors[False], errors[True]
@@ -227,6 +152,7 @@ def _try(config: PreTrainedConfig) -> tuple[dict[bool, float | None], tuple[str,
         twin = small_twin(config)
         name_accelerator()
         twin.model.save_pretrained(folder)
+        _check_names(config, twin.model, folder)
         family = load_family(folder)
         samples = SampleMaker(twin, family).samples()
         whole = exact_experts(read_plain(folder, torch.float64, "cpu", TrainingRules()))
@@ -234,6 +160,20 @@ def _try(config: PreTrainedConfig) -> tuple[dict[bool, float | None], tuple[str,
         results = {packing: run_parts(str(Path(folder)), family, samples, packing) for packing in (False, True)}
         replaced = sorted(f"{count} × {name} by {by}" for (name, by), count in results[True].wrapped.items())
         return {packing: found.deviation(wanted) for packing, found in results.items()}, tuple(replaced)
+
+
+class WrittenOtherwise(ModelError):
+    """The library writes a model under names that it does not read."""
+
+
+def _check_names(config: PreTrainedConfig, model: PreTrainedModel, folder: str) -> None:
+    _, found = type(model).from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
+    if lost := sorted(found["missing_keys"]):
+        raise WrittenOtherwise(
+            f"model_type {config.model_type!r}: {type(model).__name__}, which transformers takes for it, writes "
+            f"weights under names that it does not read back ({len(lost)} of them, among them {lost[0]}), so that what "
+            "was trained would be lost"
+        )
 
 
 def _without(source: str, error: Exception) -> str:

@@ -101,7 +101,7 @@ class Generator:
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits of the next token, [vocabulary], in float32 (float64 for float64). states: [1, 1, hidden]."""
-        return whole_logits(self._model.get_output_embeddings(), states[0], self._decoder.logits)[0]
+        return whole_logits(self._decoder.head_of(self._model), states[0], self._decoder.logits)[0]
 
     def _run(self, inputs: DecoderInputs, cache: ShardedKVCache, segments: SegmentPlan | NewToken) -> Tensor:
         extra = {"past_key_values": cache, "use_cache": True, "segments": segments}

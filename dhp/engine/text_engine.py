@@ -28,6 +28,7 @@ from dhp.models.lora import without_dropout
 from dhp.models.types import DecoderInputs, LayerParts, add_rows, chunks_of
 from dhp.objectives.objective import Chosen, Head, find_objective, share_of_balance
 from dhp.parallel.attention.attention_kernels import FLASH_ATTENTION_2, has_varlen
+from dhp.parallel.attention.by_sample import run_by_sample
 from dhp.parallel.attention.mixers import CHUNK, run_by_segment
 from dhp.parallel.attention.segment_plan import (
     GATHER_TOKENS,
@@ -77,7 +78,10 @@ class TextEngine(StageEngine):
         self._row_ranks = self._find_row_ranks()
         same = self._row_ranks is not None and self._row_ranks.tensor > 1
         cut = TensorRanks.of(self.mesh["tensor"]) if same else None
-        run_by_segment(model, classes.intersection(self.family.decoder.mixers), cut)
+        if self.family.decoder.by_sample:
+            run_by_sample(model.get_submodule(self.family.decoder.path))
+        else:
+            run_by_segment(model, classes.intersection(self.family.decoder.mixers), cut)
         choose_product(model, self.dtype)
         ranks = TensorRanks.of(self.mesh["tensor"]) if self.settings.part.sequence_sharded_norms else None
         self._norms = ranks and shard_decoder(model, self.family.decoder, self._chunks, ranks)
@@ -183,7 +187,7 @@ class TextEngine(StageEngine):
 
     def _share(self, states: Tensor, chosen: Chosen, work: TextInput, micro_batch: int) -> Tensor:
         """These rows' share of the objective; while evaluating, also what of them is right."""
-        head = Head(self.model.get_output_embeddings(), self.family.decoder.logits)
+        head = Head(self.family.decoder.head_of(self.model), self.family.decoder.logits)
         of_tokens = None if self.by_sample is None else self.by_sample.room(micro_batch, work)
         if torch.is_grad_enabled():
             return self._objective.share(head._replace(losses=of_tokens), states, chosen, work.total_weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -57,14 +57,16 @@ class Decoder(Part):
     projections: tuple[str, ...] = tuple(f"{PATH}.layers.*.self_attn.{p}_proj" for p in "qkvo")
     enters: Mapping[str, int] = {}  # the layer after which a tensor of the tower is added to the states
     logits: LogitRule = LogitRule()
-    mixers: tuple[str, ...] = ()  # classes of modules that carry state along a row
+    mixers: tuple[str, ...] = ()  # classes of modules that carry state along a row, or kinds of layers
+    by_sample: bool = False  # each sample of a row runs through the decoder alone, as its layers are not known here
     # How tokens of an image see each other both ways: `dhp.parallel.attention.visibility.BlockRule`; None: they do not.
     block_rule: BlockRule | None = None
+    joins_images: bool = False  # tokens of all images of a sample see each other
     sees_prefix: bool = False  # not tokens of an image, but those up to the first one that is to be learned
 
     def __init__(self, config: Any):
         text = config.get_text_config()
-        self.tied = config.tie_word_embeddings  # the head's weight is the embedding's
+        self.tied = bool(getattr(config, "tie_word_embeddings", False))  # the head's weight is the embedding's
         self.heads: int = text.num_attention_heads
         self.kv_heads: int = text.num_key_value_heads
         self.work: TextWork = self.count_work(text)
@@ -233,6 +235,10 @@ class Decoder(Part):
                 )
             if attention is not None:  # a layer with a mixer has none
                 attention.num_key_value_groups = group
+
+    def head_of(self, model: nn.Module) -> nn.Linear:
+        """The matrix from states to the vocabulary, of a model that holds it."""
+        return cast("nn.Linear", model.get_submodule(self.head))
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make the decoder call the registered attention function `name`, and build no mask."""

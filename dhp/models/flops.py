@@ -133,11 +133,16 @@ class TextWork:
         return round(done + _of_matrices(self.target * targets, passes.ending))
 
 
+def head_width(text: Any) -> int:
+    """Values of an attention head of a decoder of that configuration."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
 def text_work(text: Any) -> TextWork:
     """Arithmetic of the decoder of that configuration, with gated MLPs; of experts, those that a token visits, and
     their router."""
     hidden, layers, heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    head_dim = head_width(text)
     attention = 2 * hidden * (heads + text.num_key_value_heads) * head_dim  # query and output, key and value
     dense = 3 * hidden * text.intermediate_size
     token, experts = layers * (attention + dense), find_experts(text)

@@ -18,7 +18,7 @@ from dhp.core.errors import CheckpointError
 from dhp.core.parameters import AdapterSettings
 from dhp.core.reports import SavedShare
 from dhp.core.torch_private import persistent_buffers
-from dhp.doctor.diagnose import staying_double
+from dhp.models.contract.double import staying_double
 from dhp.models.export import save_whole
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.families import Maker

@@ -104,10 +104,20 @@ def test_state_that_runs_from_sample_to_sample_is_noticed(tmp_path: Path, monkey
     assert found.packed_error is not None and found.packed_error > 1e-3 and "packing" in found.refused
 
 
-def test_layers_of_an_unknown_kind_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_layers_of_an_unknown_kind_each_sample_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dhp.models.contract.contract._MIXERS", ("no such class",))
-    found = examine(save(tmp_path, "qwen3_5"))
-    assert not found.trainable and "layers of the kind linear_attention" in found.refused["family"]
+    found = examine(save(tmp_path, "minicpmv4_6"))
+    assert found.trainable and found.packed_error is not None and found.packed_error <= EXACT
+    assert "sequence" not in found.text and "linear_attention" in found.refused["text.sequence"]
+    assert any(" by parallel.attention.by_sample" in one for one in found.replaced)
+
+
+def test_samples_that_are_not_kept_apart_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dhp.models.contract.contract._MIXERS", ("no such class",))
+    whole = lambda forward, states, segments, beside, along: forward(states, beside)
+    monkeypatch.setattr("dhp.parallel.attention.by_sample.run_each", whole)
+    found = examine(save(tmp_path, "minicpmv4_6"))
+    assert found.packed_error is not None and found.packed_error > 1e-3 and "packing" in found.refused
 
 
 def test_a_gradient_that_is_not_handed_back_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, Answer, Bundle, PromptInput, Sampling
 from dhp.core.errors import ConfigError, ModelError
 from dhp.data.sample.sample import Sample
-from dhp.doctor.diagnose import staying_double
 from dhp.engine.stage_settings import StageSettings
+from dhp.models.contract.double import staying_double
 from dhp.models.registry import load_family
 from dhp.parallel.attention.row_decode import ShardedCacheIndex, ShardedKVCache
 from tests.engine.test_declared_families import ExactVision

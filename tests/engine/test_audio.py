@@ -9,9 +9,9 @@ from dhp.core.axes import Degrees
 from dhp.core.batch import StepData, TextInput
 from dhp.core.parameters import AdapterSettings, GroupRule, Selector
 from dhp.data.sample.sample import Sample
-from dhp.doctor.diagnose import staying_double
 from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
+from dhp.models.contract.double import staying_double
 from tests.engine.test_declared_families import ExactText, ExactVision
 from tests.helpers.alike import assert_exact
 from tests.helpers.families import Maker

@@ -15,9 +15,9 @@ from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
 from dhp.core.parameters import AdapterSettings
 from dhp.data.sample.sample import Sample
-from dhp.doctor.diagnose import staying_double
 from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
+from dhp.models.contract.double import staying_double
 from dhp.models.registry import load_family
 from tests.helpers import ranks
 from tests.helpers.alike import assert_exact

@@ -27,7 +27,7 @@ from dhp.core.parameters import ADAFACTOR
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
-from dhp.doctor.diagnose import staying_double
+from dhp.models.contract.double import staying_double
 from dhp.models.registry import load_family
 from dhp.plan.batches import feed_settings, passes_of
 from dhp.plan.count.counted_model import count_model

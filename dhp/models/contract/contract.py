@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from dhp.core.batch import LogitRule, ProcessorOutput
 from dhp.core.errors import ModelError
 from dhp.core.transformers_private import class_of
+from dhp.models.decoder import having, unchanged
 from dhp.models.flops import TextWork, VisionWork
 from dhp.models.mixers import KINDS
 from dhp.models.tower import EMBEDDINGS
 from dhp.models.types import LayerParts
 
+_MAKES_TOKENS, _PIXELS = "get_image_tokens", "pixel_values"
 CONTRACT = "mm_encoder_outputs"  # the argument by which a model takes what its encoders made
 # Of transformers' families for image, text to text, those without it.
 WITHOUT_CONTRACT = frozenset({
@@ -73,6 +75,12 @@ def family_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             f"model_type {config.model_type!r}: {kind.__name__}.forward takes no {CONTRACT}, so what an encoder makes "
             f"cannot enter from elsewhere. Take a family that has it: {_like(config.model_type)}"
         )
+    pixels = signature(kind.forward).parameters.get(_PIXELS)
+    if pixels is not None and pixels.default is Parameter.empty:
+        raise ModelError(
+            f"model_type {config.model_type!r}: {kind.__name__}.forward asks for {_PIXELS} in every call, so that rows "
+            f"without a picture cannot be run. Take a family that has such rows: {_like(config.model_type)}"
+        )
     return kind
 
 
@@ -87,7 +95,13 @@ def find_structure(model: PreTrainedModel) -> Structure:
     """Of a model, which may be on the meta device. Raises ModelError for one whose parts cannot be distinguished."""
     names = {id(module): name for name, module in model.named_modules()}
     base = _base(model)
-    decoder, head = _decoder(model), model.get_output_embeddings()
+    if hasattr(base, _MAKES_TOKENS):
+        raise ModelError(
+            f"model_type {model.config.model_type!r}: its {_MAKES_TOKENS} makes tokens of the vocabulary of a picture, "
+            "which its decoder's embedding looks up, so that an encoder's output is nothing to train apart from it. "
+            "Take a family whose encoder makes embeddings; all are in docs/reference/families.md"
+        )
+    decoder, head = _decoder(model), _head(model)
     layers = _longest_list(decoder)
     if layers is None:
         raise ModelError(f"{type(model).__name__}: its decoder {type(decoder).__name__} has no list of layers")
@@ -116,18 +130,12 @@ _MIXERS = ("GatedDeltaNet", "ShortConv")
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
-def refuse_unknown_layers(config: PreTrainedConfig, structure: Structure) -> None:
-    """Raises ModelError for kinds of layers whose state, or whose choice of keys, could run from sample to sample in a
-    packed row without an error."""
+def unknown_layers(config: PreTrainedConfig, structure: Structure) -> tuple[str, ...]:
+    """Kinds of layers whose state, or whose choice of keys, could run from sample to sample in a packed row without an
+    error, so that each sample has to run through the decoder alone."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
-    unknown = kinds - _ATTENTION - (KINDS if structure.mixers else frozenset())
-    if unknown:
-        raise ModelError(
-            f"model_type {config.model_type!r}: its decoder has layers of the kind {', '.join(sorted(unknown))}, and "
-            "how these keep the samples of a packed row apart is not known here. Name their class among the mixers of "
-            "dhp/models/contract/contract.py once its state is known to begin anew with a row"
-        )
+    return tuple(sorted(kinds - _ATTENTION - (KINDS if structure.mixers else frozenset())))
 
 
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
@@ -140,6 +148,13 @@ def _base(model: PreTrainedModel) -> nn.Module:
     if hasattr(model, "get_image_features"):
         return model
     raise ModelError(f"{type(model).__name__} has no get_image_features, so nobody encodes an image by itself")
+
+
+def _head(model: PreTrainedModel) -> nn.Module | None:
+    """The model's, or, where it names none, that of the decoder which it holds as a whole model."""
+    head = model.get_output_embeddings()
+    inner = getattr(model, "language_model", None)
+    return inner.get_output_embeddings() if head is None and isinstance(inner, PreTrainedModel) else head
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
@@ -182,6 +197,13 @@ def _walk(module: nn.Module, prefix: str, text: set[int]) -> Iterator[tuple[str,
         yield prefix + name, False
 
 
+def with_called(structure: Structure, called: Sequence[str]) -> Structure:
+    """The structure, whose decoder's part has these modules: what stands between a tower and its decoder may be run by
+    either."""
+    vision = tuple(name for name in structure.vision if name not in called)
+    return replace(structure, text=(*structure.text, *called), vision=vision)
+
+
 def without_weights(config: PreTrainedConfig, **named: Any) -> PreTrainedModel:
     """The family's model on the meta device. Raises ModelError as `family_class`, and for what the class refuses."""
     kind = family_class(config)
@@ -192,6 +214,17 @@ def without_weights(config: PreTrainedConfig, **named: Any) -> PreTrainedModel:
         raise ModelError(
             f"{kind.__name__} cannot be made from this configuration: {type(error).__name__}: {str(error).strip()}"
         ) from error
+
+
+def states_of(model: PreTrainedModel, structure: Structure, **named: Any) -> Tensor:
+    """The decoder's output states from the arguments of the module that encodes pictures and runs the decoder. A model
+    that does so itself is run without its head."""
+    base = model.get_submodule(structure.base)
+    if structure.base:
+        return base(**named).last_hidden_state
+    path, _, name = (structure.head or "").rpartition(".")
+    with having(model.get_submodule(path), **{name: unchanged}):
+        return base(**named).logits
 
 
 @dataclass(frozen=True)
@@ -219,7 +252,9 @@ class Contract:
 
     vision_layers, text_layers: modules of their layers. experts: modules of experts among the latter.
 
-    unused: the tower's parameters that no output depends on; those of the decoder, with `*` for a layer's number."""
+    unused: the tower's parameters that no output depends on; those of the decoder, with `*` for a layer's number.
+
+    unknown: see `unknown_layers`."""
 
     structure: Structure
     base: type[nn.Module]
@@ -239,6 +274,7 @@ class Contract:
     text_layers: LayerParts
     experts: tuple[str, ...]
     loops: bool = False
+    unknown: tuple[str, ...] = ()
 
 
 POOLED, LAST = "pooler_output", "last_hidden_state"
@@ -249,7 +285,8 @@ class Handover:
     """The fields that the decoder reads, each with a row for every placeholder.
 
     main: the field whose rows replace the placeholders'. more: other fields, and how many levels each has. listed:
-    the decoder takes a list of tensors, one an image, not one tensor.
+    the decoder takes a list of tensors, one an image, not one tensor. stacked: it takes that one with a dimension for
+    images before the tokens.
 
     shared: fields with a few rows that all pictures have in common (Ovis2's indicators): how many rows, and in how many
     tensors they travel. Each picture's first rows carry them, and the decoder takes those of its first picture, so that
@@ -259,6 +296,7 @@ class Handover:
     more: tuple[tuple[str, int], ...] = ()
     listed: bool = True
     shared: tuple[tuple[str, int, int], ...] = ()
+    stacked: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -280,7 +318,7 @@ class Handover:
     def give(self, rows: Mapping[str, Tensor]) -> Encoded:
         """The inverse of `take`: the encoder's output as the decoder takes it."""
         wrap = (lambda tensor: (tensor,)) if self.listed else (lambda tensor: tensor)
-        fields = {self.main: wrap(rows[EMBEDDINGS])}
+        fields = {self.main: rows[EMBEDDINGS][None] if self.stacked else wrap(rows[EMBEDDINGS])}
         for field, levels in self.more:
             fields[field] = [(rows[f"{field}.{level}"],) for level in range(levels)]
         for field, count, tensors in self.shared:
@@ -298,10 +336,11 @@ class Encoded:
         self.read: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name not in self._fields:
+        """None for a field that it has not, as an output of the library answers."""
+        if name.startswith("_"):
             raise AttributeError(name)
         self.read.append(name)
-        return self._fields[name]
+        return self._fields.get(name)
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

@@ -11,14 +11,22 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dhp.core.errors import ModelError
-from dhp.models.contract.contract import Contract, Structure, find_structure, refuse_unknown_layers, without_weights
+from dhp.models.contract.contract import (
+    Contract,
+    Structure,
+    find_structure,
+    unknown_layers,
+    with_called,
+    without_weights,
+)
+from dhp.models.contract.double import staying_double
 from dhp.models.contract.generic_parts import ContractDecoder, ContractProcessor, WholeTower, run_layers
 from dhp.models.contract.random_pictures import Picture, joined, pack, row_values
 from dhp.models.contract.random_rows import block_rule, causal_types, generic_name, is_declared, kinds_for
 from dhp.models.contract.twin import ProbeModel, shrink
 from dhp.models.decoder import embed
 from dhp.models.family import Family
-from dhp.models.flops import TextWork, VisionWork
+from dhp.models.flops import TextWork, VisionWork, head_width
 from dhp.models.types import Chunk, DecoderInputs, LayerParts
 
 _EXPERTS = "experts"
@@ -92,7 +100,7 @@ def complete_plan(model: PreTrainedModel, structure: Structure, text: Any) -> di
     layers = f"{structure.layers}."
     given = {name for name in model.tp_plan if name.startswith(layers)}
     modules = {name: one for name, one in model.named_modules() if name.startswith(layers)}
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = head_width(text)
     added = {
         generic_name(name, layers): "replicated_with_grad_allreduce"
         for name, module in modules.items()
@@ -147,7 +155,7 @@ def count_text(config: Any, model: PreTrainedModel, structure: Structure) -> Tex
         if name.startswith(f"{structure.layers}.") and parameter.ndim >= 2:
             share = chosen / parameter.shape[0] if parameter.ndim == 3 and "expert" in name else 1
             token += share * parameter.numel()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = head_width(text)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * structure.depth
     attending = sum("attention" in kind and "linear" not in kind for kind in kinds)
     pair = attending * 2 * text.num_attention_heads * head_dim
@@ -163,7 +171,7 @@ def find_contract(config: PreTrainedConfig) -> Contract:
     key = config.to_json_string(use_diff=False)
     if key not in _found:
         try:
-            _found[key] = _find(config)
+            _found[key] = _find_exactly(config)
         except ModelError:
             raise
         except Exception as error:  # a family that no rule here knows may fail anyhow
@@ -174,11 +182,22 @@ def find_contract(config: PreTrainedConfig) -> Contract:
     return _found[key]
 
 
+def _find_exactly(config: PreTrainedConfig) -> Contract:
+    try:
+        return _find(config)
+    except ModelError:
+        raise
+    except Exception:  # a model that computes some of it in float32 fails where its weights are float64
+        with staying_double():
+            return _find(config)
+
+
 def _find(config: PreTrainedConfig) -> Contract:
     model = without_weights(config)
-    structure = find_structure(model)
-    refuse_unknown_layers(config, structure)
+    whole = find_structure(model)
+    _refuse_uneven_heads(config)
     twin = small_twin(config)
+    structure = with_called(whole, twin.called)
     values = row_values(config)
     text_layers = find_text_parts(model, structure, config.get_text_config())
     picture = {name: tensor.numpy() for name, tensor in twin.picture(0).items() if tensor is not None}
@@ -202,7 +221,20 @@ def _find(config: PreTrainedConfig) -> Contract:
         text_layers=text_layers,
         experts=experts_of(text_layers, model),
         loops=_loops(twin),
+        unknown=unknown_layers(config, structure),
     )
+
+
+def _refuse_uneven_heads(config: PreTrainedConfig) -> None:
+    """Raises ModelError for a decoder whose layers have heads of different widths or numbers each."""
+    text = config.get_text_config()
+    try:
+        head_width(text), text.num_attention_heads
+    except RuntimeError as error:  # a configuration with numbers of single layers answers no question about all
+        raise ModelError(
+            f"model_type {config.model_type!r}: its decoder's layers differ in heads ({str(error).strip()[:200]}), "
+            "and shares of heads and work are counted for layers that are alike"
+        ) from error
 
 
 def small_twin(config: PreTrainedConfig) -> ProbeModel:

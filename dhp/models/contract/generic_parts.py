@@ -24,11 +24,12 @@ from dhp.config.schema import PartConfig
 from dhp.core.batch import Grid, ProcessorOutput
 from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ConfigError, ModelError
-from dhp.models.contract.contract import Contract, Structure
+from dhp.models.contract.contract import Contract, Structure, states_of
 from dhp.models.contract.random_pictures import arrays_of, frame_patches, joined, pack, patch_shape, unpack
 from dhp.models.contract.random_rows import (
     block_rule,
     generic_name,
+    joins_images,
     kinds_for,
     mlps_need_rows,
     placeholder,
@@ -304,9 +305,8 @@ def run_layers(
     with having(decoder, **_replaced(decoder, structure, chunk)):
         if inputs.hidden is None:
             kinds = kinds_for(base.forward, inputs.kinds)
-            output = base(input_ids=inputs.input_ids, mm_encoder_outputs=encoded, **kinds, **named)
-        else:
-            output = decoder(inputs_embeds=inputs.hidden, **kinds_for(decoder.forward, inputs.kinds), **named)
+            return states_of(model, structure, input_ids=inputs.input_ids, mm_encoder_outputs=encoded, **kinds, **named)
+        output = decoder(inputs_embeds=inputs.hidden, **kinds_for(decoder.forward, inputs.kinds), **named)
     return output.last_hidden_state
 
 
@@ -334,8 +334,9 @@ class ContractDecoder(Decoder):
         self.projections = tuple(f"{structure.layers}.*.self_attn.{p}_proj" for p in "qkvo")
         super().__init__(config)
         self.tensor_plan = dict(contract.tensor_plan or {})
-        self.mixers, self.block_rule, self.logits = structure.mixers, block_rule(config), contract.logits
-        self.sees_prefix = sees_prefix(config)
+        self.mixers, self.by_sample = (*structure.mixers, *contract.unknown), bool(contract.unknown)
+        self.block_rule, self.logits = block_rule(config), contract.logits
+        self.sees_prefix, self.joins_images = sees_prefix(config), joins_images(config)
         self.layers, self.shared = contract.text_layers, contract.experts
 
     def count_work(self, text: Any) -> TextWork:
@@ -398,6 +399,8 @@ class ContractDecoder(Decoder):
                 parameter.requires_grad_(False)
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
+        if self.by_sample:
+            return  # attention stays the library's, which sees one sample alone
         super().use_attention(model, name)
         if self.block_rule is not None:
             for module in model.get_submodule(self.path).modules():

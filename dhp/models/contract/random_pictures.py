@@ -95,7 +95,7 @@ def ways(config: PreTrainedConfig, encode: Callable[..., Any]) -> Iterator[Make]
     if "image_grid_thw" in asked or "image_grid_hw" in asked:
         yield from _by_grid(sizes, asked)
     elif "image_position_ids" in asked:
-        yield sizes.positioned
+        yield from (sizes.positioned, sizes.positioned_tokens)
     elif "spatial_shapes" in asked:
         yield sizes.shaped
     elif "target_sizes" in asked:
@@ -105,11 +105,13 @@ def ways(config: PreTrainedConfig, encode: Callable[..., Any]) -> Iterator[Make]
     elif "high_res_pixel_values" in asked:
         yield sizes.with_high_resolution
     elif "pixel_attention_mask" in asked or "pixel_mask" in asked:
-        yield from (sizes.masked_stack, sizes.masked)
+        yield from (sizes.masked_stack, sizes.masked, sizes.masked_tiles)
     elif "image_sizes" in asked:
         yield from (sizes.tiles, sizes.padded, sizes.square)
+    elif "image_token_pooling" in asked:
+        yield sizes.pooled
     else:
-        yield sizes.square
+        yield from (sizes.square, sizes.patches, sizes.volumes)
 
 
 def row_values(config: PreTrainedConfig) -> int:
@@ -131,7 +133,7 @@ class _Sizes:
         self.config, self.vision = config, vision
         self.channels = _whole(vision, "in_channels", "num_channels", "in_chans") or 3
         self.patch = _whole(vision, "patch_size") or 14
-        self.frames = _whole(vision, "temporal_patch_size") or 1
+        self.frames = _whole(vision, "temporal_patch_size", "patch_temporal") or 1
         merge = _whole(vision, "spatial_merge_size", "merge_size", "merge_kernel_size", "pooling_kernel_size")
         self.merge = merge or _whole(config, "spatial_merge_size", "downsample_factor") or 2
         self.side = _whole(vision, "image_size") or self.patch * self.merge * 4
@@ -166,10 +168,36 @@ class _Sizes:
         pixels = _random(number, 1, self.channels, self.side, self.side)
         return {"pixel_values": pixels, "pixel_mask": torch.ones(1, self.side, self.side, dtype=torch.bool)}
 
-    def positioned(self, number: int) -> Picture:
-        height, width = (self.merge * n for n in ((2, 2), (1, 2), (2, 1))[number % 3])
-        most = 4 * self.merge**2
-        pixels = torch.zeros(1, most, self.channels * self.patch**2, dtype=torch.float64)
+    def masked_tiles(self, number: int) -> Picture:
+        pixels = _random(number, 1, 1, self.channels, self.side, self.side)
+        return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool)}
+
+    def patches(self, number: int) -> Picture:
+        """Patches of a picture without a tower."""
+        return {"pixel_values": _random(number, 1, (4, 8, 2)[number % 3], self.channels * self.patch**2)}
+
+    def volumes(self, number: int) -> Picture:
+        """Patches over time, each of which becomes a token."""
+        count = (4, 8, 2)[number % 3]
+        return {"pixel_values": _random(number, count, self.frames, self.patch, self.patch, self.channels)}
+
+    def pooled(self, number: int) -> Picture:
+        """Patches of a picture of one size, and of which of them each token is made."""
+        across = self.side // self.patch
+        places = torch.arange(across**2).view(across // 2, 2, across // 2, 2).transpose(1, 2).reshape(-1, 4)
+        pixels = _random(number, 1, across**2, self.channels * self.patch**2)
+        grids = torch.tensor([[across // 2, across // 2, 0, 0]])
+        return {"pixel_values": pixels, "image_token_pooling": places, "image_grids": grids}
+
+    def positioned_tokens(self, number: int) -> Picture:
+        """Patches that became one token before."""
+        return self.positioned(number, 1, self.channels * (self.merge * self.patch) ** 2)
+
+    def positioned(self, number: int, merge: int = 0, values: int = 0) -> Picture:
+        merge, values = merge or self.merge, values or self.channels * self.patch**2
+        height, width = (merge * n for n in ((2, 2), (1, 2), (2, 1))[number % 3])
+        most = 4 * merge**2
+        pixels = torch.zeros(1, most, values, dtype=torch.float64)
         pixels[:, : height * width] = _random(number, 1, height * width, pixels.shape[-1]).sigmoid()
         places = torch.full((1, most, 2), -1)
         rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -199,7 +227,8 @@ class _Sizes:
 def _by_grid(sizes: _Sizes, asked: set[str]) -> Iterator[Make]:
     cell = (sizes.channels, sizes.patch, sizes.patch)
     flat = sizes.channels * sizes.patch**2
-    for values in ((flat * sizes.frames,), (flat,), cell, (flat * 2,)):
+    token = (sizes.merge * sizes.patch, sizes.merge * sizes.patch, sizes.channels)  # of which a grid may count
+    for values in ((flat * sizes.frames,), (flat,), cell, (flat * 2,), token):
 
         def make(number: int, values: tuple[int, ...] = values) -> Picture:
             height, width = (sizes.merge * n for n in ((2, 2), (2, 4), (4, 2))[number % 3])
@@ -230,7 +259,22 @@ def joined(pictures: list[Mapping[str, Tensor]]) -> Picture:
     dimension, strips one after another; sizes that differ are padded with zeros, as image processors do."""
     if len(pictures) == 1:
         return dict(pictures[0])
+    if _POOLING in pictures[0]:
+        pictures = _counted_on(pictures)
     return {name: _join(name, [picture[name] for picture in pictures], pictures[0]) for name in pictures[0]}
+
+
+_POOLING = "image_token_pooling"
+
+
+def _counted_on(pictures: list[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
+    """Pictures whose numbers of patches go on behind those of the pictures before; -1 is none."""
+    before, counted = 0, []
+    for picture in pictures:
+        places = picture[_POOLING]
+        counted.append({**picture, _POOLING: torch.where(places < 0, places, places + before)})
+        before += prod(picture["pixel_values"].shape[:-1])
+    return counted
 
 
 def _join(name: str, tensors: list[Tensor], first: Mapping[str, Tensor]) -> Tensor | None:
@@ -239,6 +283,8 @@ def _join(name: str, tensors: list[Tensor], first: Mapping[str, Tensor]) -> Tens
     stacked = name in ("pixel_values", "pixel_attention_mask") and first["pixel_values"].ndim == 5
     if stacked and "pixel_attention_mask" in first:
         return torch.cat(_filled(tensors, 1), dim=1)
+    if set(first) == {"pixel_values"} and tensors[0].ndim == 3:
+        return torch.cat(tensors, dim=1)
     if name == "pixel_values" and "target_sizes" in first:
         return torch.cat(tensors, dim=-1)
     return torch.cat(_filled(tensors, 0), dim=0)

@@ -1,7 +1,7 @@
 """Makes rows of tokens from a configuration alone."""
 
 from collections.abc import Mapping, Sequence
-from inspect import signature
+from inspect import isfunction, signature
 from itertools import zip_longest
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from dhp.core.batch import IGNORED, SOUND, VIDEO, ProcessorOutput
+from dhp.core.errors import ModelError
 from dhp.models.contract.random_pictures import arrays_of
 from dhp.models.types import BlockRule
 
@@ -20,9 +21,13 @@ _BLOCKS: dict[str, BlockRule] = {
     "gemma3": "bounded",
     "shieldgemma2": "bounded",
     "gemma4": "windowed",
-    "gemma4_unified": "windowed",
+    "gemma4_unified": "bounded",
+    "molmo2": "bounded",
     "paligemma": "free",
 }
+_SOME = frozenset({"gemma4", "gemma4_unified"})  # some of whose models have blocks
+# Families in which tokens of all images of a sample see each other, not those of each image alone.
+_ONE_BLOCK = frozenset({"molmo2"})
 # Families in which all tokens before an answer see each other (Beyer et al. 2024, PaliGemma, section 3).
 _PREFIX = frozenset({"paligemma"})
 # Families whose MLPs take as an argument which of all tokens are an image's, and route these otherwise.
@@ -42,7 +47,10 @@ def is_declared(config: Any) -> bool:
 def block_rule(config: Any) -> BlockRule | None:
     """The rule of a family's blocks; None where tokens of an image see each other as any others do."""
     rule = _BLOCKS.get(config.model_type)
-    if rule == "windowed" and getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision":
+    if (
+        config.model_type in _SOME
+        and getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision"
+    ):
         return None
     return rule
 
@@ -50,6 +58,11 @@ def block_rule(config: Any) -> BlockRule | None:
 def sees_prefix(config: Any) -> bool:
     """Whether all tokens before the first one to be learned see each other."""
     return config.model_type in _PREFIX
+
+
+def joins_images(config: Any) -> bool:
+    """Whether all images of a sample are one block."""
+    return config.model_type in _ONE_BLOCK
 
 
 def mlps_need_rows(config: Any) -> bool:
@@ -90,7 +103,7 @@ KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
 def placeholder(config: PreTrainedConfig) -> int | None:
     """The placeholder token of images."""
-    for name in ("image_token_id", "image_token_index"):
+    for name in ("image_token_id", "image_token_index", "image_patch_id"):
         if isinstance(getattr(config, name, None), int):
             return getattr(config, name)
     return None
@@ -100,7 +113,12 @@ def make_row(
     config: PreTrainedConfig, counts: Sequence[int], seed: int, sounds: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
     """A conversation with images of so many tokens, each followed by a clip of `sounds` as far as there are any: ids
-    and kinds (1 at images, 3 at sound), [1, tokens] each."""
+    and kinds (1 at images, 3 at sound), [1, tokens] each. Raises ModelError for images without a placeholder."""
+    if any(counts) and placeholder(config) is None:
+        raise ModelError(
+            f"model_type {config.model_type!r}: its configuration names no token that stands for an image's rows in a "
+            "prompt. Set image_token_id in the model's config.json"
+        )
     generator = torch.Generator().manual_seed(seed)
     taken = set(_numbers(config))
     vocabulary = min(config.get_text_config().vocab_size, 512)
@@ -173,9 +191,8 @@ def positions(
     if not hasattr(base, "get_rope_index"):
         return (torch.arange(ids.shape[1]) + first_position(config)).expand_as(ids).contiguous()
     model = SimpleNamespace(config=config)
-    for name in ("get_vision_position_ids", "get_llm_pos_ids_for_vision", "get_chunked_index"):
-        if hasattr(base, name):
-            setattr(model, name, MethodType(getattr(base, name), model))
+    for name, method in _methods(base):
+        setattr(model, name, method.__func__ if isinstance(method, staticmethod) else MethodType(method, model))
     vision = getattr(config, "vision_config", None)
     model.spatial_merge_size = getattr(vision, "spatial_merge_size", None)  # which some keep on the model
     asked = signature(base.get_rope_index).parameters
@@ -185,6 +202,17 @@ def positions(
     given |= {name: torch.from_numpy(np.concatenate([one[name] for one in each])) for name in sizes}
     found = base.get_rope_index(model, input_ids=ids, **{n: value for n, value in given.items() if n in asked})[0]
     return _follow_videos(found, kinds, inside) if published else found
+
+
+def _methods(base: type[nn.Module]) -> list[tuple[str, Any]]:
+    """Functions of the class and of those above it, but torch's and the library's general ones."""
+    theirs = [one for one in base.__mro__ if one.__module__.startswith(base.__module__)]
+    return [
+        (name, one)
+        for kind in reversed(theirs)
+        for name, one in vars(kind).items()
+        if isfunction(one) or isinstance(one, staticmethod)
+    ]
 
 
 def _follow_videos(found: Tensor, kinds: Tensor, inside: Tensor) -> Tensor:

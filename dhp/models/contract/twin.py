@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dhp.core.batch import LogitRule
 from dhp.core.errors import ModelError
+from dhp.core.transformers_private import set_experts
 from dhp.models.contract.contract import (
     LAST,
     POOLED,
@@ -19,6 +21,8 @@ from dhp.models.contract.contract import (
     Structure,
     family_class,
     find_structure,
+    states_of,
+    with_called,
     without_weights,
 )
 from dhp.models.contract.random_pictures import Make, Picture, ways
@@ -53,7 +57,8 @@ _MOST = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32},
 }
 _MOST_OF_AUDIO = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": INNER, "d_model": 32}
-_OF_TOWERS = ("projection_hidden_size", "mm_hidden_size")  # of a projector, as wide as the tower
+# Of a projector: as wide as the tower, or as the patches that become one token.
+_OF_TOWERS = ("projection_hidden_size", "mm_hidden_size", "vision_hidden_size", "out_hidden_size")
 
 
 def shrink(config: PreTrainedConfig, towers: bool = False) -> PreTrainedConfig:
@@ -71,16 +76,18 @@ def shrink(config: PreTrainedConfig, towers: bool = False) -> PreTrainedConfig:
             continue
         before = _first(section, _WIDTHS)
         _narrow(section, cut_layers=False)
-        for name in _OF_TOWERS:
-            if before is not None and given.get(name) == before:
-                given[name] = _first(section, _WIDTHS)
+        for name in _OF_TOWERS if before else ():
+            joined = given[name] // before if isinstance(given.get(name), int) and given[name] % before == 0 else None
+            if joined in (1, 4):
+                given[name] = joined * _first(section, _WIDTHS)
         if towers:
             _shorten_tower(section, given)
-        _follow(section, old, old)
+        if section is not given:
+            _follow(section, old, old)
     _narrow(text, cut_layers=True)
     new = _first(text, _WIDTHS)
     for section in _sections(given):
-        _follow(section, old, new)
+        _follow(section, old, new, towers=section is not given)
     if text is not given and given.get("hidden_size") == old:
         given["hidden_size"] = new
     _fit_rotation(text)
@@ -121,6 +128,8 @@ def _narrow(section: dict[str, Any], cut_layers: bool) -> None:
             section[name] = min(value, most)
         elif isinstance(value, list) and name in _INNER:
             section[name] = [min(one, most) for one in value]
+    if section.get("pixel_shuffle_ratio"):  # patches of a square become one behind the layers
+        section["intermediate_size"] = int(_first(section, _WIDTHS) / section["pixel_shuffle_ratio"] ** 2)
 
 
 def _narrow_heads(section: dict[str, Any], heads: int, head: int, width: int) -> None:
@@ -181,10 +190,10 @@ def _covering(kinds: list[Any]) -> int:
     return next(n for n in range(1, len(kinds) + 1) if {repr(kind) for kind in kinds[:n]} == seen)
 
 
-def _follow(section: dict[str, Any], old: int | None, new: int | None) -> None:
-    """Bring widths that are the decoder's from the old one to the new one."""
+def _follow(section: dict[str, Any], old: int | None, new: int | None, towers: bool = True) -> None:
+    """Bring widths that are the decoder's from the old one to the new one. towers: what leaves one has that width."""
     for name in ("out_hidden_size", "projection_dim", "text_hidden_size", "output_dim", "projector_hidden_size"):
-        if section.get(name) == old or (name == "out_hidden_size" and isinstance(section.get(name), int)):
+        if section.get(name) == old or (towers and name == "out_hidden_size" and isinstance(section.get(name), int)):
             section[name] = new
     if isinstance(section.get("embed_dim"), int) and isinstance(section.get("hidden_size"), int):
         section["hidden_size"] = new
@@ -284,7 +293,8 @@ class ProbeModel:
 
     def _find_logits(self) -> LogitRule:
         """The rule from the head's output to logits. Raises ModelError where no rule that is known here gives them."""
-        head, text = self.model.get_output_embeddings(), self.config.get_text_config()
+        path, text = self.structure.head, self.config.get_text_config()
+        head = None if path is None else self.model.get_submodule(path)
         if head is None or getattr(head, "bias", None) is not None:
             raise ModelError(
                 f"model_type {self.config.model_type!r}: its head is not one matrix without a bias, which is what the "
@@ -293,7 +303,7 @@ class ProbeModel:
         ids, kinds = make_row(self.config, [], seed=2)
         given = {"input_ids": ids, "use_cache": False, **kinds_for(self.base.forward, kinds)}
         with torch.no_grad():
-            states = self.base(**given).last_hidden_state
+            states = states_of(self.model, self.structure, **given)
             wanted, output = self.model(**given).logits, head(states)
         for rule in _rules(text):
             if torch.allclose(_ruled(output, rule), wanted, rtol=1e-6, atol=1e-6):
@@ -319,20 +329,31 @@ class ProbeModel:
     def _handover(self, output: Mapping[str, Any]) -> Handover:
         """The fields of an encoder's output that the decoder reads, found by running it on one."""
         main = POOLED if output.get(POOLED) is not None else LAST
+        if output.get(main) is None:
+            raise ModelError(
+                f"model_type {self.config.model_type!r}: what its encoder hands over ({', '.join(output)}) has no "
+                f"{POOLED} or {LAST} whose rows stand for a picture's placeholders, and by which layers the others "
+                "enter is not known here"
+            )
         listed = isinstance(output[main], list | tuple)
         plain = Handover(main, (), listed)
         rows = plain.take(output)
         ids, kinds = make_row(self.config, [len(rows[plain.names[0]])], seed=0)
         levels = {name: value for name, value in output.items() if name not in (main, *NOT_HANDED_OVER)}
-        shown = Encoded({main: (rows[plain.names[0]],) if listed else rows[plain.names[0]], **levels})
-        with torch.no_grad():
-            self.base(
-                input_ids=ids,
-                mm_encoder_outputs={"image": shown},
-                use_cache=False,
-                **kinds_for(self.base.forward, kinds),
-                **{name: value for name, value in self.picture(0).items() if name.startswith("image_grid")},
-            )
+        grids = {name: value for name, value in self.picture(0).items() if name.startswith("image_grid")}
+        named = {"input_ids": ids, "use_cache": False, **kinds_for(self.base.forward, kinds), **grids}
+        for stacked in (False, True):
+            plain = Handover(main, (), listed, stacked=stacked)
+            shown = Encoded({main: getattr(plain.give(rows), main), **levels})
+            try:
+                with torch.no_grad(), self._calls() as called:
+                    states_of(self.model, self.structure, mm_encoder_outputs={"image": shown}, **named)
+                break
+            except Exception:  # a decoder that wants another form may fail anyhow
+                if stacked or listed:
+                    raise
+        self.called = tuple(name for name in self.structure.vision if name in called)
+        self.structure = with_called(self.structure, self.called)
         more, shared = [], []
         for name in dict.fromkeys(shown.read):
             if name == main or not isinstance(levels.get(name), Tensor | list | tuple):
@@ -342,7 +363,21 @@ class ProbeModel:
                 shared.append((name, count, -(-count // len(rows[plain.names[0]]))))
                 continue
             more.append((name, len(levels[name])))
-        return Handover(main, tuple(more), listed, tuple(shared))
+        return Handover(main, tuple(more), listed, tuple(shared), plain.stacked)
+
+    @contextmanager
+    def _calls(self) -> Iterator[set[str]]:
+        """Names of modules that are called in the block."""
+        called: set[str] = set()
+        hooks = [
+            module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+            for name, module in self.model.named_modules()
+        ]
+        try:
+            yield called
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _make(config: PreTrainedConfig) -> PreTrainedModel:
@@ -368,18 +403,17 @@ def _make(config: PreTrainedConfig) -> PreTrainedModel:
 
 def exact_experts(model: PreTrainedModel) -> PreTrainedModel:
     """The model, whose experts are run one by one: grouped products have no kernel for float64."""
-    if hasattr(model, "set_experts_implementation"):
-        try:
-            model.set_experts_implementation("eager")
-        except (ValueError, KeyError, AttributeError):
-            pass  # it has no experts
+    for module in model.modules():
+        if hasattr(module, "config"):  # a layer may have one to itself
+            set_experts(module.config, "eager")
     return model
 
 
 def _rules(text: Any) -> Iterator[LogitRule]:
     caps = [getattr(text, "final_logit_softcapping", None), None]
-    scaling, scale = getattr(text, "logits_scaling", None), getattr(text, "logit_scale", None)
-    factors = [1.0, *([1 / scaling] if scaling else []), *([scale] if scale else [])]
+    divisors = (getattr(text, name, None) for name in ("logits_scaling", "logits_mup_width_multiplier"))
+    factors = (getattr(text, name, None) for name in ("logit_scale", "output_multiplier"))
+    factors = [1.0, *(1 / one for one in divisors if one), *(one for one in factors if one)]
     return (LogitRule(factor, cap) for cap in caps for factor in factors)
 
 

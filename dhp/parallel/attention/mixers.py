@@ -6,7 +6,7 @@ layer is done where its tokens are. Tensor ranks, which all have the row's state
 the same, and gather what comes of them. Names of transformers' own stand here alone; a test holds them against it."""
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple, Protocol
 
@@ -92,21 +92,40 @@ def _own_keys(hidden_states: Tensor, ranks: TensorRanks | None) -> TokenKeys | N
     return keys.chosen(ranks.own(tokens[:, None])[:, 0])
 
 
-def _run_each(forward: Callable[[Tensor], Tensor], hidden_states: Tensor, segments: SegmentPlan) -> Tensor:
+def run_each(
+    forward: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
+    hidden_states: Tensor,
+    segments: SegmentPlan,
+    beside: Mapping[str, Tensor],
+    along: Mapping[str, int],
+) -> Tensor:
+    """Segments of hidden_states [rows, tokens, width], those of one length together, each call by itself. beside: more
+    of each token, cut as the states are; along: at which of their dimensions the rows are."""
     rows, tokens = hidden_states.shape[:2]
     if segments.groups == ((tokens, rows),) and segments.order is None:
-        return forward(hidden_states)
-    flat = hidden_states.flatten(0, 1)
-    flat = flat if segments.order is None else flat[segments.order]
+        return forward(hidden_states, beside)
+    flat = _in_order(hidden_states, 0, segments)
+    more = {name: _in_order(one, along[name], segments) for name, one in beside.items()}
     sizes, keys = [length * count for length, count in segments.groups], current_keys()
     of_parts = [None] * len(sizes) if keys is None else keys.chosen(segments.order).split(sizes)
+    parts = {name: one.split(sizes, along[name]) for name, one in more.items()}
     outputs = []
-    for (length, count), part, own in zip(segments.groups, flat.split(sizes), of_parts, strict=True):
-        with drawing(own):
-            outputs.append(forward(part.unflatten(0, (count, length))).flatten(0, 1))
+    for at, ((length, count), part) in enumerate(zip(segments.groups, flat.split(sizes), strict=True)):
+        cut = {name: cuts[at].unflatten(along[name], (count, length)) for name, cuts in parts.items()}
+        with drawing(of_parts[at]):
+            outputs.append(forward(part.unflatten(0, (count, length)), cut).flatten(0, 1))
     output = torch.cat(outputs)
     output = output if segments.inverse is None else output[segments.inverse]
     return output.unflatten(0, (rows, tokens))
+
+
+def _in_order(tensor: Tensor, along: int, segments: SegmentPlan) -> Tensor:
+    flat = tensor.flatten(along, along + 1)
+    return flat if segments.order is None else flat[(slice(None),) * along + (segments.order,)]
+
+
+def _run_each(forward: Callable[[Tensor], Tensor], hidden_states: Tensor, segments: SegmentPlan) -> Tensor:
+    return run_each(lambda part, _: forward(part), hidden_states, segments, {}, {})
 
 
 def _check(name: str, args: tuple[Any, ...], segments: SegmentPlan | NewToken | None, named: dict[str, Any]) -> None:

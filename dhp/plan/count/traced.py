@@ -25,6 +25,7 @@ from dhp.models.lora import adapted_modules
 from dhp.models.tower import Tower, TowerInputs
 from dhp.models.types import DecoderInputs, Part
 from dhp.objectives.objective import Head, find_objective
+from dhp.parallel.attention.by_sample import run_by_sample
 from dhp.parallel.attention.mixers import CHUNK, run_by_segment
 from dhp.parallel.attention.segment_plan import RowRanks, SegmentPlan, plan_row, plan_segments
 from dhp.parallel.attention.segments import packed_attention, segment_attention
@@ -193,7 +194,10 @@ def _trace(
     model = empty_part(source, family, name, settings)
     _use_attention(model, part)
     if isinstance(part, Decoder):
-        run_by_segment(model, part.found_mixers(), _ranks_of_state(part, settings.tensor))
+        if part.by_sample:
+            run_by_sample(model.get_submodule(part.path))
+        else:
+            run_by_segment(model, part.found_mixers(), _ranks_of_state(part, settings.tensor))
     replace_without_weights(model, dtype, settings.kernels)
     every = [model.get_submodule(f"{part.layers.path}.{layer}") for layer in range(len(part.layers.kinds))]
     runs = range(len(every)) if settings.layers is None else settings.layers
@@ -307,7 +311,7 @@ def _decoder(
     positions = positions.view(axes, 1, -1) if axes > 1 else positions[None]
     inputs = DecoderInputs(tokens[None], positions, features, places)
     plan, objective = _plan_of_row(decoder, rows.tokens, settings.tensor), find_objective(settings.objective)
-    head = Head(model.get_output_embeddings(), decoder.logits)
+    head = Head(decoder.head_of(model), decoder.logits)
 
     def run() -> Tensor:
         states = decoder.run(model, decoder.whole, inputs, segments=plan)

@@ -12,7 +12,7 @@ from dhp.core.axes import Degrees
 from dhp.core.heads import head_range
 from dhp.core.parameters import TrainingRules, is_inside
 from dhp.models.family import VISION, Family
-from dhp.models.flops import OPERATIONS
+from dhp.models.flops import OPERATIONS, head_width
 from dhp.models.shape import DecoderSizes, Parameter
 from dhp.models.types import Chunk
 from dhp.plan.count.rank_traffic import DividedAttention, DividedMatrices
@@ -297,7 +297,7 @@ def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad
     found: Sequence[Transfer] = matrices.sends(back)
     if degrees.sequence > 1:
         shared = head_range(family.decoder.heads, family.decoder.kv_heads, degrees.tensor, 0)
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        dim = head_width(text)
         heads = shared.end - shared.first, sum(shared.repeats)
         whole = DividedAttention(round(load.tokens), *heads, dim, *degrees.rows, value)
         share, width = family.decoder.mixing

@@ -64,7 +64,7 @@ def test_lists_and_levels_are_rows_by_name() -> None:
     given = handover.give(rows)
     assert torch.equal(given.pooler_output[0], rows["embeddings"])
     assert [torch.equal(level[0], rows[f"deep.{n}"]) for n, level in enumerate(given["deep"])] == [True, True]
-    assert given.read == ["pooler_output", "deep"] and not hasattr(given, "last_hidden_state")
+    assert given.read == ["pooler_output", "deep"] and given.last_hidden_state is None
 
 
 def test_one_tensor_stays_one() -> None:
