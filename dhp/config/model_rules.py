@@ -24,7 +24,7 @@ def check_cuts(name: str, cuts: list[int], layers: int) -> None:
 def check_stages(name: str, layers: int, pipeline: int, virtual: int) -> None:
     """Every run of layers has one at least, and runs of virtual stages have as many each. Raises ConfigError."""
     runs = pipeline * virtual
-    if runs > max(layers, 1):  # a tower without layers is one run
+    if runs > layers:
         fewer = (
             f"{name}.virtual_stages to {layers // pipeline} at most, or " if virtual > 1 and layers >= pipeline else ""
         )

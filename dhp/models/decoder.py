@@ -55,6 +55,7 @@ class Decoder(Part):
     modules: tuple[str, ...] = (PATH, "lm_head")
     embedding, norm, head = f"{PATH}.embed_tokens", f"{PATH}.norm", "lm_head"
     projections: tuple[str, ...] = tuple(f"{PATH}.layers.*.self_attn.{p}_proj" for p in "qkvo")
+    entrance: tuple[str, ...] = ()  # modules beside the embedding through which a picture's rows enter
     enters: Mapping[str, int] = {}  # the layer after which a tensor of the tower is added to the states
     logits: LogitRule = LogitRule()
     mixers: tuple[str, ...] = ()  # classes of modules that carry state along a row, or kinds of layers
@@ -214,6 +215,8 @@ class Decoder(Part):
         absent = [f"{self.layers.path}.{layer}" for layer in self.whole.layers if layer not in held]
         if not (first or (last and self.tied)):
             absent.append(self.embedding)
+        if not first:
+            absent += self.entrance
         return (*absent, *(() if last else (self.norm, self.head)))
 
     def entering(self, chunk: Chunk) -> tuple[str, ...]:

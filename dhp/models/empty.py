@@ -125,7 +125,7 @@ def decoder_sizes(source: str) -> DecoderSizes:
     model = _without_weights(source, ())
     count = lambda name: sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
     return DecoderSizes(
-        embedding=count(decoder.embedding),
+        embedding=sum(map(count, (decoder.embedding, *decoder.entrance))),
         layers=tuple(count(f"{decoder.layers.path}.{layer}") for layer in range(len(decoder.layers.kinds))),
         norm=count(decoder.norm),
         head=count(decoder.head),

@@ -210,3 +210,11 @@ def _refuse_incomplete(model_name: str, info: dict[str, Any]) -> None:
         if keys:
             shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
             raise ModelError(f"{model_name}: {kind.replace('_', ' ')}: {shown}. {remedy[0].upper()}{remedy[1:]}.")
+
+
+def cast_reals(model: nn.Module, dtype: torch.dtype) -> None:
+    """Bring all real numbers of a model to a format. `Module.to` would take the imaginary part off complex ones, as
+    those that turn positions in Llama 4's tower are."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)

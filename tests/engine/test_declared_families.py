@@ -43,7 +43,7 @@ TEXT = {"none": Degrees(), "data": Degrees(data=2), "tensor": Degrees(tensor=2)}
 # Layers that need more than the states of the one before: per-layer inputs, keys of other layers.
 WITHOUT_PIPELINE = {"gemma4"}
 # Some of whose weights no text-only sample touches, where plain AdamW passes them over and a step here decays them.
-PICTURES_EVERYWHERE = {"ernie4_5_vl_moe"}
+PICTURES_EVERYWHERE = {"ernie4_5_vl_moe", "llama4"}
 
 
 class ExactVision(InspectedVision):

@@ -6,6 +6,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedConfig
 
 from dhp.tiny.tiny_families import BEGIN, END, FAMILIES, IMAGE, PINPOINTS, SIDE, SLIDING, VIDEO, VOCABULARY
+from tests.helpers.undeclared_families import UNDECLARED
 
 __all__ = [
     "BEGIN",
@@ -23,8 +24,8 @@ __all__ = [
 
 
 def make_config(name: str) -> PreTrainedConfig:
-    """The tiny configuration of a case."""
-    model_type, arguments = FAMILIES[name]
+    """The tiny configuration of a case, declared or not."""
+    model_type, arguments = FAMILIES.get(name) or UNDECLARED[name]
     return CONFIG_MAPPING[model_type](**arguments)
 
 

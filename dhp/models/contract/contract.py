@@ -254,7 +254,8 @@ class Contract:
 
     unused: the tower's parameters that no output depends on; those of the decoder, with `*` for a layer's number.
 
-    unknown: see `unknown_layers`."""
+    unknown: see `unknown_layers`. entrance: modules between a tower and its decoder, which the latter runs. fused: what
+    the files hold as one matrix of unequal parts."""
 
     structure: Structure
     base: type[nn.Module]
@@ -275,6 +276,8 @@ class Contract:
     experts: tuple[str, ...]
     loops: bool = False
     unknown: tuple[str, ...] = ()
+    entrance: tuple[str, ...] = ()
+    fused: str = ""
 
 
 POOLED, LAST = "pooler_output", "last_hidden_state"

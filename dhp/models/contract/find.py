@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Split, WeightConverter
 
 from dhp.core.errors import ModelError
 from dhp.models.contract.contract import (
@@ -195,6 +197,11 @@ def _find_exactly(config: PreTrainedConfig) -> Contract:
 def _find(config: PreTrainedConfig) -> Contract:
     model = without_weights(config)
     whole = find_structure(model)
+    if whole.vision_layers is None:
+        raise ModelError(
+            f"model_type {config.model_type!r}: its encoder is a projection of patches without layers, of which a part "
+            "by itself has nothing to divide or to cut. Take a family with a tower"
+        )
     _refuse_uneven_heads(config)
     twin = small_twin(config)
     structure = with_called(whole, twin.called)
@@ -222,6 +229,8 @@ def _find(config: PreTrainedConfig) -> Contract:
         experts=experts_of(text_layers, model),
         loops=_loops(twin),
         unknown=unknown_layers(config, structure),
+        entrance=twin.called,
+        fused=_fused(model),
     )
 
 
@@ -247,6 +256,13 @@ def small_twin(config: PreTrainedConfig) -> ProbeModel:
         except Exception:  # a tower whose layers cannot be cut anyhow is run with all of them
             pass
     return ProbeModel(shrink(config))
+
+
+def _fused(model: PreTrainedModel) -> str:
+    """Projections that the files of such a model hold as one matrix of unequal parts; "": none."""
+    splits = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
+    named = [one.target_patterns for one in splits if any(isinstance(each, Split) for each in one.operations)]
+    return "; ".join(", ".join(patterns) for patterns in named)
 
 
 def _batches(twin: ProbeModel) -> bool:

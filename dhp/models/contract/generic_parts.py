@@ -331,6 +331,7 @@ class ContractDecoder(Decoder):
         self.config, self._contract = config, contract
         self.modules, self.path = structure.text, structure.decoder
         self.embedding, self.norm, self.head = structure.embedding, structure.norm, structure.head
+        self.entrance = contract.entrance
         self.projections = tuple(f"{structure.layers}.*.self_attn.{p}_proj" for p in "qkvo")
         super().__init__(config)
         self.tensor_plan = dict(contract.tensor_plan or {})
@@ -374,6 +375,12 @@ class ContractDecoder(Decoder):
             raise ConfigError(
                 f"text.tensor={asked.tensor} with a {self.config.model_type} model: transformers has no "
                 "tensor-parallel plan of its decoder, and its layers are of no kind for which one is known here. Set "
+                "text.parallelism=data, or deepspeed with a zero_stage"
+            )
+        if resolved(asked.tensor) > 1 and self._contract.fused:
+            raise ConfigError(
+                f"text.tensor={asked.tensor} with a {self.config.model_type} model: its files hold "
+                f"{self._contract.fused} as one matrix, of which each actor would read a slice before it is split. Set "
                 "text.parallelism=data, or deepspeed with a zero_stage"
             )
         text, ranks = self.config.get_text_config(), resolved(asked.tensor)

@@ -27,6 +27,7 @@ from dhp.models.contract.contract import (
 )
 from dhp.models.contract.random_pictures import Make, Picture, ways
 from dhp.models.contract.random_rows import kinds_for, make_row
+from dhp.models.load import cast_reals
 
 MOST_HEADS, MOST_LAYERS, MOST_EXPERTS, VOCABULARY = 4, 4, 8, 1024
 TOWER_HEAD = 16  # width of a tower's head
@@ -392,7 +393,8 @@ def _make(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         torch.manual_seed(0)
         model = kind._from_config(config)
-        model = exact_experts(model).to(torch.float64).train()
+        model = exact_experts(model).train()
+        cast_reals(model, torch.float64)
         _spread(model)
     except (ValueError, ImportError) as error:
         raise ModelError(f"{kind.__name__} cannot be made: {str(error).strip()}") from error

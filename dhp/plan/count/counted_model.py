@@ -272,7 +272,7 @@ class Counted:
         if key not in self._known:
             own = self.family.parts[part]
             path, count = f"{own.layers.path}.", len(own.layers.kinds)
-            begins = (self.family.decoder.embedding,) if part == DECODER else ()
+            begins = (self.family.decoder.embedding, *self.family.decoder.entrance) if part == DECODER else ()
             found = [0] * (count + 2)
             for one in self.held(part, cut):
                 name = one.names[0]
@@ -326,7 +326,11 @@ class Counted:
         """Whether gradients go on from the part's first layer, to what is before it."""
         if part != DECODER:
             return bool(self.pieces[0].trained)
-        named = [one for one in self.parameters if is_inside(one.name, (self.family.decoder.embedding,))]
+        named = [
+            one
+            for one in self.parameters
+            if is_inside(one.name, (self.family.decoder.embedding, *self.family.decoder.entrance))
+        ]
         return self.trains_before or any(self.rules.trains(one.name) for one in named)
 
     def _count(self, part: str, cut: Cut) -> tuple[HeldParameter, ...]:

@@ -21,6 +21,7 @@ from dhp.engine.build import freeze, shard_without_ranks
 from dhp.models.decoder import Decoder, unchanged
 from dhp.models.empty import adapt, empty_slices
 from dhp.models.family import Family
+from dhp.models.load import cast_reals
 from dhp.models.lora import adapted_modules
 from dhp.models.tower import Tower, TowerInputs
 from dhp.models.types import DecoderInputs, Part
@@ -242,7 +243,7 @@ def empty_part(source: str, family: Family, name: str, settings: TraceSettings) 
     own = {of: asked for of, asked in settings.adapters.items() if of == name}
     adapt(model, family, own)
     sum_without_ranks(adapted_modules(model))
-    model.to(getattr(torch, settings.dtype))
+    cast_reals(model, getattr(torch, settings.dtype))
     part.freeze_unused(model)
     freeze(model, settings.trains)
     part.split_heads(model, tensor)
