@@ -47,7 +47,7 @@ class AudioTower(Tower):
     position_columns = 0
     heads = 1
     divisible = True
-    takes_attention = False
+    takes_attention, shares_whole = False, True
     dummy_patches = _DUMMY_FRAMES
     tile = 1  # a clip has one key, and its layers see what convolutions make of it
 

@@ -66,6 +66,7 @@ class Tower(Part):
     dummy_patches: int  # of the smallest image that the tower takes: the input of a rank without work
     attention_crossover_patches: float = float("inf")  # of a segment whose full attention costs as much as all the rest
     divisible: bool = False  # `run` takes a chunk of its layers, so that stages of a pipeline may share it
+    shares_whole: bool = False  # its ranks share pictures, and divide none
     takes_attention: bool = True  # it calls the attention function that `use_attention` names
     work: VisionWork
 

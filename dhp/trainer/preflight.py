@@ -70,7 +70,7 @@ def prepare(
             raise ConfigError(missing)
     _fix_paths(config)
     say(f"checking the model {model_name(config)}")
-    family = _check_model(config, saves=new_run)
+    config, family = _check_model(config, new_run, say)
     _check_packages(config)
     for name, part in parts(config).items():
         for axis in family.parts[name].uneven_axes(part):
@@ -210,11 +210,13 @@ def _look_at_videos(config: Config, family: Family, say: Callable[[str], None]) 
         say(f"videos are scaled as images are ({size}); the model's own {own.get(KIND)} has {own.get('size')}")
 
 
-def _check_model(config: Config, saves: bool) -> Family:
-    """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages; the model's
-    family. saves: what checkpoints take along too."""
+def _check_model(config: Config, saves: bool, say: Callable[[str], None]) -> tuple[Config, Family]:
+    """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages; the
+    configuration with what it does in the place of what the model has not, and the model's family. saves: what
+    checkpoints take along too."""
     from dhp.models.registry import load_family
     from dhp.objectives.objective import find_objective
+    from dhp.plan.equivalents import take_no_states, take_whole_pictures
     from dhp.plan.model_checks import check_fit, check_plan, having_parts
     from dhp.plan.run_plan import plan_run
     from dhp.plan.trainable import check_frozen_states
@@ -227,11 +229,18 @@ def _check_model(config: Config, saves: bool) -> Family:
 
         source = config_source(source)
     family = having_parts(config, load_family(source))
+    config, notes = take_whole_pictures(config, family)
     check_fit(config, family)
     for name, part in parts(config).items():
         check_plan(name, part, source, family)
     plan = plan_run(config, source)
     _check_rules(plan)
+    trains = {name: any(stage.trains for stage in plan.graph.of_part(name)) for name in parts(config)}
+    config, more = take_no_states(config, trains)
+    if more:
+        plan = plan_run(config, source)
+    for note in (*notes, *more):
+        say(note)
     check_frozen_states(config, plan.graph)
     check_features(config, plan.graph)
     make_schedule(config.training.schedule, plan.graph, micro_batches(config))
@@ -241,7 +250,7 @@ def _check_model(config: Config, saves: bool) -> Family:
         check_weight_files(Path(model_name(config)))
         if saves:
             auxiliary_files(model_name(config))  # or the first checkpoint would be the first to say so
-    return family
+    return config, family
 
 
 def _check_rules(plan: RunPlan) -> None:

@@ -188,7 +188,7 @@ class WholeTower(Tower):
     """Each picture is encoded by one rank. The family's properties are in its contract."""
 
     position_columns = 0
-    takes_attention = False
+    takes_attention, shares_whole = False, True
     tile = 1  # a picture has one key, and its layers see what they make of it
 
     def __init__(self, config: Any, contract: Contract):
