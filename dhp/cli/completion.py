@@ -80,7 +80,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
         *("--seed", "--out"),
         *_CONFIGURED,
     ),
-    "export": ("--adapter", "--base", "--plugin"),
+    "export": ("--adapter", "--base", "--dtype", "--plugin"),
     "inspect batch": _CONFIGURED,
     "inspect data": _CONFIGURED,
     "inspect sample": _CONFIGURED,

@@ -1,4 +1,4 @@
-"""`python -m dhp export RUN_OR_CHECKPOINT OUT_DIR [--adapter] [--base DIR] [--plugin MODULE]`."""
+"""`python -m dhp export RUN_OR_CHECKPOINT OUT_DIR [--adapter] [--base DIR] [--dtype DTYPE] [--plugin MODULE]`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,8 @@ from tempfile import TemporaryDirectory
 from dhp.checkpoint.folder import find_checkpoint, read_about
 from dhp.cli.common import PLUGIN, add_plugins, make_parser
 from dhp.core.errors import ConfigError
-from dhp.trainer.saving import adapters_in, export_whole, picture_settings, read_parts
+from dhp.models.base_files import BASE, FORMATS
+from dhp.trainer.export_run import adapters_in, export_whole, picture_settings, read_parts
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,7 +19,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--adapter", action="store_true", help="the adapters alone, as peft loads them; else they are merged"
     )
-    parser.add_argument("--base", help="the model that adapters were trained beside, if it lies elsewhere now")
+    parser.add_argument("--base", help="the model that training began with, if it lies elsewhere now")
+    parser.add_argument(
+        "--dtype",
+        choices=FORMATS,
+        default=BASE,
+        help="number formats: those of the model that training began with, tensor by tensor (base); the wider ones of "
+        "these and the checkpoint's (wider); or one for all",
+    )
     add_plugins(parser)
     given = parser.parse_args(arguments)
     if given.plugins:
@@ -28,12 +36,14 @@ def main(arguments: Sequence[str]) -> int:
     checkpoint = find_checkpoint(given.checkpoint)
     about = read_about(checkpoint, ("step", "parts", "settings"))
     adapters = adapters_in(about)
-    if not adapters and (given.adapter or given.base is not None):
+    if not adapters and given.adapter:
+        raise ConfigError(f"{checkpoint} has no adapters: its run trained whole weights. Leave out --adapter")
+    if given.adapter and given.dtype != BASE:
         raise ConfigError(
-            f"{checkpoint} has no adapters: its run trained whole weights. Leave out --adapter and --base"
+            f"--dtype={given.dtype} with --adapter: adapters are written as they were trained; leave it out"
         )
     if not given.adapter:
-        print(export_whole(checkpoint, given.out_dir, given.base))
+        print(export_whole(checkpoint, given.out_dir, given.base, dtype=given.dtype))
         return 0
     from dhp.models.export import save_adapter
 

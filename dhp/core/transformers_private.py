@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TIED_KEYS = "_tied_weights_keys"  # of a model's class: which weights are one
+IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"  # of a model or its class: patterns of keys that it does not load
 
 
 def set_attention(config: Any, name: str) -> None:
@@ -56,3 +57,13 @@ def encodes_as(tokenizer: Any, base: Any) -> bool:
 def ties_of(model: Any) -> Mapping[str, str]:
     """Weights of a model's class that are others, by name."""
     return model._tied_weights_keys or {}
+
+
+def ignored_patterns(model: Any) -> list[str]:
+    """Patterns of keys that a model, or its class, does not load."""
+    return sorted(getattr(model, IGNORED_KEYS) or ())
+
+
+def unsaved_names(model: Any) -> set[str]:
+    """Weights of a model that its files lack."""
+    return set(model._keys_to_ignore_on_save or ())

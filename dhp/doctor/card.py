@@ -26,14 +26,15 @@ from dhp.core.parameters import ALL
 from dhp.data.sample.sample import Sample
 from dhp.doctor.plain_model import PlainStep, model_inputs, plain_step, read_plain
 from dhp.doctor.plain_step import relative, run_quietly
+from dhp.models.base_files import WIDER
 from dhp.models.pretrained import load_tokenizer
 from dhp.models.registry import load_family
 from dhp.observe.metrics import read_metrics
 from dhp.plan.batches import feed_settings
 from dhp.plan.trainable import training_rules
+from dhp.trainer.export_run import export_whole
 from dhp.trainer.generation import generate_all
 from dhp.trainer.preflight import prepare
-from dhp.trainer.saving import export_whole
 from dhp.version import VERSION
 
 STEPS, SAVED = 4, 2  # steps of a run, and those before it is stopped
@@ -140,7 +141,7 @@ def make_card(
     stopped = [name for name in tried[:3] if "pipeline" not in name][-1]  # a pipeline answers nothing
     resumed = tuple(bench.resumed(stopped, goes_on) for goes_on in (stopped, tried[-1]))
     exported = folder / "exported"
-    export_whole(bench.run_dir(stopped) / "checkpoints" / f"step_{STEPS}", exported, pictures=False)
+    export_whole(bench.run_dir(stopped) / "checkpoints" / f"step_{STEPS}", exported, pictures=False, dtype=WIDER)
     weights, error = bench.compare_weights(exported)
     say("asking dhp, and the export by plain transformers")
     answers: tuple[tuple[str, str], ...] = ()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
@@ -22,8 +22,22 @@ from transformers.utils import logging
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import ADAPTER, AdapterSettings, is_adapter, plain_name
 from dhp.core.torch_private import persistent_buffers
+from dhp.models.base_files import (
+    BASE,
+    RECORD,
+    StoredTensor,
+    find_formats,
+    find_unloaded,
+    place_tensors,
+    read_stored,
+    round_to,
+    stored_tensors,
+    write_files,
+    write_record,
+)
 from dhp.models.config_file import read_config, set_dtype, set_text, write_config
 from dhp.models.family import Family
+from dhp.models.file_keys import in_file_form, loaded_names, weights_to_save
 from dhp.models.load import model_class
 from dhp.models.lora import adapted_modules, add_adapters, find_targets
 from dhp.models.pretrained import auxiliary_files, name_accelerator
@@ -35,15 +49,70 @@ if TYPE_CHECKING:
 _Content = tuple[tuple[int, ...], int]  # a tensor's shape, and the crc32 of its bytes
 
 
-def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) -> None:
-    """Write `weights` (by module name) with the configuration, tokenizer and processors of `model_dir` to `out_dir`.
+def save_whole(
+    model_dir: Path,
+    weights: Mapping[str, Tensor],
+    out_dir: Path,
+    base: Path | None = None,
+    dtype: str = BASE,
+    exact: Callable[[str], Tensor | None] = lambda name: None,
+) -> str:
+    """Write `weights` (by module name) with the configuration, tokenizer and processors of `model_dir` to `out_dir`;
+    what became of the base's other keys, in words.
 
-    transformers' own `save_pretrained` names and splits the files, so `from_pretrained` reads them back.
+    Keys are those that transformers' own `save_pretrained` writes, so `from_pretrained` reads them back; number formats
+    and files those of `base`, of which keys that the model's class does not load come along, untrained.
+
+    base: the model that training began with; None: formats are those of the weights. dtype: of `FORMATS`. exact: the
+    float32 of which a weight of that name is the rounding; None: there is none.
     Raises ModelError when weights are missing or too many, or `out_dir` holds something already."""
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     content = read_config(model_dir)  # as published: the library would write it anew in its version's form
+    model = _fill_empty(model_dir, config, content, weights)
+    logging.disable_progress_bar()
+    name_accelerator()
+    stored = stored_tensors(base) if base is not None else {}
+    state = weights_to_save(model)
+    published = in_file_form(model, state)
+    _check_form(model, weights, state, published, out_dir)
+    loaded = loaded_names(model, [*stored, *published])
+    formats = find_formats(stored, published, loaded, dtype)
+    wider = {loaded[key] for key, tensor in published.items() if formats[key].itemsize > tensor.dtype.itemsize}
+    unrounded = {name: one for name in wider & state.keys() if (one := exact(name)) is not None}
+    if unrounded:
+        published = in_file_form(model, state | unrounded)
+    unloaded = find_unloaded(stored, {key: one.shape for key, one in published.items()}, loaded, model.state_dict())
+
+    sizes = {key: tensor.numel() * formats[key].itemsize for key, tensor in published.items()}
+    sizes |= {key: stored[key].nbytes for key in unloaded.carried}
+    out_dir.mkdir(parents=True, exist_ok=True)
+    finished = partial(_finish, published, formats, stored)
+    numbers = write_files(out_dir, place_tensors(sizes, stored), finished, model.num_parameters())
+    _write_beside(model, model_dir, out_dir, content, max(numbers, key=lambda one: numbers[one]))
+    if base is not None:
+        write_record(out_dir, dtype, formats, unloaded)
+    return unloaded.tell()
+
+
+def _finish(
+    published: Mapping[str, Tensor], formats: Mapping[str, torch.dtype], stored: Mapping[str, StoredTensor], key: str
+) -> Tensor:
+    """The tensor that is written under a key: a weight in its format, or one of the base's."""
+    if key not in published:
+        return read_stored(key, stored[key])
+    tensor, wanted = published[key], formats[key]
+    if key in stored and wanted.itemsize > tensor.dtype.itemsize and stored[key].shape == tuple(tensor.shape):
+        before = read_stored(key, stored[key])  # what was not trained is the base's, of which this is the rounding
+        if before.dtype is wanted and torch.equal(before.to(tensor.dtype), tensor):
+            return before
+    return round_to(key, tensor, wanted)
+
+
+def _fill_empty(model_dir: Path, config: Any, content: dict[str, Any], weights: Mapping[str, Tensor]) -> Any:
+    """The model with these weights for its own. content: of its config.json, in which head and embedding are untied
+    where the weights are. Raises ModelError."""
     with torch.device("meta"):
         model = model_class(str(model_dir))(config)
     result = model.load_state_dict(dict(weights), strict=False, assign=True)
@@ -63,12 +132,15 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
             f"the weights do not fit the model of {model_dir}: missing {missing[:5]}, "
             f"unexpected {list(result.unexpected_keys)[:5]}"
         )
-    logging.disable_progress_bar()
-    name_accelerator()
-    model.save_pretrained(out_dir)
-    set_dtype(content, read_config(out_dir)["dtype"])
+    return model
+
+
+def _write_beside(model: Any, model_dir: Path, out_dir: Path, content: dict[str, Any], dtype: torch.dtype) -> None:
+    """Write the configuration, and what else stands beside the weights."""
+    set_dtype(content, str(dtype).removeprefix("torch."))
     write_config(out_dir, content)
-    _check_written(model, weights, out_dir)
+    if model.can_generate():
+        model.generation_config.save_pretrained(out_dir)
     for file in out_dir.glob("*.safetensors"):  # which safetensors lets their owner alone read
         shutil.copymode(out_dir / "config.json", file)
     _copy_beside(auxiliary_files(str(model_dir)), out_dir)
@@ -83,16 +155,17 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() or (not one.is_meta and torch.equal(one, other))
 
 
-def _check_written(model: nn.Module, weights: Mapping[str, Tensor], out_dir: Path) -> None:
-    """Compare the files with the weights by shapes and bytes: names are the library's, and some families are cut or
-    joined as they are written, which is known by shapes that are none of the model's. Raises ModelError."""
+def _check_form(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    published: Mapping[str, Tensor],
+    out_dir: Path,
+) -> None:
+    """Compare what is to be written with the weights by shapes and bytes: keys are the library's, and some families are
+    cut or joined in files, which is known by shapes that are none of the model's. Raises ModelError."""
     lost = _lost(model, weights)
-    written: Counter[_Content] = Counter()
-    for file in out_dir.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            written.update(_content(tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
-    distinct = {id(tensor): tensor for tensor in (*model.parameters(), *persistent_buffers(model).values())}
-    wanted = Counter(map(_content, distinct.values()))
+    written, wanted = Counter(map(_content, published.values())), Counter(map(_content, state.values()))
     lacking, other = wanted - written, written - wanted
     changed = {shape for shape, _ in lacking} & {shape for shape, _ in other}
     if lost or changed or _numbers(lacking) != _numbers(other):
@@ -112,9 +185,10 @@ def _numbers(tensors: Counter[_Content]) -> int:
 
 
 def _copy_beside(files: Sequence[Path], out_dir: Path) -> None:
-    """All files but config.json, which was just written with the number format of the weights."""
+    """All files but config.json, which was just written with the number format of the weights, and the record of an
+    export that training began with."""
     for file in files:
-        if file.name != "config.json":
+        if file.name not in ("config.json", RECORD):
             shutil.copy(file, out_dir / file.name)
 
 

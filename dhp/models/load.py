@@ -20,7 +20,15 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from dhp.core.errors import ModelError
 from dhp.core.parameters import is_inside
-from dhp.core.transformers_private import TIED_KEYS, class_of, set_tensor_plan, tensor_plan, ties_of
+from dhp.core.transformers_private import (
+    IGNORED_KEYS,
+    TIED_KEYS,
+    class_of,
+    ignored_patterns,
+    set_tensor_plan,
+    tensor_plan,
+    ties_of,
+)
 from dhp.models.pretrained import read_model_config
 
 ReadPlan = Callable[[nn.Module, Mapping[str, str]], dict[str, str]]
@@ -158,7 +166,7 @@ def _overrides(
         "get_parameter": parameter,
         "_resolve_parallel_plans": resolve,
         TIED_KEYS: _ties_without(base, dropped),
-        "_keys_to_ignore_on_load_unexpected": unexpected,
+        IGNORED_KEYS: [*ignored_patterns(base), *unexpected],
     }
 
 

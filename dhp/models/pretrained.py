@@ -91,6 +91,11 @@ def name_accelerator() -> None:
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a directory that hold weights, and their indices."""
+    return sorted(file for file in folder.iterdir() if file.name.endswith(WEIGHT_ENDINGS) and file.is_file())
+
+
 def load_tokenizer(model_name: str, chat_template: str | None = None) -> Any:
     """The model's own tokenizer, with its chat template, or with the one given (Jinja text; "": none is needed).
 

@@ -22,12 +22,13 @@ from dhp.config.schema import Config
 from dhp.core.errors import ConfigError, DhpError
 from dhp.core.files import new_folder, write_whole
 from dhp.core.locks import locked
+from dhp.models.base_files import WIDER
 from dhp.models.config_file import change_positions
 from dhp.models.pretrained import auxiliary_files
 from dhp.observe.metrics import read_metrics
+from dhp.trainer.export_run import export_whole
 from dhp.trainer.planned_layout import with_layout
 from dhp.trainer.preflight import prepare
-from dhp.trainer.saving import export_whole
 
 NAME = "stages.json"
 _STEPS = "steps"  # an entry has it from the stage's end on
@@ -251,7 +252,9 @@ def _from(one: CheckedStage, before: CheckedStage | None, say: Callable[[str], N
             if before is None:
                 _link(one.prepared, partial)
             else:
-                export_whole(find_checkpoint(before.checkpoints), partial, pictures=False)  # bounds are each stage's
+                export_whole(
+                    find_checkpoint(before.checkpoints), partial, pictures=False, dtype=WIDER
+                )  # bounds are each stage's
             if changes:
                 change_positions(partial, **positions)
     start = str(one.start)

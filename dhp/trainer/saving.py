@@ -1,147 +1,39 @@
-"""Saves checkpoints beside steps, keeps some, exports one."""
+"""Saves checkpoints beside steps, and keeps some."""
 
-import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from dhp.checkpoint.folder import (
     BEST,
-    MODEL,
     Best,
     Unfinished,
     checkpoints,
     finish_checkpoint,
     mark_best,
     open_checkpoint,
-    read_about,
     read_best,
     read_model_files,
     remove_old,
     step_of,
 )
-from dhp.checkpoint.resume import RECIPE
-from dhp.checkpoint.shard_reader import mapped_shards
 from dhp.cluster.hangs.watch import Watched, wait_all
-from dhp.config.data import DataConfig
 from dhp.config.parts import model_name
 from dhp.config.resolve import LOSS
 from dhp.config.schema import Config
-from dhp.core.errors import CheckpointError, DhpError, ModelError, PartFailed
+from dhp.core.errors import CheckpointError, DhpError, PartFailed
 from dhp.core.locks import TakenOver, require_fence
-from dhp.core.parameters import AdapterSettings
 from dhp.core.reports import SavedShare, WrittenFile
 from dhp.data.sample.chat import read_template
-from dhp.models.export import save_whole
 from dhp.models.pretrained import auxiliary_files
 from dhp.observe.metrics import EvalMetrics
 from dhp.observe.ranks import SAVE
 from dhp.step.stages import EngineProtocol
 from dhp.trainer.session import DataPlan, Session
-
-
-def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None, pictures: bool = True) -> str:
-    """Put the parts together, with adapters added to their matrices, and write them where plain transformers can load
-    them; what was written, in words.
-
-    base: the model that adapters were trained with, if it is elsewhere now. pictures: the run's bounds of pictures go
-    into the processors' files. Raises CheckpointError, ModelError."""
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as beside:
-        about, weights = read_parts(checkpoint, Path(beside))
-        adapters = adapters_in(about)
-        source = f"of step {about['step']}, from {checkpoint}"
-        if adapters:
-            from dhp.models.export import merge  # which imports peft
-
-            weights = merge(base or str(about.get("model_name")), weights, adapters)
-            source = f"with the adapters of step {about['step']} in them, from {checkpoint}"
-        save_whole(checkpoint / MODEL, weights, out_dir)
-        notes = _write_stops(out_dir) + (_write_pictures(out_dir, picture_settings(about)) if pictures else "")
-        return f"{out_dir}: {len(weights)} weights {source}{notes}"
-
-
-def picture_settings(about: Mapping[str, Any]) -> dict[str, Any]:
-    """How a checkpoint's run read pictures, by keys of the configuration's section data, where they are set."""
-    plain = DataConfig()
-    keys = (
-        "min_pixels",
-        "max_pixels",
-        "max_tiles",
-        "reduced_jpeg",
-        "video_fps",
-        "video_max_frames",
-        "video_max_pixels",
-    )
-    found = {key: about.get("settings", {}).get(RECIPE, {}).get(f"data.{key}", getattr(plain, key)) for key in keys}
-    return {key: value for key, value in found.items() if value != getattr(plain, key)}
-
-
-def _write_pictures(out_dir: Path, asked: Mapping[str, Any]) -> str:
-    """Let processors of others read pictures as training did; what was changed, and what cannot be, in words."""
-    from dhp.data.sample.sample import area_bounds, tile_arguments
-    from dhp.models.pretrained import load_image_processor
-    from dhp.models.processor_files import set_image_arguments, set_video_arguments
-    from dhp.models.registry import load_family
-
-    if not asked:
-        return ""
-    images, processor = load_image_processor(str(out_dir)), load_family(str(out_dir)).processor
-    least, most = asked.get("min_pixels"), asked.get("max_pixels")
-    arguments = {**area_bounds(images, least, most), **tile_arguments(images, asked.get("max_tiles"))}
-    files, lost = list[str](), ""
-    if processor.video_token_id is not None:  # first, as it may go by the image processor's file
-        names = {"video_fps": "fps", "video_max_frames": "max_frames"}
-        taking = {name: asked[key] for key, name in names.items() if key in asked}
-        size = area_bounds(images, least, asked.get("video_max_pixels") or most).get("size", {})
-        files, lost = set_video_arguments(out_dir, processor, taking, size)
-    if asked.get("reduced_jpeg"):
-        lost += f"{'; ' * bool(lost)}training decoded JPEG files at less than their size (data.reduced_jpeg)"
-    files = [*(set_image_arguments(out_dir, arguments) if arguments else ()), *files]
-    words = ", ".join(f"data.{key}={value}" for key, value in asked.items() if key != "reduced_jpeg")
-    notes = f"; {' and '.join(dict.fromkeys(files))} read pictures as training did ({words})" if files else ""
-    return notes + (f"; what cannot be written: {lost}" if lost else "")
-
-
-def _write_stops(out_dir: Path) -> str:
-    """Let generation by others stop where the answers that were learned end; what was changed, in words."""
-    from dhp.data.sample.template_check import find_answer_end
-    from dhp.models.pretrained import load_tokenizer, read_model_config
-
-    try:
-        tokenizer = load_tokenizer(str(out_dir), "")
-    except ModelError:  # a model without one, whose user brings another
-        return ""
-    end = find_answer_end(tokenizer) if tokenizer.chat_template else None
-    file = out_dir / "generation_config.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    named = known.get("eos_token_id") or read_model_config(str(out_dir)).get_text_config().eos_token_id
-    stops = [named] if isinstance(named, int) else [*(named or ())]
-    if end is None or end in stops:
-        return ""
-    file.write_text(json.dumps(known | {"eos_token_id": [*stops, end]}, indent=2) + "\n", encoding="utf-8")
-    return f"; generation_config.json has {tokenizer.decode([end])} among the tokens that stop: its answers end with it"
-
-
-def read_parts(checkpoint: Path, beside: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint's description, and its weights by name, mapped from its files or from new ones in `beside`."""
-    about = read_about(checkpoint, ("step", "parts", "settings"))
-    folders = [checkpoint / part for part in about["parts"]]
-    return about, {name: tensor for folder in folders for name, tensor in mapped_shards(folder, beside).items()}
-
-
-def adapters_in(about: Mapping[str, Any]) -> dict[str, AdapterSettings]:
-    """Adapters of the run that wrote a checkpoint, by part. Raises CheckpointError for what is none."""
-    found = about["settings"].get("lora") or {}
-    try:
-        return {part: AdapterSettings(**(own | {"targets": tuple(own["targets"])})) for part, own in found.items()}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the checkpoint's lora is not what a run writes: {error!r}") from error
 
 
 class KeptCheckpoints:

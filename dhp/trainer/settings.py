@@ -26,7 +26,7 @@ from dhp.data.remote.places import Place, find_place, remote_of
 from dhp.data.remote.remote_files import RemoteFile
 from dhp.data.sample.chat import read_template
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
-from dhp.models.pretrained import WEIGHT_ENDINGS
+from dhp.models.pretrained import weight_files
 from dhp.plan.run_plan import RunPlan, stage_choices, world
 from dhp.plan.trainable import PROJECTOR, adapters_of, part_names
 
@@ -245,8 +245,7 @@ def held_files(config: Config) -> dict[str, str]:
     found = {}
     model = Path(model_name(config))
     if model.is_dir():
-        weights = sorted(file for file in model.iterdir() if file.name.endswith(WEIGHT_ENDINGS) and file.is_file())
-        found[f"{CONTENTS} {DECODER}.model_name"] = fingerprint(weights)
+        found[f"{CONTENTS} {DECODER}.model_name"] = fingerprint(weight_files(model))
     for name in read_datasets(config.data):
         place = find_place(config.data.data_registry[name].annotation_path, remote_of(config.data))
         found[f"{CONTENTS} data.data_registry.{name}.annotation_path"] = _contents(place)

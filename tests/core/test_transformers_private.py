@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
 )
 
 from dhp.core import transformers_private
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 def test_they_stand_in_one_file() -> None:
     names = (
         r"_model_mapping|_extra_content|_internal\b|_expand_parallel_plan|\b_tp_plan|_tied_weights_keys|_encode_plus"
+        "|_keys_to_ignore"
     )
     found = [str(f.relative_to(ROOT)) for f in (ROOT / "dhp").rglob("*.py") if re.search(names, f.read_text())]
     assert found == ["dhp/core/transformers_private.py"]
@@ -64,6 +66,19 @@ def test_a_plan_is_expanded_and_replaced(model: Qwen2ForCausalLM) -> None:
 def test_weights_that_are_one(model: Qwen2ForCausalLM) -> None:
     assert "lm_head.weight" in dict(transformers_private.ties_of(model))
     assert getattr(type(model), transformers_private.TIED_KEYS) is not None
+
+
+def test_patterns_of_keys_that_a_class_does_not_load() -> None:
+    assert transformers_private.ignored_patterns(Qwen3_5ForConditionalGeneration) == ["^mtp.*"]
+    assert transformers_private.ignored_patterns(Qwen2ForCausalLM) == []
+
+
+def test_weights_that_files_lack(model: Qwen2ForCausalLM) -> None:
+    assert transformers_private.unsaved_names(model) == set()
+    model._keys_to_ignore_on_save = {"model.norm.weight"}
+    model.tie_weights()
+    assert transformers_private.unsaved_names(model) == {"model.norm.weight"}
+    model._keys_to_ignore_on_save = set()
 
 
 def test_a_tokenizer_that_changes_its_call_is_known() -> None:

@@ -43,6 +43,7 @@ from dhp.core.errors import ModelError
 from dhp.core.torch_private import persistent_buffers
 from dhp.doctor.diagnose import examine
 from dhp.models import config_file
+from dhp.models import export as export_module
 from dhp.models.compose import add_image_token, compose, written_with_images
 from dhp.models.config_file import change_positions, flat_rope, read_config, write_config
 from dhp.models.export import save_whole
@@ -99,10 +100,7 @@ def test_what_is_written_otherwise_is_an_error(
     reason: str,
 ) -> None:
     weights = tied(tmp_path / "model")
-    kind = model_class(str(tmp_path / "model"))
-    whole = kind.save_pretrained
-    changed = lambda model, folder: whole(model, folder, state_dict=change(model.state_dict()))
-    monkeypatch.setattr(kind, "save_pretrained", changed)
+    monkeypatch.setattr(export_module, "in_file_form", lambda model, state: change(state))
     with pytest.raises(ModelError, match=f"would be another model .*{reason}"):
         save_whole(tmp_path / "model", weights, tmp_path / "out")
 

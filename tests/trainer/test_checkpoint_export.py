@@ -18,7 +18,7 @@ from dhp.models.pretrained import load_image_processor
 from dhp.models.processor_files import find_frame_size
 from dhp.observe.metrics import AnswerMetrics
 from dhp.tiny.tiny_model import make_family
-from dhp.trainer.saving import _write_pictures, _write_stops, picture_settings
+from dhp.trainer.export_run import _write_pictures, _write_stops, picture_settings
 from tests.helpers.runs import ONE_ACTOR_EACH, Outcome, tiny, train
 
 OTHER = "<|vision_pad|>"  # in the place of the tokenizer's eos
