@@ -8,7 +8,7 @@ from dhp.checkpoint.folder import find_checkpoint, read_about
 from dhp.cli.common import PLUGIN, add_plugins, make_parser
 from dhp.core.errors import ConfigError
 from dhp.models.base_files import BASE, FORMATS
-from dhp.trainer.export_run import adapters_in, export_whole, picture_settings, read_parts
+from dhp.trainer.export_run import adapters_in, export_whole, master_reader, picture_settings, read_parts
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,7 +50,9 @@ def main(arguments: Sequence[str]) -> int:
     base = given.base or about["model_name"]
     with TemporaryDirectory() as beside:
         _, weights = read_parts(checkpoint, Path(beside))
-        count = save_adapter(base, weights, adapters, given.out_dir)
+        exact = master_reader([checkpoint / part for part in about["parts"]], weights)  # for a run that begins with it
+        masters = {name: one for name in weights if (one := exact(name)) is not None}
+        count = save_adapter(base, weights | masters, adapters, given.out_dir)
     print(f"{given.out_dir}: an adapter of {count} tensors of step {about['step']}, beside {base}")
     if asked := picture_settings(about):
         words = ", ".join(f"data.{key}={value}" for key, value in asked.items())

@@ -31,6 +31,11 @@ class LoraConfig:
     dora: bool = False
     """true: train the norms of the matrices' rows too (DoRA). With tensor=1 and zero_stage=0."""
 
+    begin_from: Optional[str] = None
+    """A directory of adapters, of another run (`python -m dhp export RUN DIR --adapter`) or of peft's, whose values
+    they begin with; the optimizer is new. Rank, alpha, targets and model are those of the directory, or it is refused.
+    A run that is resumed goes on from its checkpoint. Null: they begin as no change of the model."""
+
     rslora: bool = key(False, advanced=True)
     """true: alpha / √rank in the place of alpha / rank (rank-stabilized LoRA)."""
 

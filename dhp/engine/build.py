@@ -17,6 +17,7 @@ from dhp.checkpoint.shard_writer import NAMES
 from dhp.core.parameters import ADAFACTOR, EXACT_STATES, FORMS, MUON, ParameterGroup
 from dhp.core.reports import KernelUse
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
+from dhp.models.begin_adapters import weight_reader
 from dhp.models.decoder import Decoder
 from dhp.models.empty import stored_dtype
 from dhp.models.family import Family
@@ -56,7 +57,9 @@ def put_adapters(model: nn.Module, part: Part, settings: StageSettings, mesh: De
     asked = settings.adapters
     if asked is None:
         return
-    add_adapters(model, find_targets(model, part, asked), asked, settings.config.seed)
+    folder = settings.part.lora.begin_from if settings.resume_from is None else None  # a checkpoint has its own
+    begin = None if folder is None else weight_reader(Path(folder))
+    add_adapters(model, find_targets(model, part, asked), asked, settings.config.seed, begin)
     if settings.spec.degrees.tensor > 1:
         cut_adapters(adapted_modules(model), mesh["tensor"])
 

@@ -22,6 +22,7 @@ from transformers.utils import CONFIG_NAME, logging
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import AdapterSettings, is_adapter, is_inside, plain_name
 from dhp.core.transformers_private import expand_plan
+from dhp.models.begin_adapters import check_begin
 from dhp.models.family import VISION, Family
 from dhp.models.load import ReadPlan, drop_modules, drop_parameters, load_part, model_class, without_dropped
 from dhp.models.lora import add_adapters, check_targets, find_targets
@@ -96,11 +97,15 @@ def list_parameters(source: str, family: Family, adapters: Adapters = MappingPro
     return tuple(found)
 
 
-def check_adapters(source: str, family: Family, adapters: Adapters) -> None:
-    """Raises ConfigError for adapters of modules that the model does not have, or that cannot have one."""
+def check_adapters(
+    source: str, family: Family, adapters: Adapters, begin: Mapping[str, str] = MappingProxyType({}), named: str = ""
+) -> None:
+    """Raises ConfigError for adapters of modules that the model does not have, or that cannot have one, and for those
+    that parts `begin` from, directories by part, where they are others. named: the model, in the configuration."""
     model = _without_weights(source, ())
     for name, asked in adapters.items():
         check_targets(model, family.parts[name], f"{name}.lora", asked)
+    check_begin(model, family.parts, adapters, begin, named)
 
 
 def adapt(model: nn.Module, family: Family, adapters: Adapters, device: str = "meta") -> None:

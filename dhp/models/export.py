@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from dhp.core.errors import ConfigError, ModelError
-from dhp.core.parameters import ADAPTER, AdapterSettings, is_adapter, plain_name
+from dhp.core.parameters import AdapterSettings, is_adapter, plain_name
 from dhp.core.torch_private import persistent_buffers
 from dhp.models.base_files import (
     BASE,
@@ -35,6 +35,7 @@ from dhp.models.base_files import (
     write_files,
     write_record,
 )
+from dhp.models.begin_adapters import FILE, PREFIX, saved_name
 from dhp.models.config_file import read_config, set_dtype, set_text, write_config
 from dhp.models.family import Family
 from dhp.models.file_keys import in_file_form, loaded_names, weights_to_save
@@ -193,7 +194,6 @@ def _copy_beside(files: Sequence[Path], out_dir: Path) -> None:
 
 
 Adapters = Mapping[str, AdapterSettings]  # by part
-FILE, PREFIX = "adapter_model.safetensors", "base_model.model."  # file of peft's; the prefix of names in it
 
 
 def merge(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters) -> dict[str, Tensor]:
@@ -234,7 +234,7 @@ def save_adapter(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapte
     config = _peft_config(model_dir, targets, adapters, list(whole))
     trained = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
     kept = trained | {name: tensor for own in whole.values() for name, tensor in own.items()}
-    named = {_peft_name(name): tensor.contiguous() for name, tensor in kept.items()}
+    named = {saved_name(plain_name(name)): tensor.contiguous() for name, tensor in kept.items()}
     _check_read(model, config, named, trained)
     out_dir.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(out_dir))
@@ -313,7 +313,7 @@ def _check_read(
     except ValueError as error:
         raise ModelError(_tell_other(model, str(error))) from error
     read = {name.removeprefix(PREFIX): p for name, p in by_peft.named_parameters() if is_adapter(name)}
-    other = [n for n, tensor in trained.items() if n not in read or not torch.equal(read[n].to(tensor), tensor)]
+    other = [n for n, tensor in trained.items() if n not in read or not torch.equal(read[n], tensor.to(read[n]))]
     other += [name for name in read if name not in trained]
     if other:
         raise ModelError(_tell_other(model, f"{plain_name(other[0])} would be another"))
@@ -353,10 +353,3 @@ def _fill(model: nn.Module, weights: Mapping[str, Tensor], model_dir: str) -> No
     with torch.no_grad():
         for name, tensor in weights.items():
             held[name].copy_(tensor)
-
-
-def _peft_name(name: str) -> str:
-    name = plain_name(name)
-    for piece in ("lora_A", "lora_B"):
-        name = name.replace(f".{piece}.{ADAPTER}.weight", f".{piece}.weight")
-    return PREFIX + name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")

@@ -1,7 +1,7 @@
 """Adds peft's adapters to a part, alike in every layout."""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dhp.core.draws import TokenKeys, column_bits, current_keys, draw_dropped, draw_key
 from dhp.core.errors import ConfigError
-from dhp.core.parameters import ADAPTER, AdapterSettings, is_inside
+from dhp.core.parameters import ADAPTER, AdapterSettings, is_adapter, is_inside
 from dhp.core.text import did_you_mean, nearest
 from dhp.models.pretrained import name_accelerator
 from dhp.models.types import Part
@@ -113,8 +113,16 @@ def check_targets(model: nn.Module, part: Part, key: str, asked: AdapterSettings
         raise ConfigError(f"{key}.targets: {selector.said} is no matrix of this part{hint}. There are {known}")
 
 
-def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSettings, seed: int) -> None:
-    """Add adapters to the modules of these names. Which other parameters are trained stays as it was."""
+def add_adapters(
+    model: nn.Module,
+    targets: Sequence[str],
+    asked: AdapterSettings,
+    seed: int,
+    begin: Callable[[str], Tensor] | None = None,
+) -> None:
+    """Add adapters to the modules of these names. Which other parameters are trained stays as it was.
+
+    begin: what a weight of theirs of that name begins with; None: as without adapters."""
     if not targets:
         return
     name_accelerator()
@@ -138,10 +146,14 @@ def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSetting
         if asked.dropout and name in adapted:
             layer.lora_dropout[ADAPTER] = TokenDropout(asked.dropout, name)
         with torch.no_grad():
-            for own in ("lora_A", "lora_B"):
-                weight = getattr(layer, own)[ADAPTER].weight
-                if not weight.is_meta:
-                    weight.copy_(first_values(f"{name}.{own}", weight.shape, seed))
+            for own, weight in layer.named_parameters(prefix=name):
+                piece = own.removesuffix(f".{ADAPTER}.weight")
+                if weight.is_meta or not is_adapter(own) or name not in adapted:
+                    continue
+                if begin is not None:
+                    weight.copy_(begin(own))
+                elif piece.endswith(("lora_A", "lora_B")):
+                    weight.copy_(first_values(piece, weight.shape, seed))
 
 
 def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
@@ -151,6 +163,13 @@ def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
     bound = shape[1] ** -0.5
     values = torch.empty(tuple(shape), dtype=torch.float64).uniform_(-bound, bound, generator=generator)
     return values * FIRST_OUT if name.endswith("lora_B") else values
+
+
+def pattern_value(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+    """What peft's rank_pattern or alpha_pattern says for a module; `otherwise` where it says nothing."""
+    from peft.utils.other import get_pattern_key
+
+    return patterns.get(get_pattern_key(list(patterns), name), otherwise)
 
 
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -34,6 +34,12 @@ def adapters_of(config: Config) -> dict[str, AdapterSettings]:
     }
 
 
+def begins_of(config: Config) -> dict[str, str]:
+    """The directories of adapters that parts with adapters begin from."""
+    folders = {name: part.lora.begin_from for name, part in parts(config).items() if part.lora.rank}
+    return {name: folder for name, folder in folders.items() if folder is not None}
+
+
 def training_rules(training: TrainingConfig, family: Family, adapted: Collection[str] = ()) -> TrainingRules:
     """The rules of a configuration for a model. family: the model's, with the parts of the run. adapted: parts that
     have adapters."""

@@ -30,7 +30,7 @@ def export_whole(
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as beside:
         about, weights = read_parts(checkpoint, Path(beside))
-        adapters, exact = adapters_in(about), _master_reader([checkpoint / part for part in about["parts"]], weights)
+        adapters, exact = adapters_in(about), master_reader([checkpoint / part for part in about["parts"]], weights)
         source = f"of step {about['step']}, from {checkpoint}"
         base = base or str(about.get("model_name"))
         if adapters:
@@ -64,7 +64,7 @@ def _find_base(base: str, about: Mapping[str, Any]) -> tuple[Path | None, str]:
     return folder, ""
 
 
-def _master_reader(folders: Sequence[Path], weights: Mapping[str, Any]) -> Callable[[str], Any]:
+def master_reader(folders: Sequence[Path], weights: Mapping[str, Any]) -> Callable[[str], Any]:
     """A function that returns the master weight of which a checkpoint's weight of that name is the rounding, or None.
     folders: of its parts."""
     from dhp.parallel.optim.base import saved_master

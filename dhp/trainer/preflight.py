@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dhp.checkpoint.folder import step_folders
-from dhp.checkpoint.resume import AUTO
+from dhp.checkpoint.resume import AUTO, NEVER
 from dhp.cluster.address import SUBMITTED
 from dhp.config.layout import resolve_part
 from dhp.config.parts import HEARING, model_name, parts
@@ -85,6 +85,12 @@ def prepare(
         _look_at_samples(config, family, say, end)
         _look_at_videos(config, family, say)
     return config
+
+
+def _resumes(config: Config) -> bool:
+    """Whether the run goes on from a checkpoint."""
+    resume, checkpoints = config.training.resume, Path(str(config.training.checkpoint_dir))
+    return bool(step_folders(checkpoints)) if resume == AUTO else resume != NEVER
 
 
 def _look_at_folders(config: Config, say: Callable[[str], None]) -> None:
@@ -181,6 +187,8 @@ def _fix_paths(config: Config) -> None:
     for part in parts(config).values():
         if Path(part.model_name).is_dir():
             part.model_name = str(Path(part.model_name).absolute())
+        if part.lora.begin_from is not None:
+            part.lora.begin_from = str(Path(part.lora.begin_from).absolute())
     if config.data.chat_template is not None:
         config.data.chat_template = str(Path(config.data.chat_template).absolute())
     if config.data.cache_features is not None:
@@ -234,7 +242,7 @@ def _check_model(config: Config, saves: bool, say: Callable[[str], None]) -> tup
     for name, part in parts(config).items():
         check_plan(name, part, source, family)
     plan = plan_run(config, source)
-    _check_rules(plan)
+    _check_rules(plan, begins=saves and not _resumes(config))
     trains = {name: any(stage.trains for stage in plan.graph.of_part(name)) for name in parts(config)}
     config, more = take_no_states(config, trains)
     if more:
@@ -253,16 +261,18 @@ def _check_model(config: Config, saves: bool, say: Callable[[str], None]) -> tup
     return config, family
 
 
-def _check_rules(plan: RunPlan) -> None:
-    """Raises ConfigError for rules of training that match nothing in the model, or leave nothing to train."""
-    from dhp.plan.trainable import check_rules, part_names
+def _check_rules(plan: RunPlan, begins: bool) -> None:
+    """Raises ConfigError for rules of training that match nothing in the model, or leave nothing to train. begins:
+    whether the run may begin from adapters, and not from a checkpoint."""
+    from dhp.plan.trainable import begins_of, check_rules, part_names
 
     if plan.adapters:
         from dhp.models.empty import check_adapters
         from dhp.models.quantized import check_quantized
         from dhp.plan.count.traced import check_draws
 
-        check_adapters(plan.source, plan.family, plan.adapters)
+        begin = begins_of(plan.config) if begins else {}
+        check_adapters(plan.source, plan.family, plan.adapters, begin, model_name(plan.config))
         check_quantized(plan.family, plan.adapters)
         for name, asked in plan.adapters.items():
             check_draws(plan.source, plan.family, name, asked)

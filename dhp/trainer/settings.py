@@ -28,7 +28,7 @@ from dhp.data.sample.chat import read_template
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
 from dhp.models.pretrained import weight_files
 from dhp.plan.run_plan import RunPlan, stage_choices, world
-from dhp.plan.trainable import PROJECTOR, adapters_of, part_names
+from dhp.plan.trainable import PROJECTOR, adapters_of, begins_of, part_names
 
 FULLEST_FIRST = "the fullest steps come first (data.fullest_first)"  # said at the beginning, where it is so
 
@@ -131,7 +131,10 @@ def needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str,
     near = {key: path for key, path in (files | folders).items() if not is_remote(path) and "{" not in path}
     kept = {} if config.data.cache_features is None else {"data.cache_features": config.data.cache_features}
     of_encoders = dict.fromkeys(encoders(config), of_ranks | kept)
-    return dict.fromkeys(parts(config), of_ranks) | of_encoders | {"data": shared | near | kept}
+    of_parts = dict.fromkeys(parts(config), of_ranks) | of_encoders
+    for name, folder in begins_of(config).items() if checkpoint is None else ():
+        of_parts[name] = of_parts[name] | {f"{name}.lora.begin_from": folder}
+    return of_parts | {"data": shared | near | kept}
 
 
 def resume_line(config: Config, newest: Path | None) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2MLP
 
 from dhp.cluster.placement import nodes as cluster_nodes
@@ -20,6 +20,10 @@ from dhp.config.layout import DEGREES, GIVEN
 from dhp.config.schema import Config
 from dhp.core.batch import PositionRange
 from dhp.core.errors import ConfigError, DataError, DhpError, ModelError
+from dhp.core.parameters import AdapterSettings, is_adapter
+from dhp.models.empty import adapt
+from dhp.models.export import save_adapter
+from dhp.models.registry import load_family
 from dhp.plan.bench.machine import Machine
 from dhp.plan.count.rates import Channel, Rates
 from dhp.plan.model_checks import check_row_length
@@ -28,11 +32,12 @@ from dhp.trainer import planned_layout
 from dhp.trainer.curriculum import _checked_stages
 from dhp.trainer.planned_layout import with_layout
 from dhp.trainer.preflight import prepare
+from dhp.trainer.settings import needed_paths
 from tests.helpers.runs import tiny, train
 
 
-def check(assets: Path, *overrides: str) -> None:
-    prepare(compose_config("tiny", overrides=[f"tiny_assets={assets}", *overrides]))
+def check(assets: Path, *overrides: str) -> Config:
+    return prepare(compose_config("tiny", overrides=[f"tiny_assets={assets}", *overrides]))
 
 
 def test_the_embedded_default_passes(tiny_assets: Path, tmp_path: Path) -> None:
@@ -243,6 +248,23 @@ def test_dropout_that_could_not_be_drawn_by_token_is_refused(
     check(tiny_assets, *asked)
     monkeypatch.setattr(Qwen2MLP, "forward", lambda self, states: self.down_proj(torch.cat([self.up_proj(states)] * 2)))
     with pytest.raises(ConfigError, match=r"text\.lora\.dropout=0\.1 of .*down_proj: it is given 24 rows"):
+        check(tiny_assets, *asked)
+
+
+def test_adapters_to_begin_with_are_compared_unless_a_checkpoint_has_others(tiny_assets: Path, tmp_path: Path) -> None:
+    model = str(tiny_assets / "model")
+    own = {"text": AdapterSettings(2, 4.0)}
+    beside = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    adapt(beside, load_family(model), own, "cpu")
+    save_adapter(model, {n: p.detach() for n, p in beside.named_parameters() if is_adapter(n)}, own, tmp_path / "a")
+    asked = [f"run_dir={tmp_path / 'run'}", f"text.lora.begin_from={tmp_path / 'a'}"]
+    config = check(tiny_assets, *asked, "text.lora.rank=2")
+    assert needed_paths(config, None)["text"]["text.lora.begin_from"] == str(tmp_path / "a")
+    assert "text.lora.begin_from" not in needed_paths(config, tmp_path)["text"] | needed_paths(config, None)["vision"]
+    with pytest.raises(ConfigError, match="text.lora.rank=3, and the adapter of .* has 2"):
+        check(tiny_assets, *asked, "text.lora.rank=3")
+    check(tiny_assets, *asked, "text.lora.rank=3", f"training.resume={tmp_path / 'other'}")
+    with pytest.raises(ConfigError, match="text.lora has settings, but text.lora.rank=0"):
         check(tiny_assets, *asked)
 
 
