@@ -11,7 +11,7 @@ from dhp.config.ranges import SEQUENTIAL, require, require_choice
 from dhp.config.schema import Config, PartConfig
 from dhp.config.vocabulary import shown_value
 from dhp.core.errors import ConfigError
-from dhp.core.parameters import ADAMW, BFLOAT16, EXACT_STATES, FORMS, MUON, OPTIMIZERS
+from dhp.core.parameters import ADAMW, BFLOAT16, EXACT_STATES, FORMS, MUON, OPTIMIZERS, names_experts
 from dhp.core.text import did_you_mean, nearest
 
 
@@ -148,6 +148,15 @@ PART_RULES: tuple[Rule, ...] = (
     Rule("{name}.lora.quantization {name}.dtype", lambda p: p.lora.quantization is not None and p.dtype == "float64",
          ": there is no way back from four bits to float64. Set {name}.dtype=bfloat16, or leave "
          "{name}.lora.quantization out."),
+    *goes_with(
+        "lora.targets", lambda p: any(map(names_experts, p.lora.targets)), "name no experts in {name}.lora.targets",
+        ("tensor", 1, "an actor has a slice of each expert's matrices, of which their adapters would have to be cut"),
+        ("expert", 1, "an actor has some of the experts, of which their adapters would have to be taken"),
+        ("zero_stage", 0, "adapters of experts are added to weights inside a layer, where ZeRO takes them away"),
+        ("compile", False, "adapters of experts are added to weights in each call, by code that is not compiled"),
+        ("lora.dropout", 0.0, "adapters of experts are added to weights: of no states could some be left out"),
+        ("lora.dora", False, "peft's adapters of experts train no norms"),
+    ),
     Rule("{name}.lora.dora {name}.tensor {name}.zero_stage", lambda p: p.lora.dora and (p.tensor > 1 or p.zero_stage),
          ": it takes the norms of whole rows of a matrix, of which each actor has a part. Set {name}.tensor=1 and "
          "{name}.zero_stage=0, or {name}.lora.dora=false."),

@@ -25,7 +25,8 @@ class LoraConfig:
     """Share of what enters an adapter that is left out: others in each step, the same ones in every layout."""
 
     targets: list[str] = field(default_factory=list)
-    """Matrices that get one, by patterns as in training.trainable: q_proj or "layers.1?". Empty: all linear ones of the
+    """Matrices that get one, by patterns as in training.trainable: q_proj or "layers.1?". Those of experts by patterns
+    with that piece, as experts.down_proj, with replicas, sequence ranks and stages alone. Empty: all linear ones of the
     part's layers, without routers of experts."""
 
     dora: bool = False

@@ -12,6 +12,7 @@ from dhp.core.errors import ConfigError
 Number = TypeVar("Number", int, float)
 PERSISTENT_ELEMENTS = 100_000  # ZeRO's stage 3 leaves parameters up to this size whole: biases, norms
 _ADAPTERS = {"lora_A", "lora_B", "lora_magnitude_vector"}  # pieces of the names that peft gives adapters' parameters
+EXPERTS = "experts"  # the module that has all experts of a layer as matrices of three axes
 _BASE = "base_layer"  # and of the names of the weights that they adapt
 
 
@@ -120,6 +121,11 @@ ALL = TrainingRules()  # everything is trained alike
 def is_adapter(name: str) -> bool:
     """Whether the parameter of that name is an adapter's."""
     return not _ADAPTERS.isdisjoint(name.split("."))
+
+
+def names_experts(pattern: str) -> bool:
+    """Whether a pattern of lora.targets may select matrices of experts: it has their module's name as a piece."""
+    return EXPERTS in re.split(r"[.*]", pattern)
 
 
 def plain_name(name: str) -> str:

@@ -1,19 +1,20 @@
 """Adapters in peft's files that a run begins with."""
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dhp.core.errors import ConfigError
 from dhp.core.files import fingerprint
-from dhp.core.parameters import ADAPTER, AdapterSettings, is_inside
+from dhp.core.parameters import ADAPTER, AdapterSettings, is_adapter, is_inside, plain_name
 from dhp.models.base_files import find_directory
-from dhp.models.lora import find_targets, pattern_value
+from dhp.models.lora import adapted_modules, add_adapters, find_targets, pattern_value, target_of
 from dhp.models.pretrained import weight_files
 from dhp.models.types import Part
 
@@ -43,7 +44,8 @@ class SavedAdapters:
 
 
 def saved_name(name: str) -> str:
-    """The name of an adapter's weight in peft's file."""
+    """The name of an adapter's weight, or of one trained beside it, in peft's file."""
+    name = name if is_adapter(name) else plain_name(name)
     for piece in ("lora_A", "lora_B"):
         name = name.replace(f".{piece}.{ADAPTER}.weight", f".{piece}.weight")
     return PREFIX + name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
@@ -82,7 +84,7 @@ def check_begin(
     model_name: str,
 ) -> None:  # fmt: skip
     """Compare adapters that parts begin with, directories by part, with those that the configuration asks for. model:
-    whole, on any device. Raises ConfigError with both values."""
+    whole, gets adapters without values. Raises ConfigError with both values."""
     for part, folder in begin.items():
         key = f"{part}.lora.begin_from"
         saved = read_adapters(Path(folder), key)
@@ -97,14 +99,16 @@ def check_begin(
                 f"set begin_from={folder} and the same rank in the lora section of the part that has it, or they "
                 "would be lost"
             )
-        wanted = find_targets(model, parts[part], adapters[part])
+        with torch.device("meta"):
+            add_adapters(model, find_targets(model, parts[part], adapters[part]), adapters[part], seed=0)
+        wanted = {name: it for name, it in adapted_modules(model) if is_inside(name, parts[part].modules)}
         if set(wanted) != set(of_part):
             targets = f"{part}.lora.targets"
             raise ConfigError(
                 f"{targets}={list(adapters[part].targets)} selects {len(wanted)} matrices, and {key}={folder} has "
                 f"adapters of {len(of_part)}: {_difference(wanted, of_part)}. Set {targets} to those"
             )
-        _check_sizes(saved, of_part, adapters[part], part)
+        _check_sizes(saved, wanted, adapters[part], part)
 
 
 def _check_base(saved: SavedAdapters, key: str, model_name: str) -> None:
@@ -123,12 +127,12 @@ def _check_base(saved: SavedAdapters, key: str, model_name: str) -> None:
     )
 
 
-def _check_sizes(saved: SavedAdapters, modules: Collection[str], asked: AdapterSettings, part: str) -> None:
+def _check_sizes(saved: SavedAdapters, layers: Mapping[str, Any], asked: AdapterSettings, part: str) -> None:
     settings, key = saved.settings, f"{part}.lora"
     alphas = settings.get("alpha_pattern") or {}
-    for name in modules:
-        rank = saved.shapes[f"{name}.lora_A.{ADAPTER}.weight"][0]
-        alpha = float(pattern_value(alphas, name, settings.get("lora_alpha", 8)))
+    for name, layer in layers.items():
+        rank = saved.shapes[f"{name}.lora_A.{ADAPTER}.weight"][0] // getattr(layer, "num_experts", 1)
+        alpha = float(pattern_value(alphas, target_of(name, layer), settings.get("lora_alpha", 8)))
         pairs = {"rank": (asked.rank, rank), "alpha": (asked.alpha, alpha)}
         pairs |= {"dora": (asked.dora, bool(settings.get("use_dora")))}
         pairs |= {"rslora": (asked.rslora, bool(settings.get("use_rslora")))}
@@ -158,7 +162,7 @@ def _name_here(name: str) -> str:
     return name.replace(".lora_magnitude_vector", f".lora_magnitude_vector.{ADAPTER}.weight")
 
 
-def _difference(wanted: Sequence[str], there: Sequence[str]) -> str:
+def _difference(wanted: Collection[str], there: Collection[str]) -> str:
     lacking, more = set(wanted) - set(there), set(there) - set(wanted)
     words = [f"it lacks {min(lacking)}"] if lacking else []
     return " and ".join(words + ([f"it has {min(more)}"] if more else []))

@@ -40,7 +40,7 @@ from dhp.models.config_file import read_config, set_dtype, set_text, write_confi
 from dhp.models.family import Family
 from dhp.models.file_keys import in_file_form, loaded_names, weights_to_save
 from dhp.models.load import model_class
-from dhp.models.lora import adapted_modules, add_adapters, find_targets
+from dhp.models.lora import adapted_modules, add_adapters, find_targets, split_targets
 from dhp.models.pretrained import auxiliary_files, name_accelerator
 from dhp.models.registry import load_family
 
@@ -234,7 +234,7 @@ def save_adapter(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapte
     config = _peft_config(model_dir, targets, adapters, list(whole))
     trained = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
     kept = trained | {name: tensor for own in whole.values() for name, tensor in own.items()}
-    named = {saved_name(plain_name(name)): tensor.contiguous() for name, tensor in kept.items()}
+    named = {saved_name(name): tensor.contiguous() for name, tensor in kept.items()}
     _check_read(model, config, named, trained)
     out_dir.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(out_dir))
@@ -272,7 +272,7 @@ def _peft_config(
         lora_dropout=own.dropout,
         use_dora=own.dora,
         use_rslora=own.rslora,
-        target_modules=list(every),
+        **split_targets(list(every)),
         rank_pattern={name: adapters[part].rank for name, part in every.items() if part != last},
         alpha_pattern={name: adapters[part].alpha for name, part in every.items() if part != last},
         modules_to_save=whole or None,

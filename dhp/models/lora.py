@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dhp.core.draws import TokenKeys, column_bits, current_keys, draw_dropped, draw_key
 from dhp.core.errors import ConfigError
-from dhp.core.parameters import ADAPTER, AdapterSettings, is_adapter, is_inside
+from dhp.core.parameters import ADAPTER, EXPERTS, AdapterSettings, is_inside, names_experts, plain_name
 from dhp.core.text import did_you_mean, nearest
 from dhp.models.pretrained import name_accelerator
 from dhp.models.types import Part
@@ -73,13 +73,16 @@ FIRST_OUT = 0.0  # initial values of B, relative to those of A: the first output
 
 
 def find_targets(model: nn.Module, part: Part, asked: AdapterSettings) -> tuple[str, ...]:
-    """Names of the part's modules that get an adapter, of those that this model holds, in its order. Modules that the
-    part's outputs do not depend on get none."""
+    """Names of the part's modules that get an adapter, of those that this model holds, in its order, and behind them of
+    the matrices of experts, where targets name these. What the part's outputs do not depend on gets none."""
     unused, chosen = _unused(model, part), asked.selectors()
     linear = [name for name in _linear_modules(model, part) if name not in unused]
+    experts = [name for name in _expert_matrices(model, part) if name not in unused]
     if not chosen:
         return tuple(name for name in linear if is_inside(name, [part.layers.path]) and not is_router(name))
-    return tuple(name for name in linear if any(selector.fits(f"{name}.weight") for selector in chosen))
+    found = [name for name in linear if any(selector.fits(f"{name}.weight") for selector in chosen)]
+    named = [selector for selector in chosen if names_experts(selector.said)]
+    return (*found, *(name for name in experts if any(selector.fits(name) for selector in named)))
 
 
 def check_targets(model: nn.Module, part: Part, key: str, asked: AdapterSettings) -> None:
@@ -90,6 +93,8 @@ def check_targets(model: nn.Module, part: Part, key: str, asked: AdapterSettings
     linear, unused = list(_linear_modules(model, part)), _unused(model, part)
     for selector in asked.selectors():
         fitting = [name for name in linear if selector.fits(f"{name}.weight")]
+        if names_experts(selector.said):
+            fitting += [name for name in _expert_matrices(model, part) if selector.fits(name)]
         if fitting and unused.issuperset(fitting):
             raise ConfigError(
                 f"{key}.targets: {selector.said} selects {fitting[0]}, on which nothing depends that leaves this part: "
@@ -104,8 +109,8 @@ def check_targets(model: nn.Module, part: Part, key: str, asked: AdapterSettings
             kind = type(model.get_submodule(owner)).__name__
             raise ConfigError(
                 f"{key}.targets: {selector.said} selects {owner}, of the kind {kind}: adapters stand beside "
-                "linear layers alone, not beside heads, embeddings, convolutions, norms, or experts that are one "
-                "matrix. Leave it out, or train it whole by training.trainable"
+                "linear layers alone, not beside heads, embeddings, convolutions or norms; those of experts are named "
+                "as experts.down_proj. Leave it out, or train it whole by training.trainable"
             )
         pieces = dict.fromkeys(piece for name in linear for piece in name.split(".") if not piece.isdigit())
         hint = did_you_mean([nearest(selector.said.strip("*."), pieces)])
@@ -133,7 +138,7 @@ def add_adapters(
         r=asked.rank,
         lora_alpha=asked.alpha,
         lora_dropout=asked.dropout,
-        target_modules=list(targets),
+        **split_targets(targets),
         use_rslora=asked.rslora,
         use_dora=asked.dora,
         bias="none",
@@ -143,13 +148,15 @@ def add_adapters(
         parameter.requires_grad_(trained.get(id(parameter), True))
     adapted = set(targets)
     for name, layer in adapted_modules(model):
-        if asked.dropout and name in adapted:
+        if target_of(name, layer) not in adapted:
+            continue
+        if asked.dropout:
             layer.lora_dropout[ADAPTER] = TokenDropout(asked.dropout, name)
         with torch.no_grad():
             for own, weight in layer.named_parameters(prefix=name):
                 piece = own.removesuffix(f".{ADAPTER}.weight")
-                if weight.is_meta or not is_adapter(own) or name not in adapted:
-                    continue
+                if weight.is_meta or not own.startswith(f"{name}.lora_"):
+                    continue  # or it is of a layer inside, which comes by itself
                 if begin is not None:
                     weight.copy_(begin(own))
                 elif piece.endswith(("lora_A", "lora_B")):
@@ -163,6 +170,18 @@ def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
     bound = shape[1] ** -0.5
     values = torch.empty(tuple(shape), dtype=torch.float64).uniform_(-bound, bound, generator=generator)
     return values * FIRST_OUT if name.endswith("lora_B") else values
+
+
+def split_targets(targets: Sequence[str]) -> dict[str, list[str] | None]:
+    """peft's settings for such targets: modules, and parameters in modules of experts."""
+    modules = [name for name in targets if not _is_expert_matrix(name)]
+    return {"target_modules": modules, "target_parameters": [name for name in targets if name not in modules] or None}
+
+
+def target_of(name: str, layer: Any) -> str:
+    """The target that peft put the layer of that name in the place of: a module, or its parameter."""
+    parameter = getattr(layer, "parameter_name", None)
+    return name if parameter is None else f"{plain_name(name)}.{parameter}"
 
 
 def pattern_value(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
@@ -207,6 +226,16 @@ def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:
             yield name
 
 
+def _expert_matrices(model: nn.Module, part: Part) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 3 and is_inside(name, part.modules) and _is_expert_matrix(name):
+            yield name
+
+
+def _is_expert_matrix(name: str) -> bool:
+    return name.split(".")[-2:-1] == [EXPERTS]
+
+
 def is_router(name: str) -> bool:
     """Whether the module is a router, or inside one."""
     return not _ROUTERS.isdisjoint(name.split("."))
@@ -218,6 +247,7 @@ def _unused(model: nn.Module, part: Part) -> set[str]:
     model.requires_grad_(True)
     part.freeze_unused(model)
     found = {name for name in _linear_modules(model, part) if not model.get_submodule(name).weight.requires_grad}
+    found |= {name for name in _expert_matrices(model, part) if not model.get_parameter(name).requires_grad}
     for parameter, before in trained:
         parameter.requires_grad_(before)
     return found

@@ -166,3 +166,19 @@ MORE = [
 @pytest.mark.parametrize(("name", "case"), MORE, ids=str)
 def test_other_layouts(name: str, case: Case, made: dict[str, Made]) -> None:
     assert_exact(run(made[name], case))
+
+
+OF_EXPERTS = (("text", AdapterSettings(2, 3.0, targets=("experts", "q_proj"))),)
+DOWN = (("text", AdapterSettings(2, 3.0, rslora=True, targets=("experts.down_proj",))),)
+EXPERTS = [
+    ("qwen3_vl_moe", Case(ONE, Degrees(data=2), 2, lora=OF_EXPERTS, frozen=("vision", "projector"))),
+    ("qwen3_vl_moe", Case(ONE, ONE, 2, packing=True, stages=2, lora=DOWN, checkpointing=True)),
+    slow("qwen3_5_moe", Case(ONE, Degrees(data=2), 2, packing=True, lora=OF_EXPERTS, recompute="mlp")),
+    slow("qwen3_vl_moe", Case(ONE, Degrees(ulysses=2), 2, packing=True, lora=OF_EXPERTS)),
+    slow("qwen3_vl_moe", Case(ONE, Degrees(ring=2), 2, packing=True, lora=DOWN)),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), EXPERTS, ids=str)
+def test_adapters_of_experts_equal_peft_on_the_plain_model(name: str, case: Case, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], case))

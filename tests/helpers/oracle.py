@@ -185,6 +185,9 @@ def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, Adapt
         linear = [name for name in used if name.startswith(own)]
         wanted = [f"*{said}*" for said in asked.targets] or [f"{layers}.*"]
         targets = [name for name in linear if any(fnmatch(name, pattern) for pattern in wanted)]
+        of_experts = [f"*{said}*" for said in asked.targets if "experts" in said.split(".")]
+        stacked = [name for name, p in model.named_parameters() if p.ndim == 3 and "experts." in name]
+        stacked = [name for name in stacked if any(fnmatch(name, pattern) for pattern in of_experts)]
         if not asked.targets:
             routers = [f"*{of}" for of in (".gate", ".shared_expert_gate", ".router", ".router.*")]
             targets = [name for name in targets if not any(fnmatch(name, pattern) for pattern in routers)]
@@ -193,6 +196,7 @@ def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, Adapt
             lora_alpha=asked.alpha,
             lora_dropout=asked.dropout,
             target_modules=list(targets),
+            target_parameters=stacked or None,
             use_dora=asked.dora,
             use_rslora=asked.rslora,
         )

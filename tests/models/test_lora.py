@@ -21,10 +21,11 @@ from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import ADAPTER, NF4, AdapterSettings, is_adapter, plain_name
 from dhp.models import quantized
+from dhp.models.begin_adapters import check_begin, weight_reader
 from dhp.models.empty import adapt
 from dhp.models.export import merge, save_adapter, save_whole
 from dhp.models.load import drop_modules, model_class
-from dhp.models.lora import TokenDropout, adapted_modules, add_adapters, check_targets, find_targets
+from dhp.models.lora import TokenDropout, adapted_modules, add_adapters, check_targets, find_targets, target_of
 from dhp.models.quantized import check_quantized, find_quantized, quantize, require_package
 from dhp.models.registry import load_family
 from dhp.models.types import LayerParts, Part
@@ -148,12 +149,56 @@ def test_what_cannot_have_an_adapter_is_refused(made_model: str, said: str, told
         check_targets(meta(made_model), load_family(made_model).parts["text"], "text.lora", asked)
 
 
-@pytest.mark.parametrize("said", ["experts", "experts.down_proj", "mlp.gate"])
-def test_experts_that_are_one_matrix_are_refused(said: str, shapes: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("said", ["gate_up_proj", "mlp.gate"])
+def test_experts_by_another_name_and_routers_are_refused(said: str, shapes: Callable[[str], str]) -> None:
     folder = shapes("qwen3_vl_moe")
     asked = AdapterSettings(2, 4.0, targets=("q_proj", said))
-    with pytest.raises(ConfigError, match=rf"{said} selects .*, of the kind Qwen3VLMoe.*: adapters stand beside"):
+    words = rf"{said} selects .*, of the kind Qwen3VLMoe.*: adapters stand beside .* named as experts.down_proj"
+    with pytest.raises(ConfigError, match=words):
         check_targets(meta(folder), load_family(folder).parts["text"], "text.lora", asked)
+
+
+def test_matrices_of_experts_are_selected_where_their_module_is_named(shapes: Callable[[str], str]) -> None:
+    folder = shapes("glm4v_moe")
+    layers = "model.language_model.layers"
+    both = [f"{layers}.{n}.mlp.experts.{own}" for n in (1, 2) for own in ("gate_up_proj", "down_proj")]
+    found = targets(folder, "text", "experts", "v_proj")
+    assert [name for name in found if "experts" in name] == both and len(found) == 2 * 2 + 3
+    assert targets(folder, "text", "1.mlp.experts.down_proj") == (f"{layers}.1.mlp.experts.down_proj",)
+    assert not [name for name in targets(folder, "text", "down_proj", "layers.1") if ".experts." in name]
+    assert not [name for name in targets(folder, "text", "shared_experts") if ".experts." in name]
+    model, asked = meta(folder), AdapterSettings(2, 4.0, targets=("experts", "v_proj"))
+    check_targets(model, load_family(folder).parts["text"], "text.lora", asked)
+    add_adapters(model, found, asked, seed=0)
+    assert sorted(target_of(name, layer) for name, layer in adapted_modules(model)) == sorted(found)
+
+
+@pytest.mark.parametrize("said", ["experts", "experts.gate_up_proj"])
+def test_adapters_of_experts_are_merged_exported_and_begun_with(
+    said: str, qwen3_vl_moe_model: str, tmp_path: Path
+) -> None:
+    model, asked = qwen3_vl_moe_model, {"text": AdapterSettings(2, 3.0, targets=(said, "q_proj"))}
+    beside = plain(model)
+    adapt(beside, load_family(model), asked, "cpu")
+    weights = {n: torch.randn(p.shape) / 9 for n, p in beside.named_parameters() if is_adapter(n)}
+    of_experts = [name for name in weights if ".experts." in name]
+    assert len(of_experts) == 3 * 2 * (2 if said == "experts" else 1)  # layers, A and B, matrices
+    save_adapter(model, weights, asked, tmp_path / "adapter")
+    by_peft = PeftModel.from_pretrained(plain(model), tmp_path / "adapter").eval()
+    save_whole(Path(model), merge(model, weights, asked), tmp_path / "merged")
+    torch.testing.assert_close(logits(plain(tmp_path / "merged")), logits(by_peft), rtol=1e-4, atol=1e-5)
+    assert (logits(by_peft) - logits(plain(model))).abs().max() > 1e-3
+    begin = {"text": str(tmp_path / "adapter")}
+    check_begin(meta(model), load_family(model).parts, asked, begin, model)
+    again, part = plain(model), load_family(model).parts["text"]
+    read = weight_reader(tmp_path / "adapter")
+    add_adapters(again, find_targets(again, part, asked["text"]), asked["text"], seed=0, begin=read)
+    held = dict(again.named_parameters())
+    assert not [name for name, one in weights.items() if not torch.equal(held[name], one)]
+    assert torch.equal(logits(again), logits(by_peft))
+    other = {"text": AdapterSettings(4, 3.0, targets=(said, "q_proj"))}
+    with pytest.raises(ConfigError, match="rank=4, and the adapter of .* has 2"):
+        check_begin(meta(model), load_family(model).parts, other, begin, model)
 
 
 def test_peft_keeps_the_module_with_its_attributes_and_adds_to_what_it_makes() -> None:

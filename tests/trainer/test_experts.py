@@ -107,6 +107,56 @@ def test_what_cannot_be_is_told_before_any_actor(tiny_assets: Path, model: Path,
         _prepared(tiny_assets, model, "text.parallelism=data", *more)
 
 
+OF_EXPERTS = ["text.lora.rank=2", "text.lora.targets=[experts,q_proj]", "training.frozen=[vision,projector]"]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["text.parallelism=tensor", "text.num_actors=2"], "text.tensor=2: an actor has a slice of each expert's"),
+        ([*SHARED, "vision.zero_stage=0"], "text.expert=2: an actor has some of the experts"),
+        (["text.parallelism=data", "text.num_actors=2", "text.zero_stage=2"], "text.zero_stage=2: adapters of experts"),
+        (["text.compile=true"], "text.compile=true: .* not compiled. Set text.compile=false, or name no experts in"),
+        (["text.lora.dropout=0.1"], "text.lora.dropout=0.1: .* of no states could some be left out"),
+        (["text.lora.dora=true"], "text.lora.dora=true: peft's adapters of experts train no norms"),
+    ],
+)
+def test_layouts_without_adapters_of_experts_say_so(tiny_assets: Path, model: Path, more: list[str], told: str) -> None:
+    alone = [] if any("parallelism" in one for one in more) else ["text.parallelism=none", "text.num_actors=1"]
+    with pytest.raises(ConfigError, match=f"text.lora.targets.* with {told}"):
+        _prepared(tiny_assets, model, *OF_EXPERTS, *alone, *more)
+
+
+def test_a_dry_run_counts_adapters_of_experts(tiny_assets: Path, model: Path) -> None:
+    found = _prepared(tiny_assets, model, *OF_EXPERTS, "text.parallelism=none", "text.num_actors=1")
+    of_experts = 2 * 2 * 4 * (32 + 32 + 16 + 32)  # layers, rank, experts, sides of both matrices
+    of_queries = 2 * 2 * (32 + 32)
+    assert f"{of_experts + of_queries:,}" in found
+
+
+@pytest.mark.slow
+def test_a_run_begins_from_anothers_adapters_of_experts(tiny_assets: Path, model: Path, tmp_path: Path) -> None:
+    steps = ["training.max_steps=2", "training.batch_size=4", "training.micro_batch_size=1", "cluster.device=cpu"]
+    two = ["text.parallelism=data", "text.num_actors=2", "training.learning_rate=0.01", "training.warmup_ratio=0"]
+    ended = train(*tiny(tiny_assets, tmp_path / "one", *overrides(model, *OF_EXPERTS, *two, *steps)))
+    assert ended.status == 0, ended.stderr
+    assert main(["export", str(tmp_path / "one"), str(tmp_path / "merged")]) == 0
+    assert main(["export", str(tmp_path / "one"), str(tmp_path / "adapter"), "--adapter"]) == 0
+    load = lambda folder: AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    merged, by_peft = load(tmp_path / "merged"), PeftModel.from_pretrained(load(model), tmp_path / "adapter")
+    theirs = dict(by_peft.merge_and_unload().named_parameters())
+    before = dict(load(model).named_parameters())
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-7)
+        assert torch.equal(weight, before[name]) != (".experts." in name or "q_proj" in name)
+    still = ["training.learning_rate=1e-30", f"text.lora.begin_from={tmp_path / 'adapter'}", "training.weight_decay=0"]
+    ended = train(*tiny(tiny_assets, tmp_path / "two", *overrides(model, *OF_EXPERTS, *two, *steps, *still)))
+    assert ended.status == 0, ended.stderr
+    assert main(["export", str(tmp_path / "two"), str(tmp_path / "again")]) == 0
+    again = dict(load(tmp_path / "again").named_parameters())
+    assert not [name for name, weight in merged.named_parameters() if not torch.equal(again[name], weight)]
+
+
 ADAPTERS = ["text.lora.rank=4", "training.frozen=[vision]", "training.max_steps=2", "training.warmup_ratio=0"]
 
 
