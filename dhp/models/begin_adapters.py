@@ -131,7 +131,8 @@ def _check_sizes(saved: SavedAdapters, layers: Mapping[str, Any], asked: Adapter
     settings, key = saved.settings, f"{part}.lora"
     alphas = settings.get("alpha_pattern") or {}
     for name, layer in layers.items():
-        rank = saved.shapes[f"{name}.lora_A.{ADAPTER}.weight"][0] // getattr(layer, "num_experts", 1)
+        shapes = {f"{name}.{own}": tuple(one.shape) for own, one in layer.named_parameters() if own.startswith("lora_")}
+        rank = saved.shapes.get(f"{name}.lora_A.{ADAPTER}.weight", (0,))[0] // getattr(layer, "num_experts", 1)
         alpha = float(pattern_value(alphas, target_of(name, layer), settings.get("lora_alpha", 8)))
         pairs = {"rank": (asked.rank, rank), "alpha": (asked.alpha, alpha)}
         pairs |= {"dora": (asked.dora, bool(settings.get("use_dora")))}
@@ -142,6 +143,12 @@ def _check_sizes(saved: SavedAdapters, layers: Mapping[str, Any], asked: Adapter
                     f"{key}.{field}={here}, and the adapter of {name} in {key}.begin_from={saved.folder} has {there}. "
                     f"Set {key}.{field}={there}"
                 )
+        unlike = next((own for own, shape in shapes.items() if saved.shapes.get(own) != shape), None)
+        if unlike is not None:
+            raise ConfigError(
+                f"{key}.begin_from={saved.folder} has {unlike} in the shape {saved.shapes.get(unlike)}, and it has "
+                f"{shapes[unlike]} here: the adapter is of another model, or its file is not whole"
+            )
 
 
 def weight_reader(folder: Path) -> Callable[[str], Tensor]:

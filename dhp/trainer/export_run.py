@@ -14,7 +14,7 @@ from dhp.config.parts import DECODER
 from dhp.core.errors import CheckpointError, ModelError
 from dhp.core.files import fingerprint
 from dhp.core.parameters import AdapterSettings
-from dhp.models.base_files import BASE, find_directory
+from dhp.models.base_files import BASE, find_directory, stored_tensors
 from dhp.models.export import save_whole
 from dhp.models.pretrained import weight_files
 
@@ -59,9 +59,10 @@ def _find_base(base: str, about: Mapping[str, Any]) -> tuple[Path | None, str]:
     kept = about["settings"].get(f"{CONTENTS} {DECODER}.model_name")
     if kept is not None and kept != fingerprint(weight_files(folder)):
         return None, f"the weights in {base} are not those that training began with: {lost}"
-    if not any(folder.glob("*.safetensors")):
-        return None, f"{base} has no safetensors: {lost}"
-    return folder, ""
+    try:
+        return (folder, "") if stored_tensors(folder) else (None, f"{base} has no safetensors: {lost}")
+    except ModelError as error:  # half a copy in the hub's cache, for one
+        return None, f"{error}; {lost}"
 
 
 def master_reader(folders: Sequence[Path], weights: Mapping[str, Any]) -> Callable[[str], Any]:

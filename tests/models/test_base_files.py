@@ -18,6 +18,7 @@ from dhp.models.file_keys import in_file_form, loaded_names, weights_to_save
 from dhp.models.load import load_part, model_class
 from dhp.models.registry import load_family
 from dhp.tiny.tiny_model import make_family
+from tests.helpers.tiny_families import FAMILIES, save_family
 
 EXACT = "A_log"  # kept in float32 among bfloat16
 DRAFTS = {"mtp.layers.0.mlp.up_proj.weight": torch.full((3, 5), 0.1), "mtp.norm.weight": torch.arange(5).float()}
@@ -201,6 +202,17 @@ def test_keys_of_files_are_those_of_save_pretrained(family: str, tmp_path: Path)
     assert loaded["mtp.norm.weight"] == "mtp.norm.weight"
     assert (ours.keys() != held.keys()) == (family == "llava")
     assert all(held[loaded[key]] is not None for key in theirs) and set(loaded.values()) >= held.keys()
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("name", FAMILIES)
+def test_of_no_family_a_key_is_lost_or_carried_that_the_model_loads(name: str, tmp_path: Path) -> None:
+    base = Path(save_family(name, tmp_path / "base"))
+    write(base, before := read(base), files=2)
+    assert save_whole(base, weights_of(base, torch.float32), tmp_path / "out", base) == ""
+    after = read(tmp_path / "out")
+    assert before.keys() == after.keys() and not [key for key in before if not same(before[key], after[key])]
+    assert places(base) == places(tmp_path / "out")
 
 
 @pytest.mark.parametrize("part", ["vision", "text"])

@@ -139,12 +139,24 @@ def test_adapters_of_another_part_are_not_lost(made_model: str, tmp_path: Path) 
     folder = by_peft(made_model, ASKED, tmp_path / "a")
     tensors = load_file(folder / FILE)
     name = "model.visual.blocks.0.attn.proj"
-    more = {f"{PREFIX}{name}.lora_A.weight": torch.ones(3, 16), f"{PREFIX}{name}.lora_B.weight": torch.ones(16, 3)}
+    out, width = plain(made_model).get_submodule(name).weight.shape
+    more = {f"{PREFIX}{name}.lora_A.weight": torch.ones(3, width), f"{PREFIX}{name}.lora_B.weight": torch.ones(out, 3)}
     save_file(tensors | more, folder / FILE)
     with pytest.raises(ConfigError, match=f"has adapters of {name} too .1 modules., which is none of text's"):
         check(made_model, {"text": ASKED}, {"text": folder})
     both = {"text": ASKED, "vision": replace(ASKED, targets=("blocks.0.attn.proj",))}
     check(made_model, both, {"text": folder, "vision": folder})
+
+
+@pytest.mark.parametrize("lost", ["lora_A", "lora_B"])
+def test_a_file_that_is_not_whole_is_refused(lost: str, made_model: str, tmp_path: Path) -> None:
+    folder = by_peft(made_model, ASKED, tmp_path / "a")
+    tensors = load_file(folder / FILE)
+    name = next(name for name in tensors if lost in name)
+    save_file({n: one for n, one in tensors.items() if n != name}, folder / FILE)
+    message = "rank=3, and .* has 0" if lost == "lora_A" else r"has .*lora_B.* in the shape None, and it has \(\d+, 3\)"
+    with pytest.raises(ConfigError, match=message):
+        check(made_model, {"text": ASKED}, {"text": folder})
 
 
 def test_a_folder_without_adapters_is_named_with_what_makes_one(made_model: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dhp.checkpoint.folder import MODEL, write_about
+from dhp.checkpoint.folder import MODEL, read_about, write_about
 from dhp.checkpoint.resume import CONTENTS
 from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
@@ -16,7 +16,7 @@ from dhp.core.files import fingerprint
 from dhp.doctor.diagnose import staying_double
 from dhp.models.base_files import RECORD
 from dhp.models.pretrained import auxiliary_files, weight_files
-from dhp.trainer.export_run import export_whole
+from dhp.trainer.export_run import _find_base, export_whole
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Running, make_reader
 from tests.helpers.tiny_families import save_family
@@ -74,6 +74,10 @@ def test_where_the_base_is_gone_or_another_it_is_said(trained: tuple[Path, Path]
     )
     notes = export_whole(checkpoint, tmp_path / "c", str(tmp_path / "nowhere"))
     assert f"{tmp_path / 'nowhere'}, is not on this machine" in notes and "as mtp.*, are neither known" in notes
+    (moved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "lost.safetensors"}}))
+    about = read_about(checkpoint) | {"settings": {}}
+    found, notes = _find_base(str(moved), about)
+    assert found is None and "names lost.safetensors, which is not there" in notes
     for folder in ("b", "c"):
         found = load_file(tmp_path / folder / "model.safetensors")
         assert DRAFT not in found and {one.dtype for one in found.values()} == {torch.bfloat16}
