@@ -15,6 +15,7 @@ from dhp.core.errors import ModelError
 from dhp.core.files import write_whole
 from dhp.models.pretrained import check_weight_files
 
+KEYS = "base_keys.json"  # in a checkpoint: what the files of the model hold that its run began with
 RECORD = "dhp_export.json"  # what an export took from its base, and what it could not take
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BASE, WIDER = "base", "wider"  # number formats of an export: those of the base's files; or, where wider, the weights'
@@ -25,12 +26,17 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. dtype: None for another than floating numbers of 16 bits or more."""
+    """A tensor in a file. kind: its number format, as safetensors names it."""
 
     file: Path
-    dtype: torch.dtype | None
+    kind: str
     shape: tuple[int, ...]
     nbytes: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None for another than floating numbers of 16 bits or more."""
+        return _FLOATS.get(self.kind)
 
 
 def find_directory(model_name: str) -> Path | None:
@@ -61,9 +67,36 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     own = tensors.get_slice(key)
                     shape = tuple(own.get_shape())
                     nbytes = tensors.get_tensor(key).nbytes
-                    found[key] = StoredTensor(file, _FLOATS.get(own.get_dtype()), shape, nbytes)
+                    found[key] = StoredTensor(file, own.get_dtype(), shape, nbytes)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file} cannot be read ({error}). Copy the model again") from error
+    return found
+
+
+def describe_tensors(folder: Path | None) -> str:
+    """What `stored_tensors` finds, for a file `KEYS`; "": nothing that can be read."""
+    try:
+        stored = {} if folder is None else stored_tensors(folder)
+    except ModelError:  # ranks that read these files say so, or never read them
+        stored = {}
+    named = {key: [one.file.name, one.kind, list(one.shape), one.nbytes] for key, one in stored.items()}
+    return json.dumps(named) if named else ""
+
+
+def described_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The same of a file `KEYS` in `folder`, where the tensors themselves are not; empty where there is no such file.
+    Raises ModelError for one of another form."""
+    if not (folder / KEYS).is_file():
+        return {}
+    try:
+        rows = json.loads((folder / KEYS).read_text(encoding="utf-8")).items()
+        found = {k: StoredTensor(folder / n, str(kind), tuple(map(int, s)), int(b)) for k, (n, kind, s, b) in rows}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{folder / KEYS} is not what a checkpoint writes ({error!r}). Use another checkpoint"
+        ) from error
+    if any(one.file.parent != folder or one.file.suffix != ".safetensors" for one in found.values()):
+        raise ModelError(f"{folder / KEYS} names files outside of its folder. Use another checkpoint")
     return found
 
 
@@ -77,10 +110,12 @@ def read_stored(key: str, stored: StoredTensor) -> Tensor:
 @dataclass(frozen=True)
 class Unloaded:
     """Keys of a base that no weight of an export is written under. carried: those that the model's class does not load;
-    changed: those of them that do not fit any more; tied: those of weights that are written under another key."""
+    changed: those of them that do not fit any more; gone: those whose file is not there; tied: those of weights that
+    are written under another key."""
 
     carried: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
 
     def tell(self) -> str:
@@ -95,6 +130,11 @@ class Unloaded:
             notes.append(
                 f"left out: {_count(self.changed)}, whose shapes were those before the vocabulary or a width "
                 f"changed: {_groups(self.changed)}; what reads them has to be trained anew"
+            )
+        if self.gone:
+            notes.append(
+                f"left out: {_count(self.gone)} that the model's class does not load, as the base is not there: "
+                f"{_groups(self.gone)}; what reads them, as servers that draft by mtp, finds none"
             )
         if self.tied:
             verb = "is" if len(self.tied) == 1 else "are"
@@ -124,8 +164,10 @@ def find_unloaded(
         if size != now
     }
     changed = tuple(key for key in unknown if before.intersection(stored[key].shape))
-    carried = tuple(key for key in unknown if key not in changed)
-    return Unloaded(carried, changed, tuple(key for key in lacking if loaded[key] in held))
+    rest = [key for key in unknown if key not in changed]
+    carried = tuple(key for key in rest if stored[key].file.is_file())
+    gone = tuple(key for key in rest if not stored[key].file.is_file())
+    return Unloaded(carried, changed, gone, tuple(key for key in lacking if loaded[key] in held))
 
 
 def find_formats(
@@ -198,7 +240,7 @@ def write_record(out_dir: Path, dtype: str, formats: Mapping[str, torch.dtype], 
     """Write `RECORD`: the keys of the base that came along or did not, and how many tensors have which format."""
     counted = Counter(str(one).removeprefix("torch.") for one in formats.values())
     about = {"dtype": dtype, "tensors": dict(sorted(counted.items()))}
-    keys = {"carried": unloaded.carried, "left_out": unloaded.changed, "tied": unloaded.tied}
+    keys = {"carried": unloaded.carried, "left_out": [*unloaded.changed, *unloaded.gone], "tied": unloaded.tied}
     write_whole(out_dir / RECORD, json.dumps(about | keys, indent=2) + "\n")
 
 

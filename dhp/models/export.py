@@ -24,8 +24,10 @@ from dhp.core.parameters import AdapterSettings, is_adapter, plain_name
 from dhp.core.torch_private import persistent_buffers
 from dhp.models.base_files import (
     BASE,
+    KEYS,
     RECORD,
     StoredTensor,
+    described_tensors,
     find_formats,
     find_unloaded,
     place_tensors,
@@ -64,7 +66,8 @@ def save_whole(
     Keys are those that transformers' own `save_pretrained` writes, so `from_pretrained` reads them back; number formats
     and files those of `base`, of which keys that the model's class does not load come along, untrained.
 
-    base: the model that training began with; None: formats are those of the weights. dtype: of `FORMATS`. exact: the
+    base: the model that training began with; None: by what `model_dir` says of its files, else formats are those of the
+    weights. dtype: of `FORMATS`. exact: the
     float32 of which a weight of that name is the rounding; None: there is none.
     Raises ModelError when weights are missing or too many, or `out_dir` holds something already."""
     if out_dir.exists() and any(out_dir.iterdir()):
@@ -74,7 +77,7 @@ def save_whole(
     model = _fill_empty(model_dir, config, content, weights)
     logging.disable_progress_bar()
     name_accelerator()
-    stored = stored_tensors(base) if base is not None else {}
+    stored = stored_tensors(base) if base is not None else described_tensors(model_dir)
     state = weights_to_save(model)
     published = in_file_form(model, state)
     _check_form(model, weights, state, published, out_dir)
@@ -92,7 +95,7 @@ def save_whole(
     finished = partial(_finish, published, formats, stored)
     numbers = write_files(out_dir, place_tensors(sizes, stored), finished, model.num_parameters())
     _write_beside(model, model_dir, out_dir, content, max(numbers, key=lambda one: numbers[one]))
-    if base is not None:
+    if stored:
         write_record(out_dir, dtype, formats, unloaded)
     return unloaded.tell()
 
@@ -104,10 +107,12 @@ def _finish(
     if key not in published:
         return read_stored(key, stored[key])
     tensor, wanted = published[key], formats[key]
-    if key in stored and wanted.itemsize > tensor.dtype.itemsize and stored[key].shape == tuple(tensor.shape):
-        before = read_stored(key, stored[key])  # what was not trained is the base's, of which this is the rounding
-        if before.dtype is wanted and torch.equal(before.to(tensor.dtype), tensor):
-            return before
+    before = stored.get(key)
+    wider = wanted.itemsize > tensor.dtype.itemsize
+    if wider and before is not None and before.file.is_file() and before.shape == tuple(tensor.shape):
+        whole = read_stored(key, before)  # what was not trained is the base's, of which this is the rounding
+        if whole.dtype is wanted and torch.equal(whole.to(tensor.dtype), tensor):
+            return whole
     return round_to(key, tensor, wanted)
 
 
@@ -189,7 +194,7 @@ def _copy_beside(files: Sequence[Path], out_dir: Path) -> None:
     """All files but config.json, which was just written with the number format of the weights, and the record of an
     export that training began with."""
     for file in files:
-        if file.name not in ("config.json", RECORD):
+        if file.name not in ("config.json", KEYS, RECORD):
             shutil.copy(file, out_dir / file.name)
 
 

@@ -50,10 +50,7 @@ def _find_base(base: str, about: Mapping[str, Any]) -> tuple[Path | None, str]:
     """The directory of the model that a checkpoint's run began with; and, where it is not there or holds other files
     now, what the export lacks, in words."""
     folder = find_directory(base)
-    lost = (
-        "number formats are the checkpoint's, and keys that the model's class does not load, as mtp.*, are neither "
-        "known nor in the export. Say by --base where the model is"
-    )
+    lost = "its keys and number formats are known as far as the checkpoint says. Say by --base where the model is"
     if folder is None:
         return None, f"the model that training began with, {base}, is not on this machine: {lost}"
     kept = about["settings"].get(f"{CONTENTS} {DECODER}.model_name")

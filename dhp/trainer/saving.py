@@ -29,6 +29,7 @@ from dhp.core.errors import CheckpointError, DhpError, PartFailed
 from dhp.core.locks import TakenOver, require_fence
 from dhp.core.reports import SavedShare, WrittenFile
 from dhp.data.sample.chat import read_template
+from dhp.models.base_files import KEYS, describe_tensors, find_directory
 from dhp.models.pretrained import auxiliary_files
 from dhp.observe.metrics import EvalMetrics
 from dhp.observe.ranks import SAVE
@@ -154,6 +155,8 @@ class Saver:
         template = read_template(session.config.data.chat_template)
         # Read once: the model's folder may be gone, or another, when a checkpoint is written.
         self._model_files = read_model_files(auxiliary_files(model_name(self._config)), template)
+        if keys := describe_tensors(find_directory(model_name(self._config))):
+            self._model_files = {**self._model_files, KEYS: keys.encode()}
         self._running: Saving | None = None
         self._about: dict[str, Any] = {}
         self._stall_s, self._failed, self._note = 0.0, "", note

@@ -140,7 +140,7 @@ def test_without_a_base_formats_are_those_of_the_weights(base: Path, tmp_path: P
 
 
 def test_other_keys_than_the_bases_go_into_files_no_larger_than_its_largest() -> None:
-    stored = {key: StoredTensor(Path(file), None, (1,), size) for key, file, size in (("a", "1", 6), ("b", "2", 8))}
+    stored = {key: StoredTensor(Path(file), "I8", (1,), size) for key, file, size in (("a", "1", 6), ("b", "2", 8))}
     assert place_tensors({"b": 8, "a": 6}, stored) == {"b": "2", "a": "1"}
     files = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     wanted = {"a": files[0], "x": files[0], "y": files[1], "z": files[2]}
