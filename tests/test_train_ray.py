@@ -14,6 +14,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 from dhp.__main__ import main as dhp
 from dhp.config.command_line import compose_config
+from dhp.models.base_files import KEYS, RECORD, described_tensors, stored_tensors
 from dhp.supervise.supervisor import Supervisor
 from dhp.train_ray import main
 from dhp.trainer.step_reports import NO_MFU
@@ -175,6 +176,19 @@ def test_every_step_equals_plain_transformers(
     apart = sum(float((p.detach() - wanted[n]).pow(2).sum()) for n, p in trained.named_parameters())
     went = sum(float((p - start[n]).pow(2).sum()) for n, p in wanted.items())
     assert (apart / went) ** 0.5 < 1e-4
+
+
+def test_an_export_has_the_keys_and_files_of_the_model_that_training_began_with(
+    exported: Path, run_dir: Path, long_assets: Path
+) -> None:
+    known = described_tensors(run_dir / "checkpoints" / f"step_{STEPS}" / "model")
+    before, after = stored_tensors(long_assets / "model"), stored_tensors(exported)
+    about = lambda stored: {key: (one.file.name, one.kind, one.shape, one.nbytes) for key, one in stored.items()}
+    assert before and about(known) == about(before) == about(after)
+    assert json.loads((exported / RECORD).read_text()) == {
+        "dtype": "base", "tensors": {"float32": len(before)}, "carried": [], "left_out": [], "tied": []
+    }  # fmt: skip
+    assert not (exported / KEYS).exists()
 
 
 def test_an_export_is_an_ordinary_model_directory(exported: Path, run_dir: Path) -> None:

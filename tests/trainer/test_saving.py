@@ -60,6 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr("dhp.trainer.saving.time", found)
     monkeypatch.setattr("dhp.trainer.saving.wait_all", lambda watched, timeout_s: True)
     monkeypatch.setattr("dhp.trainer.saving.auxiliary_files", lambda name: [])
+    monkeypatch.setattr("dhp.trainer.saving.describe_tensors", lambda folder: "")
     return found
 
 
