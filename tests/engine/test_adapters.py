@@ -176,6 +176,10 @@ EXPERTS = [
     slow("qwen3_5_moe", Case(ONE, Degrees(data=2), 2, packing=True, lora=OF_EXPERTS, recompute="mlp")),
     slow("qwen3_vl_moe", Case(ONE, Degrees(ulysses=2), 2, packing=True, lora=OF_EXPERTS)),
     slow("qwen3_vl_moe", Case(ONE, Degrees(ring=2), 2, packing=True, lora=DOWN)),
+    *(
+        pytest.param(name, Case(ONE, Degrees(data=2), 2, packing=True, lora=OF_EXPERTS), marks=pytest.mark.families)
+        for name in ("kimi_k25", "glm4v_moe", "gemma4_moe", "ernie4_5_vl_moe", "qwen3_omni")
+    ),
 ]
 
 

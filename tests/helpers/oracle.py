@@ -183,9 +183,9 @@ def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, Adapt
         family.parts[part].freeze_unused(model)
         used = [name for name, it in model.named_modules() if isinstance(it, Linear) and it.weight.requires_grad]
         linear = [name for name in used if name.startswith(own)]
-        wanted = [f"*{said}*" for said in asked.targets] or [f"{layers}.*"]
+        wanted = [f"*.{said}*" for said in asked.targets] or [f"{layers}.*"]
         targets = [name for name in linear if any(fnmatch(name, pattern) for pattern in wanted)]
-        of_experts = [f"*{said}*" for said in asked.targets if "experts" in said.split(".")]
+        of_experts = [f"*.{said}*" for said in asked.targets if "experts" in said.split(".")]
         stacked = [name for name, p in model.named_parameters() if p.ndim == 3 and "experts." in name]
         stacked = [name for name in stacked if any(fnmatch(name, pattern) for pattern in of_experts)]
         if not asked.targets:
