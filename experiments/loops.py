@@ -1,9 +1,10 @@
 """Tiny models made wide, samples of mixed lengths, and a step of them by dhp and by a plain loop."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -179,11 +180,18 @@ class Data:
 class Ours:
     """dhp's trainers of both parts in this process, one rank each, and its step."""
 
-    def __init__(self, model: str, data: Data, packing: bool = True, **changes: Any):
-        """changes: of both parts' settings."""
+    def __init__(
+        self,
+        model: str,
+        data: Data,
+        packing: bool = True,
+        trainers: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        **changes: Any,
+    ):
+        """trainers: by part, in the place of the product's. changes: of both parts' settings."""
         graph = pair_of(data.family)
-        trainers = {VISION: EncoderEngine, TEXT: TextEngine}
-        self.trainers = {s: t(settings_of(graph, s, model, UPDATE, **changes)) for s, t in trainers.items()}
+        every = {VISION: EncoderEngine, TEXT: TextEngine, **trainers}
+        self.trainers = {s: t(settings_of(graph, s, model, UPDATE, **changes)) for s, t in every.items()}
         self._stages = make_stages(graph, {stage: Here(trainer) for stage, trainer in self.trainers.items()})
         self._schedule = make_schedule("sequential", graph, MICRO_BATCHES)
         self._dealer = BatchSharder(data.family, Collator(data.family, 0, packing), Division())
