@@ -87,8 +87,6 @@ PART_RULES: tuple[Rule, ...] = (
     Rule("{name}.parallelism {name}.ulysses {name}.ring",
          lambda p: p.ring * p.ulysses > 1 and p.parallelism == "autotp",
          ": DeepSpeed's layers know no shared sequence. Set {name}.parallelism=tensor or sequence."),
-    Rule("{name}.expert {name}.ulysses {name}.ring", lambda p: p.ring * p.ulysses > 1 and p.expert > 1,
-         ": experts are shared out among replicas (data) alone. Set {name}.expert=1; {name}.tensor cuts each expert."),
     Rule("{name}.parallelism {name}.zero_stage", lambda p: p.parallelism == "deepspeed" and not p.zero_stage,
          ": DeepSpeed is here for its ZeRO stages, and stage 0 cuts nothing. Set {name}.zero_stage=1 (cuts the "
          "optimizer's state), 2 (gradients too) or 3 (weights too), or {name}.parallelism=data for replicas without "

@@ -117,7 +117,8 @@ class PartConfig:
 
     expert: int = key(1, layout=SEARCHED)
     """Of the replicas (data), so many neighbours share out a decoder's experts: each holds 1/expert of them, and tokens
-    go to the replica that has theirs. Divides data and the experts. text only, with tensor=1 and zero_stage=0."""
+    go to the replica that has theirs, from each actor of a row those it has. Divides data and the experts. text only,
+    with tensor=1 and zero_stage=0."""
 
     dtype: str = "float32"
     """Number format in which the part computes: bfloat16 | float32 | float64. With bfloat16 the optimizer keeps the

@@ -80,9 +80,15 @@ class Degrees:
         return prod(self.along(*OF_TOKENS))
 
     @property
-    def holders(self) -> int:
-        """Ranks that hold all weights together: consecutive ones, the first group from rank 0 on."""
-        return prod(self.along(*(axis.name for axis in AXES if axis.divides in (WEIGHTS, EXPERTS))))
+    def holders(self) -> tuple[int, ...]:
+        """The first ranks that hold all weights together: of the axes that divide weights all, of one within which
+        experts are shared out the first neighbours, of others the first."""
+        ranks = [0]
+        for axis in (axis for axis in AXES if not axis.within):
+            degree, parts = getattr(self, axis.name), [one.name for one in AXES if one.within == axis.name]
+            held = degree if axis.divides == WEIGHTS else prod(self.along(*parts))
+            ranks = [rank * degree + place for rank in ranks for place in range(held)]
+        return tuple(ranks)
 
     @property
     def shares_experts(self) -> bool:

@@ -419,7 +419,7 @@ class StageEngine(EvaluatingEngine):
         number = self.settings.graph.rank_in_part(self.spec.name, self.rank)
         # Each rank has a share of its own.
         cut = bool(self.settings.part.zero_stage) if self.spec.trains else cuts_first(self.settings)
-        writes = cut or self.rank < self.spec.degrees.holders
+        writes = cut or self.rank in self.spec.degrees.holders
         kept = None if self.settings.adapters is None else frozenset(self._saved())
         stages = self.settings.graph.of_part(self.spec.part)
         counting = next((stage for stage in stages if stage.trains), stages[0])  # one that is frozen takes no steps

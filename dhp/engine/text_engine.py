@@ -217,7 +217,7 @@ class TextEngine(StageEngine):
         return model
 
     def _split_by_experts(self) -> PreTrainedModel:
-        mesh = neighbours_mesh(self.mesh, self.spec.degrees.holders, EXPERTS)
+        mesh = neighbours_mesh(self.mesh, self.spec.degrees.expert, EXPERTS)
         model = self._load({}, mesh[EXPERTS], share_plan)
         use_local_slices(model)
         share_out(model, mesh.get_group(EXPERTS), mesh.get_group("copies"))

@@ -46,9 +46,10 @@ def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def neighbours_mesh(mesh: DeviceMesh, size: int, name: str) -> DeviceMesh:
-    """All ranks as copies × so many neighbours, which share something out: those of one place among them hold the
-    same. name: of the second dimension."""
-    found = init_device_mesh(mesh.device_type, (mesh.size() // size, size), mesh_dim_names=("copies", name))
+    """All ranks as copies × so many neighbours along `data`, which share something out: those of one place among them
+    hold the same, whichever rows or tokens of a row they have. name: of the second dimension."""
+    ranks = mesh.mesh.view(-1, size, mesh.size() // mesh["data"].size()).transpose(1, 2).reshape(-1, size)
+    found = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("copies", name))
     for axis in ("copies", name):
         _wait_as_long(found.get_group(axis))
     return found

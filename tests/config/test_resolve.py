@@ -86,10 +86,6 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
         ),
         ({"vision__data": 2}, ["data(2) × ulysses(1) × ring(1) × tensor(1) = 2 != num_actors(1)"]),
         (
-            {"text__parallelism": "sequence", "text__num_actors": 2, "text__expert": 2},
-            ["text.expert=2 with text.ulysses=2 and text.ring=1", "Set text.expert=1"],
-        ),
-        (
             {"vision__parallelism": "tensor", "vision__num_actors": 2, "vision__zero_stage": 1},
             ["vision.zero_stage=1 with vision.zero_engine=auto and vision.tensor=2", "Set vision.zero_stage=2"],
         ),

@@ -118,8 +118,8 @@ def _apart() -> Iterator[tuple[tuple[str, str], str]]:
         yield (f"text {kind}", "text expert"), "ZeRO cuts what all replicas hold alike"
     for kind in DEEPSPEED:
         yield (f"text {kind}", "text expert"), "ZeRO cuts what all replicas hold alike"
-    for kind in ("tensor", "autotp", *SEQUENCE):
-        yield ("text expert", f"text {kind}"), "experts are shared out among replicas alone"
+    for kind in SLICED:
+        yield ("text expert", f"text {kind}"), "experts are either shared out or cut"
     yield ("text autotp", "sharded norms"), "DeepSpeed's own layers sum over all tokens"
     for kind in ("text tensor", "text stages", "lora", *(f"text {axis}" for axis in SEQUENCE)):
         yield ("text autotp", kind), "DeepSpeed's own layers know none of it"

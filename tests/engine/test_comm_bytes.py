@@ -6,10 +6,13 @@ of width 64; one image of 16 × 16 patches (256), which makes 64 rows, unless a 
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from dhp.config.schema import PartConfig
 from dhp.core.axes import Degrees
@@ -20,11 +23,13 @@ from dhp.models.registry import load_family
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS
 from dhp.plan.count.rank_traffic import DividedAttention, DividedMatrices, DividedWeights
 from dhp.plan.count.rates import Transfer as Collective
-from dhp.plan.count.unit_work import TextLoad, _sends
+from dhp.plan.count.unit_work import TextLoad, _exchanges, _sends
 from dhp.step.schedule import Forward, last_backwards
 from dhp.step.stages import InFlight
+from tests.engine.test_families import equal_pictures
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_reader
+from tests.helpers.norms import ROUTERS
 from tests.helpers.rows import slow
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 from tests.helpers.tiny_families import save_family
@@ -70,10 +75,10 @@ def large_image(patches: int = PATCHES) -> Sample:
     return make_sample([(1, 16, patches // 16)], 20, TARGETS, 1, IMAGE_TOKEN)
 
 
-def traffic(model: str, case: Case, samples: list[Sample]) -> Traffic:
+def traffic(model: str, case: Case, samples: list[Sample], text: type = _Text) -> Traffic:
     """What one step sends: forward and backward of the only micro-batch, and what follows."""
     found: dict[str, dict[str, list[Sent]]] = {"forward": {}, "backward": {}}
-    with Running(model, case, Fault(_Vision, _Text)) as running:
+    with Running(model, case, Fault(_Vision, text)) as running:
         data = make_reader(model, case, [samples]).step(0)
         batch = Batch(data.info, data.work, data.routes)
         in_flight, last = InFlight(batch), last_backwards(running.schedule)
@@ -229,6 +234,48 @@ def test_stages_of_a_pipeline_sum_only_what_they_hold(made_model: str) -> None:
     assert found.forward["text.1"] == [{"all_reduce": all_reduced(2, LAYERS * states + 3 * rows)}] * 2
     assert found.backward["text.0"] == [{"all_reduce": all_reduced(2, LAYERS * states)}] * 2
     assert sum(found.parameters[stage] for stage in ("text.0", "text.1")) < TEXT_PARAMETERS
+
+
+class _EvenVisits(_Text):
+    """Each token visits one expert of either half: of four those of its place and of the place after next."""
+
+    def load_slice(self) -> Any:
+        model = super().load_slice()
+        for module in model.modules():
+            if isinstance(module, ROUTERS):
+                module.forward = partial(_visit_evenly, module, module.forward)
+        return model
+
+
+def _visit_evenly(router: Any, forward: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits, weights, _ = forward(states)
+    first = torch.arange(len(states)) % router.num_experts
+    return logits, weights, torch.stack([first, (first + 2) % router.num_experts], 1)
+
+
+@pytest.mark.parametrize("text", [Degrees(data=2, expert=2), slow(Degrees(data=2, expert=2, ulysses=2))], ids=str)
+def test_rows_go_to_their_experts_and_come_back(text: Degrees, experts_model: str) -> None:
+    """Where ranks share a row, each exchanges its own tokens."""
+    family, samples = load_family(experts_model), [sample for sample in equal_pictures()[0][:2]]
+    case = Case(ONE, text, 1, packing=True)
+    found = traffic(experts_model, case, samples, _EvenVisits)
+    forwards, backwards = ([sent["all_to_all"] for sent in way[TEXT]] for way in (found.forward, found.backward))
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    experts, config = family.decoder.experts, family.config.get_text_config()
+    layers = sum(experts.sparse)
+    rows = tokens * experts.visits // 2 * config.hidden_size * 8  # in all, of which a half goes to the other rank
+    load = TextLoad(tokens / 2, 0.0, 7)  # in the mean of the replicas
+    there, back = (_exchanges(PartConfig(dtype="float64"), text, family, load, way) for way in (False, True))
+    numbers = 8 * experts.count // 2
+    attention = 0.0
+    if text.ulysses > 1:
+        shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        attention = config.num_hidden_layers * DividedAttention(tokens, *shape, 1, 2, 8).exchange() * 2
+    ranks = text.world
+    assert sum(forwards) == pytest.approx(layers * (2 * rows + ranks * numbers) + attention, rel=1e-9)
+    assert sum(backwards) == pytest.approx(layers * 2 * rows + attention, rel=1e-9)
+    for way, sent in ((there, forwards), (back, backwards)):
+        assert layers * sum(map(Collective.sent_bytes, way)) == pytest.approx((sum(sent) - attention) / ranks, rel=0.03)
 
 
 WEIGHTS = [

@@ -45,6 +45,9 @@ EXACT = [
     Case(ONE, Degrees(data=4, expert=2), micro_batches=1, packing=True, checkpointing=True),
     # Replicas without any sample.
     slow(Case(Degrees(data=2), Degrees(data=4, expert=4), micro_batches=2, packing=True)),
+    # Rows that ranks share: each exchanges the tokens that it has.
+    Case(Degrees(data=2), Degrees(data=2, expert=2, ulysses=2), micro_batches=1, packing=True, checkpointing=True),
+    Case(ONE, Degrees(data=2, expert=2, ring=2), micro_batches=2),
     Case(ONE, Degrees(data=2, expert=2), micro_batches=2, frozen=("text",)),  # a replica without image goes back too
 ]
 # The gradients of the tower's key biases are rounding alone, and Adafactor divides them by their size.

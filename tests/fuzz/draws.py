@@ -21,7 +21,10 @@ _NAMED = {name for names in KINDS.values() for name in names}
 KINDS["pictures of one shape"] = tuple(name for name in FAMILIES if name not in _NAMED)
 STATES = ("whole", "deepspeed 1", "deepspeed 2", "deepspeed 3", "fsdp 2", "fsdp 3")
 BY_RANKS = ("data", "data", "data", "tensor", "ulysses", "ring", "none", "data and tensor")
-WORLDS = {"none": 1, "data and tensor": 4} | dict.fromkeys(("data", "tensor", "ulysses", "ring"), 2)
+WITH_ROWS = ("data and ulysses", "data and ring")  # of families with experts, which replicas share out
+WORLDS = {"none": 1} | dict.fromkeys(("data", "tensor", "ulysses", "ring"), 2)
+WORLDS |= dict.fromkeys(("data and tensor", *WITH_ROWS), 4)
+HAVE_EXPERTS = {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "gemma4_moe", "kimi_k25", "ernie4_5_vl_moe", "qwen3_omni"}
 # Families between whose layers states cannot be cut by tokens.
 WHOLE_STATES = {
     "text": {"gemma4", "gemma4_moe"},
@@ -106,7 +109,9 @@ def _axes(rng: random.Random, kind: str, family: str, vision_states: str, text_s
     """Of a layout, without what is the recipe's."""
     axes = {"vision states": vision_states, "text states": text_states}
     axes["vision ranks"] = _ranks(rng, vision_states)
-    axes["text ranks"] = _ranks(rng, text_states)
+    axes["text ranks"], axes["experts"] = _ranks(rng, text_states), "whole"
+    if family in HAVE_EXPERTS and text_states == "whole" and rng.random() < 0.7:
+        axes["text ranks"], axes["experts"] = rng.choice(("data", *WITH_ROWS)), "shared out"
     axes["stages"] = rng.choice(("1", "2") if kind == "head tied" else ("1", "1", "2"))
     divisible = kind == "tower by patch" and vision_states != "deepspeed 3"
     axes["tower stages"] = rng.choice(("1", "2", "2")) if divisible else "1"
@@ -118,7 +123,7 @@ def _axes(rng: random.Random, kind: str, family: str, vision_states: str, text_s
     axes["micro-batches"] = rng.choice(("1", "2", "2"))
     for part in ("vision", "text"):
         axes[f"{part} recompute"] = rng.choice(("none", "none", "full", "mlp", "light"))
-    axes["mlp_chunks"] = rng.choice(("1", "1", "2"))
+    axes["mlp_chunks"] = rng.choice(("1", "1", "2")) if axes["experts"] == "whole" else "1"
     for part in ("vision", "text"):
         able = "tensor" in axes[f"{part} ranks"] and family not in WHOLE_STATES[part]
         axes[f"{part} norms"] = rng.choice(("sharded", "whole")) if able else "whole"
@@ -148,6 +153,7 @@ def _overrides(axes: dict[str, str]) -> Iterator[str]:
     if axes["audio states"] in STATES:
         states, stages = axes["audio states"], int(axes["audio stages"])
         yield from _part("audio", "none" if states == "whole" else "data", states, stages)
+    yield f"text.expert={2 if axes['experts'] == 'shared out' else 1}"
     yield f"text.partition={axes['partition']}"
     yield f"cluster.chain={str(axes['chain'] == 'yes').lower()}"
     yield f"text.mlp_chunks={axes['mlp_chunks']}"
@@ -162,15 +168,9 @@ def _overrides(axes: dict[str, str]) -> Iterator[str]:
 
 
 def _part(part: str, ranks: str, states: str, stages: int) -> Iterator[str]:
-    parallelism = {"ulysses": "sequence", "ring": "sequence", "data and tensor": "tensor"}.get(ranks, ranks)
-    degrees = {
-        "ulysses": {"ulysses": 2},
-        "ring": {"ring": 2},
-        "data and tensor": {"data": 2, "tensor": 2},
-        "tensor": {"tensor": 2},
-        "data": {"data": 2},
-        "none": {},
-    }[ranks]
+    axes = [] if ranks == "none" else ranks.split(" and ")
+    degrees = dict.fromkeys(axes, 2)
+    parallelism = "sequence" if {"ulysses", "ring"} & degrees.keys() else axes[-1] if axes else "none"
     actors = stages
     for name, degree in degrees.items():
         actors *= degree

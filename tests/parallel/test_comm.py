@@ -251,18 +251,23 @@ def test_axes_join_their_ranks_and_wait_as_long_as_the_whole_part() -> None:
     assert [ranks["ring"] for ranks, _ in answers] == [[0], [1], [2], [3]]
 
 
-def _expert_ranks() -> tuple[list[list[int]], set[timedelta]]:
+def _expert_ranks(degrees: Degrees) -> tuple[list[list[int]], set[timedelta]]:
     _set_pg_timeout(WAIT, dist.group.WORLD)
-    mesh = neighbours_mesh(build_mesh("cpu", Degrees(data=4, expert=2)), 2, "experts")
+    mesh = neighbours_mesh(build_mesh("cpu", degrees), 2, "experts")
     groups = [mesh.get_group(axis) for axis in ("experts", "copies")]
     waits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
     return [dist.get_process_group_ranks(group) for group in groups], waits
 
 
 def test_neighbours_share_out_experts_and_every_second_one_has_the_same() -> None:
-    answers = run_on_ranks(_expert_ranks, 4)
+    answers = run_on_ranks(_expert_ranks, 4, Degrees(data=4, expert=2))
     assert [waits for _, waits in answers] == [{WAIT}] * 4
     assert [ranks for ranks, _ in answers] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+
+
+def test_ranks_of_a_row_have_the_same_experts() -> None:
+    answers = run_on_ranks(_expert_ranks, 4, Degrees(data=2, expert=2, ulysses=2))
+    assert [ranks for ranks, _ in answers] == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
 
 
 def _names() -> list[list[str]]:

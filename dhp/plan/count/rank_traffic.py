@@ -96,6 +96,31 @@ class DividedMatrices:
         return rows * self.width * self.element_bytes
 
 
+_COUNT_BYTES = 8  # of the number of rows that an expert gets from a rank
+
+
+@dataclass(frozen=True)
+class DividedExperts:
+    """A layer whose `count` experts `sharing` replicas share out, whose ranks lie `stride` apart. rows: pairs of a
+    token and an expert that it visits, of one rank's tokens; width: of a state."""
+
+    sharing: int
+    count: int
+    rows: int
+    width: int
+    element_bytes: int
+    stride: int = 1
+
+    def sends(self, back: bool) -> tuple[Transfer, ...]:
+        """The collectives of a layer, were all experts visited alike: rows go and come, and forward their numbers
+        before them; backward, the gradients of both."""
+        if self.sharing == 1:
+            return ()
+        rows = Transfer("all-to-all", self.rows * self.width * self.element_bytes, self.sharing, self.stride, 2)
+        numbers = Transfer("all-to-all", self.count * _COUNT_BYTES, self.sharing, self.stride)
+        return (rows,) if back else (numbers, rows)
+
+
 @dataclass(frozen=True)
 class DividedWeights:
     """A stage's weights and gradients over the `ranks` that hold the same slices, which lie `stride` apart.

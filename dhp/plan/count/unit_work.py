@@ -15,7 +15,7 @@ from dhp.models.family import VISION, Family
 from dhp.models.flops import OPERATIONS, head_width
 from dhp.models.shape import DecoderSizes, Parameter
 from dhp.models.types import Chunk
-from dhp.plan.count.rank_traffic import DividedAttention, DividedMatrices
+from dhp.plan.count.rank_traffic import DividedAttention, DividedExperts, DividedMatrices
 from dhp.plan.count.rates import Operations, Transfer
 from dhp.plan.count.row_bytes import NONE, PartBytes, TracedRows
 from dhp.plan.count.state_bytes import VALUE_BYTES
@@ -198,19 +198,22 @@ def decoder_passes(
     """Of each layer, and behind them of the last norm with the head. trained: see `decoder_units`."""
     ranks, rows = degrees.tensor * degrees.sequence, _rows(load, degrees)
     there, back = (_sends(section, degrees, family, load, backwards) for backwards in (False, True))
+    exchanged = [_exchanges(section, degrees, family, load, backwards) for backwards in (False, True)]
     found: list[Passes] = []
-    known: dict[tuple[float, float, str], Passes] = {}  # layers that are the same have one object
+    known: dict[tuple[float, float, str, bool], Passes] = {}  # layers that are the same have one object
     for at, done in enumerate(decoder_operations(family, sizes, load.tokens, load.pairs / 2)):
         share = 1.0 if trained is None else trained.get(at, 0.0)
-        key = (done[0], share, kept.kinds[at])
+        sparse = family.decoder.experts is not None and family.decoder.experts.sparse[at]
+        key = (done[0], share, kept.kinds[at], sparse)
         if key in known:
             found.append(known[key])
             continue
         products, attention = (own / ranks for own in done)
         saved = kept.held[kept.kinds[at], NONE].of(rows)
-        forward = Operations(products, attention, FORWARD_TRAFFIC * saved, 1.0, there)
+        of_experts = exchanged if sparse else ((), ())
+        forward = Operations(products, attention, FORWARD_TRAFFIC * saved, 1.0, (*there, *of_experts[0]))
         behind = (products * (1 + share), attention * ATTENTION_BACKWARD, BACKWARD_TRAFFIC * saved)
-        known[key] = Passes(forward, Operations(*behind, 2.0, back))
+        known[key] = Passes(forward, Operations(*behind, 2.0, (*back, *of_experts[1])))
         found.append(known[key])
     return (*found, _head(section, degrees, family, load, 1.0 if trained is None else trained.get(None, 0.0)))
 
@@ -307,6 +310,18 @@ def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad
         mixed = Transfer("all-to-all", value * own * width, degrees.sequence, degrees.tensor, share)
         found = (*found, *(one for one in (*apart, mixed) if one.times))
     return tuple(found)
+
+
+def _exchanges(
+    section: PartConfig, degrees: Degrees, family: Family, load: TextLoad, back: bool
+) -> tuple[Transfer, ...]:
+    """Of a layer with experts, what replicas that share them out send of their rows."""
+    experts, value = family.decoder.experts, VALUE_BYTES[section.dtype]
+    if experts is None:
+        return ()
+    rows = round(load.tokens / degrees.sequence) * experts.visits
+    stride = degrees.sequence * degrees.tensor
+    return DividedExperts(degrees.expert, experts.count, rows, hidden_width(family), value, stride).sends(back)
 
 
 def _rows(load: TextLoad, degrees: Degrees) -> TracedRows:
