@@ -155,7 +155,8 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     degrees = _filled(name, part, {degree: getattr(part, degree) for degree in DEGREES})
     _check_product(name, part.num_actors, degrees)
     _check_existing(name, part, degrees)
-    engine = part.zero_engine if part.zero_engine != "auto" else FSDP if degrees["tensor"] > 1 else DEEPSPEED
+    differ = degrees["tensor"] > 1 or part.expert > 1  # replicas, or their ranks, hold different weights
+    engine = part.zero_engine if part.zero_engine != "auto" else FSDP if differ else DEEPSPEED
     filled: dict[str, Any] = {**degrees, "lora": resolve_lora(part.lora), "zero_engine": engine}
     found = replace(part, recompute=resolve_recompute(name, part), **filled)
     check_lora(name, found)
@@ -271,19 +272,25 @@ def _check_partition(name: str, part: PartConfig) -> None:
 
 
 def _check_fsdp(name: str, part: PartConfig, tensor: int) -> None:
+    differ = {"tensor": tensor, "expert": part.expert}
+    key = next((key for key, degree in differ.items() if degree > 1), None)
     if part.parallelism == "deepspeed":
-        chosen = f"{name}.tensor={tensor} makes FSDP2 the engine of ZeRO, which alone cuts the states of slices"
-        other = f"{name}.tensor=1" if tensor > 1 else f"{name}.zero_engine=auto"
+        chosen = f"{name}.{key}={differ[key]} makes FSDP2 the engine of ZeRO" if key else f"{name}.zero_engine=fsdp"
+        why = {
+            "tensor": ", which alone cuts the states of slices",
+            "expert": ", which alone knows who has which experts",
+        }
         raise ConfigError(
-            f"{chosen if tensor > 1 else f'{name}.zero_engine=fsdp'}, and {name}.parallelism=deepspeed asks for "
-            f"DeepSpeed's. Set {name}.parallelism=data, or {other}."
+            f"{chosen}{why[key] if key else ''}, and {name}.parallelism=deepspeed asks for DeepSpeed's. Set "
+            f"{name}.parallelism=data, or {name}.{f'{key}=1' if key else 'zero_engine=auto'}."
         )
     if part.zero_stage == 1:
+        degree = f"{name}.{key or 'tensor'}={differ[key or 'tensor']}"
         raise ConfigError(
-            f"{name}.zero_stage=1 with {name}.zero_engine={part.zero_engine} and {name}.tensor={tensor}: torch's "
-            "FSDP2, which alone cuts the states of slices (tensor > 1), has stages 2 and 3. Set "
-            f"{name}.zero_stage=2, which keeps whole weights on each actor as stage 1 does"
-            + ("." if tensor > 1 else f", or {name}.zero_engine=deepspeed.")
+            f"{name}.zero_stage=1 with {name}.zero_engine={part.zero_engine} and {degree}: torch's FSDP2, which alone "
+            "cuts the states of slices (tensor > 1) and of experts that replicas share out (expert > 1), has stages 2 "
+            f"and 3. Set {name}.zero_stage=2, which keeps whole weights on each actor as stage 1 does"
+            + ("." if key else f", or {name}.zero_engine=deepspeed.")
         )
 
 

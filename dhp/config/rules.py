@@ -81,9 +81,11 @@ PART_RULES: tuple[Rule, ...] = (
     Rule("{name}.expert {name}.tensor", lambda p: p.expert > 1 and p.tensor > 1,
          ": experts are either shared out among replicas or cut by their width, not both. Set {name}.tensor=1, or "
          "{name}.expert=1: tensor cuts each."),
-    Rule("{name}.expert {name}.zero_stage", lambda p: p.expert > 1 and p.zero_stage,
-         ": ZeRO cuts what all replicas hold alike, but expert({p.expert}) > 1 gives them different experts. Set "
-         "{name}.zero_stage=0, or {name}.expert=1."),
+    Rule("{name}.zero_engine {name}.zero_stage {name}.expert",
+         lambda p: p.zero_stage and p.zero_engine == DEEPSPEED and p.expert > 1,
+         ": DeepSpeed sums and cuts over all replicas whatever is no layer of its own class for experts, but "
+         "expert({p.expert}) > 1 gives replicas different ones. Set {name}.zero_engine=fsdp with {name}.zero_stage=2 "
+         "or 3, {name}.zero_stage=0, or {name}.expert=1."),
     Rule("{name}.parallelism {name}.ulysses {name}.ring",
          lambda p: p.ring * p.ulysses > 1 and p.parallelism == "autotp",
          ": DeepSpeed's layers know no shared sequence. Set {name}.parallelism=tensor or sequence."),

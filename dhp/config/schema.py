@@ -118,7 +118,7 @@ class PartConfig:
     expert: int = key(1, layout=SEARCHED)
     """Of the replicas (data), so many neighbours share out a decoder's experts: each holds 1/expert of them, and tokens
     go to the replica that has theirs, from each actor of a row those it has. Divides data and the experts. text only,
-    with tensor=1 and zero_stage=0."""
+    with tensor=1, and zero_stage by zero_engine=fsdp."""
 
     dtype: str = "float32"
     """Number format in which the part computes: bfloat16 | float32 | float64. With bfloat16 the optimizer keeps the
@@ -158,12 +158,13 @@ class PartConfig:
     compile=false and expert=1."""
 
     zero_stage: int = key(0, layout=SEARCHED)
-    """ZeRO stage, what is cut over the actors that hold the same slices: 0 nothing | 1 the optimizer's state | 2
-    gradients too | 3 weights too, gathered module by module."""
+    """ZeRO stage, what is cut over the actors that hold the same slices and experts: 0 nothing | 1 the optimizer's
+    state | 2 gradients too | 3 weights too, gathered module by module."""
 
     zero_engine: str = key("auto", layout=SEARCHED)
-    """Who does the ZeRO stage: deepspeed (stages 1 to 3 with tensor=1; 3 only with training.schedule=sequential) | fsdp
-    (torch's FSDP2: stages 2 and 3 with any tensor) | auto (fsdp where tensor > 1, else deepspeed)."""
+    """Who does the ZeRO stage: deepspeed (stages 1 to 3 with tensor=1 and expert=1; 3 only with
+    training.schedule=sequential) | fsdp (torch's FSDP2: stages 2 and 3 with any of both) | auto (fsdp where tensor or
+    expert > 1, else deepspeed)."""
 
     sequence_sharded_norms: bool = key(False, layout=SEARCHED)
     """true: between the blocks of a layer each tensor actor holds the states of its own tokens, so that what norms and

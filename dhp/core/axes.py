@@ -80,6 +80,11 @@ class Degrees:
         return prod(self.along(*OF_TOKENS))
 
     @property
+    def copies(self) -> int:
+        """Ranks that hold the same experts, of those that split the tokens."""
+        return self.shards // prod(self.along(*(axis.name for axis in AXES if axis.divides == EXPERTS)))
+
+    @property
     def holders(self) -> tuple[int, ...]:
         """The first ranks that hold all weights together: of the axes that divide weights all, of one within which
         experts are shared out the first neighbours, of others the first."""

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as ShardingMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as MeshPlacement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental import _config as shapes
@@ -26,6 +28,8 @@ __all__ = [
     "COPIES",
     "FRONT_KEY",
     "FUSED_ATTENTION",
+    "MeshPlacement",
+    "ShardingMesh",
     "StridedShard",
     "TorchDispatchMode",
     "add_each",

@@ -220,7 +220,7 @@ class TextEngine(StageEngine):
         mesh = neighbours_mesh(self.mesh, self.spec.degrees.expert, EXPERTS)
         model = self._load({}, mesh[EXPERTS], share_plan)
         use_local_slices(model)
-        share_out(model, mesh.get_group(EXPERTS), mesh.get_group("copies"))
+        share_out(model, mesh.get_group(EXPERTS), mesh["copies"])
         return model
 
     def _split_by_deepspeed(self) -> PreTrainedModel:

@@ -70,10 +70,11 @@ def held_parameters(
         held = parameter if mesh is None or is_adapter(name) else _sharded(model, name, plan, mesh)
         split = isinstance(held, DTensor) and not all(placement.is_replicate() for placement in held.placements)
         own = held.to_local().numel() if isinstance(held, DTensor) else held.numel()
-        if sharing > 1 and is_inside(name, shared):
+        apart = sharing > 1 and is_inside(name, shared)
+        if apart:
             split, own = True, own // sharing
         trains = trained is None or trained(name)
-        kinds = (split, trains, name in rounded, shapes[name], name in matrices)
+        kinds = (split, trains, name in rounded, shapes[name], name in matrices, apart)
         found.append(HeldParameter(tuple(names[id(parameter)]), parameter.numel(), own, *kinds))
     return tuple(found)
 

@@ -40,7 +40,10 @@ class PartShape:
 
     orthogonalizing: operations of a step in which Muon makes momenta of per_rank's matrices orthogonal.
 
-    small: of per_rank, those in parameters that ZeRO's stage 3 does not cut."""
+    small: of per_rank, those in parameters that ZeRO's stage 3 does not cut.
+
+    experts: of per_rank, those of experts that replicas share out, which fewer ranks hold alike than all else;
+    trained_experts: of these, those that are trained."""
 
     total: int
     per_rank: int
@@ -51,6 +54,8 @@ class PartShape:
     factors: int = 0
     orthogonalizing: float = 0.0
     small: int = 0
+    experts: int = 0
+    trained_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class HeldParameter:
     total: numbers that it has; own: of these, on the rank; split: other ranks hold the rest. trains: it is trained.
     quantized: it is kept in four bits.
 
-    shape: of the whole. matrix: it is one of a hidden layer (`dhp.models.shape`)."""
+    shape: of the whole. matrix: it is one of a hidden layer (`dhp.models.shape`). shared_out: experts, by replicas."""
 
     names: tuple[str, ...]
     total: int
@@ -70,11 +75,12 @@ class HeldParameter:
     quantized: bool
     shape: tuple[int, ...] = ()
     matrix: bool = False
+    shared_out: bool = False
 
 
 def sum_shape(parameters: Iterable[HeldParameter], selects: bool, optimizer: str = ADAMW) -> PartShape:
     """Of these parameters together. selects: not all of the run's are trained."""
-    total = per_rank = replicated = trained = quantized = states = factors = small = 0
+    total = per_rank = replicated = trained = quantized = states = factors = small = experts = trained_experts = 0
     operations = 0.0
     for one in parameters:
         total += one.total
@@ -83,6 +89,8 @@ def sum_shape(parameters: Iterable[HeldParameter], selects: bool, optimizer: str
         trained += one.own * one.trains
         small += one.own * (one.own <= PERSISTENT_ELEMENTS)
         quantized += one.total * one.quantized
+        experts += one.own * one.shared_out
+        trained_experts += one.own * one.shared_out * one.trains
         each, whole = states_of(optimizer, one.shape, one.matrix)
         states += one.own * one.trains * each
         factors += whole * one.trains
@@ -90,7 +98,8 @@ def sum_shape(parameters: Iterable[HeldParameter], selects: bool, optimizer: str
             operations += _orthogonalizing(one.shape) * one.own / one.total
     average = states / trained if trained else float(len(MOMENTS))
     chosen = trained if selects else None
-    return PartShape(total, per_rank, replicated, chosen, quantized, average, factors, operations, small)
+    more = (average, factors, operations, small, experts, trained_experts)
+    return PartShape(total, per_rank, replicated, chosen, quantized, *more)
 
 
 def _orthogonalizing(shape: Sequence[int]) -> float:

@@ -119,8 +119,22 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["text.expert=2 with text.tensor=2", "not both", "Set text.tensor=1, or text.expert=1"],
         ),
         (
-            {"text__parallelism": "data", "text__num_actors": 2, "text__zero_stage": 2, "text__expert": 2},
-            ["text.expert=2 with text.zero_stage=2", "Set text.zero_stage=0, or text.expert=1"],
+            {
+                "text__parallelism": "data",
+                "text__num_actors": 2,
+                "text__zero_stage": 2,
+                "text__zero_engine": "deepspeed",
+                "text__expert": 2,
+            },
+            ["text.zero_engine=deepspeed with text.zero_stage=2 and text.expert=2", "Set text.zero_engine=fsdp"],
+        ),
+        (
+            {"text__parallelism": "data", "text__num_actors": 2, "text__zero_stage": 1, "text__expert": 2},
+            ["text.zero_stage=1 with text.zero_engine=auto and text.expert=2", "Set text.zero_stage=2"],
+        ),
+        (
+            {"text__parallelism": "deepspeed", "text__num_actors": 2, "text__zero_stage": 2, "text__expert": 2},
+            ["text.expert=2 makes FSDP2 the engine of ZeRO", "Set text.parallelism=data, or text.expert=1"],
         ),
         (
             {"text__parallelism": "autotp", "text__num_actors": 2, "text__zero_stage": 2},

@@ -95,6 +95,7 @@ def test_ranks_that_share_out_experts_are_an_axis_inside_of_data() -> None:
     assert (split.world, split.shards, split.holders) == (6, 6, (0, 1))
     assert Degrees(data=2, tensor=4).by_axis() == {"data": 2, "ring": 1, "ulysses": 1, "tensor": 4}
     assert Degrees(data=2, tensor=4).holders == (0, 1, 2, 3)
+    assert [Degrees(data=4, expert=2, ring=3, tensor=5).copies, Degrees(data=4, ring=3).copies] == [6, 12]
     assert Degrees(data=4, expert=2, ulysses=3).holders == (0, 3)  # the first rank of each neighbour's row
 
 

@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,8 @@ def test_the_rest_has_its_names() -> None:
     assert torch_private.keys_behind(torch_private.FRONT_KEY) is not None
     assert callable(torch._C._accelerator_setAllocatorSettings) and callable(torch_private.muon_step)
     assert callable(torch_private.local_shape_and_offset)
+    assert {"placement", "mesh_info"} == {one.name for one in fields(torch_private.MeshPlacement)}
+    assert "shard_mesh_dim" in {one.name for one in fields(torch_private.ShardingMesh)}
 
 
 def test_trees_and_dispatch_are_torchs() -> None:

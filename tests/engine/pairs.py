@@ -115,9 +115,8 @@ def _apart() -> Iterator[tuple[tuple[str, str], str]]:
         yield (f"vision {vision}", f"text {text}"), "a Case has one engine for both parts; tests/fuzz has two"
     for kind in FSDP:
         yield (f"text {kind}", "text autotp"), "DeepSpeed's layers are not cut any further"
-        yield (f"text {kind}", "text expert"), "ZeRO cuts what all replicas hold alike"
     for kind in DEEPSPEED:
-        yield (f"text {kind}", "text expert"), "ZeRO cuts what all replicas hold alike"
+        yield (f"text {kind}", "text expert"), "DeepSpeed cuts what all replicas hold alike"
     for kind in SLICED:
         yield ("text expert", f"text {kind}"), "experts are either shared out or cut"
     yield ("text autotp", "sharded norms"), "DeepSpeed's own layers sum over all tokens"

@@ -316,6 +316,23 @@ def test_divided_weights_are_sent_as_the_planner_has_it(
     assert gathered == sum(map(Collective.sent_bytes, weights.update()))
 
 
+@pytest.mark.parametrize("text", [Degrees(data=4, expert=2), slow(Degrees(data=2, expert=2, ulysses=2))], ids=str)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_experts_are_summed_and_cut_over_fewer_ranks(stage: int, text: Degrees, experts_model: str) -> None:
+    """All else over all four; of one micro-batch."""
+    case = Case(ONE, text, 1, text_zero_stage=stage, fsdp=True, packing=True)
+    found = traffic(experts_model, case, equal_pictures()[0])
+    family = load_family(experts_model)
+    config, experts = family.config.get_text_config(), family.decoder.experts
+    of_experts = config.num_hidden_layers * 3 * config.hidden_size * experts.width * experts.count // text.expert
+    again = found.parameters[TEXT] - (2 * config.vocab_size + 1) * config.hidden_size  # but what is outside of layers
+    weights = DividedWeights(4, found.parameters[TEXT], 8, 8, stage, stage > 0, again, 1, of_experts, text.copies)
+    for way, sent in ((found.forward, weights.forward(True)), (found.backward, weights.backward(True))):
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        counted = [sum(of_rank.get(kind, 0) for kind in kinds) for of_rank in way[TEXT]]
+        assert counted == [round(sum(map(Collective.sent_bytes, sent)))] * 4
+
+
 @pytest.mark.parametrize(("choice", "again"), [("mlp", 0), slow("linear", 1), ("all", 1)])
 def test_recomputed_layers_sum_behind_attention_again(made_model: str, choice: str, again: int) -> None:
     """What is behind the MLP is no input of its backward."""

@@ -1,6 +1,7 @@
 """Experts and their balancing loss equal the plain model."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,6 +17,8 @@ from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.parallel.expert import expert_shares
 from dhp.parallel.expert.expert_modules import balance_losses
+from dhp.parallel.optim import fsdp
+from dhp.parallel.tensor.slices import AdapterCut
 from tests.engine.test_families import equal_pictures as steps
 from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare, compare_rounding, train
@@ -48,6 +51,10 @@ EXACT = [
     # Rows that ranks share: each exchanges the tokens that it has.
     Case(Degrees(data=2), Degrees(data=2, expert=2, ulysses=2), micro_batches=1, packing=True, checkpointing=True),
     Case(ONE, Degrees(data=2, expert=2, ring=2), micro_batches=2),
+    # Weights of experts are cut over the ranks that hold the same ones, all else over all replicas.
+    Case(Degrees(data=2), Degrees(data=4, expert=2), 2, zero_stage=2, text_zero_stage=3, fsdp=True, recompute="light"),
+    slow(Case(ONE, Degrees(data=2, expert=2, ulysses=2), 1, text_zero_stage=2, fsdp=True, packing=True)),
+    slow(Case(ONE, Degrees(data=2, expert=2), 2, text_zero_stage=3, fsdp=True, checkpointing=True)),
     Case(ONE, Degrees(data=2, expert=2), micro_batches=2, frozen=("text",)),  # a replica without image goes back too
 ]
 # The gradients of the tower's key biases are rounding alone, and Adafactor divides them by their size.
@@ -226,9 +233,27 @@ def _only_gradients(errors: Errors) -> bool:
     return errors.loss < 1e-9 < 0.1 < errors.gradient
 
 
+class SumsOfOthers(ExactText):
+    """States of experts are cut over all replicas, as if these held the same ones."""
+
+    def __init__(self, *given: Any):
+        fsdp.summed_over = lambda module: {}
+        super().__init__(*given)
+
+
+class CutTwice(ExactText):
+    """The norm counts each expert as often as replicas share them out."""
+
+    def __init__(self, *given: Any):
+        AdapterCut.tensor_ranks = property(lambda cut: cut.mesh.get_group())
+        super().__init__(*given)
+
+
 FAULTS = {
     "experts summed over all replicas": (4, SummedOverAll, _only_gradients),
     "experts not summed over their copies": (4, NotSummed, _only_gradients),
+    "experts cut over all replicas": (4, SumsOfOthers, lambda errors: errors.gradient > 0.1),
+    "experts counted twice": (4, CutTwice, lambda errors: errors.gradient < 1e-9 < 1e-4 < errors.norm),
     "no way back": (2, NoReturn, lambda errors: errors.loss > 1e-6 and errors.gradient > 0.1),
     "no gradients back": (2, NoGradientBack, _only_gradients),
 }
@@ -238,6 +263,8 @@ FAULTS = {
 def test_a_planted_mistake_is_seen(fault: str, experts_model: str) -> None:
     replicas, text, seen = FAULTS[fault]
     case = Case(ONE, Degrees(data=replicas, expert=2), micro_batches=1, packing=True)
+    if text in (SumsOfOthers, CutTwice):
+        case = replace(case, text_zero_stage=3, fsdp=True)
     errors = compare(experts_model, case, steps()[:1], Fault(text=text))
     assert seen(errors), errors
 
@@ -310,8 +337,6 @@ class OneLossARow(ExactText):
     """What the library's function gives where samples share a row: one loss of all of them."""
 
     def _share_of_balance(self, logits: Any, work: Any) -> Tensor:
-        from dataclasses import replace
-
         return super()._share_of_balance(
             logits, replace(work, samples=(sum(work.samples),), weights=(sum(work.weights),))
         )

@@ -127,7 +127,7 @@ class Gather(torch.autograd.Function):
         return grad.index_select(0, inverse(order)).view(ctx.shape).sum(dim=1), None, None
 
 
-SUMMED_OVER = "dhp_summed_over"  # on a module: the ranks over which the gradients of its parameters are summed
+SUMMED_OVER = "dhp_summed_over"  # on a module: the mesh of ranks over which gradients of its parameters are summed
 SHARE = "dhp_experts_share"
 
 
@@ -166,7 +166,7 @@ def check_shares(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def share_out(model: nn.Module, group: dist.ProcessGroup, copies: dist.ProcessGroup) -> None:
+def share_out(model: nn.Module, group: dist.ProcessGroup, copies: DeviceMesh) -> None:
     """Let a model that was read by `share_plan` send tokens to the ranks of `group` that hold their experts.
 
     copies: the ranks that hold the same experts as this one, over which their gradients are summed."""
@@ -184,11 +184,12 @@ def _visit_group(experts: nn.Module, group: dist.ProcessGroup) -> None:
     wrap_forward(experts, forward, __name__)
 
 
-def summed_over(model: nn.Module) -> dict[int, dist.ProcessGroup]:
-    """By a parameter's id, the ranks over which its gradients are summed, where these are not all replicas."""
+def summed_over(model: nn.Module) -> dict[int, DeviceMesh]:
+    """By a parameter's id, the ranks that hold the same values of it, where these are not all replicas: over them its
+    gradients are summed and its states cut."""
     found = {}
     for module in model.modules():
-        group = module.__dict__.get(SUMMED_OVER)
-        for parameter in module.parameters(recurse=False) if group is not None else ():
-            found[id(parameter)] = group
+        mesh = module.__dict__.get(SUMMED_OVER)
+        for parameter in module.parameters(recurse=False) if mesh is not None else ():
+            found[id(parameter)] = mesh
     return found

@@ -10,7 +10,7 @@ computation of a part, which takes the head's weight from outside, runs as the r
 sharded parameter keeps its memory from step to step, so an optimizer may hold it; a sharded parameter's hooks run
 behind each gradient."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -18,11 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from dhp.core.parameters import EXACT_STATES, FACTORS, FORMS, MASTER, STATE_KINDS, StateForm
 from dhp.core.state import StateSink, StateSource
+from dhp.core.torch_private import MeshPlacement, ShardingMesh
 from dhp.core.wrapping import call_weakly
 from dhp.parallel.comm import sum_in_place
+from dhp.parallel.expert.expert_shares import summed_over
 from dhp.parallel.optim.base import (
     STEP,
     Formats,
@@ -45,6 +48,7 @@ class _Shard:
     """This rank's rows of one parameter: the optimizer's weight, on FSDP's memory, and its extent."""
 
     def __init__(self, name: str, owner: nn.Module, own: str, mesh: DeviceMesh):
+        """mesh: of the ranks over which the parameter is cut by rows."""
         parameter = owner.get_parameter(own)
         self.name, self.trained = name, parameter.requires_grad
         cut = cut_of(owner, own)
@@ -116,10 +120,12 @@ class FullySharded:
         self._replicas, self._writes_whole, self._stage = mesh.get_group(), tensor_rank == 0, stage
         self._dtype, self._cast = dtype, dtype != exact_dtype(dtype)
         self._formats = Formats.of(form, dtype)
-        owned = owned_parameters(module)
-        self._shards = [_Shard(name, owner, own, mesh) for name, owner, own in owned]
+        owned, copies = owned_parameters(module), summed_over(module)
+        self._shards = [
+            _Shard(name, owner, own, copies.get(id(owner.get_parameter(own)), mesh)) for name, owner, own in owned
+        ]
         self._root = Computation(module)
-        _shard_fully(self._root, layers, mesh, stage, dtype, self._formats.sums)
+        _shard_fully(self._root, layers, mesh, copies, stage, dtype, self._formats.sums)
         for shard, (_, owner, own) in zip(self._shards, owned, strict=True):
             shard.adopt(owner.get_parameter(own), self._formats.sums)
         self._trained = [shard for shard in self._shards if shard.trained]
@@ -150,11 +156,13 @@ class FullySharded:
         """Squared L2 norm of the whole part's gradient, the same on every rank."""
         self._take_sums()
         counted = [shard for shard in self._trained if not self._is_others(shard)]
-        whole = sum_of_squares([s.weight.grad for s in counted if s.cut is None])
-        cut = [s for s in counted if s.cut is not None]
-        if cut:
-            whole = whole + sum_in_place(sum_of_squares([s.weight.grad for s in cut]), cut[0].cut.mesh.get_group())
-        return float(sum_in_place(whole, self._replicas))
+        groups = [None if shard.cut is None else shard.cut.tensor_ranks for shard in counted]
+        found = torch.zeros((), dtype=torch.float64)
+        for ranks in dict.fromkeys(groups):
+            own = [shard.weight.grad for shard, group in zip(counted, groups, strict=True) if group is ranks]
+            of_ranks = sum_of_squares(own)
+            found = found + (of_ranks if ranks is None else sum_in_place(of_ranks, ranks))
+        return float(sum_in_place(found, self._replicas))
 
     def tie(self, name: str, owns: bool) -> None:
         """The parameter `name` is another stage's too. The owner counts it in the norm and saves it."""
@@ -301,17 +309,30 @@ class FrozenShards(FullySharded):
 
 
 def _shard_fully(
-    root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, stage: int, dtype: torch.dtype, sums: torch.dtype
+    root: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    copies: Mapping[int, DeviceMesh],
+    stage: int,
+    dtype: torch.dtype,
+    sums: torch.dtype,
 ) -> None:
     exact = exact_dtype(dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if dtype != exact else None, reduce_dtype=sums, cast_forward_inputs=False
     )
+    # A layer stays one unit, whose experts are gathered together with the rest of it, from other ranks. Parameters of
+    # the same ranks have to have one object that says so.
+    meshes = {other: ShardingMesh(other, shard_mesh_dim=0) for other in copies.values()}
+    place = lambda parameter: (
+        MeshPlacement(Shard(0), meshes[copies[id(parameter)]]) if id(parameter) in copies else None
+    )
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, shard_placement_fn=place if copies else None)
     for layer in layers:
         widen(layer, exact, dtype)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
+        shard(layer, reshard_after_forward=stage == 3)
     widen(root, exact, dtype)
-    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    shard(root, reshard_after_forward=False)
     for unit in _units(root):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

@@ -278,9 +278,8 @@ class Replicated:
         parts = {id(parameter): over for parameter, over in found if over is not None}
         self._tied: tuple[str, bool] | None = None
         self._summed = False
-        self._gradients = Gradients(
-            self._parameters, self._formats.sums, group, parts, overlap, exclusive, summed_over(module)
-        )
+        others = {number: mesh.get_group() for number, mesh in summed_over(module).items()}
+        self._gradients = Gradients(self._parameters, self._formats.sums, group, parts, overlap, exclusive, others)
 
     def _hold(self, module: nn.Module, masters: Sequence[Tensor]) -> None:
         """Let the optimizer know which elements its weights are, and what they lack of the `masters`."""

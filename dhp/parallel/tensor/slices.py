@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from dhp.core.axes import EXPERTS
 from dhp.core.errors import ModelError
 from dhp.core.parameters import ADAPTER
 from dhp.core.torch_private import StridedShard
@@ -30,6 +31,12 @@ class AdapterCut:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
+
+    @property
+    def tensor_ranks(self) -> dist.ProcessGroup | None:
+        """The ranks that work on the same tokens and hold other slices; None: replicas alone hold the rest."""
+        names = self.mesh.mesh_dim_names or ("",)
+        return None if names == (EXPERTS,) else self.mesh.get_group(self.mesh.ndim - 1)
 
     def around(self, local: Tensor) -> DTensor:
         """The DTensor of which `local` is this rank's slice, on its memory and graph."""

@@ -19,6 +19,7 @@ from dhp.config.rules import read_kernels
 from dhp.config.schema import Config, PartConfig
 from dhp.core.errors import ModelError
 from dhp.core.files import write_whole
+from dhp.core.graph import StageSpec
 from dhp.core.parameters import ADAMW, AdapterSettings, TrainingRules, is_inside
 from dhp.core.process import say_nothing
 from dhp.core.reports import RecomputePolicies
@@ -36,6 +37,7 @@ from dhp.plan.count.row_bytes import (
     trace_bytes,
     written_bytes,
 )
+from dhp.plan.count.state_bytes import Units, stage_units
 from dhp.plan.count.unit_work import (
     TowerLoad,
     UnitParameters,
@@ -135,7 +137,7 @@ _PATCHES = 1024  # of a tower's trace
 AT_ONCE = 16  # layers of a part that are traced without being asked for; many take a minute
 FOLDER = "shapes"  # below the cache's
 _PACKAGES = ("torch", "transformers")
-_FORM = 7  # of the files; raised when what they hold changes
+_FORM = 8  # of the files; raised when what they hold changes
 
 
 @dataclass(frozen=True)
@@ -265,10 +267,10 @@ class Counted:
         known: tuple[HeldParameter, ...] = self._known[key]
         return known
 
-    def unit_parameters(self, part: str, cut: Cut, trained: bool = False) -> list[int]:
+    def unit_parameters(self, part: str, cut: Cut, trained: bool = False, experts: bool = False) -> list[int]:
         """Of each unit, the parameters that a rank holds: what precedes the layers, each layer, what follows them.
-        trained: those alone that are."""
-        key = f"units {part} {cut.tensor} {cut.expert} {trained}"
+        trained: those alone that are. experts: those alone of experts that replicas share out."""
+        key = f"units {part} {cut.tensor} {cut.expert} {trained} {experts}"
         if key not in self._known:
             own = self.family.parts[part]
             path, count = f"{own.layers.path}.", len(own.layers.kinds)
@@ -278,10 +280,18 @@ class Counted:
                 name = one.names[0]
                 inside = name.startswith(path)
                 layer = int(name.removeprefix(path).partition(".")[0]) + 1 if inside else -1
-                found[0 if is_inside(name, begins) else layer] += one.own * (one.trains or not trained)
+                found[0 if is_inside(name, begins) else layer] += (
+                    one.own * (one.trains or not trained) * (one.shared_out or not experts)
+                )
             self._known[key] = found
         known: list[int] = self._known[key]
         return known
+
+    def units_of(self, stage: StageSpec, cut: Cut) -> Units:
+        """What a rank of the stage holds."""
+        parameters, experts = (self.unit_parameters(stage.part, cut, experts=only) for only in (False, True))
+        spread = [own + (cut.expert - 1) * shared for own, shared in zip(parameters, experts, strict=True)]
+        return stage_units(parameters, stage.layers, spread)
 
     def alike(self, part: str, cut: Cut) -> list[int]:
         """Of each unit of a part, the place of the first one that does the same and holds as many parameters."""

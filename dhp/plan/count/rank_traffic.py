@@ -125,7 +125,8 @@ class DividedExperts:
 class DividedWeights:
     """A stage's weights and gradients over the `ranks` that hold the same slices, which lie `stride` apart.
 
-    parameters: on one of them, were nothing cut; again: of them, those that backward gathers a second time, in layers.
+    parameters: on one of them, were nothing cut; again: of them, those that backward gathers a second time, in layers;
+    experts: of them, all in layers, those that fewer ranks hold, as replicas share experts out; copies: so many.
     weight_bytes, gradient_bytes: of a value as it is sent. zero_stage: what is cut; by_torch: FSDP2 cuts it, not
     DeepSpeed, which sums whole buckets on all ranks in its stages 1 and 2, in stage 2 behind each micro-batch."""
 
@@ -137,24 +138,31 @@ class DividedWeights:
     by_torch: bool = False
     again: int = 0
     stride: int = 1
+    experts: int = 0
+    copies: int = 1
 
     def forward(self, first: bool) -> tuple[Transfer, ...]:
         """Of a micro-batch. first: of the step."""
         gathers = self.zero_stage == 3 or (self.by_torch and first)
-        return self._sent("all-gather", self.parameters * self.weight_bytes) if gathers else ()
+        return self._sent("all-gather", self.parameters, self.weight_bytes) if gathers else ()
 
     def backward(self, last: bool) -> tuple[Transfer, ...]:
         """Of a micro-batch. last: of the step."""
-        gradients = self.parameters * self.gradient_bytes
+        gradients = self.parameters, self.gradient_bytes
         if self.zero_stage == 3 or self.by_torch:
-            again = self.again * self.weight_bytes if self.zero_stage == 3 else 0
-            return self._sent("all-gather", again) + self._sent("reduce-scatter", gradients)
-        return self._sent("all-reduce", gradients) if last or self.zero_stage == 2 else ()
+            again = self._sent("all-gather", self.again, self.weight_bytes) if self.zero_stage == 3 else ()
+            return again + self._sent("reduce-scatter", *gradients)
+        return self._sent("all-reduce", *gradients) if last or self.zero_stage == 2 else ()
 
     def update(self) -> tuple[Transfer, ...]:
         """Behind the optimizer, where it updates a share of weights that all ranks hold."""
         shares = self.zero_stage in (1, 2) and not self.by_torch
-        return self._sent("all-gather", self.parameters * self.weight_bytes) if shares else ()
+        return self._sent("all-gather", self.parameters, self.weight_bytes) if shares else ()
 
-    def _sent(self, operation: Operation, nbytes: float) -> tuple[Transfer, ...]:
-        return (Transfer(operation, nbytes, self.ranks, self.stride),) if self.ranks > 1 and nbytes else ()
+    def _sent(self, operation: Operation, parameters: int, value_bytes: int) -> tuple[Transfer, ...]:
+        experts = min(self.experts, parameters)
+        found = (
+            Transfer(operation, (parameters - experts) * value_bytes, self.ranks, self.stride),
+            Transfer(operation, experts * value_bytes, self.copies, self.stride * self.ranks // self.copies),
+        )
+        return tuple(one for one in found if one.ranks > 1 and one.nbytes)

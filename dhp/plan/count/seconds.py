@@ -15,7 +15,7 @@ from dhp.plan.count.loads import RunLoads, tower_load
 from dhp.plan.count.rank_traffic import DividedWeights
 from dhp.plan.count.rates import Operations, Rates, TimeSplit, spend
 from dhp.plan.count.row_bytes import NONE, PartBytes
-from dhp.plan.count.state_bytes import VALUE_BYTES, RankBytes, sum_bytes
+from dhp.plan.count.state_bytes import VALUE_BYTES, RankBytes, spread_evenly, sum_bytes
 from dhp.plan.count.unit_work import Passes, decoder_passes, recomputed, tower_passes
 
 KINDS = ("products", "attention", "elementwise", "sent", "exposed", "host", "recompute", "update", "sync")
@@ -85,9 +85,9 @@ def unit_seconds(
 ) -> tuple[UnitSeconds, ...]:
     """Of a part's units. section: resolved. kept: what layers keep, which elementwise kernels move; None: it is traced.
     Raises ModelError where it cannot be."""
-    weights = counted.unit_parameters(name, Cut.of(section))
+    weights = [counted.unit_parameters(name, Cut.of(section), experts=experts) for experts in (False, True)]
     found = unit_passes(counted, name, section, degrees, loads, kept)
-    return _alike(found, counted.replays[name], weights, section, degrees, rates)
+    return _alike(found, counted.replays[name], list(zip(*weights, strict=True)), section, degrees, rates)
 
 
 def unit_passes(
@@ -113,27 +113,28 @@ def waits_for_others(section: PartConfig) -> bool:
 def _alike(
     passes: Sequence[Passes],
     shares: Sequence[Mapping[str, float]],
-    weights: Sequence[int],
+    weights: Sequence[tuple[int, int]],
     section: PartConfig,
     degrees: Degrees,
     rates: Rates,
 ) -> tuple[UnitSeconds, ...]:
-    """Units that are the same have one object, whose seconds are counted once."""
-    known: dict[tuple[int, int], UnitSeconds] = {}
+    """Units that are the same have one object, whose seconds are counted once. weights: see `with_weights`."""
+    known: dict[tuple[int, tuple[int, int]], UnitSeconds] = {}
     found = []
     for own, share, held in zip(passes, shares, weights, strict=True):
         key = (id(own), held)
         if key not in known:
-            known[key] = UnitSeconds(with_weights(own, held, section, degrees), rates, share)
+            known[key] = UnitSeconds(with_weights(own, *held, section, degrees), rates, share)
         found.append(known[key])
     return tuple(found)
 
 
-def with_weights(passes: Passes, held: int, section: PartConfig, degrees: Degrees) -> Passes:
-    """With what is sent of the unit's weights and gradients in every micro-batch."""
+def with_weights(passes: Passes, held: int, experts: int, section: PartConfig, degrees: Degrees) -> Passes:
+    """With what is sent of the unit's weights and gradients in every micro-batch. held: parameters of a rank; experts:
+    of these, those of experts that replicas share out."""
     if section.zero_stage < 2 or not held:
         return passes
-    cut = divided_weights(section, degrees, held, held)
+    cut = divided_weights(section, degrees, held, held, experts)
     there, back = cut.forward(False), cut.backward(False)
     if cut.by_torch:
         return Passes(_hiding(passes.forward, there), _hiding(passes.backward, back))
@@ -146,8 +147,8 @@ def _hiding(work: Operations, sent: tuple) -> Operations:  # type: ignore[type-a
     return replace(work, hidden=(*work.hidden, *sent))
 
 
-def divided_weights(section: PartConfig, degrees: Degrees, parameters: int, again: int) -> DividedWeights:
-    """Parameters of a rank as ranks that hold the same ones divide them. again: see `DividedWeights`."""
+def divided_weights(section: PartConfig, degrees: Degrees, parameters: int, again: int, experts: int) -> DividedWeights:
+    """Parameters of a rank as ranks that hold the same ones divide them. again, experts: see `DividedWeights`."""
     return DividedWeights(
         degrees.shards,
         parameters,
@@ -157,6 +158,8 @@ def divided_weights(section: PartConfig, degrees: Degrees, parameters: int, agai
         section.zero_stage > 1 and section.zero_engine == FSDP,
         again,
         degrees.tensor,
+        experts,
+        degrees.copies,
     )
 
 
@@ -209,12 +212,14 @@ def once_a_step(
     trained = shape.per_rank if shape.trained is None else shape.trained
     if not trained:
         return 0.0, 0.0
-    weights = divided_weights(section, degrees, trained, 0)
+    weights = divided_weights(section, degrees, trained, 0, shape.trained_experts)
     if rates.update is None:  # states are read and written, gradients read twice (their norm first), weights written
         traffic = 2 * (states.optimizer + states.host) + 2 * states.gradients + states.weights
         updated = traffic / rates.elementwise
     else:
-        updated = trained / (degrees.shards if section.zero_stage else 1) / rates.update
+        spread = spread_evenly(shape, degrees)
+        share = (spread.per_rank if spread.trained is None else spread.trained) / degrees.shards
+        updated = (share if section.zero_stage else trained) / rates.update
     # Of matrices that are cut, each is put together and made orthogonal on one of the ranks.
     updated += shape.orthogonalizing / (degrees.shards if section.zero_stage else 1) / rates.products
     sent = sum(one.seconds(rates) for one in weights.update())

@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass, replace
 from dhp.config.parts import resolved
 from dhp.config.rules import DEEPSPEED, FSDP
 from dhp.config.schema import PartConfig
+from dhp.core.axes import Degrees
 from dhp.core.batch import CHUNK_ROWS
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageSpec
@@ -64,12 +65,12 @@ def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankByte
     Raises ConfigError for a number format whose memory is not known here."""
     size, pieces = _value_bytes(part), _piece_bytes(part)
     whole, zero = shape.per_rank, part.zero_stage
+    spread = spread_evenly(shape, stage.degrees) if zero else shape
+    share = -(-spread.per_rank // stage.degrees.shards) if zero else whole
     if not stage.trains:
-        cut = zero == 3 and part.zero_engine == FSDP
-        return RankBytes(size * (-(-whole // stage.degrees.shards) if cut else whole), 0, 0)
-    share = -(-whole // stage.degrees.shards) if zero else whole
+        return RankBytes(size * (share if zero == 3 and part.zero_engine == FSDP else whole), 0, 0)
     # Weights that are not trained have no gradient and no state.
-    trained = 1.0 if shape.trained is None else shape.trained / max(whole, 1)
+    trained = 1.0 if spread.trained is None else spread.trained / max(spread.per_rank, 1)
     copy = pieces.get(MASTER, pieces.get(COMPENSATION, size if zero else 0))
     weights = size * (share if zero == 3 else whole) - int((size - BYTES_A_VALUE) * shape.quantized)
     if zero >= 2 and part.zero_engine == FSDP:
@@ -87,17 +88,26 @@ def copied_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> int:
     """Bytes of host memory in which the rank of a stage that writes most keeps copies of what it saves: the weights,
     whole where no rank has a range of them, and its share of the optimizer's states."""
     whole, zero = shape.per_rank, part.zero_stage
-    share = -(-whole // stage.degrees.shards) if zero else whole
+    spread = spread_evenly(shape, stage.degrees) if zero else shape
+    share = -(-spread.per_rank // stage.degrees.shards) if zero else whole
     ranges = zero == 3 or (zero > 0 and part.zero_engine == FSDP)
     weights = _value_bytes(part) * (share if ranges else whole)
     if not stage.trains:
         return weights
     pieces = _piece_bytes(part)
     copy = pieces.get(MASTER, pieces.get(COMPENSATION, _value_bytes(part) if zero and part.zero_engine != FSDP else 0))
-    trained = 1.0 if shape.trained is None else shape.trained / max(whole, 1)
+    trained = 1.0 if spread.trained is None else spread.trained / max(spread.per_rank, 1)
     adapted = trained if shape.trained is not None and part.lora.rank else 1.0  # adapters alone are saved
     moments, whole_states = _moment_bytes(pieces, shape)
     return int(weights * adapted + (copy + moments) * share * trained) + whole_states
+
+
+def spread_evenly(shape: PartShape, degrees: Degrees) -> PartShape:
+    """Numbers of which a rank has as many as of `shape`, if all ranks that split tokens cut all of them. Ranks that
+    hold the same experts are fewer, so that a number of these counts several times."""
+    more = degrees.shards // degrees.copies - 1
+    trained = None if shape.trained is None else shape.trained + more * shape.trained_experts
+    return replace(shape, per_rank=shape.per_rank + more * shape.experts, trained=trained)
 
 
 def _moment_bytes(pieces: Mapping[str, int], shape: PartShape) -> tuple[float, int]:
@@ -135,18 +145,20 @@ def loss_bytes(part: PartConfig, head: HeadShape) -> int:
 @dataclass(frozen=True)
 class Units:
     """Parameters of a stage on a rank, were nothing cut: of a layer, of what is outside of the layers, and of that, of
-    what follows them."""
+    what follows them; spread: of the layer, as `spread_evenly` counts them; 0: no experts are shared out."""
 
     layer: int = 0
     root: int = 0
     behind: int = 0
+    spread: int = 0
 
 
-def stage_units(parameters: Sequence[int], layers: Sequence[int]) -> Units:
-    """Of a stage with these layers. parameters: of each unit of its part."""
+def stage_units(parameters: Sequence[int], layers: Sequence[int], spread: Sequence[int] = ()) -> Units:
+    """Of a stage with these layers. parameters: of each unit of its part; spread: as `Units` has them."""
     last = len(parameters) - 2
     before, behind = parameters[0] * (0 in layers), parameters[-1] * (last - 1 in layers)
-    return Units(max(parameters[at + 1] for at in layers), before + behind, behind)
+    layer = max((at + 1 for at in layers), key=parameters.__getitem__)
+    return Units(parameters[layer], before + behind, behind, spread[layer] if spread else 0)
 
 
 @dataclass(frozen=True)
@@ -201,7 +213,8 @@ def _by_torch(part: PartConfig, units: Units, shards: int) -> Gathered:
     gathers = part.zero_stage == 3
     ends, weights = (units.root * size, layer * size) if gathers else (0, 0)
     last = ends + 2 * weights + (layer + units.behind) * size
-    sent = layer * exact + 2 * layer * exact / shards
+    arrived = (units.spread or layer) * exact / shards
+    sent = layer * exact + 2 * arrived
     return Gathered(
         forward=float(ends + 2 * weights),
         loss=float(ends),
@@ -240,8 +253,9 @@ def by_zero_stage(part: PartConfig, stage: StageSpec, shape: PartShape) -> dict[
     for zero in range(4):
         torchs = resolved(part.tensor) > 1 or part.state_bytes != EXACT_STATES or part.host_moments
         torchs = torchs or shape.states != len(MOMENTS) or shape.factors > 0  # DeepSpeed's are AdamW's
+        torchs = torchs or stage.degrees.shares_experts
         engine = FSDP if torchs else DEEPSPEED
-        alone = not stage.trains or stage.degrees.shares_experts or part.lora.quantization is not None
+        alone = not stage.trains or part.lora.quantization is not None
         missing = (zero == 1 and engine == FSDP) or (zero > 0 and alone)
         other = replace(part, zero_stage=zero, zero_engine=engine)
         found[zero] = None if missing else rank_bytes(other, stage, shape).total

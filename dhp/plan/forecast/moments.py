@@ -26,7 +26,6 @@ from dhp.plan.count.state_bytes import (
     keeps_gradients,
     rank_bytes,
     runtime_bytes,
-    stage_units,
     sum_bytes,
 )
 from dhp.plan.count.unit_work import hidden_width, tower_width
@@ -229,7 +228,7 @@ def memory_of(
         _handed(asked, stage),
         _flown(asked, stage),
         _more_targets(asked, stage),
-        stage_units(asked.counted.unit_parameters(stage.part, Cut.of(section)), stage.layers),
+        asked.counted.units_of(stage, Cut.of(section)),
         *_grown(asked, stage),
     )
     return stage_memory(section, stage, shape_of(asked.plan, stage), passing, asked.machine.contexts)

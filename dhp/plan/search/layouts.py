@@ -165,9 +165,10 @@ class _Space:
     def settings(self, split: Mapping[str, int]) -> Iterator[Settings]:
         """All settings with these degrees."""
         base = {"parallelism": self._parallelism(split), "num_actors": prod(split.values()), **split}
-        for expert, norms, (stage, engine) in product(self._experts(split), self._norms(split), self._zero(split)):
-            more = {"expert": expert, "zero_stage": stage, "zero_engine": engine, "sequence_sharded_norms": norms}
-            yield base | more
+        for expert, norms in product(self._experts(split), self._norms(split)):
+            for stage, engine in self._zero(split, expert):
+                more = {"expert": expert, "zero_stage": stage, "zero_engine": engine, "sequence_sharded_norms": norms}
+                yield base | more
 
     def _parallelism(self, split: Mapping[str, int]) -> str:
         """The name that goes with the degrees: all are set, so that it decides nothing more."""
@@ -188,7 +189,7 @@ class _Space:
             return (self.section.sequence_sharded_norms,)
         return (False, True) if split["tensor"] > 1 else (False,)
 
-    def _zero(self, split: Mapping[str, int]) -> Iterator[tuple[int, str]]:
+    def _zero(self, split: Mapping[str, int], expert: int) -> Iterator[tuple[int, str]]:
         """Stages with their engines: the one that auto gives, and FSDP where that is another one."""
         given: int | None = self.given("zero_stage")
         alone = given is None and _holders(split) == 1
@@ -197,7 +198,7 @@ class _Space:
                 yield stage, self.section.zero_engine
                 continue
             yield stage, _AUTO
-            if stage >= 2 and split["tensor"] == 1:
+            if stage >= 2 and split["tensor"] == expert == 1:
                 yield stage, FSDP
 
     def pointless(self, split: Mapping[str, int]) -> list[Refused]:

@@ -21,7 +21,7 @@ from dhp.plan.count.loads import RunLoads, text_rows, tower_rows
 from dhp.plan.count.rates import OVERLAP, Operations, Rates, Transfer
 from dhp.plan.count.row_bytes import CHOICES, RowBytes
 from dhp.plan.count.seconds import divided_weights, once_a_step, unit_passes, waits_for_others, with_weights
-from dhp.plan.count.state_bytes import gathered_moments, loss_bytes, rank_bytes, runtime_bytes, stage_units
+from dhp.plan.count.state_bytes import gathered_moments, loss_bytes, rank_bytes, runtime_bytes
 from dhp.plan.count.unit_work import Passes, recomputed
 from dhp.plan.cut.units import Numbers
 from dhp.plan.search.layouts import PartLayout
@@ -151,12 +151,12 @@ def seconds_of(sends: Sequence[Transfer], rates: Rates) -> float:
     return sum(one.seconds(rates) for one in sends)
 
 
-def exchanged(held: Sequence[int], section: PartConfig, degrees: Degrees, rates: Rates) -> Numbers:
-    """Seconds of weights and gradients that a micro-batch exchanges, of units that hold so many parameters: hidden in a
-    forward, hidden in a backward, and waited for there. [3, units]"""
+def exchanged(held: Sequence[tuple[int, int]], section: PartConfig, degrees: Degrees, rates: Rates) -> Numbers:
+    """Seconds of weights and gradients that a micro-batch exchanges, of units that hold so many parameters and of these
+    so many of experts: hidden in a forward, hidden in a backward, and waited for there. [3, units]"""
     found = []
-    for count in held:
-        own = with_weights(Passes(Operations(), Operations()), count, section, degrees)
+    for counts in held:
+        own = with_weights(Passes(Operations(), Operations()), *counts, section, degrees)
         sends = (own.forward.hidden, own.backward.hidden, own.backward.sent)
         found.append([seconds_of(one, rates) for one in sends])
     return np.array(found).T
@@ -355,8 +355,8 @@ class Scorer:
         return self._once(("fixed", id(layout)), make)
 
     def _exchanges(self, layout: PartLayout, cut: Cut) -> Numbers:
-        own = self._counted.unit_parameters(layout.part, cut)
-        held = [own[at] for at in self._kinds(layout.part, cut)]
+        own, experts = (self._counted.unit_parameters(layout.part, cut, experts=only) for only in (False, True))
+        held = [(own[at], experts[at]) for at in self._kinds(layout.part, cut)]
         return exchanged(held, layout.section, layout.degrees, self._rates(layout))
 
     def _states(
@@ -378,7 +378,7 @@ class Scorer:
         trained = shape.per_rank if shape.trained is None else shape.trained
         if section.zero_stage or not trained:
             return kept, passing, once_s, 0.0
-        sums_s = seconds_of(divided_weights(section, own, trained, 0).backward(True), rates)
+        sums_s = seconds_of(divided_weights(section, own, trained, 0, shape.trained_experts).backward(True), rates)
         return kept, passing, once_s - sums_s, sums_s
 
     def _shape(self, name: str, cut: Cut, stage: StageSpec) -> PartShape:
@@ -398,7 +398,7 @@ class Scorer:
         head = part.head_shape((_chunk(stage.chunks[0], len(part.layers.kinds)),))
         states = rank_bytes(section, stage, shape).total + (runtime_bytes(stage) if self._machine.contexts else 0)
         logits = loss_bytes(section, head) if head is not None and head.loss else 0
-        units = stage_units(self._counted.unit_parameters(layout.part, Cut.of(section)), stage.layers)
+        units = self._counted.units_of(stage, Cut.of(section))
         whole = gathered_moments(section, shape, units, stage.degrees.shards, self._machine.contexts)
         return float(states), max(logits + max(whole.loss, whole.after), whole.most)  # the loss is over amid backward
 

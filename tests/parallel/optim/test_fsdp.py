@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dhp.config.schema import PartConfig
 from dhp.core.axes import Degrees
 from dhp.core.graph import StageSpec
+from dhp.core.torch_private import MeshPlacement, ShardingMesh
 from dhp.models.shape import PartShape
 from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.optim.muon import WholeMatrices
@@ -138,6 +139,25 @@ def _divided() -> tuple[float, float]:
 
 def test_gradients_are_divided_unless_told_otherwise(on_ranks: RunOnRanks) -> None:
     assert on_ranks(_divided, 2) == [(1.0, 2.0)] * 2
+
+
+def _two_meshes() -> list[tuple[tuple[int, ...], float]]:
+    """What a rank holds of parameters of one unit, cut over four ranks and over two, and their summed gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
+    net = nn.Linear(4, 4)
+    copies = ShardingMesh(mesh["copies"], shard_mesh_dim=0)
+    place = lambda parameter: MeshPlacement(Shard(0), copies) if parameter.dim() == 1 else None
+    fully_shard(net, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=place)
+    net.set_gradient_divide_factor(1.0)
+    net.set_force_sum_reduction_for_comms(True)
+    (net(torch.ones(1, 4)) * (1 + dist.get_rank())).sum().backward()
+    held = (net.weight, net.bias)
+    return [(tuple(one.to_local().shape), float(one.grad.to_local().max())) for one in held]
+
+
+def test_parameters_of_a_unit_may_be_cut_over_other_ranks(on_ranks: RunOnRanks) -> None:
+    even, odd = ([((1, 4), 10.0), ((2,), total)] for total in (1.0 + 3, 2.0 + 4))
+    assert on_ranks(_two_meshes, 4) == [even, odd, even, odd]
 
 
 def _outside_of_the_roots_forward() -> str:

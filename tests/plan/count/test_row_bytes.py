@@ -192,10 +192,27 @@ def test_torch_keeps_a_share_of_the_weights_in_the_optimizers_format_alone() -> 
     assert whole.most == 2 * 10 * 2 + 10 * 2 + 10 * 4 + 2 * 10 * 4 / 4
 
 
+def test_experts_are_cut_over_the_ranks_that_hold_the_same() -> None:
+    """Of 100 numbers 60 are in experts, which two of four ranks hold alike: 10 and 30 of them are a rank's."""
+    part = PartConfig(num_actors=4, tensor=1, data=4, expert=2, dtype="bfloat16", zero_stage=3, zero_engine="fsdp")
+    shape, split = PartShape(160, 100, 40, experts=60), spec(data=4, expert=2)
+    assert rank_bytes(part, split, shape) == RankBytes(0, 40 * 4, 40 * 12)
+    assert rank_bytes(replace(part, zero_stage=2), split, shape) == RankBytes(200, 40 * 4, 40 * 12)
+    assert copied_bytes(part, split, shape) == 40 * 2 + 40 * 12
+    frozen = replace(shape, trained=40)  # all but experts
+    assert rank_bytes(part, split, frozen) == RankBytes(30 * 2, 10 * 4, 10 * 12)
+    assert rank_bytes(part, replace(split, trains=False), shape) == RankBytes(40 * 2, 0, 0)
+    assert by_zero_stage(replace(part, ulysses=1, ring=1), split, shape) == {0: 1800, 1: None, 2: 840, 3: 640}
+    # Two layers' weights, a layer's gradients, what is sent of them, and what comes: a half of the experts', a quarter.
+    whole = gathered_moments(part, shape, Units(10, spread=16), 4)
+    assert whole.most == 2 * 10 * 2 + 10 * 2 + 10 * 4 + 2 * (4 / 4 + 6 / 2) * 4
+
+
 def test_a_stage_has_the_ends_of_its_part_where_it_has_their_layers() -> None:
     parameters = (7, 10, 20, 30, 5)  # before three layers, of each, and behind them
     assert stage_units(parameters, range(3)) == Units(30, 12, 5)
     assert stage_units(parameters, [0, 1]) == Units(20, 7, 0)
+    assert stage_units(parameters, [0, 1], (7, 14, 29, 38, 5)) == Units(20, 7, 0, 29)
     assert stage_units(parameters, [1]) == Units(20, 0, 0) and stage_units(parameters, [2]) == Units(30, 5, 5)
 
 
@@ -301,6 +318,8 @@ def test_numbers_that_each_optimizer_keeps() -> None:
     other = HeldParameter(("b",), 30, 30, False, True, False, (3, 10))
     frozen = HeldParameter(("c",), 20, 20, False, False, False, (2, 10), True)
     assert sum_shape([matrix, other, frozen], True) == PartShape(150, 100, 50, 80, small=100)
+    experts = [replace(one, shared_out=True) for one in (matrix, frozen)]
+    assert sum_shape(experts, True) == PartShape(120, 70, 20, 50, small=70, experts=70, trained_experts=50)
     assert sum_shape([matrix, other, frozen], True, "muon") == PartShape(
         150, 100, 50, 80, states=110 / 80, orthogonalizing=15_000.0, small=100
     )

@@ -158,7 +158,10 @@ def test_experts_are_shared_out_among_replicas(experts_model: str) -> None:
     wanted = {summary(one) for one in brute_force("text", family_of(experts_model), 4, (1, 2, 4))}
     assert {summary(one.section) for one in layouts} == wanted
     assert {one.degrees.expert for one in layouts} == {1, 2, 4}
-    assert any("expert=2 with text.zero_stage=1" in one.reason for one in refused)
+    assert any("zero_stage=1 with text.zero_engine=auto and text.expert=2" in one.reason for one in refused)
+    assert {(one.section.zero_stage, one.section.zero_engine) for one in layouts if one.degrees.expert == 2} == {
+        (0, "fsdp"), (2, "fsdp"), (3, "fsdp")
+    }  # fmt: skip
 
 
 def test_an_audio_part_has_the_degrees_that_are_offered(tmp_path: Path) -> None:
