@@ -159,11 +159,14 @@ class ShardWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A plain tensor, the same on all ranks of the stage, of which the first writes it; or a DTensor, of which each
-        rank writes its slice."""
+        rank writes its slice that has it together with the first: others have the same slices. Ranks that have all
+        experts together have some of the other slices alike."""
         if not is_cut(tensor):
             if not self._stage_rank:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 self.add_block(name, local, (0,) * tensor.ndim, tuple(tensor.shape))
+            return
+        if not bool((tensor.device_mesh.mesh == 0).any()):
             return
         local = tensor.to_local().detach()
         for block, here in held_blocks(tensor):

@@ -78,9 +78,6 @@ PART_RULES: tuple[Rule, ...] = (
     Rule("{name}.pipeline {name}.parallelism", lambda p: p.pipeline > 1 and p.parallelism == "autotp",
          ": DeepSpeed's layers are not cut into stages. Set {name}.parallelism=tensor or pipeline, or "
          "{name}.pipeline=1."),
-    Rule("{name}.expert {name}.tensor", lambda p: p.expert > 1 and p.tensor > 1,
-         ": experts are either shared out among replicas or cut by their width, not both. Set {name}.tensor=1, or "
-         "{name}.expert=1: tensor cuts each."),
     Rule("{name}.zero_engine {name}.zero_stage {name}.expert",
          lambda p: p.zero_stage and p.zero_engine == DEEPSPEED and p.expert > 1,
          ": DeepSpeed sums and cuts over all replicas whatever is no layer of its own class for experts, but "

@@ -117,8 +117,8 @@ class PartConfig:
 
     expert: int = key(1, layout=SEARCHED)
     """Of the replicas (data), so many neighbours share out a decoder's experts: each holds 1/expert of them, and tokens
-    go to the replica that has theirs, from each actor of a row those it has. Divides data and the experts. text only,
-    with tensor=1, and zero_stage by zero_engine=fsdp."""
+    go to the replica that has theirs, from each actor of a row those it has. Divides data and the experts; with tensor
+    each of its actors has slices of these experts. text only; a zero_stage is by zero_engine=fsdp."""
 
     dtype: str = "float32"
     """Number format in which the part computes: bfloat16 | float32 | float64. With bfloat16 the optimizer keeps the

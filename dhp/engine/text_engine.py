@@ -43,7 +43,7 @@ from dhp.parallel.attention.segments import packed_attention
 from dhp.parallel.attention.shard_plan import contiguous_plan, plan_of_shards
 from dhp.parallel.comm import neighbours_mesh, replica_group, sequence_group
 from dhp.parallel.expert.expert_modules import Routers, balance_losses, choose_product, let_all_take_part, sample_ranges
-from dhp.parallel.expert.expert_shares import share_out, share_plan
+from dhp.parallel.expert.expert_shares import read_over, share_out, share_plan
 from dhp.parallel.tensor.autotp import split_by_autotp
 from dhp.parallel.tensor.sequence_norms import TensorRanks
 from dhp.parallel.tensor.slices import cut_widths, use_local_slices
@@ -205,22 +205,20 @@ class TextEngine(StageEngine):
         return share_of_balance(losses, weights, experts.balance, work.total_weight)
 
     def _split(self) -> PreTrainedModel:
-        if self.spec.degrees.shares_experts:
-            return self._split_by_experts()
-        decoder, ranks = self.family.decoder, self.spec.degrees.tensor
+        decoder, ranks, shares = self.family.decoder, self.spec.degrees.tensor, self.spec.degrees.shares_experts
         plan = with_shared_heads(decoder.tensor_plan, decoder.shared_heads(ranks))
-        model = self._load(plan, self.mesh["tensor"], local_plan)
+        experts = neighbours_mesh(self.mesh, self.spec.degrees.expert, EXPERTS) if shares else None
+        if experts is not None and ranks == 1:
+            model = self._load({}, experts[EXPERTS], share_plan)
+        else:
+            read = local_plan if experts is None else read_over(experts[EXPERTS, "tensor"], local_plan)
+            model = self._load(plan, self.mesh["tensor"], read)
         use_local_slices(model)
         decoder.split_heads(model, ranks)
+        if experts is not None:
+            share_out(model, experts.get_group(EXPERTS), experts["copies"])
         if ranks > 1:
             cut_widths(model, self.mesh["tensor"])
-        return model
-
-    def _split_by_experts(self) -> PreTrainedModel:
-        mesh = neighbours_mesh(self.mesh, self.spec.degrees.expert, EXPERTS)
-        model = self._load({}, mesh[EXPERTS], share_plan)
-        use_local_slices(model)
-        share_out(model, mesh.get_group(EXPERTS), mesh["copies"])
         return model
 
     def _split_by_deepspeed(self) -> PreTrainedModel:

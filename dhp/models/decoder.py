@@ -171,13 +171,11 @@ class Decoder(Part):
 
     def _check_cut_experts(self, experts: Experts, asked: PartConfig) -> None:
         check_expert_width(experts.width, resolved(asked.tensor))
-        for key, value in (("parallelism", "autotp"), ("zero_stage", asked.zero_stage)):
-            if value and getattr(asked, key) == value:
-                raise ConfigError(
-                    f"text.{key}={value} with text.tensor={asked.tensor} of a decoder with experts: slices of experts "
-                    "are not known to be exact there. Set text.parallelism=tensor with text.zero_stage=0, or "
-                    "text.tensor=1."
-                )
+        if asked.parallelism == "autotp":
+            raise ConfigError(
+                f"text.parallelism=autotp with text.tensor={asked.tensor} of a decoder with experts: slices of experts "
+                "are not known to be exact there. Set text.parallelism=tensor, or text.tensor=1."
+            )
 
     def uneven_axes(self, asked: PartConfig) -> tuple[str, ...]:
         tensor, ulysses = resolved(asked.tensor), resolved(asked.ulysses)

@@ -45,13 +45,18 @@ def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return _wait_as_long(mesh[*OF_ROWS, "tensor"]._flatten("replica").get_group())
 
 
+HOLDERS = "holders"
+
+
 def neighbours_mesh(mesh: DeviceMesh, size: int, name: str) -> DeviceMesh:
-    """All ranks as copies × so many neighbours along `data`, which share something out: those of one place among them
-    hold the same, whichever rows or tokens of a row they have. name: of the second dimension."""
-    ranks = mesh.mesh.view(-1, size, mesh.size() // mesh["data"].size()).transpose(1, 2).reshape(-1, size)
-    found = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("copies", name))
-    for axis in ("copies", name):
-        _wait_as_long(found.get_group(axis))
+    """All ranks as copies × so many neighbours along `data`, which share something out, × tensor ranks: those of one
+    place among neighbours and tensor ranks hold the same, whichever rows or tokens of a row they have. name: of the
+    second dimension. Neighbours and tensor ranks together are one dimension, `HOLDERS`, too."""
+    data, tensor = mesh["data"].size(), mesh["tensor"].size()
+    ranks = mesh.mesh.view(data // size, size, -1, tensor).transpose(1, 2).reshape(-1, size, tensor)
+    found = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("copies", name, "tensor"))
+    for group in (*found.get_all_groups(), found[name, "tensor"]._flatten(HOLDERS).get_group()):
+        _wait_as_long(group)
     return found
 
 

@@ -60,6 +60,10 @@ EXPERTS = {
     "shared out": Case(Degrees(data=2), Degrees(data=2, expert=2), 2, "float32", 1),
     "shared out, rows": Case(Degrees(ulysses=2), Degrees(data=2, expert=2, ulysses=2), 1, "float32"),
     "shared out, fsdp": Case(Degrees(), Degrees(data=4, expert=2), 1, "float32", text_zero_stage=3, fsdp=True),
+    "shared out, cut": Case(Degrees(), Degrees(data=2, expert=2, tensor=2), 1, "float32"),
+    "shared out, cut, fsdp": Case(
+        Degrees(), Degrees(data=4, expert=2, tensor=2), 1, "float32", text_zero_stage=2, fsdp=True
+    ),
     "cut": Case(Degrees(), Degrees(tensor=2), 2, "float32"),
     "fsdp": Case(Degrees(data=2), Degrees(data=2), 2, "float32", 3, text_zero_stage=3, fsdp=True),
     "pipeline": Case(Degrees(), Degrees(data=2, expert=2), 2, "float32", schedule="1f1b", stages=2),
@@ -178,7 +182,11 @@ def saved_experts(qwen3_vl_moe_model: str, tmp_path_factory: pytest.TempPathFact
         ("shared out, rows", "shared out, fsdp"),
         slow("shared out, rows", PLAIN),
         slow("shared out, fsdp", "fsdp"),
-        ("shared out, fsdp", PLAIN),
+        slow("shared out, fsdp", PLAIN),
+        ("shared out, fsdp", "shared out, cut"),
+        slow("shared out, cut", PLAIN),
+        slow(PLAIN, "shared out, cut, fsdp"),
+        ("shared out, cut, fsdp", PLAIN),
     ],
 )
 def test_experts_go_on_elsewhere(saved_experts: Saved, tmp_path: Path, before: str, after: str) -> None:

@@ -13,11 +13,13 @@ from dhp.checkpoint.shard_files import check_part
 from dhp.checkpoint.shard_reader import read_shards
 from dhp.core.axes import Degrees
 from dhp.models.export import save_whole
+from dhp.parallel.expert.expert_modules import DOWN, GATE_UP
 from tests.engine.test_experts import ONE, ExactText
 from tests.engine.test_families import equal_pictures as steps
 from tests.helpers.layouts import Case, Fault, Running, make_reader
 from tests.helpers.norms import exact_norms
 from tests.helpers.rows import slow
+from tests.helpers.tiny import EXPERTS
 
 PLAIN = Case(ONE, ONE, micro_batches=1)
 SHARED = Case(ONE, Degrees(data=4, expert=2), micro_batches=1)
@@ -63,6 +65,21 @@ def test_a_run_goes_on_in_another_layout(
             torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-9, msg=name)
 
 
+def test_each_slice_of_an_expert_is_written_once(experts_model: str, tmp_path: Path) -> None:
+    """Tensor ranks have slices, in which gate and up are apart; of two replicas each has two experts, and the same
+    slices of all else."""
+    train(experts_model, Case(ONE, Degrees(data=2, expert=2, tensor=2, ulysses=2), micro_batches=1), [], tmp_path)
+    check_part(tmp_path / "text")
+    files = sorted((tmp_path / "text").glob("*.json"))
+    assert {file.name[: len("rank_00000")] for file in files} == {f"rank_0000{rank}" for rank in (0, 1, 4, 5)}
+    extents = [json.loads(file.read_text()) for file in files]
+    layer, width = "model.language_model.layers.0", EXPERTS["moe_intermediate_size"]
+    found = lambda key: sorted(tuple(e[key]["offset"]) for e in extents if key in e)
+    assert found(f"{layer}.mlp.experts.{DOWN}") == [(e, 0, at * width // 2) for e in (0, 2) for at in range(2)]
+    assert found(f"{layer}.mlp.experts.{GATE_UP}") == [(e, at * width // 2, 0) for e in (0, 2) for at in range(4)]
+    assert len(found(f"{layer}.self_attn.q_proj.weight")) == 2
+
+
 def test_each_expert_is_written_once(experts_model: str, tmp_path: Path) -> None:
     train(experts_model, SHARED, [], tmp_path)
     check_part(tmp_path / "text")
@@ -74,7 +91,9 @@ def test_each_expert_is_written_once(experts_model: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("model", ["experts_model", "qwen3_vl_moe_model"])
-@pytest.mark.parametrize("text", [Degrees(data=2, expert=2), Degrees(tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "text", [Degrees(data=2, expert=2), Degrees(tensor=2), slow(Degrees(data=2, expert=2, tensor=2))], ids=str
+)
 def test_an_export_is_what_save_pretrained_writes(
     model: str, text: Degrees, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

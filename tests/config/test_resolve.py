@@ -115,10 +115,6 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
         ({"text__expert": 0}, ["text.expert=0 is out of range"]),
         ({"vision__expert": 2}, ["vision.expert=2 does not exist: vision has no experts", "Set vision.expert=1"]),
         (
-            {"text__parallelism": "data", "text__num_actors": 4, "text__tensor": 2, "text__expert": 2},
-            ["text.expert=2 with text.tensor=2", "not both", "Set text.tensor=1, or text.expert=1"],
-        ),
-        (
             {
                 "text__parallelism": "data",
                 "text__num_actors": 2,

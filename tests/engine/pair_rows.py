@@ -52,6 +52,7 @@ MORE = [
         schedule="vision_ahead", packing=True, checkpointing=True, mlp_chunks=3, groups=GROUPS, vision_batch=2)),
     Row("experts", Case(ONE, Degrees(data=2, expert=2, ulysses=2), 1, "float32", 2, schedule="gpipe", stages=2,
         recompute="mlp")),
+    Row("experts", Case(ONE, Degrees(data=2, expert=2, tensor=2), 1, "float32", packing=True, sharded_norms=True)),
     Row("experts", Case(ONE, Degrees(tensor=2), 1, dtype="float32", checkpointing=True, schedule="vision_ahead",
         packing=True, frozen=("vision",), sharded_norms=True)),
     Row("windows", Case(Degrees(ulysses=2), Degrees(ring=2), 1, "float64", 2, text_zero_stage=2, fsdp=True,

@@ -117,14 +117,12 @@ def _apart() -> Iterator[tuple[tuple[str, str], str]]:
         yield (f"text {kind}", "text autotp"), "DeepSpeed's layers are not cut any further"
     for kind in DEEPSPEED:
         yield (f"text {kind}", "text expert"), "DeepSpeed cuts what all replicas hold alike"
-    for kind in SLICED:
-        yield ("text expert", f"text {kind}"), "experts are either shared out or cut"
+    yield ("text expert", "text autotp"), "what DeepSpeed makes of layers with experts is not known to be exact"
     yield ("text autotp", "sharded norms"), "DeepSpeed's own layers sum over all tokens"
     for kind in ("text tensor", "text stages", "lora", *(f"text {axis}" for axis in SEQUENCE)):
         yield ("text autotp", kind), "DeepSpeed's own layers know none of it"
     for model in ("experts", "deepstack"):
         yield ("text autotp", model), "what DeepSpeed makes of its layers is not known to be exact"
-    yield ("text expert", "sharded norms"), "experts go with tensor=1, and the tower of their model cannot be cut"
     for model in set(AXES["model"]) - {"experts"}:
         yield ("text expert", model), "it has no experts"
     for model in ("whole images", "experts"):

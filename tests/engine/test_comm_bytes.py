@@ -82,6 +82,8 @@ def traffic(model: str, case: Case, samples: list[Sample], text: type = _Text) -
         data = make_reader(model, case, [samples]).step(0)
         batch = Batch(data.info, data.work, data.routes)
         in_flight, last = InFlight(batch), last_backwards(running.schedule)
+        for group in running.groups.values():
+            group.execute_all("sent")  # while loading
         for at, action in enumerate(running.schedule):
             stage = action.node.stage
             running.stages[stage].run(action, at in last, in_flight)
@@ -253,9 +255,16 @@ def _visit_evenly(router: Any, forward: Any, states: Tensor) -> tuple[Tensor, Te
     return logits, weights, torch.stack([first, (first + 2) % router.num_experts], 1)
 
 
-@pytest.mark.parametrize("text", [Degrees(data=2, expert=2), slow(Degrees(data=2, expert=2, ulysses=2))], ids=str)
+SHARED_OUT = [
+    Degrees(data=2, expert=2),
+    slow(Degrees(data=2, expert=2, ulysses=2)),
+    slow(Degrees(data=2, expert=2, tensor=2)),
+]
+
+
+@pytest.mark.parametrize("text", SHARED_OUT, ids=str)
 def test_rows_go_to_their_experts_and_come_back(text: Degrees, experts_model: str) -> None:
-    """Where ranks share a row, each exchanges its own tokens."""
+    """Where ranks share a row, each exchanges its own tokens; tensor ranks exchange the same ones each."""
     family, samples = load_family(experts_model), [sample for sample in equal_pictures()[0][:2]]
     case = Case(ONE, text, 1, packing=True)
     found = traffic(experts_model, case, samples, _EvenVisits)
@@ -263,7 +272,9 @@ def test_rows_go_to_their_experts_and_come_back(text: Degrees, experts_model: st
     tokens = sum(len(sample.input_ids) for sample in samples)
     experts, config = family.decoder.experts, family.config.get_text_config()
     layers = sum(experts.sparse)
-    rows = tokens * experts.visits // 2 * config.hidden_size * 8  # in all, of which a half goes to the other rank
+    rows = (
+        tokens * experts.visits // 2 * config.hidden_size * 8 * text.tensor
+    )  # in all, of which a half goes to the other rank
     load = TextLoad(tokens / 2, 0.0, 7)  # in the mean of the replicas
     there, back = (_exchanges(PartConfig(dtype="float64"), text, family, load, way) for way in (False, True))
     numbers = 8 * experts.count // 2

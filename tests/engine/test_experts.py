@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
 from dhp.core.axes import Degrees
@@ -48,6 +49,12 @@ EXACT = [
     Case(ONE, Degrees(data=4, expert=2), micro_batches=1, packing=True, checkpointing=True),
     # Replicas without any sample.
     slow(Case(Degrees(data=2), Degrees(data=4, expert=4), micro_batches=2, packing=True)),
+    # Each tensor rank has slices of the experts that its replica has.
+    Case(ONE, Degrees(data=2, expert=2, tensor=2), 1, packing=True, recompute="light", sharded_norms=True),
+    Case(ONE, Degrees(data=4, expert=2, tensor=2), 1, text_zero_stage=3, fsdp=True),
+    slow(Case(ONE, Degrees(data=4, expert=4, tensor=2), 1)),  # a replica has fewer experts than tensor ranks
+    slow(Case(ONE, Degrees(data=2, expert=2, ulysses=2, tensor=2), 1, text_zero_stage=2, fsdp=True, packing=True)),
+    slow(Case(ONE, Degrees(data=2, expert=2, tensor=2), 2, stages=2, schedule="1f1b")),
     # Rows that ranks share: each exchanges the tokens that it has.
     Case(Degrees(data=2), Degrees(data=2, expert=2, ulysses=2), micro_batches=1, packing=True, checkpointing=True),
     Case(ONE, Degrees(data=2, expert=2, ring=2), micro_batches=2),
@@ -61,9 +68,15 @@ EXACT = [
 STILL = ("vision", "projector")
 OPTIMIZERS = [
     Case(ONE, Degrees(data=2, expert=2), frozen=STILL, optimizer="adafactor"),
+    Case(ONE, Degrees(data=2, expert=2, tensor=2), frozen=STILL, optimizer="adafactor"),
+    Case(
+        ONE, Degrees(data=4, expert=2, tensor=2), 1, text_zero_stage=3, fsdp=True, frozen=STILL, optimizer="adafactor"
+    ),
     Case(ONE, Degrees(tensor=2), frozen=STILL, optimizer="adafactor"),
     Case(ONE, Degrees(data=2, tensor=2), text_zero_stage=3, fsdp=True, frozen=STILL, optimizer="adafactor"),
     Case(ONE, Degrees(data=2, expert=2), optimizer="muon"),
+    Case(ONE, Degrees(data=2, expert=2, tensor=2), optimizer="muon"),
+    Case(ONE, Degrees(data=4, expert=2), 1, text_zero_stage=3, fsdp=True, optimizer="muon"),
     Case(ONE, Degrees(tensor=2), optimizer="muon"),
     Case(ONE, Degrees(data=2, tensor=2), text_zero_stage=3, fsdp=True, optimizer="muon"),
 ]
@@ -249,11 +262,20 @@ class CutTwice(ExactText):
         super().__init__(*given)
 
 
+class NormOfSome(ExactText):
+    """Of experts that are shared out and cut, the norm counts one replica's alone."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        DeviceMesh.get_all_groups = lambda mesh: [mesh.get_group(mesh.ndim - 1)]
+
+
 FAULTS = {
     "experts summed over all replicas": (4, SummedOverAll, _only_gradients),
     "experts not summed over their copies": (4, NotSummed, _only_gradients),
     "experts cut over all replicas": (4, SumsOfOthers, lambda errors: errors.gradient > 0.1),
     "experts counted twice": (4, CutTwice, lambda errors: errors.gradient < 1e-9 < 1e-4 < errors.norm),
+    "experts of a replica alone": (2, NormOfSome, lambda errors: errors.gradient < 1e-9 < 1e-4 < errors.norm),
     "no way back": (2, NoReturn, lambda errors: errors.loss > 1e-6 and errors.gradient > 0.1),
     "no gradients back": (2, NoGradientBack, _only_gradients),
 }
@@ -265,6 +287,8 @@ def test_a_planted_mistake_is_seen(fault: str, experts_model: str) -> None:
     case = Case(ONE, Degrees(data=replicas, expert=2), micro_batches=1, packing=True)
     if text in (SumsOfOthers, CutTwice):
         case = replace(case, text_zero_stage=3, fsdp=True)
+    if text is NormOfSome:
+        case = replace(case, text=Degrees(data=replicas, expert=2, tensor=2))
     errors = compare(experts_model, case, steps()[:1], Fault(text=text))
     assert seen(errors), errors
 
@@ -274,7 +298,8 @@ GRID = [
     for text, packing, micro, again, stages in product(
         (
             Degrees(data=2), Degrees(tensor=2), Degrees(data=2, tensor=2), Degrees(data=2, expert=2),
-            Degrees(data=4, expert=2), Degrees(data=4, expert=4),
+            Degrees(data=4, expert=2), Degrees(data=4, expert=4), Degrees(data=2, expert=2, tensor=2),
+            Degrees(data=2, expert=2, ulysses=2), Degrees(data=2, expert=2, ring=2),
         ),
         (True, False), (1, 3), ("none", "all"), (1, 2),
     )

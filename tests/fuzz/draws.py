@@ -111,7 +111,7 @@ def _axes(rng: random.Random, kind: str, family: str, vision_states: str, text_s
     axes["vision ranks"] = _ranks(rng, vision_states)
     axes["text ranks"], axes["experts"] = _ranks(rng, text_states), "whole"
     if family in HAVE_EXPERTS and "deepspeed" not in text_states and rng.random() < 0.7:
-        axes["text ranks"], axes["experts"] = rng.choice(("data", *WITH_ROWS)), "shared out"
+        axes["text ranks"], axes["experts"] = rng.choice(("data", *WITH_ROWS, "data and tensor")), "shared out"
     axes["stages"] = rng.choice(("1", "2") if kind == "head tied" else ("1", "1", "2"))
     divisible = kind == "tower by patch" and vision_states != "deepspeed 3"
     axes["tower stages"] = rng.choice(("1", "2", "2")) if divisible else "1"

@@ -30,6 +30,7 @@ from dhp.parallel.comm import (
     replicas_mesh,
     sum_in_place,
 )
+from dhp.parallel.tensor.slices import AdapterCut
 from dhp.parallel.traffic import _COUNTS, count_collectives, time_collectives
 from dhp.plan.count.rank_traffic import DividedAttention
 from tests.helpers.attention import CPU, DIM, Attention, _position
@@ -263,6 +264,20 @@ def test_neighbours_share_out_experts_and_every_second_one_has_the_same() -> Non
     answers = run_on_ranks(_expert_ranks, 4, Degrees(data=4, expert=2))
     assert [waits for _, waits in answers] == [{WAIT}] * 4
     assert [ranks for ranks, _ in answers] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+
+
+def _holders() -> tuple[list[list[int]], list[int]]:
+    mesh = neighbours_mesh(build_mesh("cpu", Degrees(data=2, expert=2, tensor=2, ulysses=2)), 2, "experts")
+    axes = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in ("experts", "tensor", "copies")]
+    cut = AdapterCut(mesh["experts", "tensor"], (Shard(0), Shard(2)), torch.Size((4, 4, 4)))
+    assert cut.tensor_ranks is mesh.get_group("tensor")
+    return axes, dist.get_process_group_ranks(cut.holders)
+
+
+def test_replicas_and_their_tensor_ranks_hold_all_experts() -> None:
+    answers = run_on_ranks(_holders, 8)
+    assert answers[0] == ([[0, 4], [0, 1], [0, 2]], [0, 1, 4, 5])
+    assert answers[7] == ([[3, 7], [6, 7], [5, 7]], [2, 3, 6, 7])
 
 
 def test_ranks_of_a_row_have_the_same_experts() -> None:

@@ -11,13 +11,14 @@ routing, whatever it recomputes: neither is exchanged or waited for again."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
@@ -28,6 +29,7 @@ from dhp.parallel.expert.expert_modules import Groups, experts_of, run_experts
 from dhp.parallel.recompute.recomputed_layers import VISITS
 from dhp.parallel.recompute.saved_tensors import save_output
 
+ReadPlan = Callable[[nn.Module, Mapping[str, str]], dict[str, str]]
 # Rows sorted by own expert, and which are whose → the experts' outputs.
 Compute = Callable[[Tensor, Groups], Tensor]
 
@@ -128,6 +130,7 @@ class Gather(torch.autograd.Function):
 
 
 SUMMED_OVER = "dhp_summed_over"  # on a module: the mesh of ranks over which gradients of its parameters are summed
+READ_OVER = "dhp_read_over"  # on a module of experts: the mesh whose ranks read shares of it, if not the plan's
 SHARE = "dhp_experts_share"
 
 
@@ -135,9 +138,13 @@ class Share(TensorParallelLayer):
     """Some experts of a layer, whole: a rank reads those alone."""
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        """Give this rank its share along the dimension of experts."""
-        whole = module.get_parameter(param)
-        share = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        """Give this rank its share along the dimension of experts: of a mesh of two dimensions, the second shares out
+        what the first leaves. Where these are too few for each rank to have one, each has all of them: the library
+        cannot read none."""
+        whole, shared = module.get_parameter(param), module.__dict__.get(READ_OVER, mesh)
+        count, ranks = len(whole) // prod(shared.shape[:-1]), shared.shape[-1]
+        last = Shard(0) if -(-count // ranks) * (ranks - 1) < count else Replicate()
+        share = distribute_tensor(whole, shared, [*[Shard(0)] * (shared.ndim - 1), last], src_data_rank=None)
         module.register_parameter(param, nn.Parameter(share, whole.requires_grad))
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -153,6 +160,17 @@ def share_plan(model: nn.Module, _: Mapping[str, str]) -> dict[str, str]:
     return {
         f"{name}.{own}": SHARE for name, experts in experts_of(model).items() for own, _ in experts.named_parameters()
     }
+
+
+def read_over(mesh: DeviceMesh, read_plan: ReadPlan) -> ReadPlan:
+    """What reads a plan as `read_plan` does, and of experts lets each rank of `mesh` read a share."""
+
+    def read(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+        for experts in experts_of(model).values():
+            setattr(experts, READ_OVER, mesh)
+        return read_plan(model, plan) | share_plan(model, plan)
+
+    return read
 
 
 def check_shares(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dhp.core.parameters import COMPENSATION, EXACT_STATES, FACTORS, FORMS, MASTER, STATE_KINDS, StateForm
@@ -288,9 +289,9 @@ class Replicated:
         owners = {name: (owner, own) for name, owner, own in owned_parameters(module)}
         if isinstance(self.optimizer, PlacedOptimizer):
             for name, layout, weight in zip(self._names, self._layouts, self._masters, strict=True):
-                mesh, shape = _mesh_of(layout), weight.shape
-                if mesh is not None:
-                    self.optimizer.place(weight, range(shape[0]), shape, cut_of(*owners[name]), mesh.get_group())
+                cut, shape = cut_of(*owners[name]), weight.shape
+                if cut is not None and _mesh_of(layout) is not None:
+                    self.optimizer.place(weight, range(shape[0]), shape, cut, cut.holders)
         if not isinstance(self.optimizer, ChunkedAdamW):
             return
         for name, weight, master in zip(self._names, self._masters, masters, strict=True):
@@ -315,15 +316,16 @@ class Replicated:
     def norm_sq(self) -> float:
         """Squared L2 norm of the whole part's summed gradient, the same on every rank."""
         self._take_sums()
-        replicated, sharded = [], []
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
         for name, layout, master in zip(self._names, self._layouts, self._masters, strict=True):
-            if self._is_others(name):
-                continue
-            (sharded if _mesh_of(layout) is not None else replicated).append(master.grad)
-        total = sum_of_squares(replicated)
-        if sharded:
-            mesh = next(m for m in map(_mesh_of, self._layouts) if m is not None)
-            total = total + sum_in_place(sum_of_squares(sharded), mesh.get_group())
+            if not self._is_others(name):
+                by_mesh.setdefault(_mesh_of(layout), []).append(master.grad)
+        total = sum_of_squares(by_mesh.pop(None, []))
+        for mesh, gradients in by_mesh.items():
+            own = sum_of_squares(gradients)
+            for group in mesh.get_all_groups() if mesh is not None else ():
+                sum_in_place(own, group)
+            total = total + own
         return float(total)
 
     def tie(self, name: str, owns: bool) -> None:
@@ -430,7 +432,7 @@ def _as_dtensor_like(layout: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(local, mesh, placements, shape=layout.shape, stride=layout.stride())
 
 
-def _mesh_of(layout: Tensor) -> torch.distributed.device_mesh.DeviceMesh | None:
+def _mesh_of(layout: Tensor) -> DeviceMesh | None:
     """The mesh over which a parameter's elements differ between ranks, or None when all hold the same."""
     # Not `is_shard`, which denies the interleaved slices of fused weights (`StridedShard`).
     if isinstance(layout, DTensor) and not all(placement.is_replicate() for placement in layout.placements):

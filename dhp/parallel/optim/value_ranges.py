@@ -80,11 +80,11 @@ def find_place(rows: range, slice_shape: torch.Size, cut: AdapterCut | None) -> 
     whole = tuple(slice_shape if cut is None else cut.shape)
     if cut is not None:
         placement: Any
-        (placement,) = cut.placements
-        along = torch.arange(whole[placement.dim])
-        along = along.view([-1 if dim == placement.dim else 1 for dim in range(len(whole))])
-        pieces = split_tensor(placement, along, cut.mesh.size())
-        numbers[placement.dim] = pieces[cut.mesh.get_local_rank()].flatten()
+        for of_mesh, placement in enumerate(cut.placements):  # each along a dimension of its own
+            along = torch.arange(whole[placement.dim])
+            along = along.view([-1 if dim == placement.dim else 1 for dim in range(len(whole))])
+            pieces = split_tensor(placement, along, cut.mesh.size(of_mesh))
+            numbers[placement.dim] = pieces[cut.mesh.get_local_rank(of_mesh)].flatten()
     numbers[0] = numbers[0][rows.start : rows.stop]
     return Place(whole, tuple(map(_as_range, numbers)))
 
@@ -125,15 +125,16 @@ def _runs(slice_shape: torch.Size, cut: AdapterCut | None) -> Sequence[tuple[tup
     all_of = tuple(slice(0, length) for length in slice_shape)
     if cut is None:
         return [(all_of, (0,) * len(slice_shape))]
-    (placement,) = cut.placements
+    *shares, placement = cut.placements  # shares of experts, each of which is cut
     if not isinstance(placement, StridedShard):
         _, offset = local_shape_and_offset(cut.shape, cut.mesh, cut.placements)
         return [(all_of, tuple(offset))]
     dim, parts = placement.dim, placement.split_factor
-    each, of_whole, own = slice_shape[dim] // parts, cut.shape[dim] // parts, cut.mesh.get_local_rank()
+    each, of_whole, own = slice_shape[dim] // parts, cut.shape[dim] // parts, cut.mesh.get_local_rank(len(shares))
     found = []
     for part in range(parts):
         here, offset = list(all_of), [0] * len(slice_shape)
+        offset[0] = cut.mesh.get_local_rank(0) * slice_shape[0] if shares else 0
         here[dim], offset[dim] = slice(part * each, (part + 1) * each), part * of_whole + own * each
         found.append((tuple(here), tuple(offset)))
     return found

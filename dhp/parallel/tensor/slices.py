@@ -17,7 +17,7 @@ from dhp.core.errors import ModelError
 from dhp.core.parameters import ADAPTER
 from dhp.core.torch_private import StridedShard
 from dhp.core.wrapping import wrap_forward
-from dhp.parallel.comm import exchange_rows, sum_in_place
+from dhp.parallel.comm import HOLDERS, exchange_rows, sum_in_place
 from dhp.parallel.expert.expert_modules import DOWN, GATE_UP, experts_of
 from dhp.parallel.tensor.styles import COLUMNS, PARTIAL_OVER, ROWS, Entry, HeadRows, entry_of, exit_of, sum_of_ranks
 
@@ -37,6 +37,11 @@ class AdapterCut:
         """The ranks that work on the same tokens and hold other slices; None: replicas alone hold the rest."""
         names = self.mesh.mesh_dim_names or ("",)
         return None if names == (EXPERTS,) else self.mesh.get_group(self.mesh.ndim - 1)
+
+    @property
+    def holders(self) -> dist.ProcessGroup:
+        """The ranks that hold the whole together."""
+        return (self.mesh if self.mesh.ndim == 1 else self.mesh._flatten(HOLDERS)).get_group()
 
     def around(self, local: Tensor) -> DTensor:
         """The DTensor of which `local` is this rank's slice, on its memory and graph."""
@@ -201,8 +206,8 @@ _PLACES: dict[str, Placement] = {GATE_UP: StridedShard(1, split_factor=2), DOWN:
 
 
 def cut_widths(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each rank of `mesh` its slice of the width of all experts, in a model that was read by shares and has plain
-    tensors (`dhp.parallel.tensor.slices`), and let it compute with it.
+    """Give each rank of `mesh`, the tensor ranks, its slice of the width of all experts that they have together, in a
+    model that was read by shares and has plain tensors (`dhp.parallel.tensor.slices`), and let it compute with it.
 
     Raises ModelError where the width is no multiple of the ranks."""
     for name, experts in experts_of(model).items():
@@ -218,23 +223,34 @@ def cut_widths(model: nn.Module, mesh: DeviceMesh) -> None:
                     f"tensor({mesh.size()}) = {width % mesh.size()} != 0. Set text.tensor to a divisor of {width}"
                 )
             whole = experts.get_parameter(own)
-            slices = _exchange(own, whole.detach(), shape, mesh)
+            replicas = cut.placements[:-1]  # among which experts are shared out, before tensor ranks cut them
+            count = shape[0] // (cut.mesh.size(0) if replicas else 1)
+            by_rank = _slices_of(own, whole.detach(), mesh.size())
+            alike = cut.placements[-1].is_replicate()  # they are too few for all ranks to have some: all have all
+            slices = (
+                by_rank[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+                if alike
+                else _exchange(by_rank, count, mesh)
+            )
+            slices = slices if own == DOWN else slices.flatten(1, 2)
             experts._parameters[own] = nn.Parameter(slices, whole.requires_grad)
-            mark(experts, own, AdapterCut(mesh, (place,), shape))
+            mark(experts, own, AdapterCut(cut.mesh if replicas else mesh, (*replicas, place), shape))
         _enter_and_sum(experts, mesh.get_group())
 
 
-def _exchange(own: str, held: Tensor, shape: torch.Size, mesh: DeviceMesh) -> Tensor:
-    """From some experts whole to a slice of each."""
-    ranks, group = mesh.size(), mesh.get_group()
-    coming = [Shard.local_shard_size_and_offset(shape[0], ranks, rank)[0] for rank in range(ranks)]
-    experts, out, inner = len(held), shape[1], shape[2]
+def _slices_of(own: str, held: Tensor, ranks: int) -> Tensor:
+    """Each rank's slices of some experts, [ranks, experts, …]; of gate and up one behind another."""
+    experts, out, inner = held.shape
     if own == DOWN:
-        by_rank = held.view(experts, out, ranks, inner // ranks).permute(2, 0, 1, 3)
-    else:
-        by_rank = held.view(experts, 2, ranks, out // 2 // ranks, inner).permute(2, 0, 1, 3, 4)
-    found = exchange_rows(by_rank.flatten(0, 1), [experts] * ranks, coming, group)
-    return found if own == DOWN else found.flatten(1, 2)
+        return held.view(experts, out, ranks, inner // ranks).permute(2, 0, 1, 3)
+    return held.view(experts, 2, ranks, out // 2 // ranks, inner).permute(2, 0, 1, 3, 4)
+
+
+def _exchange(by_rank: Tensor, count: int, mesh: DeviceMesh) -> Tensor:
+    """From some experts whole to a slice of each of `count`."""
+    ranks, experts = by_rank.shape[:2]
+    coming = [Shard.local_shard_size_and_offset(count, ranks, rank)[0] for rank in range(ranks)]
+    return exchange_rows(by_rank.flatten(0, 1), [experts] * ranks, coming, mesh.get_group())
 
 
 def _enter_and_sum(experts: nn.Module, group: dist.ProcessGroup) -> None:

@@ -258,6 +258,36 @@ def test_the_place_of_a_slices_rows(whole: Tensor, placement: PlacementOfPlaceme
     assert run_on_ranks(_held_by, 2, whole, placement) == [[True] * 3] * 2
 
 
+EXPERTS = torch.arange(4 * 8 * 2).view(4, 8, 2)
+
+
+def _held_of_shares(placement: PlacementOfPlacementTypes) -> tuple[bool, list[tuple[tuple[int, ...], Tensor]]]:
+    """Of experts that replicas share out and tensor ranks cut: whether the place of this rank's rows says which they
+    are, and its blocks by where they begin."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "experts", "tensor"))
+    cut = AdapterCut(mesh["experts", "tensor"], (Shard(0), placement), EXPERTS.shape)
+    share = distribute_tensor(EXPERTS, mesh["experts"], [Shard(0)]).to_local()
+    slice_of = distribute_tensor(share, mesh["tensor"], [placement]).to_local()
+    rows = shard_rows(slice_of.shape, mesh["copies"])
+    held = slice_of[rows.start : rows.stop]
+    first, *others = find_place(rows, slice_of.shape, cut).numbers
+    assert isinstance(first, slice)
+    same = torch.equal(EXPERTS[first][:, *others], held)
+    return same, [(block.offset, held[block.here]) for block in held_blocks(rows, slice_of.shape, cut)]
+
+
+@pytest.mark.parametrize("placement", [_StridedShard(1, split_factor=2), Shard(2)], ids=["gate and up", "down"])
+def test_slices_of_shares_of_experts_have_their_places(placement: PlacementOfPlacementTypes) -> None:
+    whole = torch.full(EXPERTS.shape, -1)
+    for same, blocks in run_on_ranks(_held_of_shares, 8, placement):
+        assert same
+        for offset, values in blocks:
+            block = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+            assert bool((whole[block] == -1).all())
+            whole[block] = values
+    assert torch.equal(whole, EXPERTS)
+
+
 def test_a_range_is_one_and_gaps_are_numbers() -> None:
     place = find_place(range(1, 4), torch.Size((5, 2)), None)
     assert place == Place((5, 2), (slice(1, 4), slice(0, 2)))
