@@ -309,6 +309,11 @@ UNEVEN = [
     ("ernie4_5_vl_moe", Case(ONE, Degrees(ring=2), 2, packing=True, checked=True)),
     ("ernie4_5_vl_moe", Case(ONE, Degrees(data=2, expert=2), 2, packing=True, checked=True)),
     ("ernie4_5_vl_moe", Case(ONE, Degrees(data=2, tensor=2), 2, packing=True, checked=True)),
+    (
+        "ernie4_5_vl_moe",
+        Case(ONE, Degrees(data=4, expert=2), 1, text_zero_stage=3, fsdp=True, packing=True, checked=True),
+    ),
+    ("ernie4_5_vl_moe", Case(ONE, Degrees(data=2, expert=2, tensor=2, ring=2), 2, packing=True, checked=True)),
 ]
 
 

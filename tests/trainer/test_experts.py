@@ -23,6 +23,7 @@ from tests.checkpoint.test_damage import rewrite_about
 from tests.helpers.runs import ONE_ACTOR_EACH, Outcome, tiny, train
 
 SHARED = ["text.parallelism=data", "text.num_actors=2", "text.expert=2"]
+CUT = ["text.parallelism=tensor", "text.num_actors=4", "text.data=2", "text.expert=2", "text.zero_stage=3"]
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +58,10 @@ def overrides(model: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_trains_saves_and_is_exported(tiny_assets: Path, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [SHARED, CUT], ids=["shared out", "shared out, cut, fsdp"])
+def test_a_run_trains_saves_and_is_exported(layout: list[str], tiny_assets: Path, model: Path, tmp_path: Path) -> None:
     steps = ["training.max_steps=3", "training.batch_size=4", "training.micro_batch_size=1", "cluster.device=cpu"]
-    outcome = train(*tiny(tiny_assets, tmp_path / "run", *overrides(model, *SHARED, *steps)))
+    outcome = train(*tiny(tiny_assets, tmp_path / "run", *overrides(model, *layout, *steps)))
     assert outcome.status == 0, outcome.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
