@@ -383,6 +383,12 @@ NOTE = (
 )
 
 
+BY_SAMPLE = (
+    "note: layers of {family}'s decoder ({kinds}) are of kinds that are not known here, so each sample of a row runs "
+    "through it alone: packed rows are exact, and take as long as their samples one by one"
+)
+
+
 def generic(config: Any, model_name: str = "") -> Family:
     """The family of that configuration. model_name: the directory in which its processor is found, when samples are
     read. Raises ModelError with what is missing."""
@@ -390,6 +396,9 @@ def generic(config: Any, model_name: str = "") -> Family:
     source, own = model_name or "PATH", type(config).__module__
     source += "" if own.startswith("transformers.") else f" --plugin {own}"
     note = "" if is_declared(config) else NOTE.format(family=config.model_type, source=source)
+    if contract.unknown:
+        alone = BY_SAMPLE.format(family=config.model_type, kinds=", ".join(contract.unknown))
+        note = f"{note}\n{alone}" if note else alone
     try:
         decoder = ContractDecoder(config, contract)
     except AttributeError as error:
