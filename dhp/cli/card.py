@@ -32,8 +32,13 @@ def main(arguments: Sequence[str]) -> int:
     out = Path(given.settings[-1].partition("=")[2]).expanduser() if given.settings else None
     status = _write_all(out) if given.model == ALL else _write(given.model, out)
     if out is not None:
-        write_whole(out / "README.md", _index(out))
+        write_index(out)
     return status
+
+
+def write_index(out: Path) -> None:
+    """README.md of a folder of cards."""
+    write_whole(out / "README.md", _index(out))
 
 
 def _write_all(out: Path | None) -> int:

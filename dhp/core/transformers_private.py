@@ -1,10 +1,15 @@
 """Private names of transformers; tests/core/test_transformers_private.py has their canaries."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import CellType, FunctionType
 from typing import Any
 
 TIED_KEYS = "_tied_weights_keys"  # of a model's class: which weights are one
 IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"  # of a model or its class: patterns of keys that it does not load
+
+
+_RENAMES = "transformers.utils.deprecation"  # where its decorators that give arguments new names are
+_INNER = "func"  # as these call the function that they are around
 
 
 def set_attention(config: Any, name: str) -> None:
@@ -67,3 +72,30 @@ def ignored_patterns(model: Any) -> list[str]:
 def unsaved_names(model: Any) -> set[str]:
     """Weights of a model that its files lack."""
     return set(model._keys_to_ignore_on_save or ())
+
+
+def renamed_inner(function: Any) -> Any:
+    """The function itself, without the library's decorators that only give arguments new names. Others stay."""
+    while _is_renaming(function):
+        function = function.__wrapped__
+    return function
+
+
+def with_renamed_inner(function: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with its decorators of that kind, around `inner` in the place of `renamed_inner(function)`: without
+    them, an argument of the old name would be lost among those that a forward hands on."""
+    if not _is_renaming(function):
+        return inner
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+    cells[_INNER] = CellType(with_renamed_inner(function.__wrapped__, inner))
+    again = FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(cells.values()))
+    again.__wrapped__ = cells[_INNER].cell_contents  # type: ignore[attr-defined]
+    return again
+
+
+def _is_renaming(function: Any) -> bool:
+    return (
+        isinstance(function, FunctionType)
+        and function.__globals__.get("__name__") == _RENAMES
+        and _INNER in function.__code__.co_freevars
+    )

@@ -104,7 +104,7 @@ class Generator:
         return whole_logits(self._decoder.head_of(self._model), states[0], self._decoder.logits)[0]
 
     def _run(self, inputs: DecoderInputs, cache: ShardedKVCache, segments: SegmentPlan | NewToken) -> Tensor:
-        extra = {"past_key_values": cache, "use_cache": True, "segments": segments}
+        extra = {"cache": cache, "use_cache": True, "segments": segments}
         return self._decoder.run(self._model, self._decoder.whole, inputs, **extra)
 
 

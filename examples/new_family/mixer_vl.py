@@ -158,7 +158,7 @@ class MixerVlForConditionalGeneration(MixerVlPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=output.past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, cache=output.cache)
 
 
 AutoConfig.register("mixer_vl", MixerVlConfig)

@@ -114,7 +114,7 @@ class Plain:
         clock, cache = Clock(), DynamicCache()
         told = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "streamer": clock}
         mask = torch.ones_like(self._given)
-        found = self._model.generate(input_ids=self._given, attention_mask=mask, past_key_values=cache, **told)
+        found = self._model.generate(input_ids=self._given, attention_mask=mask, cache=cache, **told)
         first, last = clock.times[1] - clock.times[0], clock.times[-1] - clock.times[1]
         return found[0, self._given.shape[1] :].tolist(), first, last / (NEW - 1), _bytes(cache)
 
@@ -165,7 +165,7 @@ class CutByLayers:
         layers = [self._decoder.layers[n] if n in self._own else unchanged for n in range(len(self._decoder.layers))]
         positions = torch.arange(begin, begin + ids.shape[1]).expand(3, 1, -1)
         with having(self._decoder, layers=layers, **({} if last else {"norm": unchanged})):
-            named = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+            named = {"position_ids": positions, "cache": cache, "use_cache": True}
             states = self._decoder(inputs_embeds=states, **named).last_hidden_state
         if not last:
             dist.send(states.contiguous(), self._rank + 1)

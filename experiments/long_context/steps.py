@@ -390,7 +390,7 @@ def _of_plain(name: str) -> Peak:
 
     def peak(tokens: int) -> int:
         given = torch.from_numpy(make_row(tokens).input_ids)[None]
-        asked = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "past_key_values": DynamicCache()}
+        asked = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "cache": DynamicCache()}
         return count(model, lambda: model.generate(input_ids=given, attention_mask=torch.ones_like(given), **asked))
 
     return peak

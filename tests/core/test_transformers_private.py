@@ -17,6 +17,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3_5ForConditionalGeneration,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.utils.deprecation import deprecate_kwarg
 
 from dhp.core import transformers_private
 
@@ -90,3 +92,28 @@ def test_a_tokenizer_that_changes_its_call_is_known() -> None:
     inside = type("Inside", (PreTrainedTokenizerFast,), {"_encode_plus": lambda self, text: text})
     for own in (changed, inside):
         assert not transformers_private.encodes_as(own(tokenizer_object=made), PreTrainedTokenizerFast)
+
+
+def test_decorators_that_only_rename_are_told_from_others() -> None:
+    attention = transformers_private.renamed_inner(Qwen2Attention.forward)
+    assert attention is Qwen2Attention.forward.__wrapped__ and "cache" in attention.__code__.co_varnames
+    kept = torch.no_grad()(lambda states: states)
+    assert transformers_private.renamed_inner(kept) is kept
+
+
+def test_what_is_put_inside_of_them_still_has_its_old_names() -> None:
+    @deprecate_kwarg("older", "99", new_name="old")
+    @deprecate_kwarg("old", "99", new_name="new")
+    def before(states: int, new: int = 0) -> tuple[str, int, int]:
+        return "before", states, new
+
+    def after(states: int, new: int = 0) -> tuple[str, int, int]:
+        return "after", states, new
+
+    again = transformers_private.with_renamed_inner(before, after)
+    with pytest.warns(FutureWarning, match="`old` is deprecated"):
+        assert again(1, old=2) == ("after", 1, 2) and before(1, old=2) == ("before", 1, 2)
+    with pytest.warns(FutureWarning):
+        assert again(1, older=3) == ("after", 1, 3)
+    assert transformers_private.renamed_inner(again) is after
+    assert transformers_private.with_renamed_inner(after, before) is before

@@ -329,6 +329,8 @@ class BalancedOracle(Oracle):
 
     def prepare(self, model_name: str) -> None:
         self.heard: list[Tensor] = []
+        # transformers 5.24 hands the decoder's logits of experts on to an output of LLaVA that has no place for them.
+        self.model.config.text_config.output_router_logits = False
         for module in self.model.modules():
             if isinstance(module, Qwen3MoeTopKRouter):
                 module.register_forward_hook(lambda _, __, output: self.heard.append(output[0]))

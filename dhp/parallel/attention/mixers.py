@@ -25,7 +25,7 @@ from dhp.parallel.tensor.sequence_norms import TensorRanks, gather, scatter
 from dhp.parallel.tensor.styles import PARTIAL_OVER
 
 CHUNK = 64  # tokens that the library's recurrences take at once
-_CACHES = ("cache_params", "past_key_values", "past_key_value")
+_CACHES = ("cache", "cache_params", "past_key_values", "past_key_value")  # the latter: of models' own code
 
 
 def run_by_segment(model: nn.Module, class_names: Collection[str], ranks: TensorRanks | None = None) -> int:

@@ -18,6 +18,7 @@ from torch import nn
 from dhp.config.rules import AUTO, COMPILED, KERNELS, ON_GPUS, PLAIN, WRITTEN
 from dhp.core.errors import PartFailed
 from dhp.core.reports import KernelUse
+from dhp.core.transformers_private import renamed_inner, with_renamed_inner
 from dhp.core.wrapping import wrap_forward
 from dhp.parallel.comm import largest_in_place
 from dhp.parallel.kernels import rotary
@@ -195,7 +196,7 @@ _FINDS: Mapping[str, Callable[..., Make | None]] = {"norm": _find_norm, "gate": 
 
 def _rotaries(module: nn.Module) -> dict[str, Forward]:
     """Functions of the library that turn by rotary positions, which the forward of the module's class calls by name."""
-    forward = type(module).forward
+    forward = renamed_inner(type(module).forward)
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return {}
     named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names if "rot" in name}
@@ -211,11 +212,11 @@ def _takes_angles(function: Forward) -> bool:
 def _calling(functions: Mapping[str, Forward], module: nn.Module) -> Forward:
     """The forward of the module's class, which calls these functions in the place of those of its own file. The file,
     and other models' modules, keep theirs."""
-    own = type(module).forward
+    own = renamed_inner(type(module).forward)
     code, names = own.__code__, own.__globals__ | dict(functions)
     forward = FunctionType(code, names, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__, forward.__annotations__ = own.__kwdefaults__, own.__annotations__
-    return MethodType(forward, module)
+    return MethodType(with_renamed_inner(type(module).forward, forward), module)
 
 
 def _try(name: str, candidate: KernelChoice) -> Make | None:

@@ -233,12 +233,13 @@ def test_tensor_ranks_hold_their_slices(part: str, family: Family, qwen3_vl_mode
 
 
 def test_the_decoders_plan_is_that_of_qwen3(family: Family, qwen3_vl_model: str, head_norms_model: str) -> None:
-    """Canary: transformers has none for this decoder, and one for its twin without pictures."""
+    """Canary: of this decoder transformers plans the embedding and the head alone, and all of its twin without
+    pictures."""
     with torch.device("meta"):
         own, twin = (
             model_class(name)(AutoConfig.from_pretrained(name)).tp_plan for name in (qwen3_vl_model, head_norms_model)
         )
-    assert own == {"lm_head": "colwise_gather_output"}
+    assert own == {"lm_head": "colwise_gather_output", "model.language_model.embed_tokens": "embedding_rowwise"}
     assert own | family.decoder.tensor_plan == twin
 
 

@@ -140,7 +140,7 @@ def _mask_arguments(model: Any, types: Tensor) -> dict[str, Any]:
         "config": model.config,
         "inputs_embeds": states,
         "attention_mask": None,
-        "past_key_values": None,
+        "cache": None,
         "position_ids": positions,
     }
 

@@ -153,6 +153,7 @@ def test_what_would_let_state_run_on_is_refused() -> None:
         ({}, "layers.0.conv: .* without `segments`"),
         ({"segments": divided}, "divided over ranks"),
         ({"segments": plan, "attention_mask": torch.ones(1, 5)}, "a mask"),
+        ({"segments": plan, "cache": object()}, "a cache"),
         ({"segments": plan, "past_key_values": object()}, "a cache"),
     ):
         with pytest.raises(ModelError, match=message):
