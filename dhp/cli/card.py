@@ -80,7 +80,11 @@ def _write(name: str, out: Path | None) -> int:
 
 def _index(out: Path) -> str:
     """A table of the cards in a folder."""
-    lines = ["# Cards\n", "What of each family was verified, by `python -m dhp card FAMILY`.\n"]
+    lines = [
+        "# Cards\n",
+        "What of each family was verified, by `python -m dhp card FAMILY`. A card is stale where versions, or",
+    ]
+    lines += ["layouts that are tried, are others now: `python -m scripts.cards` makes those anew.\n"]
     lines += ["| family | | layouts | largest error | commit |", "|---|---|---|---|---|"]
     for file in sorted(out.glob("*.yaml")):
         card = yaml.safe_load(file.read_text(encoding="utf-8"))

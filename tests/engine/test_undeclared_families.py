@@ -35,6 +35,7 @@ REFUSED = {
     "instructblip": "asks for pixel_values in every call",
     "instructblipvideo": "asks for pixel_values in every call",
     "chameleon": "makes tokens of the vocabulary",
+    "apertus1p5": "makes tokens of the vocabulary",
     "emu3": "makes tokens of the vocabulary",
     "diffusion_gemma": "has no get_image_features",
     "granite4_vision": "no pooler_output or last_hidden_state",

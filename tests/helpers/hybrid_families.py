@@ -15,6 +15,7 @@ from dhp.tiny.tiny_families import (
     VOCABULARY,
     grid,
     pixtral,
+    rope,
     square,
     text,
 )
@@ -54,6 +55,10 @@ INKLING = {
     **{"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid"] * 2, "conv_kernel_size": 4},
     **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 6},
     **{"d_rel": 4, "rel_extent": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+INKLING_TOWER = {
+    **square({}, patch_size=4),
+    **{"spatial_merge_size": 2, "posemb_grid_size": 8, "projection_hidden_dim": 32, "text_hidden_size": 32},
 }
 
 # Name of the case → model_type, arguments of its configuration.
@@ -176,11 +181,41 @@ HYBRID: dict[str, tuple[str, Parts]] = {
             "text_config": text(
                 "inkling2_text", **INKLING, unpadded_vocab_size=VOCABULARY, n_layers_per_attn_res_block=2
             ),
-            "vision_config": {
-                **square({}, patch_size=4),
-                **{"spatial_merge_size": 2, "posemb_grid_size": 8, "projection_hidden_dim": 32, "text_hidden_size": 32},
-            },
+            "vision_config": INKLING_TOWER,
             "image_token_id": IMAGE,
+        },
+    ),
+    "inkling2_loop": (
+        "inkling2_loop",
+        {
+            "text_config": text(
+                "inkling2_loop_text",
+                **{name: value for name, value in INKLING.items() if name not in ("num_hidden_layers", "layer_types")},
+                **{"num_hidden_layers": 6, "layer_types": ["hybrid_sliding", "hybrid"] * 3},
+                **{"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 3, "loop_gate_rank": 4},
+                unpadded_vocab_size=VOCABULARY,
+                n_layers_per_attn_res_block=2,
+            ),
+            "vision_config": INKLING_TOWER,
+            "image_token_id": IMAGE,
+        },
+    ),
+    "hy_v4_vl": (
+        "hy_v4_vl",
+        {
+            "text_config": text(
+                "hy_v4_vl_text",
+                **MLA,
+                **rope(1, 1, 0),
+                mlp_layer_types=["dense", "sparse", "sparse"],
+                indexer_types=["full", "full", "shared"],
+                hc_mult=2,
+            ),
+            "vision_config": {
+                **square({}, patch_size=4, max_image_size=32),
+                **{"spatial_merge_size": 2, "out_hidden_size": 32},
+            },
+            **PLACES,
         },
     ),
     "inkling_mm_model": (

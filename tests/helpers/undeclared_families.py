@@ -108,6 +108,24 @@ UNDECLARED: dict[str, tuple[str, Parts]] = {
             "vocabulary_map": {"<image>": IMAGE, **{f"<|visual token {n:06d}|>": 280 + n for n in range(8)}},
         },
     ),
+    "apertus1p5": (
+        "apertus1p5",
+        {
+            "text_config": text("apertus1p5_text"),
+            "vision_config": {
+                **{"codebook_size": 8, "embed_dim": 8, "latent_channels": 8, "base_channels": 32, "resolution": 16},
+                **{"channel_multiplier": [1, 1], "num_res_blocks": 1},
+            },
+            "audio_config": {
+                **{"num_filters": 4, "upsampling_ratios": [4, 2], "num_lstm_layers": 1, "hidden_size": 16},
+                **{"codebook_size": 8, "codebook_dim": 16},
+            },
+            "image_token_id": IMAGE,
+            **AUDIO_TOKENS,
+            "image_token_offset": 280,
+            "audio_token_offset": 288,
+        },
+    ),
     "fuyu": ("fuyu", {"text_config": text("persimmon"), "patch_size": 4, "image_size": 16, "image_token_id": IMAGE}),
     "gemma4_unified": (
         "gemma4_unified",

@@ -12,7 +12,7 @@ from torch import Tensor
 Function = Callable[..., Any]
 # Functions to replace, by owner. Not a mode of torch's: backward, which runs layers again, would be outside of it.
 _CASTS = ((Tensor, ("to", "type", "float")),)
-_TAKE_DTYPE = ((F, ("softmax",)), (torch, ("softmax", "sum", "zeros_like")), (Tensor, ("softmax", "sum")))
+_TAKE_DTYPE = ((F, ("softmax",)), (torch, ("softmax", "sum", "zeros_like")), (Tensor, ("softmax", "sum", "new_zeros")))
 _PRODUCTS = ((torch, ("matmul", "bmm")), (Tensor, ("matmul", "__matmul__")), (F, ("linear", "grid_sample")))
 
 

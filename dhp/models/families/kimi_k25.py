@@ -1,7 +1,7 @@
 """Kimi-K2.5: a tower that merges late; DeepSeek-V3's decoder.
 
-Patches come by rows of the picture. Images only: the tower means a video's steps over time, which the library's own
-hand-over does not count on."""
+Patches come by rows of the picture. Images only: the tower means a video's steps over time, and here every square
+of patches becomes a row of its own."""
 
 from __future__ import annotations
 
@@ -82,7 +82,12 @@ class KimiTower(GridTower):
             "interp_indices": indices,
             "interp_weights": weights,
             "frame_index": torch.zeros_like(places),
-            "temporal_merge_index": places.view(-1, 1, self.merge_unit),
+            # Of each patch its place among those that merge, and its share in the mean over time; rows that come of it.
+            "temporal_merge_index": (
+                places,
+                torch.ones_like(places, dtype=torch.float32),
+                len(places) // self.merge_unit,
+            ),
         }
 
     def leave(self, model: PreTrainedModel, output: Any, left: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
