@@ -29,12 +29,30 @@ def step_with_exact_roots(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, numbers: Sequence[Any]
 ) -> None:
     """`step_adamw` with roots that are rounded once, as on GPUs; eager code on CPUs calls a library that is off."""
+    _step(weight, gradient, first, second, numbers, second_root=lambda second: second.double().sqrt().float())
+
+
+def step_with_other_roots(
+    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, numbers: Sequence[Any]
+) -> None:
+    """The same, but that eager code has the next larger numbers."""
+
+    def root(second: Tensor) -> Tensor:
+        exact = second.double().sqrt().float()
+        return exact if torch.compiler.is_compiling() else exact.nextafter(torch.tensor(torch.inf))
+
+    _step(weight, gradient, first, second, numbers, second_root=root)
+
+
+def _step(
+    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, numbers: Sequence[Any], second_root: Any
+) -> None:
     factor, decay, beta_1, rest_1, beta_2, rest_2, root, eps, pace = numbers
     gradient = gradient * factor
     weight.mul_(decay)
     first.mul_(beta_1).add_(gradient * rest_1)
     second.mul_(beta_2).add_(gradient.square().mul_(rest_2))
-    weight.sub_(first.div(second.double().sqrt().float().div_(root).add_(eps)).mul_(pace))
+    weight.sub_(first.div(second_root(second).div_(root).add_(eps)).mul_(pace))
 
 
 def trained(form: int, kernels: bool) -> tuple[list[Tensor], ChunkedAdamW]:
@@ -84,8 +102,9 @@ def test_kernels_give_the_bits_of_chunks_in_a_launch_a_weight(form: int, monkeyp
 
 
 @NEEDS_COMPILER
-def test_a_kernel_that_rounds_otherwise_is_not_used() -> None:
-    """Negative control: roots by the CPU's library are no roots that a compiler takes."""
+def test_a_kernel_that_rounds_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control. How far off a CPU's own roots are, and of how many numbers, is another on each."""
+    monkeypatch.setattr(chunked_adamw, "step_adamw", step_with_other_roots)
     found, optimizer = trained(16, kernels=True)
     assert set(optimizer._kernels._proved.values()) == {None}
     assert all(map(torch.equal, found, trained(16, kernels=False)[0]))
