@@ -31,6 +31,11 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "driver_scale": (
         Figure("at the most ranks a step with sparse routes takes {} the dense one's time",
                "sparse over dense", figures.sparse),),
+    "families": (
+        Figure("the usual loop takes {} a step's time of packed rows of mixed lengths", "mixed lengths",
+               column("ratio", samples="mixed")),
+        Figure("where all samples have one length {}", "one length", column("ratio", samples="even")),
+        Figure("with each sample's state by itself {} of packed rows", "by segment", column("by_segment"))),
     "finetuning": (
         Figure("a step with a frozen tower is {} as fast as full training", "frozen tower",
                column("speed_ratio", question="frozen", train="nothing")),

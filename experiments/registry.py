@@ -57,6 +57,8 @@ EXPERIMENTS = (
         draws=f"--seeds --read {ROWS} --plot {PICTURE}"),
     Experiment("driver_scale", "What does a step cost the driver and Ray, by ranks and routes?", 20,
         ("--ranks 8 16 32 64 --rounds 7", "--ranks 128 256 --rounds 3"), "--ranks 8 --rounds 1", processes=4),
+    Experiment("families", "Is a step of each declared family faster than the usual loop's with padded rows?", 35,
+        ("--rounds 5",), "--rounds 1 --only qwen2_vl", 1, 1, file="families_speed"),
     Experiment("finetuning", "What does a step save that trains some of a model?", 25, ("--rounds 15",),
         "--rounds 1 --only frozen"),
     Experiment("five_layouts", "Has a real training the same losses in every layout, also killed and resumed?", 20,

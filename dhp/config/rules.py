@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType, SimpleNamespace
+from typing import Literal
 
 from dhp.config.data import DataConfig, LimitsConfig
 from dhp.config.parts import DECODER, parts
@@ -14,6 +15,11 @@ from dhp.core.errors import ConfigError
 from dhp.core.parameters import ADAMW, BFLOAT16, EXACT_STATES, FORMS, MUON, OPTIMIZERS, names_experts
 from dhp.core.text import did_you_mean, nearest
 
+# Why something is refused: by what it is, or by the library or the device that would do it; or nobody built it here.
+Limit = Literal["cannot be", "not built"]
+CANNOT: Limit = "cannot be"
+NOT_BUILT: Limit = "not built"
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -21,11 +27,13 @@ class Rule:
     as `A=1 with B=2 and C=3`. when: whether they do, by the resolved section of a part, and by the configuration where
     the rule is about a whole run. says: the rest of the error.
 
-    In keys and says, {name} is the part, {p} its section, {c} the configuration."""
+    In keys and says, {name} is the part, {p} its section, {c} the configuration. limit: whether they could go
+    together."""
 
     keys: str
     when: Callable[..., bool]
     says: str
+    limit: Limit = CANNOT
 
     def error(self, name: str, part: PartConfig, config: Config | None) -> ConfigError:
         """The error for a part of that name."""
@@ -44,7 +52,7 @@ def check_rules(rules: Sequence[Rule], name: str, part: PartConfig, config: Conf
 
 
 def goes_with(
-    key: str, asked: Callable[[PartConfig], bool], leave: str, *others: tuple[str, object, str]
+    key: str, asked: Callable[[PartConfig], bool], leave: str, *others: tuple[str, object, str], limit: Limit = CANNOT
 ) -> list[Rule]:
     """Rules of a setting that goes with one value of others alone. asked: whether a part has it. leave: the way
     without it. others: key, the value or values that it goes with, why."""
@@ -57,7 +65,7 @@ def goes_with(
 
         needed = " or ".join(map(shown_value, values))
         says = f": {why}. Set {{name}}.{other}={needed}, or {leave}."
-        rules.append(Rule(f"{{name}}.{key} {{name}}.{other}", when, says))
+        rules.append(Rule(f"{{name}}.{key} {{name}}.{other}", when, says, limit))
     return rules
 
 
@@ -121,13 +129,14 @@ PART_RULES: tuple[Rule, ...] = (
          ": DeepSpeed's ZeRO keeps its states where the weights are. Set {name}.zero_engine=fsdp with "
          "{name}.zero_stage=2 or 3, {name}.zero_stage=0, or {name}.host_moments=false."),
     Rule("{name}.host_moments {name}.dtype", lambda p: p.host_moments and p.dtype == "float64",
-         ": rows are updated in float32. Set {name}.dtype=float32, or {name}.host_moments=false."),
+         ": rows are updated in float32. Set {name}.dtype=float32, or {name}.host_moments=false.", NOT_BUILT),
     *goes_with(
         "compile", lambda p: p.compile, "{name}.compile=false",
         ("recompute", "none", "what a layer keeps is chosen call by call, and a compiled layer has no such calls"),
         ("tensor", 1, "collectives between the slices of a layer are not compiled here"),
         ("expert", 1, "the exchange of rows between experts is not compiled here"),
         ("zero_stage", 0, "weights and gradients that come and go inside a layer are not compiled here"),
+        limit=NOT_BUILT,
     ),
     Rule("{name}.lora.rank {name}.parallelism", lambda p: p.lora.rank and p.parallelism == "autotp",
          ": DeepSpeed puts layers of its own in the place of those that adapters stand beside. Set "
@@ -153,10 +162,11 @@ PART_RULES: tuple[Rule, ...] = (
         ("compile", False, "adapters of experts are added to weights in each call, by code that is not compiled"),
         ("lora.dropout", 0.0, "adapters of experts are added to weights: of no states could some be left out"),
         ("lora.dora", False, "peft's adapters of experts train no norms"),
+        limit=NOT_BUILT,
     ),
     Rule("{name}.lora.dora {name}.tensor {name}.zero_stage", lambda p: p.lora.dora and (p.tensor > 1 or p.zero_stage),
          ": it takes the norms of whole rows of a matrix, of which each actor has a part. Set {name}.tensor=1 and "
-         "{name}.zero_stage=0, or {name}.lora.dora=false."),
+         "{name}.zero_stage=0, or {name}.lora.dora=false.", NOT_BUILT),
 )  # fmt: skip
 
 # Of a part in a run.
@@ -174,7 +184,7 @@ RUN_RULES: tuple[Rule, ...] = (
     Rule("vision.pipeline data.cache_features",
          lambda p, c: c.vision.pipeline > 1 and c.data.cache_features is not None,
          ": features are kept by the actors that have the whole tower. Set vision.pipeline=1: a frozen tower whose "
-         "features are kept runs once a picture."),
+         "features are kept runs once a picture.", NOT_BUILT),
     Rule("cluster.chain cluster.collocate", lambda p, c: c.cluster.chain and not c.cluster.collocate,
          ": a chain shares the devices where the tower ends and the decoder begins. Set cluster.chain=false for stages "
          "with devices of their own, or leave cluster.collocate out."),
@@ -186,7 +196,7 @@ RUN_RULES: tuple[Rule, ...] = (
          "cluster.chain=false."),
     Rule("{name}.virtual_stages training.schedule", lambda p, c: p is not c.text and p.virtual_stages > 1,
          ": the runs of layers of a tower's stages are not interleaved. Set {name}.virtual_stages=1; "
-         "text.virtual_stages interleaves the decoder's."),
+         "text.virtual_stages interleaves the decoder's.", NOT_BUILT),
     Rule("training.schedule text.virtual_stages",
          lambda p, c: c.training.schedule == "interleaved" and c.text.virtual_stages == 1,
          ": it takes a stage's runs of layers in turn, and there is one. Set text.virtual_stages to 2 or more (and "
@@ -369,7 +379,7 @@ def check_formats(name: str, part: PartConfig) -> None:
 MATCH_ADAMW, ORIGINAL = ADJUSTMENTS = ("match_rms_adamw", "original")
 
 # Of optimizers other than AdamW, in a part of a run.
-_RULES: tuple[Rule, ...] = (
+OPTIMIZER_RULES: tuple[Rule, ...] = (
     Rule("training.optimizer {name}.zero_stage {name}.zero_engine",
          lambda p, c: p.zero_stage and p.zero_engine == DEEPSPEED,
          ": DeepSpeed cuts weights into ranges of elements and updates each by itself, but {c.training.optimizer} "
@@ -377,13 +387,13 @@ _RULES: tuple[Rule, ...] = (
          "{name}.parallelism=data in the place of deepspeed), {name}.zero_stage=0, or training.optimizer=adamw."),
     Rule("training.optimizer {name}.state_bytes", lambda p, c: p.state_bytes != EXACT_STATES,
          f": forms of states below {EXACT_STATES} bytes are AdamW's. Leave {{name}}.state_bytes out, or set "
-         "training.optimizer=adamw."),
+         "training.optimizer=adamw.", NOT_BUILT),
     Rule("training.optimizer {name}.host_moments", lambda p, c: p.host_moments,
          ": rows of AdamW's moments come from host memory one after another, but {c.training.optimizer} needs whole "
          "matrices. Set {name}.host_moments=false, or training.optimizer=adamw."),
     Rule("training.optimizer {name}.parallelism", lambda p, c: p.parallelism == "autotp",
          ": DeepSpeed's layers were never tested with it here. Set {name}.parallelism=tensor, or "
-         "training.optimizer=adamw."),
+         "training.optimizer=adamw.", NOT_BUILT),
 )  # fmt: skip
 
 
@@ -405,4 +415,4 @@ def check_optimizer(config: Config) -> None:
         require(alone or value == default, f"training.{key}", value, "training.optimizer=muon, which alone reads it")
     if training.optimizer != ADAMW:
         for name, part in parts(config).items():
-            check_rules(_RULES, name, part, config)
+            check_rules(OPTIMIZER_RULES, name, part, config)

@@ -93,7 +93,6 @@ def _decoder(**text: object) -> Decoder:
     [
         ({}, {"data": 2, "expert": 3}, r"4 experts among neighbours of text.data=2"),
         ({}, {"tensor": 16}, r"width\(24\) % tensor\(16\)"),
-        ({}, {"tensor": 2, "zero_stage": 3}, "text.zero_stage=3 with text.tensor=2 of a decoder with experts"),
         ({}, {"tensor": 2, "parallelism": "autotp"}, "text.parallelism=autotp with text.tensor=2 of a decoder with"),
         ({"output_router_logits": True}, {"pipeline": 2}, "text.pipeline=2 of a decoder with a load-balancing loss"),
         ({"output_router_logits": True}, {"compile": True}, "text.compile=true of a decoder with a load-balancing"),

@@ -259,6 +259,9 @@ def test_a_pair_is_refused_as_by_the_run(tiny_assets: Path, overrides: tuple[str
     assert None in refusals
     for (one, other), refusal in zip(some, refusals, strict=True):
         said = run_says(whole.composed({"vision": one, "text": other}))
+        if "stages 1 and 2 cut" in (refusal or ""):  # a run takes 0, which is among the layouts by itself
+            assert "stages 1 and 2 cut" not in said
+            continue
         assert (refusal or "") in said
         assert bool(refusal) == bool(said), said
 
