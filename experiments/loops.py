@@ -242,7 +242,8 @@ class Plain:
 
     def _collate(self, row: Sequence[Sample]) -> dict[str, Tensor]:
         named = self._collator.padded(tuple(row)) | pixels_by_argument(tuple(row))
-        kinds = token_types(self._family.config, named["mm_token_type_ids"], named["labels"])
+        pairs = zip(named["mm_token_type_ids"].split(1), named["labels"].split(1), strict=True)
+        kinds = torch.cat([token_types(self._family.config, *pair) for pair in pairs])  # of one sample each
         plain = self._family.processor.plain_inputs(named) | kinds_for(self._forward, kinds)
         plain.pop("position_ids")  # the model makes them of the mask and the grids
         lengths = torch.tensor([len(sample.input_ids) for sample in row])

@@ -54,6 +54,12 @@ def experts() -> Sentences:
     yield PERFORMANCE, f"a step took {found[0]['step_ratio']:.2f} of the time"
 
 
+def families() -> Sentences:
+    for samples, words in (("mixed", "mixed lengths"), ("even", "of one length")):
+        ratios = [row["ratio"] for row in rows("families_speed", samples=samples)]
+        yield PERFORMANCE, f"{words}: {median(ratios):.2f} × ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def finetuning() -> Sentences:
     frozen = {row["train"]: row for row in rows("finetuning", question="frozen")}
     speeds = [f"{frozen[name]['speed_ratio']:.2f}" for name in ("nothing", "projector")]
@@ -297,7 +303,7 @@ def make_train() -> Sentences:
 
 
 HELD: list[Callable[[], Sentences]] = [
-    overhead, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
+    overhead, kernels, tensor_host, experts, families, finetuning, driver_scale, handoff, two_hosts, long_context,
     longest_sequence, recompute, layouts, checkpoint, chaos, sight, gpu_check,
     h200, nullcuda, make_train,
 ]  # fmt: skip

@@ -49,11 +49,7 @@ if find_spec("scipy") is None:
 LOST = "shieldgemma2"  # whose weights the library does not read back
 TRAINED = [name for name in UNDECLARED if name not in REFUSED and name != LOST]
 # Layers that choose keys, and of another kind each; blocks over several images.
-ALWAYS = (
-    ("mistral_large4", "shared images, tensor"),
-    ("unlimited_ocr", "pipeline"),
-    ("molmo2", "sequence"),
-)
+ALWAYS = (("mistral_large4", "shared images, tensor"), ("unlimited_ocr", "pipeline"), ("molmo2", "sequence"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
