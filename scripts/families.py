@@ -48,8 +48,7 @@ by `sequence`: their linear layers' key heads are a multiple of the actors that 
 
 Decoders with layers of a kind that dhp does not know (sparse attention by an index, Mamba, convolutions with state of
 their own) run each sample of a row alone, through transformers' own code: packed rows equal padded ones and save no
-time, and no row is shared. A run says so when it starts. `inkling_mm_model` asks for scipy, which was there when it was
-examined.
+time, and no row is shared. A run says so when it starts. `inkling_mm_model` is one of them where scipy is installed.
 
 `qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested with all of
 the below. Without a section `audio` a run leaves it as it is ([data.md](../data.md#sound)). The audio towers of other
