@@ -172,6 +172,9 @@ class EncoderEngine(StageEngine):
             shard_tower(model, tower, self._chunk, TensorRanks.of(mesh))
         AttentionInterface.register(ATTENTION, self.attention(segment_attention))
         tower.use_attention(model, ATTENTION)
+        for one in model.modules():
+            if isinstance(one, PreTrainedModel):
+                one.config.dtype = self.dtype  # to which some bring pictures before their first product
         if self.settings.part.zero_stage == 3:  # which gathers a module's weights for each of its calls
             tower.call_modules_once(model)
         self._position = MeshPosition.of(self.mesh)

@@ -6,6 +6,7 @@ from dhp.tiny.tiny_families import (
     BEGIN,
     DEEPSEEK,
     EXPERTS,
+    FAMILIES,
     GATED,
     GLM,
     IMAGE,
@@ -254,25 +255,8 @@ HYBRID: dict[str, tuple[str, Parts]] = {
             "image_token_id": IMAGE,
         },
     ),
-    "minicpmv4_7": (
-        "minicpmv4_7",
-        {
-            "text_config": text("qwen3_5_text", **GATED),
-            "vision_config": square({}, image_size=32, patch_size=4, insert_layer_id=1),
-            "insert_layer_id": 1,
-            **PLACES,
-            "image_size": 32,
-        },
-    ),
-    "minicpm_ocr": (
-        "minicpm_ocr",
-        {
-            "text_config": text("qwen3_5_text", **GATED),
-            "vision_config": square({}, image_size=32, patch_size=4, insert_layer_id=1),
-            "insert_layer_id": 1,
-            **PLACES,
-        },
-    ),
+    "minicpmv4_7": ("minicpmv4_7", FAMILIES["minicpmv4_6"][1]),
+    "minicpm_ocr": ("minicpm_ocr", FAMILIES["minicpmv4_6"][1]),
     "unlimited_ocr": (
         "unlimited_ocr",
         {

@@ -7,9 +7,7 @@ from dhp.tiny.tiny_families import (
     CLIP,
     DEEPSTACK,
     END,
-    GLM,
-    GLM_TEXT,
-    GLM_TOWER,
+    FAMILIES,
     IMAGE,
     PINPOINTS,
     PLACES,
@@ -43,6 +41,15 @@ OPT = {
 }
 AUDIO_TOKENS = {"audio_token_id": 305}
 
+QUERIES = {
+    "text_config": OPT,
+    "vision_config": square({}),
+    "qformer_config": QFORMER,
+    "num_query_tokens": 4,
+    "image_token_index": IMAGE,
+}
+OCR = {"text_config": text("qwen2"), "vision_config": SAM, "image_token_index": IMAGE, "image_seq_length": 16}
+
 # Name of the case → model_type, arguments of its configuration.
 UNDECLARED: dict[str, tuple[str, Parts]] = {
     "aria": (
@@ -56,36 +63,9 @@ UNDECLARED: dict[str, tuple[str, Parts]] = {
             "image_token_index": IMAGE,
         },
     ),
-    "blip-2": (
-        "blip-2",
-        {
-            "text_config": OPT,
-            "vision_config": square({}),
-            "qformer_config": QFORMER,
-            "num_query_tokens": 4,
-            "image_token_index": IMAGE,
-        },
-    ),
-    "instructblip": (
-        "instructblip",
-        {
-            "text_config": OPT,
-            "vision_config": square({}),
-            "qformer_config": QFORMER,
-            "num_query_tokens": 4,
-            "image_token_index": IMAGE,
-        },
-    ),
-    "instructblipvideo": (
-        "instructblipvideo",
-        {
-            "text_config": OPT,
-            "vision_config": square({}),
-            "qformer_config": QFORMER,
-            "num_query_tokens": 4,
-            "video_token_index": IMAGE,
-        },
-    ),
+    "blip-2": ("blip-2", QUERIES),
+    "instructblip": ("instructblip", QUERIES),
+    "instructblipvideo": ("instructblipvideo", QUERIES | {"video_token_index": IMAGE}),
     "chameleon": (
         "chameleon",
         {
@@ -173,22 +153,9 @@ UNDECLARED: dict[str, tuple[str, Parts]] = {
             "canvas_length": 8,
         },
     ),
-    "glmga": (
-        "glmga",
-        {
-            "text_config": text("glm4v_text", **GLM_TEXT),
-            "vision_config": {"model_type": "glm4v_vision", **GLM_TOWER},
-            **GLM,
-        },
-    ),
-    "got_ocr2": (
-        "got_ocr2",
-        {"text_config": text("qwen2"), "vision_config": SAM, "image_token_index": IMAGE, "image_seq_length": 16},
-    ),
-    "pp_chart2table": (
-        "pp_chart2table",
-        {"text_config": text("qwen2"), "vision_config": SAM, "image_token_index": IMAGE, "image_seq_length": 16},
-    ),
+    "glmga": ("glmga", FAMILIES["glm46v"][1]),
+    "got_ocr2": ("got_ocr2", OCR),
+    "pp_chart2table": ("pp_chart2table", OCR),
     "granite4_vision": (
         "granite4_vision",
         {
@@ -309,18 +276,7 @@ UNDECLARED: dict[str, tuple[str, Parts]] = {
             "audio_end_token_id": 307,
         },
     ),
-    "shieldgemma2": (
-        "shieldgemma2",
-        {
-            "text_config": text("gemma3_text", query_pre_attn_scalar=8, sliding_window=6, layer_types=SLIDING),
-            "vision_config": square(SIGLIP),
-            "image_token_index": IMAGE,
-            "image_token_id": IMAGE,
-            "boi_token_index": BEGIN,
-            "eoi_token_index": END,
-            "mm_tokens_per_image": 4,
-        },
-    ),
+    "shieldgemma2": ("shieldgemma2", FAMILIES["gemma3"][1]),
     "cohere_compass": (
         "cohere_compass",
         {

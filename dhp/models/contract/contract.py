@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from dhp.core.batch import LogitRule, ProcessorOutput
 from dhp.core.errors import ModelError
 from dhp.core.transformers_private import class_of
-from dhp.models.decoder import having, unchanged
+from dhp.models.decoder import having
 from dhp.models.flops import TextWork, VisionWork
 from dhp.models.mixers import KINDS
 from dhp.models.tower import EMBEDDINGS
@@ -223,8 +223,16 @@ def states_of(model: PreTrainedModel, structure: Structure, **named: Any) -> Ten
     if structure.base:
         return base(**named).last_hidden_state
     path, _, name = (structure.head or "").rpartition(".")
-    with having(model.get_submodule(path), **{name: unchanged}):
-        return base(**named).logits
+    handed: list[Tensor] = []
+
+    def head(states: Tensor) -> Tensor:
+        handed.append(states)  # before the library brings them, for logits, to another format
+        return states
+
+    with having(model.get_submodule(path), **{name: head}):
+        base(**named)
+    (states,) = handed
+    return states
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -417,8 +418,12 @@ class ContractDecoder(Decoder):
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
         structure = self._contract.structure
         if chunk.first and self._contract.embeds:
-            return run_layers(model, structure, chunk, replace(inputs, hidden=embed(model, inputs)), **extra)
-        return run_layers(model, structure, chunk, inputs, self._encoded(inputs), **extra)
+            states = run_layers(model, structure, chunk, replace(inputs, hidden=embed(model, inputs)), **extra)
+        else:
+            states = run_layers(model, structure, chunk, inputs, self._encoded(inputs), **extra)
+        head = self.head_of(model).weight if chunk.last and structure.head else states
+        # Some heads stay in float32, and their models bring states to it.
+        return states if isinstance(head, DTensor) else states.to(head.dtype)
 
     def _encoded(self, inputs: DecoderInputs) -> dict[str, Any] | None:
         """Rows in the order of their placeholders, as the model takes them."""

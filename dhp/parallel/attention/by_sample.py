@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ModelError
 from dhp.core.wrapping import wrap_forward
 from dhp.parallel.attention.mixers import run_each
@@ -47,12 +46,6 @@ def _by_sample(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
             return outputs[-1].last_hidden_state
 
         states = run_each(alone, inputs_embeds, segments, beside, along)
-        for _ in range(segments.calls - len(segments.groups)):
-            # Its backward runs too, so that other ranks' calls do not wait; it has no other effect.
-            first = {key: one.narrow(along[key], 0, 1).narrow(along[key] + 1, 0, 1) for key, one in beside.items()}
-            keys = current_keys()
-            with drawing(keys and keys.split([1, len(keys.keys) - 1])[0]):
-                states = states + alone(inputs_embeds[:1, :1], first).sum() * 0.0
         outputs[0].last_hidden_state = states
         return outputs[0]
 
@@ -70,5 +63,6 @@ def _find_tokens(name: str, beside: Mapping[str, Tensor], shape: torch.Size) -> 
                 f"{tuple(tensor.shape)}, which has no value for each of {shape[0]} × {shape[1]} tokens. Use a model "
                 "without such layers"
             )
-        found[key] = places[0]
+        # Of whole numbers, as positions on several axes, tokens are the last dimension; of others a width is behind.
+        found[key] = places[0] if tensor.is_floating_point() else places[-1]
     return found

@@ -72,13 +72,7 @@ def _by_segment(name: str, module: nn.Module, ranks: TensorRanks | None) -> Call
             if ranks is None:
                 return output.view_as(hidden_states)
             return gather(output[None], hidden_states.shape[:-1], ranks, False)
-        alone, keys = partial(forward, **named), current_keys()
-        output = _run_each(alone, hidden_states, segments)
-        for _ in range(segments.calls - len(segments.groups)):
-            # Its backward runs too, so that other ranks' calls do not wait; it has no other effect.
-            with drawing(keys and keys.split([1, len(keys.keys) - 1])[0]):
-                output = output + alone(hidden_states[:1, :1]).sum() * 0.0
-        return output
+        return _run_each(partial(forward, **named), hidden_states, segments)
 
     return run
 
@@ -99,11 +93,30 @@ def run_each(
     beside: Mapping[str, Tensor],
     along: Mapping[str, int],
 ) -> Tensor:
-    """Segments of hidden_states [rows, tokens, width], those of one length together, each call by itself. beside: more
-    of each token, cut as the states are; along: at which of their dimensions the rows are."""
+    """Segments of hidden_states [rows, tokens, width], those of one length together, each call by itself, as often as
+    the plan says at least. beside: more of each token, cut as the states are; along: at which of their dimensions the
+    rows are."""
     rows, tokens = hidden_states.shape[:2]
     if segments.groups == ((tokens, rows),) and segments.order is None:
-        return forward(hidden_states, beside)
+        output = forward(hidden_states, beside)
+    else:
+        output = _run_groups(forward, hidden_states, segments, beside, along)
+    keys = current_keys()
+    for _ in range(segments.calls - len(segments.groups)):
+        # Its backward runs too, so that other ranks' calls do not wait; it has no other effect.
+        first = {name: one.narrow(along[name], 0, 1).narrow(along[name] + 1, 0, 1) for name, one in beside.items()}
+        with drawing(keys and keys.split([1, len(keys.keys) - 1])[0]):
+            output = output + forward(hidden_states[:1, :1], first).sum() * 0.0
+    return output
+
+
+def _run_groups(
+    forward: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
+    hidden_states: Tensor,
+    segments: SegmentPlan,
+    beside: Mapping[str, Tensor],
+    along: Mapping[str, int],
+) -> Tensor:
     flat = _in_order(hidden_states, 0, segments)
     more = {name: _in_order(one, along[name], segments) for name, one in beside.items()}
     sizes, keys = [length * count for length, count in segments.groups], current_keys()
@@ -116,7 +129,7 @@ def run_each(
             outputs.append(forward(part.unflatten(0, (count, length)), cut).flatten(0, 1))
     output = torch.cat(outputs)
     output = output if segments.inverse is None else output[segments.inverse]
-    return output.unflatten(0, (rows, tokens))
+    return output.unflatten(0, hidden_states.shape[:2])
 
 
 def _in_order(tensor: Tensor, along: int, segments: SegmentPlan) -> Tensor:

@@ -91,7 +91,8 @@ def choose_product(model: nn.Module, dtype: torch.dtype) -> None:
     """Let experts multiply in groups, a layer's in one call, where their shapes in `dtype` allow it; or one by one."""
     for module in model.modules():
         if is_experts(module):
-            grouped = all(takes_groups(parameter, dtype) for parameter in module.parameters())
+            matrices = [parameter for parameter in module.parameters() if parameter.ndim == 3]  # beside norms
+            grouped = all(takes_groups(weights, dtype) for weights in matrices)
             set_experts(module.config, "grouped_mm" if grouped else "eager")
 
 

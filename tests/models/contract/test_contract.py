@@ -2,6 +2,7 @@
 
 import inspect
 from copy import deepcopy
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from math import prod
@@ -35,9 +36,16 @@ from dhp.core.graph import HIDDEN_STATES
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.picture_inputs import ModelMedia
 from dhp.data.sample.preprocess import Preprocessor
-from dhp.models.contract.contract import CONTRACT, WITHOUT_CONTRACT, Handover, find_structure, without_weights
+from dhp.models.contract.contract import (
+    CONTRACT,
+    WITHOUT_CONTRACT,
+    Handover,
+    find_structure,
+    with_called,
+    without_weights,
+)
 from dhp.models.contract.find import _matrices, experts_of, find_contract, find_text_parts, find_vision_parts
-from dhp.models.contract.generic_parts import WholeTower
+from dhp.models.contract.generic_parts import ContractDecoder, WholeTower
 from dhp.models.contract.random_pictures import arrays_of, frame_patches, joined, pack, unpack
 from dhp.models.contract.random_rows import find_prefixes, token_types
 from dhp.models.contract.twin import MOST_EXPERTS, MOST_LAYERS, VOCABULARY, shrink
@@ -574,3 +582,14 @@ def test_head_counts_come_from_the_configuration(family: Family) -> None:
     assert (family.tower.heads, family.decoder.heads, family.decoder.kv_heads) == (4, 8, 4)
     assert family.tower.merge_unit == 4
     assert family.tower.patch_dim == 3 * 2 * 14 * 14
+
+
+def test_what_the_decoder_runs_before_its_layers_is_its_first_stages() -> None:
+    """A projector that stands between the tower and the decoder, as Llama 4's."""
+    config, projector = make_config("internvl"), "model.multi_modal_projector"
+    found = find_contract(config)
+    structure = with_called(found.structure, [projector])
+    assert projector in structure.text and projector not in structure.vision and projector in found.structure.vision
+    decoder = ContractDecoder(config, replace(found, structure=structure, entrance=(projector,)))
+    first, last = Chunk(range(1), True, False), Chunk(range(1, 3), False, True)
+    assert projector not in decoder.absent([first]) and projector in decoder.absent([last])

@@ -46,6 +46,18 @@ def test_a_sum_begins_anew_with_a_sample() -> None:
     assert sorted(decoder.calls) == [(1, 3), (2, 2)]  # samples of one length together
 
 
+def test_axes_of_positions_are_not_taken_for_rows() -> None:
+    """Three axes, rows and tokens."""
+    decoder = Running()
+    run_by_sample(decoder)
+    positions = torch.arange(27).view(3, 3, 3)
+    states = torch.zeros(3, 3, 1)
+    output = decoder(inputs_embeds=states, segments=plan_segments([3] * 3, CPU, True), position_ids=positions)
+    assert torch.equal(output.last_hidden_state[..., 0], positions.sum(0).float())
+    apart = decoder(inputs_embeds=states, segments=plan_segments([1, 2, 3, 3], CPU, True), position_ids=positions)
+    assert torch.equal(apart.last_hidden_state[..., 0], positions.sum(0).float())
+
+
 def test_further_calls_change_nothing() -> None:
     assert run([2, 3], calls=4)[0].calls == [(1, 2), (1, 3), (1, 1), (1, 1)]
     assert run([2, 3], calls=4)[1].tolist() == run([2, 3])[1].tolist()
