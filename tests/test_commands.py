@@ -54,6 +54,7 @@ ELSEWHERE = {
     "docker": "no Docker is here; tests/test_examples.py reads the Dockerfile",
     "kubectl": "no Kubernetes is here; tests/test_examples.py reads the files",
     "python -m scripts.families": "hours; tests/scripts/test_scripts.py holds the page to what it found",
+    "python -m scripts.cards": "an hour, into docs/; tests/scripts/test_cards.py makes one",
     "python -m scripts.reference": "writes into docs/; tests/scripts/test_scripts.py holds the pages to it",
     "python -m scripts.captions": "tests/scripts/test_scripts.py",
     "python -m experiments": "minutes to hours; that their arguments are taken is tested below",
