@@ -1,6 +1,6 @@
 """Rules between degrees and a model's shape, as plain numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from dhp.config.layout import LAYERS, read_choices
 from dhp.config.parts import resolved
@@ -172,23 +172,15 @@ def check_positions(rope_types: set[str], scaled: bool) -> None:
         )
 
 
-def check_mixers(channels: Mapping[str, int | None], asked: PartConfig) -> None:
-    """Raises ConfigError where ranks that share a row cannot share the heads of layers that carry state along it.
-    channels: by class of such layers, their heads, or channels without heads; None: not known here."""
-    ranks = resolved(asked.ulysses) * resolved(asked.ring)
-    given = f"text.ulysses={asked.ulysses} and text.ring={asked.ring}"
-    for name, count in channels.items():
-        if count is None:
-            raise ConfigError(
-                f"{given} of a decoder with layers that carry state along the row ({name}), of which it is not known "
-                "here how ranks share them. Set both to 1; text.tensor and text.pipeline divide the model."
-            )
-        if count % ranks:
-            fitting = [fit for fit in range(ranks, 1, -1) if count % fit == 0]
-            raise ConfigError(
-                f"{given} of a decoder whose layers that carry state along the row ({name}) have {count} heads, which "
-                f"{ranks} ranks cannot share evenly. Set text.ulysses × text.ring to {(*fitting, 1)[0]}."
-            )
+def check_mixers(unknown: Collection[str], asked: PartConfig) -> None:
+    """Raises ConfigError where ranks share a row and it is not known here how they do in layers that carry state along
+    it. unknown: classes of such layers."""
+    if unknown:
+        raise ConfigError(
+            f"text.ulysses={asked.ulysses} and text.ring={asked.ring} of a decoder with layers that carry state along "
+            f"the row ({', '.join(unknown)}), of which it is not known here how ranks share them. Set both to 1; "
+            "text.tensor and text.pipeline divide the model."
+        )
 
 
 def check_layers_of_rows(blocks: bool, balance: float, asked: PartConfig) -> None:

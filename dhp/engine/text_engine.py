@@ -25,6 +25,7 @@ from dhp.engine.stage import StageEngine
 from dhp.models.family import VISION
 from dhp.models.load import ReadPlan, load_part
 from dhp.models.lora import without_dropout
+from dhp.models.mixers import divide_heads
 from dhp.models.types import DecoderInputs, LayerParts, add_rows, chunks_of
 from dhp.objectives.objective import Chosen, Head, find_objective, share_of_balance
 from dhp.parallel.attention.attention_kernels import FLASH_ATTENTION_2, has_varlen
@@ -33,6 +34,7 @@ from dhp.parallel.attention.mixers import CHUNK, run_by_segment
 from dhp.parallel.attention.segment_plan import (
     GATHER_TOKENS,
     MeshPosition,
+    PassingRanks,
     RowRanks,
     SegmentPlan,
     plan_row,
@@ -75,6 +77,7 @@ class TextEngine(StageEngine):
         self.family.decoder.use_attention(model, SEGMENTS)
         self.family.decoder.freeze_unused(model)
         classes = {type(module).__name__ for module in model.modules()}  # a stage may hold no layer of a kind
+        self._position = MeshPosition.of(self.mesh)
         self._row_ranks = self._find_row_ranks()
         same = self._row_ranks is not None and self._row_ranks.tensor > 1
         cut = TensorRanks.of(self.mesh["tensor"]) if same else None
@@ -96,7 +99,6 @@ class TextEngine(StageEngine):
             # pictures does, though nothing of what it embeds is trained.
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
         self._objective = find_objective(self.settings.config.training.objective)
-        self._position = MeshPosition.of(self.mesh)
         self.by_sample = SampleSumKeeper(self._objective, self._position.number) if self.sends else None
         self._flights: dict[tuple[int, int], _TextFlight] = {}
         self._losses: list[Tensor] = []
@@ -305,14 +307,21 @@ class TextEngine(StageEngine):
     def _find_row_ranks(self) -> RowRanks | None:
         """Those that compute layers which carry state along a row together; None: there are no such layers, or one
         that is not known here. Tensor ranks take part where heads are enough, else each of them computes all of its
-        row's."""
+        row's. Where heads are too few for the ranks of a row, those of a ring pass state on, or all of them."""
         mixers, degrees = self.family.decoder.found_mixers().values(), self.spec.degrees
-        if not mixers or None in mixers:
+        known = [one for one in mixers if one is not None]
+        if len(known) < max(len(mixers), 1):
             return None
-        ranks = degrees.sequence * degrees.tensor
-        together = all(one is not None and one.heads % ranks == 0 for one in mixers)
-        group = (replica_group if together else sequence_group)(self.mesh)
-        return RowRanks(group, dist.get_rank(group), degrees.tensor if together else 1)
+        whole, rows = replica_group(self.mesh), sequence_group(self.mesh)
+        if divide_heads(known, degrees.sequence * degrees.tensor):
+            return RowRanks(whole, dist.get_rank(whole), degrees.tensor)
+        if divide_heads(known, degrees.sequence):
+            return RowRanks(rows, dist.get_rank(rows))
+        border, at = max(one.border for one in known), self._position
+        if divide_heads(known, degrees.ulysses):
+            passing = PassingRanks(at.ring_group, at.ring_rank, degrees.ring)
+            return RowRanks(at.ulysses_group, at.ulysses_rank, 1, passing, border)
+        return RowRanks(None, 0, 1, PassingRanks(rows, at.number, degrees.sequence), border)
 
 
 def _ask_gradient(_module: nn.Module, _given: tuple[Tensor, ...], embedded: Tensor) -> None:

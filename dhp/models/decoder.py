@@ -120,7 +120,7 @@ class Decoder(Part):
             check_heads(self.heads, self.kv_heads, asked)
             check_positions(self._rope_types, self._scaled)
             balance = self.experts.balance if self.experts else 0.0
-            check_mixers({name: one and one.heads for name, one in self.found_mixers().items()}, asked)
+            check_mixers([name for name, one in self.found_mixers().items() if one is None], asked)
             check_layers_of_rows(self.block_rule is not None, balance, asked)
 
     def check_answers(self) -> None:

@@ -278,13 +278,10 @@ def test_blocks_go_through_ulysses() -> None:
     check_layers_of_rows(True, 0.0, asked(4))
 
 
-def test_ranks_share_the_heads_of_layers_that_carry_state() -> None:
-    check_mixers({"Net": 16}, asked(4, 2))
-    check_mixers({}, asked(3))
-    with pytest.raises(ConfigError, match=r"\(Net\) have 12 heads, which 8 ranks .* Set text.ulysses × text.ring to 6"):
-        check_mixers({"Net": 12}, asked(4, 2))
+def test_ranks_share_rows_of_layers_with_state_that_are_known() -> None:
+    check_mixers([], asked(3))
     with pytest.raises(ConfigError, match=r"carry state along the row \(Other\), of which it is not known"):
-        check_mixers({"Net": 12, "Other": None}, asked(2))
+        check_mixers(["Other"], asked(2))
 
 
 def test_chunks_of_mlps() -> None:

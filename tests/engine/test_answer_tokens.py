@@ -289,7 +289,16 @@ def test_some_families(name: str, layout: str, made: dict[str, tuple[str, list[S
 
 
 @pytest.mark.parametrize(
-    "text", [Degrees(), slow(Degrees(ring=2)), Degrees(ulysses=2), slow(Degrees(tensor=2))], ids=str
+    "text",
+    [
+        Degrees(),
+        slow(Degrees(ring=2)),
+        Degrees(ulysses=2),
+        slow(Degrees(tensor=2)),
+        Degrees(ring=3),
+        slow(Degrees(ring=2, ulysses=2)),
+    ],
+    ids=str,
 )
 def test_state_begins_with_prompts_of_few_tokens(text: Degrees, made: dict[str, tuple[str, list[Sample]]]) -> None:
     """Fewer than ranks, none before the last one, fewer than its convolutions see."""

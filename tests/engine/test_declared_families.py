@@ -159,6 +159,12 @@ SHARED_STATE = {
     "adapters": Case(Degrees(), Degrees(ulysses=2), 1, lora=(("text", AdapterSettings(4, 8.0)),)),
     "tensor, adapters": Case(Degrees(), Degrees(tensor=2), 2, lora=(("text", AdapterSettings(4, 8.0)),)),
     "tensor, FSDP2": Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, text_zero_stage=2, fsdp=True),
+    # More ranks than the two key heads: state is passed on, by the ring alone or by all.
+    "passed around a ring": Case(Degrees(), Degrees(ring=2, ulysses=2), 2, recompute="all"),
+    "passed on, FSDP2": Case(Degrees(), Degrees(ring=4), 1, text_zero_stage=3, fsdp=True),
+    "passed on, pipeline": Case(Degrees(), Degrees(ulysses=3), 2, stages=2, schedule="1f1b"),
+    "passed on, tensor": Case(Degrees(), Degrees(ring=3, tensor=2), 1, lora=(("text", AdapterSettings(4, 8.0)),)),
+    "passed on, float32": Case(Degrees(), Degrees(ring=3), 1, "float32", checked=True),
 }
 ALWAYS_SHARED = "recomputed"
 

@@ -1,8 +1,9 @@
 """Layers that carry state along a row (mixers): each sample by itself, also where ranks share the row.
 
 There ranks exchange tokens for channels, as Ulysses does for attention: a rank computes the convolution and the state
-of its own heads over the whole row, with the library's functions, and hands the outputs back. All other work of the
-layer is done where its tokens are. Tensor ranks, which all have the row's states, take a part of its tokens each, do
+of its own heads over the whole row, with the library's functions, and hands the outputs back. More ranks than heads
+pass the state along their pieces of the row (`dhp.parallel.attention.state_ring`). All other work of the layer is done
+where its tokens are. Tensor ranks, which all have the row's states, take a part of its tokens each, do
 the same, and gather what comes of them. Names of transformers' own stand here alone; a test holds them against it."""
 
 import sys
@@ -19,6 +20,7 @@ from dhp.core.errors import ModelError
 from dhp.core.wrapping import wrap_forward
 from dhp.parallel.attention.row_decode import NewToken, ShardedKVCache
 from dhp.parallel.attention.segment_plan import SegmentPlan, Ulysses
+from dhp.parallel.attention.state_ring import LATER, WHOLE, StateRing
 from dhp.parallel.attention.ulysses import UlyssesGroup
 from dhp.parallel.comm import gather_alike
 from dhp.parallel.tensor.sequence_norms import TensorRanks, gather, scatter
@@ -165,7 +167,13 @@ class State(NamedTuple):
 
 
 class SharedMixer(Protocol):
-    """A layer of which this rank computes the heads that `exchange` gives it."""
+    """A layer of which this rank computes the heads that `exchange` gives it.
+
+    convolved: how many of its columns, the first ones, a convolution takes. memory: heads, and widths of a key and of a
+    value, of what a recurrence carries on; None: there is none."""
+
+    convolved: int
+    memory: tuple[int, int, int] | None
 
     def __init__(self, module: Any, exchange: UlyssesGroup):
         """module: whole on every rank."""
@@ -175,7 +183,7 @@ class SharedMixer(Protocol):
 
     def compute(self, rows: Tensor, held: State | None = None, keep: bool = False) -> tuple[Tensor, State | None]:
         """This rank's columns side by side [segments, tokens, columns] → its outputs, and where they are to be kept
-        the states behind them. held: those before them."""
+        the states behind them. held: those before them; a memory wider than values is of values that zeros widen."""
 
     def leave(self, output: Tensor, states: Tensor) -> Tensor:
         """Outputs of all heads [tokens, columns] → those of the layer, [tokens, width]."""
@@ -191,6 +199,7 @@ class SharedDeltaNet(SharedMixer):
         self._heads = module.num_v_heads // exchange.degree
         self._weight = torch.cat([_part(one, exchange) for one in module.conv1d.weight.squeeze(1).split(self._sizes)])
         self._decay, self._bias = _part(module.A_log, exchange), _part(module.dt_bias, exchange)
+        self.convolved, self.memory = sum(self._own), (self._heads, module.head_k_dim, module.head_v_dim)
 
     def columns(self, states: Tensor) -> Sequence[Tensor]:
         of_heads = self._module.in_proj_qkv(states).split(self._sizes, dim=1)
@@ -203,12 +212,13 @@ class SharedDeltaNet(SharedMixer):
         query, key, value = mixed.split(self._own, dim=2)
         query, key = (one.unflatten(2, (-1, module.head_k_dim)) for one in (query, key))
         gates = {"beta": b.sigmoid(), "g": -self._decay.float().exp() * F.softplus(a.float() + self._bias)}
-        one_by_one = held is not None and rows.shape[1] == 1
+        one_by_one, before = held is not None and rows.shape[1] == 1, None if held is None else held.memory
         rule = library.torch_recurrent_gated_delta_rule if one_by_one else library.torch_chunk_gated_delta_rule
+        value = value.unflatten(2, (-1, module.head_v_dim))
+        value = value if before is None else F.pad(value, (0, before.shape[3] - module.head_v_dim))
         output, memory = rule(
-            query, key, value.unflatten(2, (-1, module.head_v_dim)), **gates, use_qk_l2norm_in_kernel=True,
-            initial_state=None if held is None else held.memory, output_final_state=keep,
-        )  # fmt: skip
+            query, key, value, **gates, use_qk_l2norm_in_kernel=True, initial_state=before, output_final_state=keep
+        )
         return output.flatten(2), State(tail, memory) if keep else None
 
     def leave(self, output: Tensor, states: Tensor) -> Tensor:
@@ -224,6 +234,7 @@ class SharedShortConv(SharedMixer):
         self._module, self._library = module, sys.modules[type(module).__module__]
         self._weight = _part(module.conv.weight.squeeze(1), exchange)
         self._bias = None if module.conv.bias is None else _part(module.conv.bias, exchange)
+        self.convolved, self.memory = len(self._weight), None
 
     def columns(self, states: Tensor) -> Sequence[Tensor]:
         before, self._after, values = self._module.in_proj(states).chunk(3, dim=1)
@@ -255,6 +266,18 @@ def _convolved(
 
 def _run_shared(layer: SharedMixer, row: Ulysses, states: Tensor, keep: bool) -> tuple[Tensor, State | None]:
     """[own tokens, width] → as many, and the state behind the first segment where it is to be kept."""
+    columns, exchange = layer.columns(states), row.exchange
+    if exchange.degree == 1:
+        rows = torch.cat(list(columns), dim=1)
+    else:
+        rows = exchange.columns_to_rank(torch.cat([one.unflatten(1, (exchange.degree, -1)) for one in columns], dim=2))
+    with drawing(None):  # nothing is drawn inside, and keys are those of this rank's tokens
+        output, state = (_run_pieces if row.passing else _run_segments)(layer, row, rows, keep)
+    output = output if exchange.degree == 1 else exchange.rows_to_rank(output).flatten(1)
+    return layer.leave(output, states), state
+
+
+def _run_segments(layer: SharedMixer, row: Ulysses, rows: Tensor, keep: bool) -> tuple[Tensor, State | None]:
     found: list[State | None] = []
 
     def compute(rows: Tensor) -> Tensor:
@@ -262,16 +285,78 @@ def _run_shared(layer: SharedMixer, row: Ulysses, states: Tensor, keep: bool) ->
         found.append(state)
         return output
 
-    columns, exchange = layer.columns(states), row.exchange
-    if exchange.degree == 1:
-        rows = torch.cat(list(columns), dim=1)
+    output = _run_each(compute, rows[None], row.plan)[0]
+    return output, None if found[0] is None else State(*(None if one is None else one[:1] for one in found[0]))
+
+
+def _run_pieces(layer: SharedMixer, row: Ulysses, rows: Tensor, keep: bool) -> tuple[Tensor, State | None]:
+    """The same of a row along whose pieces state is passed on (`dhp.parallel.attention.state_ring`)."""
+    ring, plan = row.passing, row.plan
+    assert ring is not None and plan.order is not None and plan.inverse is not None
+    source, outputs, states = ring.with_borders(rows), list[Tensor](), list[State]()
+    borders = [0 if kind == WHOLE else ring.border for kind in ring.kinds]
+    parts = source[plan.order].split([(length + more) * count for (length, count), more in zip(plan.groups, borders)])
+    for (length, count), kind, border, part in zip(plan.groups, ring.kinds, borders, parts):
+        before, inputs = part.view(count, border + length, -1).split([border, length], dim=1)
+        held = None if kind == WHOLE else State(before[..., : layer.convolved], _identity(layer, kind, before))
+        output, state = layer.compute(inputs, held, keep=True)
+        assert state is not None
+        outputs.append(output)
+        states.append(state)
+    if layer.memory is None:
+        outputs.append(source[None, :0])
     else:
-        rows = exchange.columns_to_rank(torch.cat([one.unflatten(1, (exchange.degree, -1)) for one in columns], dim=2))
-    with drawing(None):  # nothing is drawn inside, and keys are those of this rank's tokens
-        output = _run_each(compute, rows[None], row.plan)[0]
-    of_first = None if found[0] is None else State(*(None if one is None else one[:1] for one in found[0]))
-    output = output if exchange.degree == 1 else exchange.rows_to_rank(output).flatten(1)
-    return layer.leave(output, states), of_first
+        outputs.append(_add_states_before(layer.memory, ring, source, outputs, states))
+    output = torch.cat([one.flatten(0, 1) for one in outputs])[plan.inverse]
+    return output, _state_behind(layer, ring, states, source) if keep else None
+
+
+def _identity(layer: SharedMixer, kind: int, before: Tensor) -> Tensor | None:
+    """A memory of zeros, and beside it the identity: what becomes of it tells what the rule does to any memory."""
+    if kind != LATER or layer.memory is None:
+        return None
+    heads, keys, values = layer.memory
+    identity = torch.eye(keys, dtype=_exact(before), device=before.device)
+    return F.pad(identity, (values, 0)).expand(len(before), heads, -1, -1)
+
+
+def _add_states_before(
+    sizes: tuple[int, int, int], ring: StateRing, source: Tensor, outputs: list[Tensor], states: list[State]
+) -> Tensor:
+    """Make outputs and memories of all pieces, in place of the list, those with the state before each; returns outputs
+    of no tokens, through which gradients of all ranks find the exchange."""
+    heads, keys, values = sizes
+    divided = [call for call, kind in enumerate(ring.kinds) if kind != WHOLE]
+    effects = [states[call].memory for call in divided]
+    wide = [F.pad(one, (0, values + keys - one.shape[3])).to(_exact(source)) for one in effects if one is not None]
+    nothing = source[:0, :1, None, None].expand(0, heads, keys, values + keys).to(_exact(source))
+    before = ring.states_before(torch.cat([*wide, nothing]), values)
+    for call, part in zip(divided, before.split([len(one) for one in wide])):
+        if ring.kinds[call] == LATER:
+            output, factors = outputs[call].unflatten(2, (heads, -1)).split([values, keys], dim=3)
+            more = torch.einsum("nthk,nhkv->nthv", factors.to(part.dtype), part)
+            outputs[call] = (output + more).to(output.dtype).flatten(2)
+            added, matrices = wide[divided.index(call)].split([values, keys], dim=3)
+            states[call] = states[call]._replace(memory=added + matrices @ part)
+    return before[None, :0, :, 0].flatten(2).to(source.dtype)
+
+
+def _exact(states: Tensor) -> torch.dtype:
+    """In which states are passed on."""
+    return torch.float64 if states.dtype == torch.float64 else torch.float32
+
+
+def _state_behind(layer: SharedMixer, ring: StateRing, states: Sequence[State], source: Tensor) -> State:
+    """Behind the first segment, on every rank."""
+    rank, call, place = ring.last
+    here, at = ring.rank == rank, slice(place, place + 1)
+    tail = states[call].tail[at] if here else source.new_zeros(1, ring.border, layer.convolved)
+    tail = gather_alike(tail, ring.group)[rank]
+    if layer.memory is None:
+        return State(tail)
+    memory = states[call].memory if here else source.new_zeros(1, *layer.memory, dtype=_exact(source))
+    assert memory is not None
+    return State(tail, gather_alike((memory[at] if here else memory).to(_exact(source)), ring.group)[rank])
 
 
 def _run_new(

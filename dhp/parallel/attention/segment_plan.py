@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from dhp.core.batch import TokenRange
 from dhp.parallel.attention.attention_kernels import AUTO
 from dhp.parallel.attention.ring import Ring
-from dhp.parallel.attention.shard_plan import ShardPlan, is_whole, whole_segments
+from dhp.parallel.attention.shard_plan import ShardPlan, count_tokens, is_whole, whole_segments
+from dhp.parallel.attention.state_ring import WHOLE, StateRing, plan_ring
 from dhp.parallel.attention.ulysses import UlyssesGroup
 from dhp.parallel.attention.visibility import BlockRule, KeyRange, check_blocks, find_spans
 
@@ -75,10 +78,11 @@ class SegmentPlan:
 @dataclass(frozen=True)
 class Ulysses:
     """Tokens are exchanged with other ranks for heads, or for channels, and are in segments as `plan` says between the
-    two exchanges."""
+    two exchanges; or with `passing`, in pieces of them, whose borders stand before each in the plan's `order`."""
 
     exchange: UlyssesGroup
     plan: SegmentPlan
+    passing: StateRing | None = None
 
 
 @dataclass(frozen=True)
@@ -165,11 +169,24 @@ def plan_shard(
 class RowRanks:
     """The ranks that compute a row together in layers that carry state along it: those that share its tokens, and of
     each of these `tensor` neighbours that have the same ones. rank: this one's number among all of them. group: None
-    for one rank alone."""
+    for one rank alone.
+
+    passing: where these are too many for the layers' heads, the group among which state is passed on, the ranks of a
+    ring or all; `group` is then that of one ring rank, or None. border: as in `StateRing`."""
 
     group: dist.ProcessGroup | None
     rank: int
     tensor: int = 1
+    passing: PassingRanks | None = None
+    border: int = 0
+
+
+class PassingRanks(NamedTuple):
+    """Ranks with a chunk of a row each; rank: this one's number among them."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    count: int
 
 
 def plan_row(shards: ShardPlan, ranks: RowRanks, device: torch.device, multiple: int = 1) -> Ulysses:
@@ -179,6 +196,8 @@ def plan_row(shards: ShardPlan, ranks: RowRanks, device: torch.device, multiple:
     Segments whose tokens fill as many times `multiple` are one group, each with copies of its last token behind it, so
     that fewer calls take them: what comes after a token changes nothing of it. `order` takes tokens of the first rank,
     then of the next; `inverse` takes outputs, without those of copies."""
+    if ranks.passing is not None:
+        return _plan_pieces(shards, ranks, ranks.passing, device, multiple)
     places, tokens, total = list[int](), list[int](), sum(shards.lengths)
     filled = total
     for at in product(range(shards.ring), range(shards.ulysses)):
@@ -189,35 +208,70 @@ def plan_row(shards: ShardPlan, ranks: RowRanks, device: torch.device, multiple:
         tokens += [part] * ranks.tensor
         filled += missing
     lengths = (*shards.lengths, filled - total) if filled > total else shards.lengths
-    groups, rows, copies = _alike(lengths, multiple)
+    by_length = defaultdict[int, list[int]](list)
+    for number, length in enumerate(lengths):
+        by_length[-(-length // multiple) * multiple].append(number)
+    groups = tuple((length, len(of_group)) for length, of_group in by_length.items())
+    rows, copies = _rows_of(lengths, by_length.items())
     order = torch.argsort(torch.tensor(places, dtype=torch.long))[rows]
-    inverse = torch.empty(filled, dtype=torch.long)
-    inverse[order[~copies]] = (~copies).nonzero()[:, 0]
+    inverse = _inverse(order, copies)
     plan = SegmentPlan(groups, order.to(device), inverse.to(device), causal=True)
     return Ulysses(UlyssesGroup(tuple(tokens), ranks.rank, ranks.group), plan)
 
 
-def _alike(lengths: Sequence[int], multiple: int) -> tuple[tuple[tuple[int, int], ...], Tensor, Tensor]:
-    """(Tokens with copies, segments) of each group; the tokens of all groups as places in the row, and which of them
-    are copies."""
-    starts, by_length = list(accumulate(lengths, initial=0)), dict[int, list[int]]()
-    for number, length in enumerate(lengths):
-        by_length.setdefault(-(-length // multiple) * multiple, []).append(number)
-    rows, copies = [], []
-    for longest, of_group in by_length.items():
-        last = torch.tensor([lengths[number] - 1 for number in of_group])[:, None]
-        first = torch.tensor([starts[number] for number in of_group])[:, None]
+def _plan_pieces(
+    shards: ShardPlan, ranks: RowRanks, passing: PassingRanks, device: torch.device, multiple: int
+) -> Ulysses:
+    """The same where state is passed on: the exchange is among the ranks that have a chunk together, if any."""
+    if passing.count == shards.ring:
+        chunks, tokens = [shards.chunk(rank) for rank in range(shards.ring)], shards.rank_tokens(passing.rank)
+    else:
+        chunks = [shard for of_ring in shards.shards for shard in of_ring]
+        tokens = (count_tokens(chunks[passing.rank]),)
+    ring, calls, borders = plan_ring(chunks, shards.lengths, passing.rank, passing.group, ranks.border, multiple)
+    groups = tuple((length, len(numbers)) for length, numbers in zip(calls.tokens, calls.numbers))
+    rows, copies = _rows_of([piece.count for piece in chunks[passing.rank]], zip(calls.tokens, calls.numbers))
+    order = [_numbers([])]
+    for kind, numbers, part in zip(
+        calls.kinds, calls.numbers, rows.split([length * count for length, count in groups])
+    ):
+        before = _numbers([borders[number] for number in numbers if kind != WHOLE]).view(len(numbers), -1)
+        order.append(torch.cat([before, part.view(len(numbers), -1)], dim=1).flatten())
+    plan = SegmentPlan(groups, torch.cat(order).to(device), _inverse(rows, copies).to(device), causal=True)
+    return Ulysses(UlyssesGroup(tokens, ranks.rank, ranks.group), plan, replace(ring, sent=ring.sent.to(device)))
+
+
+def _rows_of(lengths: Sequence[int], groups: Iterable[tuple[int, Sequence[int]]]) -> tuple[Tensor, Tensor]:
+    """The tokens of all groups as places in the row, and which of them are copies. groups: tokens of each segment, with
+    copies of its last one behind it, and the numbers of the segments."""
+    starts = list(accumulate(lengths, initial=0))
+    rows, copies = [_numbers([])], [_numbers([]).bool()]
+    for longest, numbers in groups:
+        last = _numbers([lengths[number] - 1 for number in numbers])[:, None]
+        first = _numbers([starts[number] for number in numbers])[:, None]
         rows.append((first + torch.arange(longest).minimum(last)).flatten())
         copies.append((torch.arange(longest) > last).flatten())
-    groups = tuple((length, len(of_group)) for length, of_group in by_length.items())
-    return groups, torch.cat(rows), torch.cat(copies)
+    return torch.cat(rows), torch.cat(copies)
+
+
+def _inverse(order: Tensor, copies: Tensor) -> Tensor:
+    """Where in `order` each token is that is no copy."""
+    inverse = torch.empty(len(order) - int(copies.sum()), dtype=torch.long)
+    inverse[order[~copies]] = (~copies).nonzero()[:, 0]
+    return inverse
+
+
+def _numbers(values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.long)
 
 
 def index_tensors(plan: SegmentPlan) -> list[Tensor]:
     """The tensors of a plan, in a fixed order."""
-    inner = [one for part in (plan.rest, plan.row) if isinstance(part, Ulysses) for one in index_tensors(part.plan)]
-    own = (getattr(plan, name) for name in _TENSORS)
-    return [tensor for tensor in own if tensor is not None] + inner
+    found = [tensor for name in _TENSORS if (tensor := getattr(plan, name)) is not None]
+    for part in (plan.rest, plan.row):
+        if isinstance(part, Ulysses):
+            found += index_tensors(part.plan) + ([part.passing.sent] if part.passing else [])
+    return found
 
 
 def with_tensors(plan: SegmentPlan, tensors: Iterator[Tensor]) -> SegmentPlan:
@@ -226,11 +280,13 @@ def with_tensors(plan: SegmentPlan, tensors: Iterator[Tensor]) -> SegmentPlan:
     kept = {name: None if tensor is None else next(tensors) for name, tensor in kept.items()}
     if kept["bounds"] is not None:
         kept["bounds"] = kept["bounds"].to(torch.int32)  # what the kernel wants, of integers that travelled together
-    rest, row = (
-        replace(part, plan=with_tensors(part.plan, tensors)) if isinstance(part, Ulysses) else part
-        for part in (plan.rest, plan.row)
-    )
-    return replace(plan, rest=rest, row=row, **kept)
+    parts = []
+    for part in (plan.rest, plan.row):
+        if isinstance(part, Ulysses):
+            part = replace(part, plan=with_tensors(part.plan, tensors))
+            part = part if part.passing is None else replace(part, passing=replace(part.passing, sent=next(tensors)))
+        parts.append(part)
+    return replace(plan, rest=parts[0], row=parts[1], **kept)
 
 
 def _plan(
