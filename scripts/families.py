@@ -43,8 +43,7 @@ a picture itself is divided, by Ulysses, ring or both; for all other families it
 `sequence`: every row is divided, by Ulysses, ring or both; where tokens of an image see each other both ways, by
 Ulysses alone.
 
-`qwen3_5` is the type of Qwen3.6 and Qwen3.8 too (as of their 27B), and `qwen3_5_moe` that of those with experts. Text
-by `sequence`: their linear layers' key heads are a multiple of the actors that share a row.
+`qwen3_5` is the type of Qwen3.6 and Qwen3.8 too (as of their 27B), and `qwen3_5_moe` that of those with experts.
 
 Decoders with layers of a kind that dhp does not know (sparse attention by an index, Mamba, convolutions with state of
 their own) run each sample of a row alone, through transformers' own code: packed rows equal padded ones and save no

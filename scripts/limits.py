@@ -43,12 +43,6 @@ OF_MODELS: tuple[tuple[str, str, str, str], ...] = (
         "`text.data`, and where the family has them `tensor` and `pipeline`",
     ),
     (
-        "shared rows by more ranks than a delta net has key heads",
-        "which {ranks} ranks cannot share evenly",
-        NOT_BUILT,
-        "so many ranks, with `text.data` or `text.tensor` beside",
-    ),
-    (
         "shared rows with positions that turn by a row's length",
         "turn by the longest position of a row",
         NOT_BUILT,

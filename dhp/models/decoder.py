@@ -96,11 +96,12 @@ class Decoder(Part):
         return {name: find_mixer(name, self._text) for name in sorted(self.mixers)}
 
     @property
-    def mixing(self) -> tuple[float, int]:
-        """The share of the layers that carry state along a row, and the values that a token exchanges in one."""
+    def mixing(self) -> tuple[float, Mixer]:
+        """The share of the layers that carry state along a row, and the one that exchanges most values of a token."""
         kinds = getattr(self._text, "layer_types", None) or ["full_attention"]
-        values = max((one.values for one in self.found_mixers().values() if one is not None), default=0)
-        return sum(kind in KINDS for kind in kinds) / len(kinds) if values else 0.0, values
+        known = [one for one in self.found_mixers().values() if one is not None]
+        mixer = max(known, key=lambda one: one.values, default=Mixer(1, 0, 0))
+        return sum(kind in KINDS for kind in kinds) / len(kinds) if known else 0.0, mixer
 
     @property
     def takes(self) -> Mapping[str, int]:

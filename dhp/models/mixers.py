@@ -8,8 +8,8 @@ from typing import Any
 @dataclass(frozen=True)
 class Mixer:
     """heads: that ranks share out, or channels where there are none. values: of a token, that go to the ranks of their
-    heads and come back. border: inputs of a convolution that a token sees before itself. state: of all heads, numbers
-    that a piece of a row does to the state before it: what it adds, and its matrix."""
+    heads and come back. border: inputs of a convolution that a token sees before itself. state: numbers of
+    all heads by which a piece of a row changes the state before it, what it adds and a matrix, and of that state."""
 
     heads: int
     values: int
@@ -29,7 +29,7 @@ def find_mixer(name: str, text: Any) -> Mixer | None:
         values = text.linear_num_value_heads * text.linear_value_head_dim
         exchanged = 2 * (keys + values + text.linear_num_value_heads)
         width = text.linear_key_head_dim
-        state = text.linear_num_value_heads * width * (width + text.linear_value_head_dim)
+        state = text.linear_num_value_heads * width * (width + 2 * text.linear_value_head_dim)
         return Mixer(text.linear_num_key_heads, exchanged, text.linear_conv_kernel_dim - 1, state)
     if name in SHORT_CONVOLUTIONS:
         return Mixer(text.hidden_size, 2 * text.hidden_size, text.conv_L_cache - 1)

@@ -21,7 +21,7 @@ from dhp.core.tracing import take_sent
 from dhp.data.sample.sample import Sample
 from dhp.models.registry import load_family
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS
-from dhp.plan.count.rank_traffic import DividedAttention, DividedMatrices, DividedWeights
+from dhp.plan.count.rank_traffic import DividedAttention, DividedMatrices, DividedState, DividedWeights
 from dhp.plan.count.rates import Transfer as Collective
 from dhp.plan.count.unit_work import TextLoad, _exchanges, _sends
 from dhp.step.schedule import Forward, last_backwards
@@ -132,19 +132,39 @@ def test_layers_that_carry_state_exchange_their_own_values(tmp_path: Path) -> No
     """Three of four layers; the fourth attends, in the ranks' ring or by Ulysses. A plan has the mean of all."""
     folder = str(save_family("qwen3_5", tmp_path / "model"))
     family, sample = load_family(folder), Maker(folder).sample([0], 7, 1)
-    share, width = family.decoder.mixing
+    share, mixer = family.decoder.mixing
     text, tokens = family.config.get_text_config(), len(sample.input_ids)
     found = traffic(folder, Case(ONE, Degrees(ulysses=2), 1, packing=True), [sample])
     attention = DividedAttention(1, text.num_attention_heads, text.num_key_value_heads, text.head_dim, 1, 2, 8)
     for rank, own in enumerate((tokens // 2, tokens - tokens // 2)):
-        of_layers = 3 * 8 * own * width / 2 + 2 * own * attention.exchange()
+        of_layers = 3 * 8 * own * mixer.values / 2 + 2 * own * attention.exchange()
         assert found.forward[TEXT][rank]["all_to_all"] == pytest.approx(of_layers, rel=0.02)  # ranks differ by a token
     sent = _sends(PartConfig(dtype="float64"), Degrees(ulysses=2), family, TextLoad(tokens, 0.0, 7), False)
     each, counted = sum(map(Collective.sent_bytes, sent)), sum(one["all_to_all"] for one in found.forward[TEXT])
     assert share == 0.75 and 4 * each == pytest.approx(counted / 2, rel=0.03)
     of_tensor = traffic(folder, Case(ONE, Degrees(tensor=2), 1, packing=True), [sample])
     part = -(-tokens // 2)  # of the tokens, of which each has the same
-    assert [one["all_to_all"] for one in of_tensor.forward[TEXT]] == [3 * 8 * part * width // 2] * 2
+    assert [one["all_to_all"] for one in of_tensor.forward[TEXT]] == [3 * 8 * part * mixer.values // 2] * 2
+
+
+def test_state_that_ranks_pass_on_is_counted(tmp_path: Path) -> None:
+    """Three ranks, two heads: of both pieces of each what they do to the state, and the state before them; of the last
+    tokens before a piece its convolution's inputs."""
+    folder = str(save_family("qwen3_5", tmp_path / "model"))
+    family, sample = load_family(folder), Maker(folder).sample([0], 40, 1)
+    mixer, tokens = family.decoder.mixing[1], len(sample.input_ids)
+    found = traffic(folder, Case(ONE, Degrees(ring=3), 1, packing=True), [sample])
+    (sent,) = DividedState(tokens, mixer.values, mixer.heads, mixer.state, 3, 1, 8, exact_bytes=8).sends()
+    text = family.config.get_text_config()
+    heads = text.num_attention_heads, text.num_key_value_heads, text.head_dim
+    attention = 3 * DividedAttention(tokens, *heads, 3, 1, 8, gather=True).ring_forward()  # of the fourth layer
+    counted = (sum(one["all_to_all"] for one in found.forward[TEXT]) - attention) / 3
+    columns = mixer.values - text.linear_num_value_heads * text.linear_value_head_dim  # what comes back is no border
+    borders = 4 * mixer.border * columns * 8  # of the pieces on ranks 0, 1, 2, 1, 0 four follow another rank's
+    assert counted - borders == pytest.approx(3 * sent.sent_bytes(), rel=0.06)  # heads of ranks differ by one
+    planned = _sends(PartConfig(dtype="float64"), Degrees(ring=3), family, TextLoad(tokens, 0.0, 7), False)
+    (of_state,) = (one for one in planned if one.operation == "all-to-all")
+    assert (of_state.nbytes, of_state.ranks, of_state.times) == (sent.nbytes / 2, 3, 0.75)  # states are in float32
 
 
 def test_whole_images_are_not_sent_at_all(made_model: str) -> None:

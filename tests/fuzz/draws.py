@@ -20,10 +20,10 @@ KINDS = {kind: tuple(name for name in names if name in FAMILIES) for kind, names
 _NAMED = {name for names in KINDS.values() for name in names}
 KINDS["pictures of one shape"] = tuple(name for name in FAMILIES if name not in _NAMED)
 STATES = ("whole", "deepspeed 1", "deepspeed 2", "deepspeed 3", "fsdp 2", "fsdp 3")
-BY_RANKS = ("data", "data", "data", "tensor", "ulysses", "ring", "none", "data and tensor")
+BY_RANKS = ("data", "data", "data", "tensor", "ulysses", "ring", "none", "data and tensor", "ring and ulysses")
 WITH_ROWS = ("data and ulysses", "data and ring")  # of families with experts, which replicas share out
 WORLDS = {"none": 1} | dict.fromkeys(("data", "tensor", "ulysses", "ring"), 2)
-WORLDS |= dict.fromkeys(("data and tensor", *WITH_ROWS), 4)
+WORLDS |= dict.fromkeys(("data and tensor", "ring and ulysses", *WITH_ROWS), 4)
 HAVE_EXPERTS = {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "gemma4_moe", "kimi_k25", "ernie4_5_vl_moe", "qwen3_omni"}
 # Families between whose layers states cannot be cut by tokens.
 WHOLE_STATES = {

@@ -67,6 +67,37 @@ class DividedAttention:
 
 
 @dataclass(frozen=True)
+class DividedState:
+    """A layer that carries state along a row over Ulysses and ring ranks. tokens: of one rank; values: of a token,
+    there and back; heads: that ranks share; state: numbers that a piece sends and gets to pass on the state of all."""
+
+    tokens: int
+    values: int
+    heads: int
+    state: int
+    ring: int
+    exchanging: int
+    element_bytes: int
+    exact_bytes: int = 4
+
+    def sends(self) -> tuple[Transfer, ...]:
+        """The collectives of a layer, forward or back, for one sample in a row, in zigzag pieces: tokens for heads, and
+        where these are too few for all ranks, what two pieces a rank (its last has one) do to a state, and the state
+        before each.
+
+        A convolution's borders are left out, which are a few tokens."""
+        ranks = self.ring * self.exchanging
+        exchanging = next(degree for degree in (ranks, self.exchanging, 1) if self.heads % degree == 0)
+        passing = ranks // exchanging
+        pieces = 2 - 1 / passing
+        found = (
+            Transfer("all-to-all", self.element_bytes * self.tokens * self.values, exchanging),
+            Transfer("all-to-all", self.exact_bytes * pieces * self.state / exchanging, passing, exchanging),
+        )
+        return tuple(one for one in found if one.ranks > 1)
+
+
+@dataclass(frozen=True)
 class DividedMatrices:
     """A layer whose matrices are cut over `tensor` ranks, each block's output summed over them. rows: tokens or patches
     of a micro-batch; width: of a state; blocks: of a layer, attention and MLP. sharded_norms: between the blocks each

@@ -15,7 +15,7 @@ from dhp.models.family import VISION, Family
 from dhp.models.flops import OPERATIONS, head_width
 from dhp.models.shape import DecoderSizes, Parameter
 from dhp.models.types import Chunk
-from dhp.plan.count.rank_traffic import DividedAttention, DividedExperts, DividedMatrices
+from dhp.plan.count.rank_traffic import DividedAttention, DividedExperts, DividedMatrices, DividedState
 from dhp.plan.count.rates import Operations, Transfer
 from dhp.plan.count.row_bytes import NONE, PartBytes, TracedRows
 from dhp.plan.count.state_bytes import VALUE_BYTES
@@ -303,12 +303,13 @@ def _sends(section: PartConfig, degrees: Degrees, family: Family, load: TextLoad
         dim = head_width(text)
         heads = shared.end - shared.first, sum(shared.repeats)
         whole = DividedAttention(round(load.tokens), *heads, dim, *degrees.rows, value)
-        share, width = family.decoder.mixing
+        share, mixer = family.decoder.mixing
         apart = [
             replace(one, stride=one.stride * degrees.tensor, times=one.times * (1 - share)) for one in whole.sends(back)
         ]
-        mixed = Transfer("all-to-all", value * own * width, degrees.sequence, degrees.tensor, share)
-        found = (*found, *(one for one in (*apart, mixed) if one.times))
+        of_state = DividedState(own, mixer.values, mixer.heads, mixer.state, *degrees.rows, value)
+        mixed = [replace(one, stride=one.stride * degrees.tensor, times=share) for one in of_state.sends()]
+        found = (*found, *(one for one in (*apart, *mixed) if one.times))
     return tuple(found)
 
 
