@@ -102,6 +102,12 @@ OF_MODELS: tuple[tuple[str, str, str, str], ...] = (
         NOT_BUILT,
         "`data` or `tensor`",
     ),
+    (
+        "bases whose weights are quantized (fp8, awq, mxfp4)",
+        "the weights are quantized ({method})",
+        NOT_BUILT,
+        "the model in bfloat16; `lora.quantization=nf4` of a frozen decoder",
+    ),
     ("`vision.tensor` of towers without a plan", "has no tensor-parallel plan of its tower", NOT_BUILT, "`sequence`"),
     (
         "`vision.pipeline` of towers that run as a whole",

@@ -53,6 +53,7 @@ def load_family(model_name: str) -> Family:
     when there is no readable config.json, and for a family that cannot be run so."""
     config = read_model_config(model_name)
     try:
+        _refuse_quantized(config)
         if config.model_type in FAMILIES and not _is_unusual(config):
             _refuse_dropout(config)
             _refuse_chance(config)
@@ -86,6 +87,21 @@ def _refuse_dropout(config: Any) -> None:
                 f"attention_dropout={dropout} of {type(part).__name__} is not supported. Set it to 0 in "
                 "the model's config.json"
             )
+
+
+def _refuse_quantized(config: Any) -> None:
+    """Raises ModelError for weights that are numbers with scales beside them: the library computes with them as they
+    are on some devices, as others on others, and exports would be named what they are not."""
+    asked = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if asked:
+        method = asked.get("quant_method") if isinstance(asked, dict) else asked.quant_method
+        raise ModelError(
+            f"quantization_config of its config.json: the weights are quantized ({method}), and real numbers are trained "
+            "here. Take the publisher's model in bfloat16, or load this one with transformers, call model.dequantize() "
+            "and save_pretrained(DIR), and name DIR; text.lora.quantization=nf4 rounds a frozen decoder here"
+        )
 
 
 def _refuse_chance(config: Any) -> None:

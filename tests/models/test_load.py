@@ -236,6 +236,16 @@ def test_layers_that_draw_none_are_not_refused(tmp_path: Path, changes: dict) ->
     assert load_family(str(tmp_path)).decoder is not None
 
 
+@pytest.mark.parametrize("quantized", [{"quant_method": "fp8"}, {"quant_method": "awq", "bits": 4}])
+@pytest.mark.parametrize("inside", [False, True])
+def test_quantized_weights_are_refused_by_their_method(tmp_path: Path, quantized: dict, inside: bool) -> None:
+    config = LlavaConfig().to_dict()
+    (config["text_config"] if inside else config)["quantization_config"] = quantized
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"weights are quantized .{quantized['quant_method']}.* model.dequantize"):
+        load_family(str(tmp_path))
+
+
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_no_family_is_refused_as_its_library_has_it(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type]()
