@@ -104,7 +104,7 @@ OF_MODELS: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "bases whose weights are quantized (fp8, awq, mxfp4)",
-        "the weights are quantized ({method})",
+        "its weights are quantized ({method})",
         NOT_BUILT,
         "the model in bfloat16; `lora.quantization=nf4` of a frozen decoder",
     ),

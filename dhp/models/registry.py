@@ -98,8 +98,8 @@ def _refuse_quantized(config: Any) -> None:
     if asked:
         method = asked.get("quant_method") if isinstance(asked, dict) else asked.quant_method
         raise ModelError(
-            f"quantization_config of its config.json: the weights are quantized ({method}), and real numbers are trained "
-            "here. Take the publisher's model in bfloat16, or load this one with transformers, call model.dequantize() "
+            f"quantization_config of its config.json: its weights are quantized ({method}), and real numbers are "
+            "trained here. Take the publisher's model in bfloat16, or load this one with transformers, call model.dequantize() "
             "and save_pretrained(DIR), and name DIR; text.lora.quantization=nf4 rounds a frozen decoder here"
         )
 
