@@ -99,8 +99,9 @@ def _refuse_quantized(config: Any) -> None:
         method = asked.get("quant_method") if isinstance(asked, dict) else asked.quant_method
         raise ModelError(
             f"quantization_config of its config.json: its weights are quantized ({method}), and real numbers are "
-            "trained here. Take the publisher's model in bfloat16, or load this one with transformers, call model.dequantize() "
-            "and save_pretrained(DIR), and name DIR; text.lora.quantization=nf4 rounds a frozen decoder here"
+            "trained here. Take the publisher's model in bfloat16, or load this one with transformers, call "
+            "model.dequantize() and save_pretrained(DIR), and name DIR; text.lora.quantization=nf4 rounds a frozen "
+            "decoder here"
         )
 
 
