@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from dhp.config.schema import Config as Config
     from dhp.core.errors import DhpError as DhpError
     from dhp.data.balance.methods import BALANCE_METHODS as BALANCE_METHODS
-    from dhp.objectives.objective import OBJECTIVES as OBJECTIVES
     from dhp.objectives.objective import Objective as Objective
+    from dhp.objectives.objectives import OBJECTIVES as OBJECTIVES
     from dhp.plan.cut.bmp import PARTITION_METHODS as PARTITION_METHODS
     from dhp.trainer.one_call import train as train
     from dhp.trainer.run_loop import Run as Run
@@ -21,7 +21,7 @@ _HOMES = {
     "BALANCE_METHODS": "dhp.data.balance.methods",
     "Config": "dhp.config.schema",
     "DhpError": "dhp.core.errors",
-    "OBJECTIVES": "dhp.objectives.objective",
+    "OBJECTIVES": "dhp.objectives.objectives",
     "Objective": "dhp.objectives.objective",
     "PARTITION_METHODS": "dhp.plan.cut.bmp",
     "Run": "dhp.trainer.run_loop",

@@ -24,7 +24,7 @@ TABLE: dict[str, set[str]] = {
     "version": set(),
     "config": {"core"},
     **{sibling: set() for sibling in SIBLINGS},
-    "objectives": {"data.sample.sample", "parallel.tensor.loss"},
+    "objectives": {"data.sample.sample", "parallel.comm", "parallel.tensor.loss"},
     # Joiners: each says what it joins.
     "tiny": {"data.media", "models.config_file", "models.pretrained"},
     "engine": {"checkpoint", "models", "objectives", "parallel"},

@@ -109,6 +109,9 @@ _SHOWN: Mapping[str, Callable[[Sample], Shown]] = {
 }
 
 
+_NONE = torch.empty(0, dtype=torch.long)
+
+
 @dataclass(frozen=True)
 class Split:
     """How an encoder's inputs are sharded.
@@ -163,12 +166,14 @@ class EncoderShards:
     of each rank, sequence ranks innermost; cached: pictures with cached features, which no rank encodes. Where it is
     several micro-batches of the decoder, replicas and text shards of the first are counted before those of the second.
 
-    owners: where ranks share a text replica's row, for each replica and each token of its pictures, in order, the rank
-    that has it. sharing: how many they are."""
+    uses: of each replica, for each token of pictures in its rows, in order, its place among those of the replica's
+    pictures: sides of a pair show the same. owners: where ranks share a replica's row, the rank that has that token.
+    sharing: how many they are."""
 
     pictures: Sequence[Picture]
     shards: Sequence[Pieces]
-    cached: Sequence[CachedPicture] = ()
+    cached: Sequence[CachedPicture]
+    uses: Sequence[Tensor]
     owners: Sequence[Tensor] = ()
     sharing: int = 1
 
@@ -187,7 +192,12 @@ class EncoderShards:
         shard behind another, and behind them those of `cached_rows`; None where it has none."""
         received = [sent.places[target] for sent in self.sent if target in sent.places]
         received += [one.place + rows for one, rows in self._cached(target) if len(rows)]
-        return torch.argsort(torch.cat(received)) if received else None
+        if not received:
+            return None
+        places, wanted = torch.cat(received), self._wanted(target)
+        found = torch.empty(int(places.max()) + 1, dtype=torch.long)
+        found[places] = torch.arange(len(places))
+        return found[wanted]
 
     def cached_rows(self, target: int) -> dict[str, Tensor]:
         """Rows of pictures that no rank encodes and a text shard has tokens of, by name; none where it has none."""
@@ -199,34 +209,49 @@ class EncoderShards:
         """Cached pictures of the target's replica, and which of their rows it has."""
         for one in self.cached:
             if one.replica == target // self.sharing:
-                rows = torch.arange(one.tokens)
-                if self.owners:
-                    owners = self.owners[one.replica][one.place : one.place + one.tokens]
-                    rows = rows[owners == target % self.sharing]
-                yield one, rows
+                needed = self._needed[target][one.place : one.place + one.tokens]
+                yield one, needed.nonzero()[:, 0]
+
+    def _wanted(self, target: int) -> Tensor:
+        """The place of each token of pictures that a text shard has."""
+        replica, rank = divmod(target, self.sharing)
+        return self.uses[replica][self.owners[replica] == rank] if self.owners else self.uses[replica]
+
+    @cached_property
+    def _needed(self) -> list[Tensor]:
+        """Of each text shard, which places of its replica's pictures it has tokens of, bool."""
+        found = []
+        for target in range(len(self.uses) * self.sharing):
+            uses = self.uses[target // self.sharing]
+            needed = torch.zeros(int(uses.max()) + 1 if len(uses) else 0, dtype=torch.bool)
+            needed[self._wanted(target)] = True
+            found.append(needed)
+        return found
 
     def _sent(self, pieces: Pieces) -> Sent:
         """What a rank with these pieces sends."""
-        places, targets = [], []
+        found: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by target: rows of this rank, and their places
+        first = 0
         for piece in pieces:
             picture = self.pictures[piece.image]
-            own = _units(picture.layout, piece.first, piece.last) + picture.place
-            places.append(own)
-            first = torch.full_like(own, picture.replica * self.sharing)
-            targets.append(first + self.owners[picture.replica][own] if self.owners else first)
-        if not pieces:
+            places = _units(picture.layout, piece.first, piece.last) + picture.place
+            for target in range(picture.replica * self.sharing, (picture.replica + 1) * self.sharing):
+                rows = self._needed[target][places].nonzero()[:, 0]
+                if len(rows):
+                    found.setdefault(target, []).append((first + rows, places[rows]))
+            first += len(places)
+        if not found:
             return Sent({}, None)
-        sorted_targets, order = torch.cat(targets).sort(stable=True)
-        numbers, counts = sorted_targets.unique_consecutive(return_counts=True)
-        of_target = torch.cat(places)[order].split(counts.tolist())
-        in_order = bool((order[1:] > order[:-1]).all())
-        return Sent(dict(zip(numbers.tolist(), of_target, strict=True)), None if in_order else order)
+        order = torch.cat([rows for target in sorted(found) for rows, _ in found[target]])
+        in_order = len(order) == first and bool((order[1:] > order[:-1]).all())
+        of_targets = {target: torch.cat([own for _, own in found[target]]) for target in sorted(found)}
+        return Sent(of_targets, None if in_order else order)
 
 
 @dataclass(frozen=True)
 class Sent:
     """What a rank of an encoder sends. places: by text shard, the place of each row among the tokens of its
-    replica's pictures. order: its rows, those of the first shard first; None: as they come."""
+    replica's pictures. order: its rows, those of the first shard first, some for several; None: as they come."""
 
     places: Mapping[int, Tensor]
     order: Tensor | None
@@ -247,11 +272,12 @@ class Encoder:
     ) -> EncoderShards:
         """Shard one micro-batch. owners and sharing: see `EncoderShards`. keys: of the rows' samples, where its
         adapters draw."""
-        pictures, cached = self._pictures(rows, keys)
+        pictures, cached, uses = self._pictures(rows, keys)
         work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
         crossover, own = self.tower.attention_crossover_patches, self.split
         sharded = shard_images(work, own.replicas, own.ranks, crossover, own.locality)
-        return EncoderShards(pictures, [pieces for replica in sharded for pieces in replica], cached, owners, sharing)
+        shards = [pieces for replica in sharded for pieces in replica]
+        return EncoderShards(pictures, shards, cached, uses, owners, sharing)
 
     def inputs(self, sharded: EncoderShards) -> tuple[VisionInput, ...]:
         """Each rank's input."""
@@ -262,25 +288,30 @@ class Encoder:
         filled = [own + ((),) * (most - len(own)) for own in calls]
         return tuple(self._input(sharded, rank, cuts[rank], filled[rank]) for rank in range(len(cuts)))
 
-    def _pictures(self, rows: Sequence[Row], keys: RowKeys) -> tuple[list[Picture], list[CachedPicture]]:
-        """Pictures to encode, and those with cached features: work is balanced over the former alone."""
-        found, cached = [], []
+    def _pictures(self, rows: Sequence[Row], keys: RowKeys) -> tuple[list[Picture], list[CachedPicture], list[Tensor]]:
+        """Pictures to encode, and those with cached features: work is balanced over the former alone. And the places of
+        tokens (`EncoderShards.uses`)."""
+        found, cached, uses = list[Picture](), list[CachedPicture](), list[Tensor]()
         for replica, row in enumerate(rows):
-            place = 0
-            of_row = keys[replica] if self._draws else (None,) * len(row)
-            shown = (
-                one for key, sample in zip(of_row, row, strict=True) for one in with_keys(key, self._shown(sample))
-            )
-            for key, (pixels, grid, features) in shown:
-                if features is not None and features.tensors is not None:
-                    cached.append(CachedPicture(replica, place, features.tensors))
-                    place += cached[-1].tokens
-                else:
-                    layout = self._layout(grid)
-                    here = pixels if isinstance(pixels, LongVideo) else torch.from_numpy(pixels)
-                    found.append(Picture(replica, here, layout, place, features, key))
-                    place += len(layout.order)
-        return found, cached
+            place, before, of_row = 0, 0, [_NONE]
+            of_samples = keys[replica] if self._draws else (None,) * len(row)
+            for sample_key, sample in zip(of_samples, row, strict=True):
+                if sample.again:  # shows those of the sample before it
+                    of_row.append(torch.arange(before, place))
+                    continue
+                before = place
+                for key, (pixels, grid, features) in with_keys(sample_key, self._shown(sample)):
+                    if features is not None and features.tensors is not None:
+                        cached.append(CachedPicture(replica, place, features.tensors))
+                        place += cached[-1].tokens
+                    else:
+                        layout = self._layout(grid)
+                        here = pixels if isinstance(pixels, LongVideo) else torch.from_numpy(pixels)
+                        found.append(Picture(replica, here, layout, place, features, key))
+                        place += len(layout.order)
+                of_row.append(torch.arange(before, place))
+            uses.append(torch.cat(of_row))
+        return found, cached, uses
 
     def _layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
         """Layouts of images are cached, since sizes repeat; those of videos are large, and seldom repeat."""

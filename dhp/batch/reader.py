@@ -47,7 +47,8 @@ from dhp.models.family import Family
 from dhp.models.pretrained import load_image_processor, load_tokenizer
 from dhp.models.processor_files import find_frame_size
 from dhp.models.registry import import_on_rank, load_family
-from dhp.objectives.objective import Objective, find_objective
+from dhp.objectives.objective import Objective
+from dhp.objectives.objectives import find_objective
 
 
 class BatchReader:
@@ -216,7 +217,7 @@ class BatchReaderSettings:
     exchange: OWN or OTHERS of `dhp.data.sampling.dataset`: samples with images that can be exchanged; "": all, as
     they are.
 
-    objective: the name of what a step minimizes (`dhp.objectives.objective.find_objective`).
+    objective: the name of what a step minimizes (`dhp.objectives.objectives.find_objective`).
 
     plugins: modules that register the model's family (`dhp.models.registry`)."""
 

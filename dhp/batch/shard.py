@@ -27,7 +27,7 @@ from dhp.batch.row_shards import (
     share_row,
 )
 from dhp.core.axes import Degrees
-from dhp.core.batch import PromptInput, Sampling, StepData, StepInfo, TextInput, VisionInput
+from dhp.core.batch import Mark, PromptInput, Sampling, StepData, StepInfo, TextInput, VisionInput
 from dhp.core.draws import DrawRun
 from dhp.core.errors import DataError
 from dhp.core.graph import Route, later
@@ -127,6 +127,7 @@ class BatchSharder:
 
     def shard(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
+        samples = samples.by_side()
         made = [[self._make(row) for row in rows] for rows in samples.samples]
         if not self._draws.parts:
             return self._data(samples, made)
@@ -216,7 +217,8 @@ class BatchSharder:
             shared, divided = share_row(plan), count_divided(plan)
         blocks = find_blocks(self._family.decoder, tensors, lengths)
         weights = tuple(map(self._collator.objective.weight, row))
-        return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared, divided, weights)
+        samples = tuple(len(sample.input_ids) for sample in row)
+        return _Made(tensors, lengths, blocks, samples, shared, divided, weights, marks=_marks(row))
 
     def _make_prompt(self, row: Row, whole: Mapping[str, Tensor]) -> _Made:
         """All tokens but the last. A single rank has them as ranks that share them do, so that there may be none."""
@@ -259,6 +261,7 @@ class BatchSharder:
                 made.blocks if shared is None else shared.with_dummies(made.blocks),
                 weights=made.weights,
                 draws=made.runs(rank) if TEXT in self._draws.parts else (),
+                marks=made.marks,
             )
 
 
@@ -275,6 +278,7 @@ class _Made:
     divided: int = 0
     weights: tuple[float, ...] = ()
     keys: tuple[int, ...] = ()
+    marks: tuple[Mark, ...] = ()
 
     def runs(self, rank: int) -> tuple[DrawRun, ...]:
         """Of the tokens that a rank has."""
@@ -286,6 +290,10 @@ class _Made:
 
 def _with_keys(made: _Made, keys: tuple[int, ...]) -> _Made:
     return replace(made, keys=keys)
+
+
+def _marks(row: Row) -> tuple[Mark, ...]:
+    return tuple(sample.mark for sample in row if sample.mark is not None)
 
 
 def _without_pixels(work: VisionInput) -> VisionInput:
@@ -326,12 +334,12 @@ def _count(
         step=samples.step,
         epoch=samples.epoch,
         done=samples.done,
-        samples=len(flat),
+        samples=sum(s.mark is None or s.mark.first for s in flat),
         images=sum(len(s.pixels) for s in flat),
         tokens=sum(len(s.input_ids) for s in flat),
         target_tokens=sum(s.target_tokens for s in flat),
         total_weight=total,
-        vision_tokens=sum(s.patches for s in flat),
+        vision_tokens=sum(s.patches for s in flat if not s.again),
         skipped=samples.skipped,
         padded_tokens=sum(map(sum, tokens)),
         dist_ratio={name: _mean_dist(loads) for name, loads in (patches | {TEXT: tokens}).items()},
@@ -341,6 +349,7 @@ def _count(
         clips=sum(len(s.clips) for s in flat),
         cached_images=sum(one.tensors is not None for s in flat for one in s.features),
         order=tuple(tuple(tuple((s.dataset, s.position - 1) for s in row) for row in rows) for rows in samples.samples),
+        marks=tuple(tuple(map(_marks, rows)) for rows in samples.samples) if _marks(tuple(flat)) else (),
     )
 
 

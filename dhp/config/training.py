@@ -24,12 +24,37 @@ class GroupConfig:
 
 
 @dataclass
+class PreferenceConfig:
+    """Objectives of preferences: dpo, kto and orpo."""
+
+    beta: float = 0.1
+    """dpo and kto: how strongly the model is held to the reference; orpo: the weight of the odds. Above 0."""
+
+    label_smoothing: float = key(0.0, advanced=True)
+    """dpo: the share of preferences that are taken for the other way round, in [0, 0.5)."""
+
+    liked_weight: float = key(1.0, advanced=True)
+    """kto: weight of answers that are liked."""
+
+    disliked_weight: float = key(1.0, advanced=True)
+    """kto: weight of those that are not."""
+
+    reference: str = key("start", resume=HELD)
+    """The model that dpo and kto compare with, by its log-probabilities of all answers, which are computed before the
+    first step and kept in data.cache_dir, by model and sample: start (as the run begins: model_name, or
+    text.lora.begin_from) | base (model_name, without adapters)."""
+
+
+@dataclass
 class TrainingConfig:
     """The objective, the optimizer and the length of the run."""
 
     objective: str = "sft"
-    """What a step minimizes: sft (the cross-entropy of each target token, mean over all of the step), or one that a
-    module of plugins registers."""
+    """What a step minimizes: sft (the cross-entropy of each target token, mean over all of the step) | dpo | kto | orpo
+    (of preferences, mean over those of the step: training.preference), or one that a module of plugins registers."""
+
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Objectives of preferences."""
 
     batch_size: int = key(8, resume=HELD)
     """Samples a step over all replicas; batch_size = text.data × micro_batch_size × micro-batches a step. With

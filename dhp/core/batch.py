@@ -1,8 +1,9 @@
 """Data of a step and of generation, between processes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +39,21 @@ def frame_patches(grid: Grid | ProcessorOutput) -> tuple[int, ...]:
 IGNORED = -100  # the label of a token that is not a target
 VIDEO = 2  # the kind of a token in whose place a video goes; those of images have 1, text has 0
 SOUND = 3  # the kind of a token in whose place sound goes
+
+
+CHOSEN, REJECTED, OTHER = 1, -1, 0  # sides of a preference; OTHER: an answer to another prompt, which none learns
+
+
+class Mark(NamedTuple):
+    """What a sample is of a preference: samples of a row are two by two, the two sides of one.
+
+    side: CHOSEN and then REJECTED; or either of both alone, and then OTHER. first: of the two. reference: the answer's
+    log-probability by the model that it is compared with; NaN: not known. weight: of its preference in the loss."""
+
+    side: int
+    reference: float = math.nan
+    weight: float = 1.0
+    first: bool = True
 
 
 @dataclass(frozen=True)
@@ -131,7 +147,9 @@ class StepInfo:
     their annotations (from 0, ascending), by dataset. order: [micro-batch][text replica], of each sample in the order
     of `TextInput.samples` its dataset and its row there, without those left out.
 
-    work: what each shard of a part has to compute, relative to the part's others, by part."""
+    work: what each shard of a part has to compute, relative to the part's others, by part.
+
+    marks: as `order`, of preferences; (): there are none."""
 
     step: int
     epoch: int
@@ -155,6 +173,7 @@ class StepInfo:
     rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     order: tuple[tuple[tuple[tuple[str, int], ...], ...], ...] = ()
     work: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    marks: tuple[tuple[tuple[Mark, ...], ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -245,7 +264,8 @@ class TextInput:
 
     total_weight: N of the step's objective, not of these rows.
 
-    samples: tokens of each sample of the rows, in order, without padding. weights: of each of them in N.
+    samples: tokens of each sample of the rows, in order, without padding. weights: of each of them in N. marks: of each
+    of them, where they are preferences.
 
     cached: rows of pictures whose features were on disk, by the name of the vision part's tensor.
 
@@ -268,6 +288,7 @@ class TextInput:
     segment_calls: int = 0
     weights: tuple[float, ...] = ()
     draws: tuple[DrawRun, ...] = ()
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True)

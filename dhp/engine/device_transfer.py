@@ -65,10 +65,21 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 
 def rows_of(placement: Tensor | None, inside: Tensor) -> Tensor:
-    """The place of each row of an encoder's embeddings, as received, among the flattened rows × tokens.
-    inside: not 0 at the tokens in whose places they go, [rows, tokens]."""
+    """The place of each row of an encoder's embeddings, as received, among the flattened rows × tokens; where some rows
+    go to several tokens, of each token in order, behind `repeats_of`. inside: not 0 at the tokens in whose places they
+    go, [rows, tokens]."""
     if placement is None:
         return torch.empty(0, dtype=torch.long)
+    places = inside.flatten().nonzero()[:, 0]
+    if repeats_of(placement) is not None:
+        return places
     rows = torch.empty_like(placement)
-    rows[placement] = inside.flatten().nonzero()[:, 0]
+    rows[placement] = places
     return rows
+
+
+def repeats_of(placement: Tensor | None) -> Tensor | None:
+    """Which row received goes to each token, where some go to several; None where each goes to one."""
+    if placement is None or len(placement) == int(placement.max()) + 1:
+        return None
+    return placement

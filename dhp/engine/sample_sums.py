@@ -39,12 +39,9 @@ class SampleSumKeeper:
     def room(self, micro_batch: int, work: TextInput) -> list[Tensor] | None:
         """Where to leave the values of a micro-batch's tokens (as `dhp.objectives.objective.Head.losses`). A forward
         that is repeated leaves them anew. None: samples have none by themselves."""
-        counted = self._objective.counted(work.tensors)
-        if counted is None:
+        counts, values = count_targets(self._objective, work, self._shard), list[Tensor]()
+        if counts is None:
             return None
-        spans, values = _spans(work, self._shard), list[Tensor]()
-        parts = counted.flatten().split([size for _, size in spans])
-        counts = tuple((sample, int(part.sum())) for (sample, _), part in zip(spans, parts, strict=True))
         self._kept[micro_batch] = _Kept(len(work.samples), counts, values)
         return values
 
@@ -62,6 +59,16 @@ class SampleSumKeeper:
         each = on_host.split([sum(count for _, count in one.spans) for one in kept.values()])
         sums = {m: _sums(one, values) for (m, one), values in zip(kept.items(), each, strict=True)}
         return SampleSums(sums, {m: _targets(one) for m, one in kept.items()})
+
+
+def count_targets(objective: Objective, work: TextInput, shard: int) -> list[tuple[int, int]] | None:
+    """(Sample, counted tokens) of all that a rank's rows hold, in their order; None: the objective counts none."""
+    counted = objective.counted(work.tensors)
+    if counted is None:
+        return None
+    spans = _spans(work, shard)
+    parts = counted.flatten().split([size for _, size in spans])
+    return [(sample, int(part.sum())) for (sample, _), part in zip(spans, parts, strict=True)]
 
 
 def _spans(work: TextInput, shard: int) -> Sequence[tuple[int, int]]:

@@ -12,22 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.core.axes import EXPERTS
-from dhp.core.batch import Answer, Bundle, PromptInput, StepInfo, TextInput
+from dhp.core.batch import Answer, Bundle, Mark, PromptInput, StepInfo, TextInput
 from dhp.core.draws import drawing
 from dhp.core.graph import HIDDEN_STATES
 from dhp.core.kinds import tokens_of
 from dhp.core.reports import KernelUse
 from dhp.engine.answer_tokens import Generator
 from dhp.engine.build import DEEPSPEED, place_kernels, shard_decoder
-from dhp.engine.device_transfer import gradient_of, joined, move_with_plans, rows_of, to_device
-from dhp.engine.sample_sums import SampleSumKeeper, breaking
+from dhp.engine.device_transfer import gradient_of, joined, move_with_plans, repeats_of, rows_of, to_device
+from dhp.engine.sample_sums import SampleSumKeeper, breaking, count_targets
 from dhp.engine.stage import StageEngine
 from dhp.models.family import VISION
 from dhp.models.load import ReadPlan, load_part
 from dhp.models.lora import without_dropout
 from dhp.models.mixers import divide_heads
 from dhp.models.types import DecoderInputs, LayerParts, add_rows, chunks_of
-from dhp.objectives.objective import Chosen, Head, find_objective, share_of_balance
+from dhp.objectives.objective import Chosen, Head, MarkedSamples, share_of_balance
+from dhp.objectives.objectives import find_objective
 from dhp.parallel.attention.attention_kernels import FLASH_ATTENTION_2, has_varlen
 from dhp.parallel.attention.by_sample import run_by_sample
 from dhp.parallel.attention.mixers import CHUNK, run_by_segment
@@ -98,7 +99,10 @@ class TextEngine(StageEngine):
             # behind each layer, or to exchange a sequence's states: each rank has to go back as far as one with
             # pictures does, though nothing of what it embeds is trained.
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
-        self._objective = find_objective(self.settings.config.training.objective)
+        training = self.settings.config.training
+        self._objective = find_objective(training.objective, training.preference)
+        others = (sequence_group(self.mesh), self.mesh["data"].get_group())  # as `MarkedSamples` has them
+        self._others = tuple(group if dist.get_world_size(group) > 1 else None for group in others)
         self.by_sample = SampleSumKeeper(self._objective, self._position.number) if self.sends else None
         self._flights: dict[tuple[int, int], _TextFlight] = {}
         self._losses: list[Tensor] = []
@@ -191,12 +195,15 @@ class TextEngine(StageEngine):
         """These rows' share of the objective; while evaluating, also what of them is right."""
         head = Head(self.family.decoder.head_of(self.model), self.family.decoder.logits)
         of_tokens = None if self.by_sample is None else self.by_sample.room(micro_batch, work)
+        if self._objective.compares:
+            numbers, marks = chosen[-2:]
+            head = head._replace(samples=MarkedSamples(numbers, marks, *self._others))
         if torch.is_grad_enabled():
             return self._objective.share(head._replace(losses=of_tokens), states, chosen, work.total_weight)
         judged = self._objective.judge(head, states, chosen, work.total_weight)
         self._right.append(judged.right)
         if of_tokens is not None:
-            of_tokens.append(judged.right)
+            of_tokens.append(judged.right if judged.losses is None else judged.losses)
         return judged.share
 
     def _share_of_balance(self, logits: Sequence[Tensor], work: TextInput) -> Tensor:
@@ -258,13 +265,26 @@ class TextEngine(StageEngine):
         tokens = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
         encoders = self.settings.graph.parts()[:-1]
         places = (rows_of(work.placements.get(one), tokens_of(one, tokens[-1], encoders)) for one in encoders)
-        given = (*tokens, *(self._objective.choose(named) if judges else ()), *places)
-        (input_ids, position_ids, kinds, *rest), (segments,) = move_with_plans(given, [plan], self.device)
+        again = {one: index for one, placed in work.placements.items() if (index := repeats_of(placed)) is not None}
+        given = (*again.values(), *tokens, *(self._chosen(work) if judges else ()), *places)
+        moved, (segments,) = move_with_plans(given, [plan], self.device)
+        again, (input_ids, position_ids, kinds, *rest) = dict(zip(again, moved)), moved[len(again) :]
         chosen, rows = rest[: -len(encoders)], dict(zip(encoders, rest[-len(encoders) :], strict=True))
         made = {one: self._joined(self._from(one, received, chunk, work)) for one in encoders}
+        made |= {one: {name: states[again[one]] for name, states in made[one].items()} for one in again}
         add, first = self._norms.add if self._norms else add_rows, (made.pop(VISION), rows.pop(VISION))
         inputs = DecoderInputs(input_ids, position_ids, *first, hidden, kinds, made, rows, add)
         return inputs, tuple(chosen), {"segments": segments}
+
+    def _chosen(self, work: TextInput) -> Chosen:
+        """What the objective needs of the rows; of preferences also which targets are whose, and their marks."""
+        chosen = self._objective.choose(work.tensors)
+        if not self._objective.compares:
+            return chosen
+        counts = count_targets(self._objective, work, self._position.number) or ()
+        numbers = [number for number, count in counts for _ in range(count)]
+        marks = torch.tensor(work.marks, dtype=torch.float64).view(-1, len(Mark._fields))
+        return *chosen, torch.tensor(numbers, dtype=torch.long), marks
 
     def _from(
         self, encoder: str, received: Sequence[dict[str, Tensor]], chunk: int, work: TextInput

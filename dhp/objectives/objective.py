@@ -2,44 +2,92 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from dhp.config.training import PreferenceConfig
 from dhp.core.batch import IGNORED, LogitRule
-from dhp.core.errors import ConfigError
-from dhp.core.kinds import takes
-from dhp.core.text import did_you_mean, nearest
 from dhp.data.sample.sample import Sample
+from dhp.parallel.comm import sum_in_place
 from dhp.parallel.tensor.loss import PLAIN, judge_tokens, token_loss_sum
 
 Chosen = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class MarkedSamples:
+    """The samples of some rows, of which this rank has some tokens.
+
+    numbers: of each target token here the number of its sample, int64 [targets]. marks: of each sample
+    (`dhp.core.batch.Mark`), float64 [samples, 4]. rows: the ranks that share the rows; replicas: those that have
+    others of the micro-batch; None: there are none."""
+
+    numbers: Tensor
+    marks: Tensor
+    rows: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Over the targets of each sample, on all ranks, [samples]. values: of those here, [targets]. Gradients go to
+        these: each rank knows what a sum is for."""
+        own = values.new_zeros(len(self.marks)).index_add(0, self.numbers, values)
+        if self.rows is None:
+            return own
+        return own + (sum_in_place(own.detach().clone(), self.rows) - own.detach())
+
+    def pairs(self, column: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """A column of the marks, of both sides of each preference."""
+        first, second = self.marks[:, column].to(like.dtype).view(-1, 2).unbind(1)
+        return first, second
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share the rows."""
+        return 1 if self.rows is None else dist.get_world_size(self.rows)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of them."""
+        return self.rows is None or dist.get_rank(self.rows) == 0
 
 
 class Head(NamedTuple):
     """The decoder's last matrix, whole or this tensor rank's slice of it, and what the model makes of its output.
 
     losses: gets the loss of each token that `Objective.counted` names, in their order, in one tensor or several; None:
-    nobody asks for them."""
+    nobody asks for them. samples: of the rows, where they are preferences."""
 
     matrix: nn.Linear
     rule: LogitRule = PLAIN
     losses: list[Tensor] | None = None
+    samples: MarkedSamples | None = None
 
 
 class Judged(NamedTuple):
     """Of some rows: their share of the objective, a scalar; and for each of what evaluation counts whether it is right,
-    bool [counted]; of what `Objective.counted` names, in their order, where it names any."""
+    bool [counted]; of what `Objective.counted` names, in their order, where it names any. losses: of these, where
+    others are counted."""
 
     share: Tensor
     right: Tensor
+    losses: Tensor | None = None
 
 
 class Objective(ABC):
-    """One objective. It is made once in the dataset actor, for samples, and once in each rank that has the head."""
+    """One objective. It is made once in the dataset actor, for samples, and once in each rank that has the head.
+
+    compares: whether it is one of preferences, whose rows' samples `Head.samples` has."""
+
+    compares: ClassVar[bool] = False
+
+    def __init__(self, settings: PreferenceConfig | None = None):
+        self.settings = settings or PreferenceConfig()
 
     @property
     @abstractmethod
@@ -114,8 +162,8 @@ class CrossEntropy(Objective):
         if not len(tokens):  # the head's ranks take part all the same
             judge_tokens(head.matrix, states[:1], tokens.new_zeros(1), rule=head.rule)
             return Judged(states.new_zeros(()), tokens.new_zeros(0, dtype=torch.bool))
-        rows = states.index_select(0, positions)
-        return Judged(*judge_tokens(head.matrix, rows, tokens, rule=head.rule, factor=1 / (total or 1)))
+        losses, right = judge_tokens(head.matrix, states.index_select(0, positions), tokens, rule=head.rule)
+        return Judged(losses.sum() / (total or 1), right)
 
 
 def next_labels(sample: Sample) -> np.ndarray:
@@ -129,17 +177,3 @@ def find_targets(targets: Tensor) -> tuple[Tensor, Tensor]:
     flat = targets.flatten()
     positions = (flat != IGNORED).nonzero()[:, 0]
     return positions, flat[positions]
-
-
-OBJECTIVES: dict[str, type[Objective]] = {"sft": CrossEntropy}
-takes("training.objective", OBJECTIVES)
-
-
-def find_objective(name: str) -> Objective:
-    """The objective of that name. Raises ConfigError where there is none."""
-    if name not in OBJECTIVES:
-        raise ConfigError(
-            f"training.objective={name} does not exist. Set one of {', '.join(OBJECTIVES)}, or name the module that "
-            f"registers it in plugins{did_you_mean([nearest(name, list(OBJECTIVES))])}"
-        )
-    return OBJECTIVES[name]()

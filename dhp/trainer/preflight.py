@@ -223,7 +223,7 @@ def _check_model(config: Config, saves: bool, say: Callable[[str], None]) -> tup
     configuration with what it does in the place of what the model has not, and the model's family. saves: what
     checkpoints take along too."""
     from dhp.models.registry import load_family
-    from dhp.objectives.objective import find_objective
+    from dhp.objectives.objectives import find_objective
     from dhp.plan.equivalents import take_no_states, take_whole_pictures
     from dhp.plan.model_checks import check_fit, check_plan, having_parts
     from dhp.plan.run_plan import plan_run

@@ -38,7 +38,7 @@ from dhp.models.empty import list_parameters
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.models.types import chunks_of
-from dhp.objectives.objective import find_objective
+from dhp.objectives.objectives import find_objective
 from dhp.parallel.optim import zero
 from dhp.parallel.optim.base import Frozen, join_master
 from dhp.parallel.optim.fsdp import FullySharded

@@ -25,7 +25,7 @@ from dhp.models.empty import list_parameters, part_shape
 from dhp.models.registry import import_on_rank, import_plugins, load_family
 from dhp.models.shape import hidden_matrices
 from dhp.models.types import find_experts
-from dhp.objectives.objective import OBJECTIVES, find_objective
+from dhp.objectives.objectives import OBJECTIVES, find_objective
 from tests.helpers.tiny_families import save_family
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -15,17 +15,8 @@ from dhp.core.batch import IGNORED, Batch, Sampling
 from dhp.core.errors import ConfigError
 from dhp.data.sample.sample import Sample
 from dhp.models.registry import load_family
-from dhp.objectives.objective import (
-    OBJECTIVES,
-    Chosen,
-    CrossEntropy,
-    Head,
-    Judged,
-    Objective,
-    find_objective,
-    find_targets,
-    next_labels,
-)
+from dhp.objectives.objective import Chosen, CrossEntropy, Head, Judged, Objective, find_targets, next_labels
+from dhp.objectives.objectives import OBJECTIVES, find_objective
 from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
 from dhp.step.step import answer_batch
 from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
@@ -58,8 +49,9 @@ class SampleMean(Objective):
         return token_loss_sum(head.matrix, *self._rows(states, chosen, total, head))
 
     def judge(self, head: Head, states: Tensor, chosen: Chosen, total: float) -> Judged:
-        loss, right = judge_tokens(head.matrix, *self._rows(states, chosen, total, head))
-        return Judged(loss, right[: len(chosen[0])])
+        *rows, factor = self._rows(states, chosen, total, head)
+        losses, right = judge_tokens(head.matrix, *rows)
+        return Judged((losses * factor).sum(), right[: len(chosen[0])])
 
     def _rows(self, states: Tensor, chosen: Chosen, total: float, head: Head) -> tuple[Any, ...]:
         positions, tokens, shares = chosen

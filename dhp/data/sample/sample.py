@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dhp.core.batch import IGNORED, Features, Grid, PositionRange, ProcessorOutput
+from dhp.core.batch import IGNORED, Features, Grid, Mark, PositionRange, ProcessorOutput
 from dhp.core.errors import ConfigError, DataError
 from dhp.data.media.frames import FrameSampling, LongVideo
 
@@ -225,6 +225,9 @@ class Sample:
     clips: tuple[np.ndarray, ...] = ()  # one float32 [frames, bins] a clip of sound
     clip_forms: tuple[ProcessorOutput, ...] = ()  # one a clip
     features: tuple[Features, ...] = ()  # one a picture, where they are cached, without rows of pixels
+    again: bool = False  # it shows the pictures of the sample before it in its row, and has none of their pixels
+    mark: Mark | None = None  # of one side of a preference
+    sides: tuple[Sample, Sample] | None = None  # of a preference, which has the tokens of both and the pictures of all
 
     @property
     def video_seconds(self) -> tuple[float | None, ...]:
@@ -240,6 +243,17 @@ class Sample:
     def target_tokens(self) -> int:
         """Tokens that the loss counts. The first token of a row is predicted by nothing."""
         return int((self.labels[1:] != IGNORED).sum())
+
+
+def joined_sides(first: Sample, second: Sample) -> Sample:
+    """A preference of two sides, whose pictures `second` shows again or adds to."""
+    token = {
+        name: np.concatenate([getattr(first, name), getattr(second, name)])
+        for name in ("input_ids", "labels", "mm_token_type_ids")
+    }
+    names = ("pixels", "seconds", "clips", "features", *(() if second.again else ("grids", "clip_forms")))
+    more = {name: getattr(first, name) + getattr(second, name) for name in names}
+    return replace(first, **token, **more, sides=(first, second))
 
 
 Output = Mapping[str, np.ndarray]  # of the image processor

@@ -1,5 +1,7 @@
 """Mixes datasets and reads a global batch by step number."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -225,6 +227,11 @@ class StepSamples:
         """All samples, micro-batch by micro-batch and replica by replica."""
         slots = chain.from_iterable(self.samples)
         return list(chain.from_iterable(slots))
+
+    def by_side(self) -> StepSamples:
+        """The same with both sides of each preference in its place."""
+        sides = lambda row: tuple(side for sample in row for side in sample.sides or (sample,))
+        return replace(self, samples=tuple(tuple(map(sides, rows)) for rows in self.samples))
 
 
 class BatchSource:

@@ -42,28 +42,22 @@ def token_loss_sum(
 
 @torch.no_grad()
 def judge_tokens(
-    head: nn.Linear,
-    states: Tensor,
-    targets: Tensor,
-    chunk_rows: int = CHUNK_ROWS,
-    rule: LogitRule = PLAIN,
-    factor: float | Tensor = 1.0,
+    head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows: int = CHUNK_ROWS, rule: LogitRule = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """The value of `token_loss_sum`, and bool [rows]: whether no token has a higher logit than the target. Saves
-    nothing for backward."""
+    """The loss of each row, −log softmax(logits)[targets], and bool [rows]: whether no token has a higher logit than
+    the target. Saves nothing for backward. As `token_loss_sum` otherwise."""
     weight, first, group, _ = _head_slice(head)
     exact = torch.float64 if states.dtype == torch.float64 else torch.float32
-    total, right = states.new_zeros((), dtype=exact), []
-    factors = _factors(factor, len(states), chunk_rows, exact)
-    for rows, target, of_rows in zip(states.split(chunk_rows), targets.split(chunk_rows), factors, strict=True):
+    losses, right = [], []
+    for rows, target in zip(states.split(chunk_rows), targets.split(chunk_rows), strict=True):
         logits, highest, mine, column = _found(rows, weight, target - first, group, exact, rule)
         wanted = torch.where(mine, logits.gather(1, column)[:, 0] - highest, 0.0)
         sums = torch.stack([(logits - highest[:, None]).exp_().sum(-1), wanted])
         if group is not None:
             sum_in_place(sums, group)
-        total += ((sums[0].log() - sums[1]) * of_rows).sum()
+        losses.append(sums[0].log() - sums[1])
         right.append(sums[1] >= 0)
-    return total, torch.cat(right)
+    return torch.cat(losses), torch.cat(right)
 
 
 def whole_logits(head: nn.Linear, states: Tensor, rule: LogitRule = PLAIN) -> Tensor:

@@ -25,7 +25,8 @@ from dhp.models.load import cast_reals
 from dhp.models.lora import adapted_modules
 from dhp.models.tower import Tower, TowerInputs
 from dhp.models.types import DecoderInputs, Part
-from dhp.objectives.objective import Head, find_objective
+from dhp.objectives.objective import Head
+from dhp.objectives.objectives import find_objective
 from dhp.parallel.attention.by_sample import run_by_sample
 from dhp.parallel.attention.mixers import CHUNK, run_by_segment
 from dhp.parallel.attention.segment_plan import RowRanks, SegmentPlan, plan_row, plan_segments

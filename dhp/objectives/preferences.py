@@ -1,0 +1,128 @@
+"""Objectives of log-probabilities: preferences between answers.
+
+The loss is any function of the log-probabilities of the answers' tokens. It is computed in two passes over the head's
+rows: one without gradients, for the log-probabilities; then the function, and its slope for each token; and one that
+weighs each token's loss by its slope. So ranks may hold any tokens of a sample: sums over a sample cross ranks, and
+nothing else does."""
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dhp.data.sample.sample import Sample
+from dhp.objectives.objective import Chosen, CrossEntropy, Head, Judged, MarkedSamples
+from dhp.parallel.comm import sum_in_place
+from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
+
+
+class Preference(CrossEntropy):
+    """An objective of log-probabilities. A subclass says what they cost."""
+
+    compares: ClassVar[bool] = True
+
+    @abstractmethod
+    def costs(self, logps: Tensor, samples: MarkedSamples) -> tuple[Tensor, Tensor]:
+        """Of each preference its loss, and whether the better answer has won: [preferences] both, the same on all ranks
+        that share the rows. logps: of the targets here, float32 or float64 [targets]."""
+
+    def weight(self, sample: Sample) -> float:
+        """Of the step's preferences one."""
+        return 1.0 if sample.mark is not None and sample.mark.first else 0.0
+
+    def share(self, head: Head, states: Tensor, chosen: Chosen, total: float) -> Tensor:
+        """A sum over preferences, of which each rank that shares their rows has an equal part."""
+        rows, tokens, empty = _targets(states, chosen)
+        samples = _samples_of(head)
+        logps = _log_probabilities(head, rows, tokens, empty).requires_grad_()
+        losses, _ = self.costs(logps, samples)
+        value = losses.sum() / (total or 1)
+        (slopes,) = torch.autograd.grad(value, [logps], allow_unused=True) if value.requires_grad else (None,)
+        factor: Tensor | float = 0.0 if empty or slopes is None else -slopes
+        if head.losses is not None and not empty:
+            head.losses.append(-logps.detach())
+        weighed = token_loss_sum(head.matrix, rows, tokens, rule=head.rule, factor=factor)
+        return weighed + (value.detach() / samples.sharing - weighed.detach())
+
+    def judge(self, head: Head, states: Tensor, chosen: Chosen, total: float) -> Judged:
+        """Counted are preferences; right is one whose better answer has won."""
+        rows, tokens, empty = _targets(states, chosen)
+        samples = _samples_of(head)
+        logps = _log_probabilities(head, rows, tokens, empty)
+        losses, won = self.costs(logps, samples)
+        won = won if samples.first else won[:0]
+        return Judged(losses.sum() / (total or 1) / samples.sharing, won, -logps)
+
+
+def _targets(states: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor, bool]:
+    """States and tokens of the targets; of a rank without any those of one row, which is not counted."""
+    positions, tokens, *_ = chosen
+    if not len(tokens):
+        return states[:1], tokens.new_zeros(1), True
+    return states.index_select(0, positions), tokens, False
+
+
+def _log_probabilities(head: Head, rows: Tensor, tokens: Tensor, empty: bool) -> Tensor:
+    losses, _ = judge_tokens(head.matrix, rows, tokens, rule=head.rule)
+    return -losses[:0] if empty else -losses
+
+
+def _samples_of(head: Head) -> MarkedSamples:
+    if head.samples is None:
+        raise ValueError("an objective of preferences was given rows without their samples")
+    return head.samples
+
+
+SIDE, REFERENCE, WEIGHT = range(3)  # columns of the marks
+
+
+def _ratios(logps: Tensor, samples: MarkedSamples) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of both sides' answers beside the reference's, [preferences]."""
+    first, second = samples.sum(logps).view(-1, 2).unbind(1)
+    references = samples.pairs(REFERENCE, logps)
+    return first - references[0], second - references[1]
+
+
+class Dpo(Preference):
+    """Direct preference optimization (Rafailov et al. 2023, equation 7); with label smoothing, Mitchell 2023's
+    conservative form."""
+
+    def costs(self, logps: Tensor, samples: MarkedSamples) -> tuple[Tensor, Tensor]:
+        chosen, rejected = _ratios(logps, samples)
+        margins, wrong = self.settings.beta * (chosen - rejected), self.settings.label_smoothing
+        losses = -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins)
+        return losses * samples.pairs(WEIGHT, logps)[0], margins > 0
+
+
+class Kto(Preference):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, equation 8): single answers that are liked or not. Its
+    reference point is the mean, over a micro-batch of all replicas, of how far answers to other prompts have moved."""
+
+    def costs(self, logps: Tensor, samples: MarkedSamples) -> tuple[Tensor, Tensor]:
+        ratios, others = _ratios(logps, samples)
+        moved = torch.stack([others.detach().sum(), others.new_tensor(float(len(others)))])
+        if samples.replicas is not None:
+            sum_in_place(moved, samples.replicas)
+        point = (moved[0] / moved[1].clamp(min=1)).clamp(min=0)
+        sides, weights = samples.pairs(SIDE, logps)[0], samples.pairs(WEIGHT, logps)[0]
+        values = torch.sigmoid(self.settings.beta * sides * (ratios - point))
+        return weights * (1 - values), sides * (ratios - point) > 0
+
+
+class Orpo(Preference):
+    """Odds ratio preference optimization (Hong et al. 2024, equations 6 and 7): no reference, the chosen answer's
+    cross-entropy by token, and beta × the odds of both answers."""
+
+    def costs(self, logps: Tensor, samples: MarkedSamples) -> tuple[Tensor, Tensor]:
+        counts = samples.sum(torch.ones_like(logps.detach()))
+        chosen, rejected = (samples.sum(logps) / counts.clamp(min=1)).view(-1, 2).unbind(1)
+        odds = chosen - rejected - (_log_complement(chosen) - _log_complement(rejected))
+        losses = -chosen - self.settings.beta * F.logsigmoid(odds)
+        return losses * samples.pairs(WEIGHT, logps)[0], odds > 0
+
+
+def _log_complement(logp: Tensor) -> Tensor:
+    """log(1 − p)."""
+    return torch.log1p(-logp.exp())
