@@ -303,7 +303,13 @@ def open_datasets(settings: BatchReaderSettings) -> Dataset:
     """The datasets of the settings. Raises DataError for an annotation file that cannot be read."""
     data = settings.data
     return open_dataset(
-        data.datasets, data.data_registry, settings.seed, data.shuffle, data.allow_http, remote_of(data)
+        data.datasets,
+        data.data_registry,
+        settings.seed,
+        data.shuffle,
+        data.allow_http,
+        remote_of(data),
+        find_objective(settings.objective).compares,
     )
 
 

@@ -48,11 +48,10 @@ class Mark(NamedTuple):
     """What a sample is of a preference: samples of a row are two by two, the two sides of one.
 
     side: CHOSEN and then REJECTED; or either of both alone, and then OTHER. first: of the two. reference: the answer's
-    log-probability by the model that it is compared with; NaN: not known. weight: of its preference in the loss."""
+    log-probability by the model that it is compared with; NaN: not known."""
 
     side: int
     reference: float = math.nan
-    weight: float = 1.0
     first: bool = True
 
 

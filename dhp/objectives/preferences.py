@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dhp.data.read.preferences import PAIRS, SINGLES
 from dhp.data.sample.sample import Sample
 from dhp.objectives.objective import Chosen, CrossEntropy, Head, Judged, MarkedSamples
 from dhp.parallel.comm import sum_in_place
@@ -21,7 +22,7 @@ from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
 class Preference(CrossEntropy):
     """An objective of log-probabilities. A subclass says what they cost."""
 
-    compares: ClassVar[bool] = True
+    compares: ClassVar[str] = PAIRS
 
     @abstractmethod
     def costs(self, logps: Tensor, samples: MarkedSamples) -> tuple[Tensor, Tensor]:
@@ -75,7 +76,7 @@ def _samples_of(head: Head) -> MarkedSamples:
     return head.samples
 
 
-SIDE, REFERENCE, WEIGHT = range(3)  # columns of the marks
+SIDE, REFERENCE = range(2)  # columns of the marks
 
 
 def _ratios(logps: Tensor, samples: MarkedSamples) -> tuple[Tensor, Tensor]:
@@ -89,16 +90,20 @@ class Dpo(Preference):
     """Direct preference optimization (Rafailov et al. 2023, equation 7); with label smoothing, Mitchell 2023's
     conservative form."""
 
+    refers = True
+
     def costs(self, logps: Tensor, samples: MarkedSamples) -> tuple[Tensor, Tensor]:
         chosen, rejected = _ratios(logps, samples)
         margins, wrong = self.settings.beta * (chosen - rejected), self.settings.label_smoothing
         losses = -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins)
-        return losses * samples.pairs(WEIGHT, logps)[0], margins > 0
+        return losses, margins > 0
 
 
 class Kto(Preference):
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024, equation 8): single answers that are liked or not. Its
     reference point is the mean, over a micro-batch of all replicas, of how far answers to other prompts have moved."""
+
+    compares, refers = SINGLES, True
 
     def costs(self, logps: Tensor, samples: MarkedSamples) -> tuple[Tensor, Tensor]:
         ratios, others = _ratios(logps, samples)
@@ -106,7 +111,8 @@ class Kto(Preference):
         if samples.replicas is not None:
             sum_in_place(moved, samples.replicas)
         point = (moved[0] / moved[1].clamp(min=1)).clamp(min=0)
-        sides, weights = samples.pairs(SIDE, logps)[0], samples.pairs(WEIGHT, logps)[0]
+        sides = samples.pairs(SIDE, logps)[0]
+        weights = torch.where(sides > 0, self.settings.liked_weight, self.settings.disliked_weight)
         values = torch.sigmoid(self.settings.beta * sides * (ratios - point))
         return weights * (1 - values), sides * (ratios - point) > 0
 
@@ -120,7 +126,7 @@ class Orpo(Preference):
         chosen, rejected = (samples.sum(logps) / counts.clamp(min=1)).view(-1, 2).unbind(1)
         odds = chosen - rejected - (_log_complement(chosen) - _log_complement(rejected))
         losses = -chosen - self.settings.beta * F.logsigmoid(odds)
-        return losses * samples.pairs(WEIGHT, logps)[0], odds > 0
+        return losses, odds > 0
 
 
 def _log_complement(logp: Tensor) -> Tensor:

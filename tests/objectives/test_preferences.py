@@ -42,7 +42,7 @@ def preference(
         make_sample(grids, text, of_side, seed + side, IMAGE_TOKEN)
         for side, (text, of_side) in enumerate(zip(texts, targets, strict=True))
     )
-    marks = [Mark(of, -5.0 - seed - side, 1.0, side == 0) for side, of in enumerate(sides)]
+    marks = [Mark(of, -5.0 - seed - side, side == 0) for side, of in enumerate(sides)]
     first = replace(first, mark=marks[0])
     return joined_sides(first, replace(second, pixels=(), position=first.position, again=True, mark=marks[1]))
 
@@ -213,19 +213,14 @@ def test_a_mistake_shows(fault: Fault, made_model: str) -> None:
 
 
 def test_costs_are_those_that_are_published() -> None:
-    """Two preferences by hand, one lost; the weight of the second is a half."""
+    """Two preferences by hand, both lost."""
     logps = torch.tensor([-1.0, -2.0, -0.5, -4.0, -3.0], dtype=torch.float64)
-    marks = [
-        Mark(CHOSEN, -2.5),
-        Mark(REJECTED, -1.0, 1.0, False),
-        Mark(CHOSEN, -3.0, 0.5),
-        Mark(REJECTED, -3.5, 0.5, False),
-    ]
+    marks = [Mark(CHOSEN, -2.5), Mark(REJECTED, -1.0, False), Mark(CHOSEN, -3.0, 0.5), Mark(REJECTED, -3.5, 0.5, False)]
     samples = MarkedSamples(torch.tensor([0, 0, 1, 2, 3]), torch.tensor(marks, dtype=torch.float64))
     losses, won = Dpo(PreferenceConfig(beta=0.5, label_smoothing=0.1)).costs(logps, samples)
     margins = [0.5 * ((-3.0 + 2.5) - (-0.5 + 1.0)), 0.5 * ((-4.0 + 3.0) - (-3.0 + 3.5))]
     log = lambda margin: float(np.log(1 / (1 + np.exp(-margin))))
     assert losses.tolist() == pytest.approx(
-        [-0.9 * log(margins[0]) - 0.1 * log(-margins[0]), 0.5 * (-0.9 * log(margins[1]) - 0.1 * log(-margins[1]))]
+        [-0.9 * log(margins[0]) - 0.1 * log(-margins[0]), -0.9 * log(margins[1]) - 0.1 * log(-margins[1])]
     )
     assert won.tolist() == [False, False]

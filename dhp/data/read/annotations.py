@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from dhp.data.read.formats import (
     read_unknown,
     renamed,
 )
+from dhp.data.read.preferences import SINGLES, split_sides
 from dhp.data.read.records import Fields, Record, Turn, check_left, check_paired, located
 from dhp.data.remote.places import Place, Shards
 from dhp.data.remote.remote_files import RemoteFile, RemoteFolder, Source, look_up
@@ -293,6 +294,7 @@ class Annotations:
     path: Place
     columns: Mapping[str, str] = field(default_factory=dict)
     keep_newlines: bool = False
+    compares: str = ""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -303,13 +305,26 @@ class Annotations:
 
     def record(self, index: int) -> Record:
         """Parse one sample. index: 0-based. DataError (with its place) if this sample is defective."""
+        record = self._record(index)
+        if self.compares != SINGLES:
+            return record
+        other = self._record((index + 1) % len(self))  # whose answer is one to another prompt
+        return replace(record, other=replace(record, turns=(*record.turns[:-1], other.turns[-1])))
+
+    def _record(self, index: int) -> Record:
         where = self.where(index)
         with located(where):
             entry = _read(self.rows, index)
             media = MediaResolver(self.data_path, self.allow_http, entry.members, self.keep_newlines)
             raw = renamed(entry.value, self.columns)
+            about = (self.dataset, index + 1, where, self.form, media)
             try:
-                return parse_record(raw, self.dataset, index + 1, where, self.form, media)
+                if not self.compares or not isinstance(raw, Mapping):
+                    return parse_record(raw, *about)
+                sides = split_sides(raw, self.compares)
+                first, second = parse_record(sides.first, *about), sides.second
+                other = None if second is None else parse_record(second, *about)
+                return replace(first, other=other, liked=sides.liked)
             except RecursionError as error:
                 raise DataError("it is nested too deep") from error
 
@@ -342,11 +357,12 @@ def read_annotations(
     allow_http: bool = False,
     columns: Mapping[str, str] = MappingProxyType({}),
     keep_newlines: bool = False,
+    compares: str = "",
 ) -> Annotations:
     """Open the annotations of a dataset: a file, or a folder of shards.
 
     form: a name of `dhp.data.read.annotations.FORMATS`, or auto. columns: our names of keys → the samples'.
-    keep_newlines: as `Annotations`.
+    keep_newlines, compares: as `Annotations`.
 
     Raises DataError where the whole dataset is useless: the file is missing, unreadable or no JSON array (with line and
     column), it has no sample, none of the first samples can be read, none has a key of `columns`, or data_path is not a
@@ -367,8 +383,16 @@ def read_annotations(
             raise DataError(f"{path} holds no sample. Remove the dataset or fill the file.")
         raw = list(_first_samples(rows))
         check_columns(raw, columns)
-        form = detect(renamed(one, columns) for one in raw) if form == AUTO else form
-        return Annotations(dataset, rows, form, data_path, allow_http, path, dict(columns), keep_newlines)
+        form = detect(_plain(renamed(one, columns), compares) for one in raw) if form == AUTO else form
+        return Annotations(dataset, rows, form, data_path, allow_http, path, dict(columns), keep_newlines, compares)
+
+
+def _plain(raw: Any, compares: str) -> Any:
+    """A row as fine-tuning has it: of a preference its first side; a defective one as it is."""
+    try:
+        return split_sides(raw, compares).first if compares and isinstance(raw, Mapping) else raw
+    except DataError:
+        return raw
 
 
 def _read(rows: RawSamples, index: int) -> RawSample:

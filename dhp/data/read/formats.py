@@ -368,5 +368,5 @@ def read_unknown(raw: Fields, media: MediaResolver) -> NoReturn:
     raise DataError(
         f"keys {sorted(map(str, raw))} are of no known format. Known are: {known}. If only names differ, say so in "
         "the dataset's columns, as columns={messages: dialogue}. Text alone is read only where the dataset's format is "
-        "set to text; preferences and classes are not read"
+        "set to text; preferences are, where training.objective is one of theirs, and classes are not"
     )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dhp.core.batch import CHOSEN, OTHER, REJECTED
 from dhp.core.errors import DataError
 from dhp.data.media.sources import File, Picture, SizedImage, Sound, Video
 
@@ -33,6 +34,8 @@ class Turn:
 class Record:
     """One conversation. position: its 1-based number among the samples of its dataset, in all files. where: its line,
     element or row and the file, in words, for errors. unread: keys that the raw sample has and its reader did not take.
+
+    other: of a preference, its second side. liked: of a single answer, whether it is; None: the first side is better.
     """
 
     dataset: str
@@ -40,6 +43,13 @@ class Record:
     where: str
     turns: tuple[Turn, ...]
     unread: tuple[str, ...] = ()
+    other: Record | None = None
+    liked: bool | None = None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Of a preference, what its two sides are (`dhp.core.batch.Mark`)."""
+        return (CHOSEN, REJECTED) if self.liked is None else (CHOSEN if self.liked else REJECTED, OTHER)
 
     @property
     def asks(self) -> bool:
@@ -59,7 +69,7 @@ class Record:
         if not first:  # an answer stands behind a question
             raise DataError(f"{self.where}: no answer of it is learned, so it asks for none")
         said = "".join(part for part in self.turns[first].parts if isinstance(part, str))
-        return replace(self, turns=self.turns[:first]), said
+        return replace(self, turns=self.turns[:first], other=None), said
 
     @property
     def learned(self) -> tuple[bool, ...]:
@@ -162,12 +172,12 @@ def is_set(value: Any) -> bool:
 
 TOOLS = "tool calls are not read; only text, images, videos and sound are"
 _PREFERENCES = (
-    "preferences are not there: training is supervised, on answers alone. Leave the key out where the other answer of "
-    "the row is to be learned as it is"
+    "preferences are trained with training.objective=dpo, orpo or kto, and this run is supervised, on answers alone. "
+    "Leave the key out where the other answer of the row is to be learned as it is"
 )
 _PAIRED = (
-    "rows with 'chosen' and 'rejected' are preferences, and those are not trained here: training is supervised, on "
-    "answers alone. Write the chosen answer as the last turn and leave both keys out where it is to be learned"
+    "rows with 'chosen' and 'rejected' are preferences: set training.objective=dpo or orpo. This run is supervised, on "
+    "answers alone; write the chosen answer as the last turn and leave both keys out where it is to be learned"
 )
 _TWICE = "the sample has its conversation or its files under other keys, which were read. Leave one of them out"
 _SIZES = "give 'min_pixels' and 'max_pixels' (areas) of the picture, or data.max_pixels for all"
@@ -202,7 +212,7 @@ REFUSED = (
     ),
     Refusal(
         "label|kto_tag|kto_label", (ROW,),
-        "an answer that is marked as a bad one would be learned; preferences are not there. Leave such rows out",
+        "an answer that is marked as a bad one would be learned. Leave such rows out, or set training.objective=kto",
         values=(0, "false", "False"),
     ),
     Refusal("(rejected|chosen)(_.*)?", (ROW, TURN), _PREFERENCES),

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from hashlib import sha256
+from math import nan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import transformers
 
 from dhp.config.data import DataConfig
-from dhp.core.batch import IGNORED, SOUND, VIDEO
+from dhp.core.batch import IGNORED, SOUND, VIDEO, Mark
 from dhp.core.errors import DataError
 from dhp.data.media.frames import FrameTimes
 from dhp.data.media.sound import Clip
 from dhp.data.media.sources import stored_bytes
 from dhp.data.read.records import Record, located
 from dhp.data.sample.picture_inputs import ModelMedia, Outline, PicturePatches, Pictures
-from dhp.data.sample.sample import Length, Sample, check_length
+from dhp.data.sample.sample import Length, Sample, check_length, joined_sides
 from dhp.data.sample.tokens import ConversationTokenizer, Tokens, miscounted, refuse_sound, sounds_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Preprocessor:
         self._tokenizer, self._media, self._data = tokenizer, media, data
         self._videos, self._written, self._sounds = media.videos, media.written, media.sounds
         self.pictures = Pictures(media, data)
+        self.references: Callable[[Record], tuple[float, float]] | None = None  # of both sides of a preference
 
     def __call__(self, record: Record) -> Sample:
         """Decode and tokenise one record; one that asks becomes a prompt, without labels. DataError, with the record's
@@ -47,7 +49,35 @@ class Preprocessor:
         with located(record.where):
             clips = [] if self._sounds is None else self._sounds.decode(sounds_of(record))
             tokens, pictures = self._read(record, self.pictures.decode, clips)
-            return self._assemble(record, tokens, pictures, clips)
+            first = self._assemble(record, tokens, pictures, clips)
+            return first if record.other is None else self._compared(record, record.other, first, pictures, clips)
+
+    def _compared(
+        self, record: Record, other: Record, first: Sample, pictures: list[PicturePatches], clips: list[Clip]
+    ) -> Sample:
+        """A preference: what both sides show is decoded once."""
+        again = other.media == record.media and other.sounds == record.sounds
+        if not again:
+            clips = [] if self._sounds is None else self._sounds.decode(sounds_of(other))
+        tokens, shown = self._read(other, (lambda _: pictures) if again else self.pictures.decode, clips)
+        second = self._assemble(other, tokens, shown, clips)
+        if np.array_equal(first.input_ids, second.input_ids) and again and record.liked is None:
+            raise DataError("both sides are the same tokens, so that nothing is preferred. Leave such rows out")
+        if again:
+            second = replace(second, pixels=(), clips=(), features=(), again=True)
+        references = self.references(record) if self.references is not None else (nan, nan)
+        marks = [Mark(*of, first=number == 0) for number, of in enumerate(zip(record.sides, references))]
+        whole = joined_sides(replace(first, mark=marks[0]), replace(second, mark=marks[1]))
+        self._check_row(len(whole.input_ids))
+        return whole
+
+    def _check_row(self, tokens: int) -> None:
+        most = self._data.max_tokens
+        if most is not None and tokens > most:
+            raise DataError(
+                f"{tokens} tokens of both sides are more than data.max_tokens={most}, and both stand in one row. Raise "
+                "it, shorten them, or leave the row out by data.on_bad_sample=skip"
+            )
 
     def measure(self, record: Record) -> Length:
         """Length of the sample that a call would give, from the headers of its files.
@@ -59,7 +89,21 @@ class Preprocessor:
             tokens, outlines = self._read(record, self.pictures.outline, clips)
             length = self._length(record, tokens, outlines, clips)
             check_length(length, self._data.max_tokens, self._media.positions)
-            return length
+            return length if record.other is None else self._measured(record, record.other, length, outlines, clips)
+
+    def _measured(
+        self, record: Record, other: Record, first: Length, outlines: list[Outline], clips: list[Clip]
+    ) -> Length:
+        """Of both sides: tokens of both, and what both show once."""
+        again = other.media == record.media and other.sounds == record.sounds
+        if not again:
+            clips = [] if self._sounds is None else self._sounds.outline(sounds_of(other))
+        tokens, shown = self._read(other, (lambda _: outlines) if again else self.pictures.outline, clips)
+        second = self._length(other, tokens, shown, clips)
+        check_length(second, self._data.max_tokens, self._media.positions)
+        both = Length(*map(sum, zip(first, second)))
+        self._check_row(both.text)
+        return first._replace(text=both.text, targets=both.targets, sound=both.sound) if again else both
 
     def fingerprint(self) -> str:
         """Hex digest of all that decides lengths, except the records: equal digests mean equal lengths."""

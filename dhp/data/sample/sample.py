@@ -247,12 +247,12 @@ class Sample:
 
 def joined_sides(first: Sample, second: Sample) -> Sample:
     """A preference of two sides, whose pictures `second` shows again or adds to."""
-    token = {
+    token: dict[str, Any] = {
         name: np.concatenate([getattr(first, name), getattr(second, name)])
         for name in ("input_ids", "labels", "mm_token_type_ids")
     }
-    names = ("pixels", "seconds", "clips", "features", *(() if second.again else ("grids", "clip_forms")))
-    more = {name: getattr(first, name) + getattr(second, name) for name in names}
+    names = ("pixels", "clips", "features", *(() if second.again else ("grids", "seconds", "clip_forms")))
+    more: dict[str, Any] = {name: getattr(first, name) + getattr(second, name) for name in names}
     return replace(first, **token, **more, sides=(first, second))
 
 

@@ -187,26 +187,31 @@ def open_dataset(
     shuffle: bool = True,
     allow_http: bool = False,
     remote: RemoteSettings = DEFAULT,
+    compares: str = "",
 ) -> Dataset:
     """Open the named datasets (`name` or `name%50`), in that order; a name given twice counts twice.
 
-    seed, shuffle: which samples a share and a weight show. remote: how files behind addresses are read.
+    seed, shuffle: which samples a share and a weight show. remote: how files behind addresses are read. compares: as
+    `dhp.data.read.annotations.Annotations` has it.
 
     Raises DataError for a name that the registry does not hold and for a file that cannot be read, ConfigError for a
     malformed share."""
     split = [split_share(name) for name in names]
-    opened = {name: _read(name, registry, allow_http, remote) for name in dict(split)}
+    opened = {name: _read(name, registry, allow_http, remote, compares) for name in dict(split)}
     return Dataset([Portion(opened[name], share, registry[name].weight, seed, shuffle) for name, share in split])
 
 
-def _read(name: str, registry: Mapping[str, DatasetEntry], allow_http: bool, remote: RemoteSettings) -> Annotations:
+def _read(
+    name: str, registry: Mapping[str, DatasetEntry], allow_http: bool, remote: RemoteSettings, compares: str
+) -> Annotations:
     if name not in registry:
         suggestion = did_you_mean([nearest(name, registry)]) or ". Add it there"
         raise DataError(f"dataset {name!r} is not in data.data_registry (it holds {sorted(registry)}){suggestion}")
     entry = registry[name]
     with located(f"dataset {name!r}"):
         path, data_path = find_place(entry.annotation_path, remote), find_root(entry.data_path, remote)
-    return read_annotations(name, path, data_path, entry.format, allow_http, entry.columns, entry.keep_newlines)
+    how = (entry.format, allow_http, entry.columns, entry.keep_newlines, compares)
+    return read_annotations(name, path, data_path, *how)
 
 
 @dataclass(frozen=True)
