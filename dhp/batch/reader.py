@@ -1,7 +1,7 @@
 """Reads a step's global batch and shards it over ranks."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from dhp.data.sampling.dataset import (
     rows_of,
 )
 from dhp.data.sampling.length_table import LengthCache, Lengths, MeasuredDataset, RowChunk
+from dhp.data.sampling.references import ReferenceTable
 from dhp.data.sampling.sampler import RANDOM, BalanceSettings, BatchLayout, Sampler, StepBatch
 from dhp.data.sampling.step_loads import make_sampler
 from dhp.models.config_file import find_positions
@@ -65,6 +66,7 @@ class BatchReader:
         objective: Objective | None = None,
         open_lengths: Callable[[], MeasuredDataset] | None = None,
         dataset: Dataset | None = None,
+        references: ReferenceTable | None = None,
     ):
         """measured: the dataset's lengths; None: rows are not balanced.
 
@@ -74,8 +76,9 @@ class BatchReader:
 
         open_lengths: makes `measured` where rows are not balanced, for what a run is expected to take.
 
-        dataset: whose samples the source has, so that those of a step can be named; None: they cannot."""
-        self._dataset = dataset
+        dataset: whose samples the source has, so that those of a step can be named; None: they cannot. references: of
+        preferences."""
+        self._dataset, self._references = dataset, references
         self._source, self._read_patches = source, read_patches
         self._family = family
         self._collator = Collator(family, pad_token_id, division.packed, objective)
@@ -190,6 +193,15 @@ class BatchReader:
                 tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in plain.items()}
         return tensors
 
+    def lacks(self) -> list[str]:
+        """Datasets of preferences without the reference's log-probabilities."""
+        return [] if self._references is None else self._references.missing()
+
+    def keep_references(self, name: str, values: Mapping[int, Sequence[float]]) -> None:
+        """Write those of a dataset, by row. Raises ConfigError where that cannot be."""
+        assert self._references is not None
+        self._references.keep(name, values)
+
     def _shard(self, read: Callable[[], StepSamples]) -> StepData:
         start = time.perf_counter()
         data = self._sharder.shard(read())
@@ -219,7 +231,10 @@ class BatchReaderSettings:
 
     objective: the name of what a step minimizes (`dhp.objectives.objectives.find_objective`).
 
-    plugins: modules that register the model's family (`dhp.models.registry`)."""
+    plugins: modules that register the model's family (`dhp.models.registry`).
+
+    reference: digest of the model that preferences are compared with; "": samples come without its log-probabilities.
+    """
 
     model_name: str
     data: DataConfig
@@ -231,6 +246,7 @@ class BatchReaderSettings:
     exchange: str = ""
     objective: str = "sft"
     plugins: tuple[str, ...] = ()
+    reference: str = ""
 
 
 def make_reader(settings: BatchReaderSettings) -> BatchReader:
@@ -241,6 +257,11 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
     family, tokenizer = open_model(settings)
     preprocess = make_preprocessor(settings, family, tokenizer)
     dataset = open_datasets(settings)
+    references = None
+    if settings.reference:
+        folder = Path(resolved(settings.data.cache_dir)) / "references"
+        references = ReferenceTable(folder, settings.reference, dataset.annotations(), preprocess)
+        preprocess.references = references
     open_lengths = partial(_open_lengths, settings, dataset, preprocess)
     measured = open_lengths() if settings.balancing.method != RANDOM else None
     records: Records = dataset
@@ -258,6 +279,7 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
         find_objective(settings.objective),
         open_lengths,
         None if settings.exchange else dataset,
+        references,
     )
 
 

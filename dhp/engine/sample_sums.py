@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from dhp.core.batch import Answer, Bundle, PromptInput, StepInfo, TextInput
 from dhp.core.reports import EvaluatedShare, SampleSums
 from dhp.core.tracing import forget
-from dhp.models.lora import without_dropout
+from dhp.models.lora import without_adapters, without_dropout
 from dhp.objectives.objective import Objective
 from dhp.parallel.optim.base import StageOptimizer
 
@@ -105,6 +106,12 @@ class EvaluatingEngine(ABC):
     device: torch.device
     optimizer: StageOptimizer
     by_sample: SampleSumKeeper | None = None  # where losses are computed
+    _adapters_out = False
+
+    def leave_adapters_out(self, out: bool) -> bool:
+        """Whether evaluation is of the model without its adapters from here on; whether it was before."""
+        before, self._adapters_out = self._adapters_out, out
+        return before
 
     @abstractmethod
     def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
@@ -116,7 +123,8 @@ class EvaluatingEngine(ABC):
 
     def evaluate_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
         """As `forward_step`, for the loss alone: under no_grad, without dropout."""
-        with torch.no_grad(), without_dropout(self.model):
+        left_out = without_adapters(self.model) if self._adapters_out else nullcontext()
+        with torch.no_grad(), without_dropout(self.model), left_out:
             sent = self.forward_step(micro_batch, chunk, work, *received)
         self.forget(micro_batch, chunk)
         return sent

@@ -295,6 +295,26 @@ def digest_tower(model_name: str, dtype: str, parts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
+_BLOCK, _BLOCKS = 1 << 16, 64  # of a file's bytes: so many blocks, evenly apart, and its head
+
+
+def digest_files(folders: Iterable[str], about: Iterable[str]) -> str:
+    """Digest of models by their files: name, size, and of each one's bytes 64 blocks of 64 KiB. about: more of them."""
+    digest = hashlib.sha256("\n".join(about).encode())
+    for folder in folders:
+        path = Path(folder).expanduser()
+        files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []
+        digest.update(b"" if files else folder.encode())
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as opened:
+                for at in sorted({size * block // _BLOCKS for block in range(_BLOCKS)}):
+                    opened.seek(at)
+                    digest.update(opened.read(_BLOCK))
+    return digest.hexdigest()
+
+
 def _refuse_dropout(model: Any) -> None:
     for name, module in model.named_modules():
         chance = getattr(module, "p", None) or getattr(module, "drop_prob", None)

@@ -212,6 +212,22 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             module.train()
 
 
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Compute as the model does without its adapters, in the block."""
+    layers = [module for _, module in adapted_modules(model)]
+    trained = [(parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, asked in trained:  # which peft sets as it thinks fit
+            parameter.requires_grad_(asked)
+
+
 class _Nameless(nn.Module):
     """The modules of a model under a root without its configuration."""
 

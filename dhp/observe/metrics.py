@@ -131,6 +131,12 @@ class StepMetrics:
     sample_digest: str | None = None
     """CRC-32 of which samples the step has, in any layout: see [Samples of a step](#samples-of-a-step). Unit: eight hex
     digits."""
+    preferences: Mapping[str, float] | None = None
+    """Means over the step's preferences: `chosen_logp` and `rejected_logp`, log-probabilities of both sides' answers
+    (by token where there is no reference), `chosen_reward` and `rejected_reward`, beta times what they have moved from
+    the reference, `margin`, the one less the other, and `accuracy`, the share of preferences where that is above 0. Of
+    single answers, the second side is the answer to another prompt. Unit: nats, and a share of 1. Null: there are none.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +157,9 @@ class EvalMetrics:
     exact: float | None = None
     """Of the samples that have such tokens, those all of whose are: greedy decoding gives their answers. Unit: a share
     of 1. Null: no sample has any, or the objective counts none by sample."""
+    preferences: Mapping[str, float] | None = None
+    """As of a step, over all of the dataset's; accuracy above is then the share that the objective counts as won. Unit:
+    nats, and a share of 1. Null: there are none."""
     target_tokens: int = 0
     """Tokens that have a loss. Unit: tokens."""
     tokens: int = 0
@@ -166,6 +175,7 @@ class EvalMetrics:
         """Its numbers by the names that TensorBoard and loggers have: `eval/shapes/loss`, and `eval/loss` of all
         datasets. alone: there is no other dataset."""
         values = {"loss": self.loss, "accuracy": self.accuracy, "exact": self.exact, "seconds": self.seconds}
+        values |= {name: value for name, value in (self.preferences or {}).items() if name != "accuracy"}
         own = flat(values, f"{EVAL}/{self.dataset}/") if self.dataset else {}
         return own | (flat(values, f"{EVAL}/") if alone or not self.dataset else {})
 

@@ -17,6 +17,7 @@ from dhp.cluster.hangs.watch import Watched, wait_all
 from dhp.config.generate_request import unbalanced
 from dhp.config.parts import split_share
 from dhp.config.schema import Config
+from dhp.config.training import TrainingConfig
 from dhp.core.batch import Answer, Sampling, StepInfo
 from dhp.core.errors import ConfigError
 from dhp.core.process import ending, say_nothing
@@ -24,6 +25,7 @@ from dhp.core.reports import EvaluatedShare
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_evaluations
 from dhp.plan.run_plan import plan_run
 from dhp.step.step import EvaluationRefs, answer_batch, evaluate_batch
+from dhp.trainer.preference_means import preference_means
 from dhp.trainer.preflight import prepare
 from dhp.trainer.preload import preloaded
 from dhp.trainer.session import Session
@@ -142,6 +144,7 @@ class Evaluation:
         ConfigError for a dataset without samples, and what reading raises."""
         self._session, self._graph, self._exchange, self._say = session, session.graph, exchange, say
         self._timeout_s = session.config.cluster.step_timeout_s
+        self._sharing = session.graph.stages[-1].degrees.sequence
         self._datasets = [self._open(name) for name in session.config.data.eval_datasets]
 
     def run(self, step: int, judged: Callable[[JudgedSample], None] | None = None) -> list[EvalMetrics]:
@@ -154,15 +157,20 @@ class Evaluation:
                 samples = chain.from_iterable(one.samples for one in of_dataset)
                 for sample in sorted(samples, key=lambda one: one.row):
                     judged(sample)
-        lines = [_metrics(step, data.name, *own) for data, own in zip(self._datasets, measured, strict=True)]
+        metrics = partial(_metrics, self._session.config.training, self._sharing, step)
+        lines = [metrics(data.name, *own) for data, own in zip(self._datasets, measured, strict=True)]
         if len(lines) == 1:
             return lines
         done, seconds = zip(*measured, strict=True)
-        return [*lines, _metrics(step, TOGETHER, list(chain.from_iterable(done)), sum(seconds))]
+        return [*lines, metrics(TOGETHER, list(chain.from_iterable(done)), sum(seconds))]
 
     def answers(self, step: int) -> list[AnswerMetrics]:
         """The model's answers after `step` optimizer steps, where they are asked for."""
         return [one for data in self._datasets if data.held_out is not None for one in data.held_out.answers(step)]
+
+    def readers(self) -> dict[str, DatasetActor]:
+        """The actors that read the datasets, by their names in data.eval_datasets."""
+        return dict(zip(self._session.config.data.eval_datasets, (data.actor for data in self._datasets), strict=True))
 
     def prompts(self) -> Counter[str]:
         """By dataset, how many prompts are answered in each evaluation."""
@@ -202,7 +210,8 @@ class Evaluation:
     def _finish(self, refs: EvaluationRefs, watched: Sequence[Watched]) -> _Done:
         wait_all(watched, self._timeout_s)
         info, shares = self._session.info(refs.info), tuple(self._session.values(refs.shares))
-        return _Done(info, shares, judge_samples(info, shares, self._graph.stages[-1].degrees.sequence))
+        judged = () if info.marks else judge_samples(info, shares, self._sharing)
+        return _Done(info, shares, judged)
 
 
 def tenths(batches: int) -> set[int]:
@@ -231,13 +240,17 @@ def misses(config: Config, step: int, record: Sequence[Line], prompts: Counter[s
     return last not in {line.dataset for line in read_evaluations(record, step)} or not prompts <= answered
 
 
-def _metrics(step: int, name: str, done: Sequence[_Done], seconds: float) -> EvalMetrics:
+def _metrics(
+    training: TrainingConfig, sharing: int, step: int, name: str, done: Sequence[_Done], seconds: float
+) -> EvalMetrics:
     """Of one dataset, or of all as if they were one."""
     targets, counted = sum(one.info.target_tokens for one in done), sum(one.counted for one in done)
     weight = sum(one.info.total_weight for one in done)
     judged = [sample.exact for one in done for sample in one.samples]
+    of_shards = [[share.samples for share in one.shares] for one in done]
     return EvalMetrics(
         step=step,
+        preferences=preference_means([one.info for one in done], of_shards, sharing, training),
         dataset=name,
         loss=sum(one.loss * one.info.total_weight for one in done) / weight if weight else None,
         accuracy=sum(one.right for one in done) / counted if counted else None,

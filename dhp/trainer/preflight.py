@@ -113,13 +113,14 @@ def _look_at_folders(config: Config, say: Callable[[str], None]) -> None:
 def _look_at_samples(config: Config, family: Family, say: Callable[[str], None], end: str) -> None:
     from dhp.data.sampling.probe import check_some_samples
     from dhp.models.config_file import tell_positions
+    from dhp.objectives.objectives import OBJECTIVES
 
     looked = [*config.data.datasets, *config.data.eval_datasets]
     say(f"looking at some samples of {', '.join(looked)}")
     hears = HEARING in parts(config)
     data, skips = config.data, config.data.on_bad_sample == "skip"
     sees, behind = family.processor.video_token_id is not None, tell_positions(data.positions, family)
-    more = (data.allow_http, hears, skips, sees, end, behind)
+    more = (data.allow_http, hears, skips, sees, end, behind, OBJECTIVES[config.training.objective].compares)
     for note in check_some_samples(looked, data.data_registry, config.seed, *more):
         say(note)
 
@@ -333,3 +334,19 @@ def keep_settings(config: Config, graph: StageGraph) -> dict[str, KeepSettings]:
     from dhp.core.batch import KeepSettings
 
     return {VISION: KeepSettings(where, room)}
+
+
+def reference_digest(config: Config) -> str:
+    """Digest of the model that preferences are compared with: where it is, its files, and what it computes in; "": the
+    objective compares with none."""
+    from dhp.objectives.objectives import OBJECTIVES
+
+    if not OBJECTIVES[config.training.objective].refers:
+        return ""
+    from dhp.models.empty import digest_files
+
+    begun = config.training.preference.reference == "start"
+    sections = parts(config)
+    folders = [one.lora.begin_from for one in sections.values() if begun and one.lora.rank and one.lora.begin_from]
+    formats = [f"{name} {part.dtype}" for name, part in sections.items()]
+    return digest_files([model_name(config), *folders], formats)

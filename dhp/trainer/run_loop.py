@@ -28,6 +28,7 @@ from dhp.step.step import update_weights
 from dhp.trainer.planned_layout import with_layout
 from dhp.trainer.preflight import prepare
 from dhp.trainer.preload import preloaded
+from dhp.trainer.references import find_references
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import Session, open_run
 from dhp.trainer.trainer import ADVICE, NonfiniteCount
@@ -79,6 +80,7 @@ class Run:
             exits.enter_context(ending())
             self._plan = self._session.open_data(lambda done, parts: None)
             self._session.start_stages(self._plan.steps)
+            find_references(self._session)
             self._saver = Saver(self._session, self._say, unfinished)
             self._nonfinite = NonfiniteCount(config.training.max_nonfinite_steps)
             self._exits = exits.pop_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from dhp.plan.run_plan import RunPlan, find_localities
 from dhp.step.stages import EngineProtocol, Stages, make_stages
 from dhp.supervise.attempt import known_device, restarts, this_attempt
 from dhp.trainer.dry_run import require_room
-from dhp.trainer.preflight import feature_settings, keep_settings
+from dhp.trainer.preflight import feature_settings, keep_settings, reference_digest
 from dhp.trainer.settings import (
     check_rates,
     check_recipe,
@@ -109,6 +110,11 @@ class Session:
     def __exit__(self, *error: Any) -> None:
         self._cluster.__exit__(*error)
 
+    @cached_property
+    def _reference(self) -> str:
+        """Of the model that preferences are compared with."""
+        return reference_digest(self.config)
+
     @property
     def groups(self) -> dict[str, ActorGroup]:
         """The actors of each stage."""
@@ -130,6 +136,15 @@ class Session:
     def threads(self) -> int:
         """CPU threads of an actor."""
         return self._cluster.threads
+
+    def say(self, line: str) -> None:
+        """Tell what is being done."""
+        self._say(line)
+
+    def leave_adapters_out(self, out: bool) -> None:
+        """Whether all stages evaluate without their adapters from here on."""
+        for group in self.groups.values():
+            group.execute_all("leave_adapters_out", out, timeout_s=self._timeout_s)
 
     def describe(self) -> str:
         """One line: how many actors of each stage, where."""
@@ -156,11 +171,9 @@ class Session:
             self._say(f"reading the weights that data.cache_features={config.data.cache_features} goes by")
         features = feature_settings(config)
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
+        feed = feed_settings(config, near, passes_of(self.plan.counted), features)
         self.data = self._cluster.dataset_actor(
-            make_reader,
-            feed_settings(config, near, passes_of(self.plan.counted), features),
-            micro_batches=micro_batches(config),
-            **reading,
+            make_reader, replace(feed, reference=self._reference), micro_batches=micro_batches(config), **reading
         )
         started_s = config.cluster.start_timeout_s
         self._say(f"starting the dataset actor; it reads the annotations of {', '.join(config.data.datasets)}")
@@ -210,13 +223,14 @@ class Session:
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.graph, self.groups, self._cluster.linked)
 
-    def open_reader(self, config: Config, exchange: str = "") -> DatasetActor:
+    def open_reader(self, config: Config, exchange: str = "", refers: bool = True) -> DatasetActor:
         """Start the actors that read other data than the run's, as `config` says; once they have opened it. exchange:
-        see `dhp.batch.reader.BatchReaderSettings`."""
+        see `dhp.batch.reader.BatchReaderSettings`. refers: preferences come with the reference's log-probabilities."""
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
         settings = feed_settings(config, near)
         division = replace(settings.division, draws=NO_DRAWS)  # without training nothing draws
-        settings = replace(settings, exchange=exchange, division=division)
+        reference = self._reference if refers else ""
+        settings = replace(settings, exchange=exchange, division=division, reference=reference)
         actor = self._cluster.dataset_actor(
             make_reader,
             settings,

@@ -34,8 +34,10 @@ from dhp.supervise.attempt import (
     telling_end,
 )
 from dhp.trainer.evaluation import Evaluation, due, misses
+from dhp.trainer.preference_means import preference_means
 from dhp.trainer.ready import start_stages
 from dhp.trainer.recomputing import naming_relief, with_more_recomputed
+from dhp.trainer.references import find_references
 from dhp.trainer.saving import SaveQuery, Saver, Saving
 from dhp.trainer.session import DataPlan, Session, open_run
 from dhp.trainer.settings import FULLEST_FIRST, resume_line
@@ -222,6 +224,7 @@ class Trainer:
                 return
         tell_state(LOADING)
         self.ready = start_stages(self.session, self.recorder, plan.steps)
+        find_references(self.session, self._evaluation)
         if self.start.step < plan.steps:
             self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
         untrained = self.start.step == 0 and self.config.training.eval_on_start  # again, where a fault ended the first
@@ -361,6 +364,11 @@ class Trainer:
         reports = {name: self.session.values(refs) for name, refs in pending.refs.reports.items()}
         left = (self._skipped, self._nonfinite.add(reports))
         metrics = step_metrics(info, reports, timing, self.session.stages, *left)
+        if info.marks:
+            last = self.session.stages[self.graph.stages[-1].name]
+            sums = [report.samples for report in last.leaders(reports[last.spec.name])]
+            means = preference_means([info], [sums], last.spec.degrees.sequence, self.config.training)
+            metrics = replace(metrics, preferences=means)
         self._tell_once(notes(reports, metrics, timing))
         record_step(self.recorder, metrics, info, reports, self.session.stages)
         self._nonfinite.tell(metrics)

@@ -112,6 +112,7 @@ def key_of(annotations: Annotations, preprocess: Preprocessor, path: Place) -> s
         "path": str(path),
         "form": annotations.form,
         **({"columns": dict(annotations.columns)} if annotations.columns else {}),
+        **({"compares": annotations.compares} if annotations.compares else {}),
         "data_path": os.path.abspath(data_path) if isinstance(data_path, Path) else data_path and str(data_path),
         "allow_http": annotations.allow_http,
         "preprocess": preprocess.fingerprint(),

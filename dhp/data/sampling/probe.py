@@ -32,11 +32,12 @@ def check_some_samples(
     videos_allowed: bool = True,
     end: str = "",
     of_videos: str | None = None,
+    compares: str = "",
 ) -> list[str]:
     """Read some annotations of each named dataset, and check that the files that they name exist. audio_allowed:
     whether the run may use audio; videos_allowed: whether its model sees videos. skips: defective samples are left out,
     so they are no error here. end: what the chat template writes behind an answer. of_videos: a line for data with
-    videos.
+    videos. compares: as `dhp.data.read.annotations.Annotations` has it.
 
     Returns a line for each dataset that has keys which were not read, for one whose answers have that end already, and
     for one of grey pictures that would be nearly black. Datasets that are large or of another kind are not looked at,
@@ -45,7 +46,7 @@ def check_some_samples(
     cheap = [name for name in names if _is_cheap(registry[split_share(name)[0]].annotation_path)]
     notes, moving = [], len(cheap) < len(names)  # of what is not looked at, it is not known
     for name in dict.fromkeys(cheap):
-        dataset = open_dataset([name], registry, seed, allow_http=allow_http)
+        dataset = open_dataset([name], registry, seed, allow_http=allow_http, compares=compares)
         unread: Counter[str] = Counter()
         answers, dim = list[str](), 0
         chosen = _spread(len(dataset), PROBED_SAMPLES)

@@ -1,0 +1,58 @@
+"""Sums of both sides of preferences, and what a step says of them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+from dhp.config.training import TrainingConfig
+from dhp.core.batch import Mark, StepInfo
+from dhp.core.reports import SampleSums
+from dhp.objectives.objectives import OBJECTIVES
+from dhp.trainer.step_reports import Place, SampleSum, add_by_sample
+
+Shards = Sequence[SampleSums | None]
+NAMES = ("chosen_logp", "rejected_logp", "chosen_reward", "rejected_reward", "margin", "accuracy")
+_NOWHERE: Place = ("", -1)
+
+
+def add_by_side(info: StepInfo, shards: Shards, sharing: int) -> dict[Place, tuple[SampleSum, SampleSum]]:
+    """Of preferences: what the shards of a stage have of both sides of each, added. As `add_by_sample` otherwise."""
+    first, second = (add_by_sample(_only(info, side), shards, sharing) for side in (True, False))
+    return {place: (one, second[place]) for place, one in first.items() if place != _NOWHERE}
+
+
+def _only(info: StepInfo, first: bool) -> StepInfo:
+    """The places of samples that are this side of theirs."""
+    order = tuple(
+        tuple(
+            tuple(place if mark.first == first else _NOWHERE for place, mark in zip(places, marks, strict=True))
+            for places, marks in zip(of_rows, of_marks, strict=True)
+        )
+        for of_rows, of_marks in zip(info.order, info.marks, strict=True)
+    )
+    return replace(info, order=order)
+
+
+def preference_means(
+    infos: Sequence[StepInfo], shards: Sequence[Shards], sharing: int, training: TrainingConfig
+) -> dict[str, float] | None:
+    """What metrics.jsonl has of the preferences of some batches; None: they have none. shards: of the last stage, of
+    each batch. sharing: those that share a row."""
+    refers, beta = OBJECTIVES[training.objective].refers, training.preference.beta
+    rows = []
+    for info, of_batch in zip(infos, shards, strict=True):
+        marks = _marks(info) if info.marks else {}
+        for place, sides in add_by_side(info, of_batch, sharing).items() if marks else ():
+            logps = [-side.total if refers else -side.total / max(side.targets, 1) for side in sides]
+            moved = [logp - mark.reference if refers else logp for logp, mark in zip(logps, marks[place], strict=False)]
+            rewards = [beta * one for one in moved]
+            rows.append((*logps, *rewards, rewards[0] - rewards[1], float(rewards[0] > rewards[1])))
+    return {name: sum(column) / len(rows) for name, column in zip(NAMES, zip(*rows))} if rows else None
+
+
+def _marks(info: StepInfo) -> dict[Place, list[Mark]]:
+    found: dict[Place, list[Mark]] = {}
+    for places, marks in zip(chain.from_iterable(info.order), chain.from_iterable(info.marks), strict=True):
+        for place, mark in zip(places, marks, strict=True):
+            found.setdefault(place, []).append(mark)
+    return found
