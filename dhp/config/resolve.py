@@ -16,7 +16,7 @@ from dhp.config.keys import unknown_keys
 from dhp.config.layout import LAYOUTS, resolve_part
 from dhp.config.parts import OPTIONAL, decoder, encoders, parts, sections, split_share
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training, require_choice
-from dhp.config.rules import FSDP, check_balance, check_optimizer, check_run, with_engine
+from dhp.config.rules import FSDP, check_balance, check_optimizer, check_preference, check_run, with_engine
 from dhp.config.schema import ClusterConfig, Config, StageEntry
 from dhp.config.steps import micro_batches
 from dhp.core.errors import ConfigError, raise_all
@@ -62,6 +62,7 @@ def check_together(config: Config) -> None:
     """Rules of a resolved configuration between its parts and the rest. Raises ConfigError."""
     check_run(config)
     check_optimizer(config)
+    check_preference(config)
     check_evaluation(config)
     check_balance(config)
     micro_batches(config)

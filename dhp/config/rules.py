@@ -403,6 +403,17 @@ def with_engine(optimizer: str, part: PartConfig) -> PartConfig:
     return replace(part, zero_engine=FSDP) if asked and part.zero_engine == "auto" else part
 
 
+def check_preference(config: Config) -> None:
+    """Rules of training.preference. Raises ConfigError."""
+    asked, key = config.training.preference, "training.preference."
+    require(asked.beta > 0, f"{key}beta", asked.beta, "beta > 0")
+    smoothing = asked.label_smoothing
+    require(0 <= smoothing < 0.5, f"{key}label_smoothing", smoothing, "0 <= label_smoothing < 0.5")
+    for name, value in (("liked_weight", asked.liked_weight), ("disliked_weight", asked.disliked_weight)):
+        require(0 <= value < float("inf"), f"{key}{name}", value, f"0 <= {name}, and a number")
+    require_choice(f"{key}reference", asked.reference, ("start", "base"))
+
+
 def check_optimizer(config: Config) -> None:
     """Rules of the optimizer of a resolved configuration. Raises ConfigError."""
     training = config.training

@@ -109,6 +109,7 @@ def eval_line(metrics: EvalMetrics) -> str:
         f"evaluated after step {metrics.step}: {metrics.dataset or 'all together'}",
         f"loss {shown(metrics.loss, '.4f')}",
         f"accuracy {shown(metrics.accuracy, '.1%')}",
+        *_preferences(metrics.preferences)[:1],
         f"exact {shown(metrics.exact, '.1%')}",
         f"{metrics.target_tokens:,} target tokens",
         f"{metrics.seconds:.1f} s",
@@ -136,12 +137,17 @@ def step_line(metrics: StepMetrics, total_steps: int, left_s: float | None = Non
         f"step {metrics.step}/{total_steps}",
         f"epoch {shown(metrics.epoch, '.2f')}",
         f"loss {shown(metrics.loss, '.4f')}",
+        *_preferences(metrics.preferences),
         f"norm {shown(metrics.grad_norm, '.3g')}",
         f"lr {_learning_rates(metrics)}",
         *_speed(metrics),
         f"eta {clock(left_s)}",
     ]
     return "  ".join(figures)
+
+
+def _preferences(means: Mapping[str, float] | None) -> list[str]:
+    return [] if means is None else [f"margin {means['margin']:.3g}", f"won {means['accuracy']:.0%}"]
 
 
 def clock(seconds: float | None) -> str:

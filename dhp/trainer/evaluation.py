@@ -17,7 +17,6 @@ from dhp.cluster.hangs.watch import Watched, wait_all
 from dhp.config.generate_request import unbalanced
 from dhp.config.parts import split_share
 from dhp.config.schema import Config
-from dhp.config.training import TrainingConfig
 from dhp.core.batch import Answer, Sampling, StepInfo
 from dhp.core.errors import ConfigError
 from dhp.core.process import ending, say_nothing
@@ -144,7 +143,6 @@ class Evaluation:
         ConfigError for a dataset without samples, and what reading raises."""
         self._session, self._graph, self._exchange, self._say = session, session.graph, exchange, say
         self._timeout_s = session.config.cluster.step_timeout_s
-        self._sharing = session.graph.stages[-1].degrees.sequence
         self._datasets = [self._open(name) for name in session.config.data.eval_datasets]
 
     def run(self, step: int, judged: Callable[[JudgedSample], None] | None = None) -> list[EvalMetrics]:
@@ -157,12 +155,11 @@ class Evaluation:
                 samples = chain.from_iterable(one.samples for one in of_dataset)
                 for sample in sorted(samples, key=lambda one: one.row):
                     judged(sample)
-        metrics = partial(_metrics, self._session.config.training, self._sharing, step)
-        lines = [metrics(data.name, *own) for data, own in zip(self._datasets, measured, strict=True)]
+        lines = [self._line(step, data.name, *own) for data, own in zip(self._datasets, measured, strict=True)]
         if len(lines) == 1:
             return lines
         done, seconds = zip(*measured, strict=True)
-        return [*lines, metrics(TOGETHER, list(chain.from_iterable(done)), sum(seconds))]
+        return [*lines, self._line(step, TOGETHER, list(chain.from_iterable(done)), sum(seconds))]
 
     def answers(self, step: int) -> list[AnswerMetrics]:
         """The model's answers after `step` optimizer steps, where they are asked for."""
@@ -189,6 +186,17 @@ class Evaluation:
             held_out = HeldOut(self._session, name, training.eval_answers, Sampling(training.eval_answer_tokens))
         return EvalData(split_share(name)[0], actor, batches, held_out)
 
+    def _line(self, step: int, name: str, done: Sequence[_Done], seconds: float) -> EvalMetrics:
+        line = _metrics(step, name, done, seconds)
+        if not any(one.info.marks for one in done):
+            return line
+        sharing, of_shards = (
+            self._graph.stages[-1].degrees.sequence,
+            [[own.samples for own in one.shares] for one in done],
+        )
+        means = preference_means([one.info for one in done], of_shards, sharing, self._session.config.training)
+        return replace(line, preferences=means)
+
     def _evaluate(self, data: EvalData) -> tuple[list[_Done], float]:
         """The dataset's batches, and the seconds that they took."""
         begun = time.perf_counter()
@@ -210,7 +218,7 @@ class Evaluation:
     def _finish(self, refs: EvaluationRefs, watched: Sequence[Watched]) -> _Done:
         wait_all(watched, self._timeout_s)
         info, shares = self._session.info(refs.info), tuple(self._session.values(refs.shares))
-        judged = () if info.marks else judge_samples(info, shares, self._sharing)
+        judged = () if info.marks else judge_samples(info, shares, self._graph.stages[-1].degrees.sequence)
         return _Done(info, shares, judged)
 
 
@@ -240,17 +248,13 @@ def misses(config: Config, step: int, record: Sequence[Line], prompts: Counter[s
     return last not in {line.dataset for line in read_evaluations(record, step)} or not prompts <= answered
 
 
-def _metrics(
-    training: TrainingConfig, sharing: int, step: int, name: str, done: Sequence[_Done], seconds: float
-) -> EvalMetrics:
+def _metrics(step: int, name: str, done: Sequence[_Done], seconds: float) -> EvalMetrics:
     """Of one dataset, or of all as if they were one."""
     targets, counted = sum(one.info.target_tokens for one in done), sum(one.counted for one in done)
     weight = sum(one.info.total_weight for one in done)
     judged = [sample.exact for one in done for sample in one.samples]
-    of_shards = [[share.samples for share in one.shares] for one in done]
     return EvalMetrics(
         step=step,
-        preferences=preference_means([one.info for one in done], of_shards, sharing, training),
         dataset=name,
         loss=sum(one.loss * one.info.total_weight for one in done) / weight if weight else None,
         accuracy=sum(one.right for one in done) / counted if counted else None,

@@ -455,7 +455,7 @@ seed: 7
             "; did you mean gradient_accumulation_steps of LLaMA-Factory and ms-swift and",
         ),
         ("learningrate=1", "; did you mean training.learning_rate?"),
-        ("training.wobble=0.9", "; training has objective, batch_size"),
+        ("training.wobble=0.9", "; training has objective, preference, batch_size"),
     ],
 )
 def test_keys_of_other_trainers_are_known(override, hint):

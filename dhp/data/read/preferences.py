@@ -34,7 +34,10 @@ def _split_pair(raw: Mapping[str, Any]) -> Sides:
     there = {key: value for key, value in raw.items() if is_set(value)}
     rejected = [key for key in there if key == "rejected" or key.startswith("rejected_")]
     files = {key: raw[f"rejected_{key}"] for key in _FILES if f"rejected_{key}" in rejected}
-    if "chosen" in there or "rejected" in there:
+    if "chosen_messages" in there and "rejected_messages" in there:  # LLaMA-Factory's newer form
+        base = {key: value for key, value in raw.items() if key not in ("chosen_messages", *rejected)}
+        sides = tuple(base | {"messages": there[f"{side}_messages"]} for side in ("chosen", "rejected"))
+    elif "chosen" in there or "rejected" in there:
         missing = [key for key in ("chosen", "rejected") if key not in there]
         if missing:
             raise DataError(f"{missing[0]!r} is missing or empty: a preference has two sides. Leave such rows out")

@@ -45,6 +45,11 @@ ROWS = {
         "images": ["a.png"],
     },
     "LLaMA-Factory, Alpaca": {"instruction": USER, "chosen": GOOD, "rejected": BAD, "images": ["a.png"]},
+    "LLaMA-Factory, messages": {
+        "chosen_messages": [said("user", f"<image>{USER}"), said("assistant", GOOD)],
+        "rejected_messages": [said("user", f"<image>{USER}"), said("assistant", BAD)],
+        "images": ["a.png"],
+    },
     "ms-swift, response": {
         "messages": [said("user", f"<image>{USER}"), said("assistant", GOOD)],
         "rejected_response": BAD,

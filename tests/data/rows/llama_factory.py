@@ -67,7 +67,7 @@ ROWS = [
     Row("case_020_v1_dpo", LF, "chosen_messages, rejected_messages",
         {"chosen_messages": chat(Q, A), "rejected_messages": chat(Q, "No.")}, refused="are preferences"),
     Row("case_173_alpaca_rejected", LF, "alpaca with output and rejected",
-        {"instruction": Q, "output": A, "rejected": "No."}, refused="'rejected' .* preferences are not there"),
+        {"instruction": Q, "output": A, "rejected": "No."}, refused="'rejected' .* preferences are trained with training.objective=dpo"),
     Row("case_017_sharegpt", LF, "conversations, system, images",
         {"conversations": gpt(f"<image>{Q}", A), "system": "Be brief.", "images": ["red.png"]}, (BRIEF, *SEEN)),
     Row("case_018_system_beside", LF, "system beside conversations, text alone",
