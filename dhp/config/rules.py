@@ -164,9 +164,6 @@ PART_RULES: tuple[Rule, ...] = (
         ("lora.dora", False, "peft's adapters of experts train no norms"),
         limit=NOT_BUILT,
     ),
-    Rule("{name}.lora.dora {name}.tensor {name}.zero_stage", lambda p: p.lora.dora and (p.tensor > 1 or p.zero_stage),
-         ": it takes the norms of whole rows of a matrix, of which each actor has a part. Set {name}.tensor=1 and "
-         "{name}.zero_stage=0, or {name}.lora.dora=false.", NOT_BUILT),
 )  # fmt: skip
 
 # Of a part in a run.

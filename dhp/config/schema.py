@@ -30,7 +30,7 @@ class LoraConfig:
     part's layers, without routers of experts."""
 
     dora: bool = False
-    """true: train the norms of the matrices' rows too (DoRA). With tensor=1 and zero_stage=0."""
+    """true: train the norms of the matrices' rows too (DoRA)."""
 
     begin_from: Optional[str] = None
     """A directory of adapters, of another run (`python -m dhp export RUN DIR --adapter`) or of peft's, whose values

@@ -39,6 +39,7 @@ from dhp.parallel.optim.learning_rates import RateCurve, learning_rate_at
 from dhp.parallel.optim.muon import make_muon
 from dhp.parallel.optim.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optim.zero import ZeroSharded
+from dhp.parallel.tensor.row_norms import scale_rows
 from dhp.parallel.tensor.sequence_norms import SequenceNorms, TensorRanks
 from dhp.parallel.tensor.slices import cut_adapters
 from dhp.parallel.tensor.tensor_plan import local_plan
@@ -62,6 +63,7 @@ def put_adapters(model: nn.Module, part: Part, settings: StageSettings, mesh: De
     add_adapters(model, find_targets(model, part, asked), asked, settings.config.seed, begin)
     if settings.spec.degrees.tensor > 1:
         cut_adapters(adapted_modules(model), mesh["tensor"])
+    scale_rows(adapted_modules(model), mesh.get_group("tensor"), begun=begin is not None)
 
 
 def quantize_frozen(

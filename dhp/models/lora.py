@@ -140,7 +140,6 @@ def add_adapters(
         lora_dropout=asked.dropout,
         **split_targets(targets),
         use_rslora=asked.rslora,
-        use_dora=asked.dora,
         bias="none",
     )
     inject_adapter_in_model(config, _Nameless(model), ADAPTER)
@@ -150,6 +149,8 @@ def add_adapters(
     for name, layer in adapted_modules(model):
         if target_of(name, layer) not in adapted:
             continue
+        if asked.dora:
+            _add_norms(layer)
         if asked.dropout:
             layer.lora_dropout[ADAPTER] = TokenDropout(asked.dropout, name)
         with torch.no_grad():
@@ -161,6 +162,20 @@ def add_adapters(
                     weight.copy_(begin(own))
                 elif piece.endswith(("lora_A", "lora_B")):
                     weight.copy_(first_values(piece, weight.shape, seed))
+
+
+def _add_norms(layer: Any) -> None:
+    """What peft's own DoRA adds to a layer. Where its matrix is a slice, norms come as many and without values: they
+    are those of whole rows (`dhp.parallel.tensor.row_norms`)."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+    from peft.tuners.lora.variants import DoraLinearVariant
+
+    weight, rows = layer.base_layer.weight.detach(), len(layer.lora_B[ADAPTER].weight)
+    norms = DoraLinearLayer(fan_in_fan_out=False)
+    norms.weight = nn.Parameter(weight.norm(dim=1) if len(weight) == rows else weight.new_ones(rows))
+    layer.lora_magnitude_vector[ADAPTER], layer.lora_variant[ADAPTER] = norms, DoraLinearVariant()
+    layer.use_dora[ADAPTER] = True
+    layer.adapter_layer_names = (*layer.adapter_layer_names, "lora_magnitude_vector")
 
 
 def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:

@@ -80,6 +80,13 @@ LORA = {
         trainable=("projector",),
     ),
 }  # fmt: skip
+NORMS = tuple((part, replace(asked, dora=True)) for part, asked in ADAPTERS)
+DORA = {name: replace(case, lora=NORMS) for name, case in LORA.items()} | {
+    "fsdp, tensor": Case(
+        Degrees(tensor=2), Degrees(data=2, tensor=2), 2, "float32", text_zero_stage=3, fsdp=True, lora=NORMS,
+        trainable=("projector",),
+    ),
+}  # fmt: skip
 DROPOUT = tuple((part, replace(asked, dropout=0.1)) for part, asked in ADAPTERS)
 DROPPING = {name: replace(case, lora=DROPOUT) for name, case in LORA.items()} | {
     "ring, replicas": Case(
@@ -210,6 +217,14 @@ def test_adapters_of_every_layout_go_on_in_every_other(saved: Saved, tmp_path: P
 @pytest.mark.parametrize(("before", "after"), [slow(PLAIN, "ulysses, tensor"), slow("ulysses, tensor", "fsdp")])
 def test_adapters_go_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     assert_goes_on(saved, tmp_path, LORA[before], LORA[after], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("ulysses, tensor", PLAIN), slow("ulysses, tensor", "fsdp, tensor"), slow("fsdp, tensor", "fsdp")],
+)
+def test_norms_of_rows_go_on_in_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    assert_goes_on(saved, tmp_path, DORA[before], DORA[after], 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -293,10 +293,6 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             {"text__lora": LoraConfig(rank=4), "text__parallelism": "autotp", "text__num_actors": 2},
             ["text.lora.rank=4 with text.parallelism=autotp", "Set text.parallelism=tensor"],
         ),
-        (
-            {"text__lora": LoraConfig(rank=4, dora=True), "text__parallelism": "tensor", "text__num_actors": 2},
-            ["text.lora.dora=true with text.tensor=2", "or text.lora.dora=false"],
-        ),
         ({"text__lora": LoraConfig(quantization="nf4")}, ["text.lora has settings, but text.lora.rank=0"]),
         (
             {"text__lora": LoraConfig(rank=4, quantization="nf3")},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dhp.core.axes import Degrees
-from dhp.core.parameters import AdapterSettings, GroupRule, Selector
+from dhp.core.parameters import ADAPTER, AdapterSettings, GroupRule, Selector
 from dhp.engine.stage_settings import StageSettings
 from dhp.models import lora as adapters
 from dhp.parallel.tensor import slices as cutting
@@ -33,6 +33,7 @@ TEXT = (("text", AdapterSettings(4, 8.0)),)
 BOTH = (("vision", AdapterSettings(3, 6.0, rslora=True)), ("text", AdapterSettings(4, 4.0)))
 SOME = (("text", AdapterSettings(2, 8.0, targets=("q_proj", "v_proj", "down_proj"))),)
 DORA = (("text", AdapterSettings(2, 2.0, dora=True)),)
+NORMS = (("vision", AdapterSettings(3, 6.0, dora=True, rslora=True)), ("text", AdapterSettings(2, 3.0, dora=True)))
 LAST = (("text", AdapterSettings(2, 4.0, targets=("layers.[23]",))),)
 FASTER = (GroupRule("out", (Selector("lora_B"),), 5e-3, 0.0),)
 CASES = [
@@ -40,6 +41,21 @@ CASES = [
     slow(Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=BOTH, packing=True)),  # more ranks than key and value heads
     Case(ONE, Degrees(tensor=2), 2, lora=SOME, trainable=("projector", "layers.1"), checkpointing=True),
     slow(Case(ONE, Degrees(data=2), 2, lora=DORA, packing=True)),
+    Case(Degrees(tensor=2), Degrees(tensor=2), 2, lora=NORMS, packing=True),
+    Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, lora=NORMS, zero_stage=2, text_zero_stage=3, fsdp=True),
+    Case(Degrees(data=2), Degrees(data=2), 2, "float32", 1, lora=NORMS, text_zero_stage=3, packing=True),
+    *map(
+        slow,
+        (
+            Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=NORMS, sharded_norms=True, checkpointing=True),
+            Case(Degrees(data=2), Degrees(tensor=4), 2, lora=NORMS, zero_stage=3, fsdp=True, mlp_chunks=2),
+            Case(Degrees(data=2), Degrees(data=2), 2, "float32", 3, lora=NORMS, text_zero_stage=2),
+            Case(ONE, Degrees(data=2), 2, "float32", lora=NORMS, text_zero_stage=1, packing=True, recompute="mlp"),
+            Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, lora=NORMS, optimizer="muon", recompute="linear"),
+            Case(Degrees(tensor=2), Degrees(tensor=2), 2, lora=NORMS, optimizer="adafactor", recompute="light"),
+            Case(ONE, Degrees(ulysses=2, tensor=2), 2, lora=DORA, stages=2, packing=True),
+        ),
+    ),
 ]
 STAGED = [Case(ONE, ONE, 2, stages=2, lora=LAST, frozen=("vision",))]
 
@@ -105,9 +121,23 @@ class InputNotEntered(InspectedText):
             super().adapt()
 
 
-@pytest.mark.parametrize("fault", [OutputNotSummed, InputNotEntered], ids=lambda kind: kind.__name__)
-def test_an_adapter_that_is_not_cut_as_its_matrix_shows(fault: type[InspectedText], four_layers_model: str) -> None:
-    case = Case(ONE, Degrees(tensor=2), 2, lora=TEXT)
+class SquaresNotSummed(InspectedText):
+    """The norm of a rank's slice of a row is taken for the row's, once the first norms are there."""
+
+    def adapt(self) -> None:
+        super().adapt()
+        for _, layer in adapters.adapted_modules(self.model):
+            layer.lora_variant[ADAPTER]._squares_over = None
+
+
+FAULTS = [(OutputNotSummed, TEXT), (InputNotEntered, TEXT), (SquaresNotSummed, DORA)]
+
+
+@pytest.mark.parametrize(("fault", "lora"), FAULTS, ids=lambda own: getattr(own, "__name__", ""))
+def test_an_adapter_that_is_not_cut_as_its_matrix_shows(
+    fault: type[InspectedText], lora: tuple[tuple[str, AdapterSettings], ...], four_layers_model: str
+) -> None:
+    case = Case(ONE, Degrees(tensor=2), 2, lora=lora)
     found = compare(four_layers_model, case, awkward_steps(), Fault(text=fault))
     assert found.gradient > 1e-2, found
 

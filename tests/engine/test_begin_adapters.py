@@ -1,7 +1,7 @@
 """Adapters that another run wrote are what a run of any layout begins with."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.helpers.rows import slow
 
 ONE = Degrees()
 BOTH = (("vision", AdapterSettings(3, 6.0)), ("text", AdapterSettings(4, 4.0)))
+NORMS = tuple((part, replace(asked, dora=True)) for part, asked in BOTH)
 FIRST = Case(ONE, Degrees(tensor=2), 2, lora=BOTH)
 LAYOUTS = [
     Case(Degrees(tensor=2), Degrees(tensor=2), 2, lora=BOTH),
@@ -28,6 +29,9 @@ LAYOUTS = [
     Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, fsdp=True, zero_stage=3, text_zero_stage=3),
     slow(Case(Degrees(data=2), Degrees(data=2), 2, "float32", lora=BOTH, zero_stage=1, text_zero_stage=2)),
     Case(ONE, ONE, 2, lora=BOTH, stages=2),
+    Case(Degrees(data=2), Degrees(tensor=2), 2, lora=NORMS),
+    slow(Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=NORMS, sharded_norms=True)),
+    slow(Case(Degrees(data=2), Degrees(data=2), 2, "float32", lora=NORMS, zero_stage=3, text_zero_stage=2)),
 ]
 
 
@@ -53,10 +57,18 @@ def begins(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def earlier(four_layers_model: str, tmp_path_factory: pytest.TempPathFactory) -> Earlier:
-    root = tmp_path_factory.mktemp("earlier")
+    return _run(four_layers_model, FIRST, tmp_path_factory.mktemp("earlier"))
+
+
+@pytest.fixture(scope="module")
+def earlier_norms(four_layers_model: str, tmp_path_factory: pytest.TempPathFactory) -> Earlier:
+    return _run(four_layers_model, replace(FIRST, lora=NORMS), tmp_path_factory.mktemp("norms"))
+
+
+def _run(model: str, case: Case, root: Path) -> Earlier:
     steps = [*awkward_steps()[:2], awkward_steps()[0]]
-    feed = make_reader(four_layers_model, FIRST, steps)
-    with Running(four_layers_model, FIRST) as running:
+    feed = make_reader(model, case, steps)
+    with Running(model, case) as running:
         for step in range(2):
             running.step(feed.step(step))
         running.save(root / "checkpoint")
@@ -64,14 +76,15 @@ def earlier(four_layers_model: str, tmp_path_factory: pytest.TempPathFactory) ->
     parts = [read_shards(root / "checkpoint" / part) for part in ("vision", "text")]
     weights = {name: tensor for part in parts for name, tensor in part.items()}
     adapters = {name: one for name, one in weights.items() if is_adapter(name)}
-    save_adapter(four_layers_model, adapters, dict(BOTH), root / "adapter")
+    save_adapter(model, adapters, dict(case.lora), root / "adapter")
     return Earlier(root / "adapter", root / "checkpoint", adapters, loss)
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_a_run_goes_on_where_the_other_stopped(
-    case: Case, earlier: Earlier, four_layers_model: str, tmp_path: Path
+    case: Case, request: pytest.FixtureRequest, four_layers_model: str, tmp_path: Path
 ) -> None:
+    earlier: Earlier = request.getfixturevalue("earlier_norms" if case.lora == NORMS else "earlier")
     feed = make_reader(four_layers_model, case, [awkward_steps()[0]])
     with Running(four_layers_model, case, lora=begins(earlier.folder)) as running:
         running.save(tmp_path)

@@ -49,6 +49,9 @@ CASES = [
         on_demand,
         (
             Case(ONE, ONE, 1, lora=DORA, packing=True),
+            Case(ONE, Degrees(tensor=2), 2, lora=DORA, packing=True),
+            Case(ONE, Degrees(tensor=4), 2, lora=DORA, sharded_norms=True),
+            Case(ONE, Degrees(data=2), 2, "float32", lora=DORA, text_zero_stage=3),
             Case(Degrees(ring=2), Degrees(ulysses=2, ring=2), 2, lora=BOTH, sequence_groups="auto"),
             Case(Degrees(ulysses=2, ring=2), Degrees(ulysses=2, tensor=2), 2, lora=ALL),
             Case(Degrees(data=2, ulysses=2), Degrees(data=2, ring=2), 1, lora=ALL, recompute="light"),

@@ -267,6 +267,10 @@ CASES = {
         DORA,
         Case(Degrees(), Degrees(data=2), 2, "float32", lora=tuple(DORA.items()), trainable=("projector",)),
     ),
+    "dora of slices": (
+        DORA,
+        Case(Degrees(), Degrees(data=2, tensor=2), 2, "float32", text_zero_stage=3, fsdp=True, lora=(*DORA.items(),)),
+    ),
 }
 
 

@@ -20,4 +20,4 @@ def test_what_a_model_is_refused_for_is_said_by_the_code(words: str) -> None:
 
 def test_each_limit_is_of_a_kind() -> None:
     assert {kind for _, _, kind, _ in OF_MODELS} == {CANNOT, NOT_BUILT, TAKEN}
-    assert f"| {NOT_BUILT} | It takes the norms of whole rows of a matrix" in page()
+    assert f"| {NOT_BUILT} | Collectives between the slices of a layer are not compiled" in page()

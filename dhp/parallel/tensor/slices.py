@@ -146,7 +146,7 @@ def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
                 setattr(into, PARTIAL_OVER, group)
                 setattr(out, PARTIAL_OVER, group)
         elif cut.placements[0].dim == 0:
-            _take_slice(out, mesh, cut.placements[0])
+            take_slice(out, mesh, cut.placements[0])
             _enter(layer, base, into, group)
         else:
             # Dropout draws by column of the whole matrix; what stands there without any reads nothing. The last slice
@@ -154,7 +154,7 @@ def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
             width, rank = into.weight.shape[1], mesh.get_local_rank()
             _, first = Shard.local_shard_size_and_offset(width, mesh.size(), rank)
             layer.lora_dropout[ADAPTER].first_column = first
-            _take_slice(into, mesh, Shard(1))
+            take_slice(into, mesh, Shard(1))
             _leave(layer, base, slice(None), group)
 
 
@@ -175,7 +175,8 @@ def _enter(layer: Any, base: nn.Module, into: nn.Linear, group: dist.ProcessGrou
     setattr(into, PARTIAL_OVER, group)
 
 
-def _take_slice(module: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
+def take_slice(module: Any, mesh: DeviceMesh, placement: Placement) -> None:
+    """Leave the module this rank's slice of its weight."""
     whole = module.weight
     local = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None).to_local()
     module.weight = nn.Parameter(local.contiguous(), whole.requires_grad)

@@ -221,7 +221,10 @@ class HeadRows:
 
     def product(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[..., in] → [..., sum of repeats × width of a head]."""
-        output = F.linear(states, weight[self.rows], None if bias is None else bias[self.rows])
+        return self.repeated(F.linear(states, weight[self.rows], None if bias is None else bias[self.rows]))
+
+    def repeated(self, output: Tensor) -> Tensor:
+        """[…, rows] → as `product` has them."""
         if max(self.repeats) == 1:
             return output
         heads = zip(output.chunk(len(self.repeats), -1), self.repeats, strict=True)

@@ -36,6 +36,7 @@ from dhp.parallel.kernels.replace import replace_without_weights
 from dhp.parallel.recompute.meter import ActivationMeter, LiveStorages
 from dhp.parallel.recompute.recomputed_layers import ATTENTION, RecomputedLayers, tile_mlps
 from dhp.parallel.recompute.saved_tensors import save_output
+from dhp.parallel.tensor.row_norms import scale_rows
 from dhp.parallel.tensor.sequence_norms import TensorRanks
 from dhp.parallel.tensor.slices import sum_without_ranks
 from dhp.parallel.tensor.styles import share_heads_without_ranks, with_fused, with_shared_heads
@@ -244,6 +245,7 @@ def empty_part(source: str, family: Family, name: str, settings: TraceSettings) 
     own = {of: asked for of, asked in settings.adapters.items() if of == name}
     adapt(model, family, own)
     sum_without_ranks(adapted_modules(model))
+    scale_rows(adapted_modules(model), None)
     cast_reals(model, getattr(torch, settings.dtype))
     part.freeze_unused(model)
     freeze(model, settings.trains)
