@@ -127,12 +127,8 @@ OF_MODELS: tuple[tuple[str, str, str, str], ...] = (
         NOT_BUILT,
         "leave it out",
     ),
-    (
-        "`text.mlp_chunks` of MLPs that are routed by token types or are no modules",
-        "its MLPs take, for",
-        NOT_BUILT,
-        "1",
-    ),
+    ("`text.mlp_chunks` of MLPs that are routed by token types", "its MLPs take, for", NOT_BUILT, "1"),
+    ("`mlp_chunks` of MLPs that are no modules", "no modules of their own", NOT_BUILT, "1"),
     (
         "`autotp` of families without a plan of the library, or with experts",
         "what DeepSpeed makes of this family's layers",

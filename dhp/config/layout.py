@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from dhp.config.ranges import check_lora, require_choice, require_positive, resolve_lora, with_plugins
+from dhp.config.ranges import check_lora, require, require_choice, require_positive, resolve_lora, with_plugins
 from dhp.config.rules import DEEPSPEED, FSDP, PART_RULES, check_formats, check_rules, check_state_bytes
 from dhp.config.schema import PartConfig
 from dhp.core.errors import ConfigError
@@ -73,13 +73,6 @@ def check_mlp_chunks(name: str, part: PartConfig, mlp: Sequence[str]) -> None:
     if chunks == 1:
         return
     require_positive(key, chunks)
-    others = {"compile=true": part.compile, f"expert={part.expert}": part.expert > 1}
-    for other, refused in others.items():
-        if refused:
-            raise ConfigError(
-                f"{key}={chunks} with {name}.{other}: chunks of an MLP are computed again in backward, each by itself. "
-                f"Set {key}=1, or change {name}.{other.partition('=')[0]}."
-            )
     if not all("." in one for one in mlp) or not mlp:
         raise ConfigError(f"{key}={chunks}: the MLPs of this model's {name} part are no modules of their own. Set 1.")
 
@@ -221,6 +214,7 @@ def _check_existing(name: str, part: PartConfig, degrees: dict[str, int]) -> Non
             )
     if name != "text" and part.expert > 1:
         raise ConfigError(f"{name}.expert={part.expert} does not exist: {name} has no experts. Set {name}.expert=1.")
+    require(part.expert_load >= 1, f"{name}.expert_load", part.expert_load, "expert_load >= 1: most / mean")
     if name != "text" and part.sequence_groups != SEQUENCE_GROUPS[0]:
         raise ConfigError(
             f"{name}.sequence_groups={part.sequence_groups}: images and clips are always sharded whole as far as "

@@ -138,6 +138,12 @@ PART_RULES: tuple[Rule, ...] = (
         ("zero_stage", 0, "weights and gradients that come and go inside a layer are not compiled here"),
         limit=NOT_BUILT,
     ),
+    *goes_with(
+        "mlp_chunks", lambda p: p.mlp_chunks > 1, "{name}.mlp_chunks=1",
+        ("compile", False, "chunks of an MLP are computed again in backward, each by itself"),
+        ("expert", 1, "chunks of an MLP would be sent to experts one after another, in backward again"),
+        limit=NOT_BUILT,
+    ),
     Rule("{name}.lora.rank {name}.parallelism", lambda p: p.lora.rank and p.parallelism == "autotp",
          ": DeepSpeed puts layers of its own in the place of those that adapters stand beside. Set "
          "{name}.parallelism=tensor."),

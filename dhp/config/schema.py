@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from dhp.config.data import DataConfig
-from dhp.config.roles import FOLLOWS, SEARCHED, key
+from dhp.config.roles import BESIDE, FOLLOWS, SEARCHED, key
 from dhp.config.training import TrainingConfig
 
 
@@ -119,6 +119,10 @@ class PartConfig:
     """Of the replicas (data), so many neighbours share out a decoder's experts: each holds 1/expert of them, and tokens
     go to the replica that has theirs, from each actor of a row those it has. Divides data and the experts; with tensor
     each of its actors has slices of these experts. text only; a zero_stage is by zero_engine=fsdp."""
+
+    expert_load: float = key(1.0, resume=BESIDE, advanced=True)
+    """For plans: rows of the busiest actor of `expert` over the mean one's, as an earlier run has them in its report
+    and in metrics.jsonl, expert_load.busiest. A layer's exchange and its experts take that much longer."""
 
     dtype: str = "float32"
     """Number format in which the part computes: bfloat16 | float32 | float64. With bfloat16 the optimizer keeps the

@@ -70,7 +70,10 @@ class StageReport:
     samples: losses of single samples, on the first tensor rank of each shard where the head is; None elsewhere, and for
     an objective in which they have no meaning.
 
-    graphs: that torch.compile has made on this rank since it began, and how often it gave a function up."""
+    graphs: that torch.compile has made on this rank since it began, and how often it gave a function up.
+
+    expert_rows: since the report before that has some, of its tokens the rows of each expert, by layer; on first tensor
+    ranks, every training.log_interval steps."""
 
     rank: int
     loss: float | None
@@ -88,6 +91,7 @@ class StageReport:
     stage_norm: float | None = None
     samples: SampleSums | None = None
     graphs: tuple[int, int] = (0, 0)
+    expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

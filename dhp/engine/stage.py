@@ -296,8 +296,13 @@ class StageEngine(EvaluatingEngine):
         named = {of.name: rate for of, rate in rates.items()}
         first = (self.rank, loss, norm, named, peak, take_sent(), usage, self.take_notes(), short)
         own = math.sqrt(self._norm_sq) if self.spec.trains and self.is_active(info) else None
-        compiled = count_graphs()
-        return StageReport(*first, comm_s=comm_s, finite=finite, stage_norm=own, samples=samples, graphs=compiled)
+        compiled, rows = count_graphs(), self.take_expert_rows(info.step)
+        found = StageReport(*first, comm_s=comm_s, finite=finite, stage_norm=own, samples=samples, graphs=compiled)
+        return replace(found, expert_rows=rows)
+
+    def take_expert_rows(self, step: int) -> Mapping[str, tuple[int, ...]]:
+        """See `StageReport`. step: from 0."""
+        return {}
 
     def take_notes(self) -> tuple[str, ...]:
         """Notes for the run's log since the last call."""

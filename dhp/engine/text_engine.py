@@ -1,6 +1,6 @@
 """Runs decoder layers on one rank, with embedding and head."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +45,7 @@ from dhp.parallel.attention.segment_plan import (
 from dhp.parallel.attention.segments import packed_attention
 from dhp.parallel.attention.shard_plan import contiguous_plan, plan_of_shards
 from dhp.parallel.comm import neighbours_mesh, replica_group, sequence_group
+from dhp.parallel.expert.expert_loads import ExpertLoads
 from dhp.parallel.expert.expert_modules import Routers, balance_losses, choose_product, let_all_take_part, sample_ranges
 from dhp.parallel.expert.expert_shares import read_over, share_out, share_plan
 from dhp.parallel.tensor.autotp import split_by_autotp
@@ -92,6 +93,8 @@ class TextEngine(StageEngine):
         decoder = self.family.decoder
         balance = decoder.experts and decoder.experts.balance
         self._routers = Routers(model.get_submodule(decoder.path)) if balance else None
+        counted = decoder.experts if self.sends and not self.settings.part.compile else None
+        self._loads = None if counted is None else ExpertLoads(model, decoder.layers.path, counted.count)
         cut_by_torch = self.settings.part.zero_stage and self.settings.part.zero_engine != DEEPSPEED
         together = self.settings.part.zero_stage == 3 or cut_by_torch or self.spec.degrees.sequence > 1
         if together and any(edge.gradients for edge in self.edges_in(0)):
@@ -109,6 +112,10 @@ class TextEngine(StageEngine):
         self._right: list[Tensor] = []
         self._answering: Generator | None = None
         return model
+
+    def take_expert_rows(self, step: int) -> Mapping[str, tuple[int, ...]]:
+        due = (step + 1) % self.settings.config.training.log_interval == 0
+        return self._loads.take() if self._loads is not None and due else {}
 
     def layer_parts(self) -> LayerParts:
         return self.family.decoder.layers

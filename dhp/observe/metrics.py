@@ -117,6 +117,10 @@ class StepMetrics:
     comm_bytes: Mapping[str, Mapping[str, int]] | None = None
     """Bytes sent in the step by all ranks of a stage, by stage and kind; kinds of which nothing was sent are left out.
     See [Communication](#communication). Unit: bytes."""
+    expert_load: Mapping[str, Mapping[str, float]] | None = None
+    """Rows of experts since the step before that has some, every `training.log_interval` steps. `hottest`: by layer,
+    those of the expert with most / of the mean one; `busiest`: of the experts of one actor of `text.expert`, likewise;
+    each layer of a step takes as long as its busiest actor. Unit: a factor. Null: without experts, or compiled."""
     dist_ratio: Mapping[str, float] | None = None
     """Idle share through imbalance, Σ (busiest rank - rank) / (ranks × busiest rank), by part. Unit: a share of 1."""
     pad_ratio: float | None = None

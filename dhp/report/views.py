@@ -90,10 +90,23 @@ def load_views(record: RunRecord) -> Iterator[Drawing]:
     mfu = Line("mfu", *_series(steps, "mfu"))
     if mfu.steps:
         yield line_chart("mfu", "Model FLOPs utilisation", [mfu], "share of 1", zero=True)
+    yield from _expert_loads(steps)
     rows = sent_bytes(steps)
     if rows:
         rows = {name: {kind: value / MIB for kind, value in of.items()} for name, of in rows.items()}
         yield stacked_bars("sent", "What all ranks of a stage send in a mean step", rows, "MiB")
+
+
+def _expert_loads(steps: Sequence[StepMetrics]) -> Iterator[Drawing]:
+    known = [(one.step, one.expert_load) for one in steps if one.expert_load]
+    titles = {"hottest": "Rows of each layer's hottest expert", "busiest": "Rows of its busiest actor of text.expert"}
+    for kind, title in titles.items():
+        layers = list(dict.fromkeys(layer for _, load in known for layer in load.get(kind, ())))
+        if layers:
+            values = np.array([[load.get(kind, {}).get(layer, np.nan) for _, load in known] for layer in layers])
+            names = [f"layer {layer}, mean {mean:.2f}" for layer, mean in zip(layers, np.nanmean(values, 1))]
+            at = [step for step, _ in known]
+            yield heat_map(f"{kind}_expert", title, names, at, values, "rows over those of the mean")
 
 
 def sent_bytes(steps: Sequence[StepMetrics]) -> dict[str, dict[str, float]]:

@@ -206,6 +206,7 @@ def step_metrics(
         activation_bytes=activation_bytes(reports),
         graphs=_graphs(reports),
         comm_bytes={name: _summed(r.sent_bytes for r in of) for name, of in reports.items()},
+        expert_load=expert_loads(reports, stages),
         dist_ratio=info.dist_ratio,
         pad_ratio=1.0 - info.tokens / info.padded_tokens,
         sp_ratio=info.sp_ratio,
@@ -213,6 +214,23 @@ def step_metrics(
         skipped_steps=steps,
         sample_digest=info.sample_digest or None,
     )
+
+
+def expert_loads(reports: Mapping[str, Sequence[StageReport]], stages: Stages) -> dict[str, dict[str, float]] | None:
+    """By layer the rows of the expert with most, and of the ranks' share of experts with most, over the mean. None: no
+    rank reports any."""
+    hottest: dict[str, float] = {}
+    busiest: dict[str, float] = {}
+    for name, of in reports.items():
+        sharing = stages[name].spec.degrees.expert
+        for layer in dict.fromkeys(layer for one in of for layer in one.expert_rows):
+            rows = [sum(each) for each in zip(*(one.expert_rows[layer] for one in of if layer in one.expert_rows))]
+            held = len(rows) // sharing
+            shares = [sum(rows[first : first + held]) for first in range(0, len(rows), held)]
+            hottest[layer] = max(rows) * len(rows) / max(1, sum(rows))
+            busiest |= {layer: max(shares) * sharing / max(1, sum(rows))} if sharing > 1 else {}
+    found = {"hottest": hottest, "busiest": busiest}
+    return {kind: by_layer for kind, by_layer in found.items() if by_layer} or None
 
 
 def notes(reports: Mapping[str, Sequence[StageReport]], metrics: StepMetrics, timing: Timing) -> Iterator[str]:

@@ -293,6 +293,15 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             {"text__lora": LoraConfig(rank=4), "text__parallelism": "autotp", "text__num_actors": 2},
             ["text.lora.rank=4 with text.parallelism=autotp", "Set text.parallelism=tensor"],
         ),
+        (
+            {"text__mlp_chunks": 2, "text__compile": True},
+            ["text.mlp_chunks=2 with text.compile=true", "Set text.compile=false, or text.mlp_chunks=1"],
+        ),
+        (
+            {"text__mlp_chunks": 2, "text__expert": 2, "text__parallelism": "data", "text__num_actors": 2},
+            ["text.mlp_chunks=2 with text.expert=2", "Set text.expert=1, or text.mlp_chunks=1"],
+        ),
+        ({"text__expert_load": 0.5}, ["text.expert_load=0.5", "expert_load >= 1"]),
         ({"text__lora": LoraConfig(quantization="nf4")}, ["text.lora has settings, but text.lora.rank=0"]),
         (
             {"text__lora": LoraConfig(rank=4, quantization="nf3")},

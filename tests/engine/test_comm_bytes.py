@@ -22,10 +22,12 @@ from dhp.data.sample.sample import Sample
 from dhp.models.registry import load_family
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS
 from dhp.plan.count.rank_traffic import DividedAttention, DividedMatrices, DividedState, DividedWeights
+from dhp.plan.count.rates import Operations
 from dhp.plan.count.rates import Transfer as Collective
-from dhp.plan.count.unit_work import TextLoad, _exchanges, _sends
+from dhp.plan.count.unit_work import TextLoad, _exchanges, _sends, recomputed
 from dhp.step.schedule import Forward, last_backwards
 from dhp.step.stages import InFlight
+from dhp.trainer.step_reports import expert_loads
 from tests.engine.test_families import equal_pictures
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_reader
@@ -309,6 +311,21 @@ def test_rows_go_to_their_experts_and_come_back(text: Degrees, experts_model: st
         assert layers * sum(map(Collective.sent_bytes, way)) == pytest.approx((sum(sent) - attention) / ranks, rel=0.03)
 
 
+@pytest.mark.parametrize("text", [_Text, _EvenVisits])
+def test_ranks_report_the_rows_of_each_expert(text: type[_Text], experts_model: str) -> None:
+    """Which are even where routers are, and not where they choose."""
+    experts, samples = load_family(experts_model).decoder.experts, [sample for sample in equal_pictures()[0][:2]]
+    with Running(experts_model, Case(ONE, Degrees(data=2, expert=2), 1, packing=True), Fault(_Vision, text)) as running:
+        _, reports = running.step(make_reader(experts_model, running.case, [samples]).step(0))
+        loads = expert_loads(reports, running.stages)
+    rows = [report.expert_rows for report in reports[TEXT]]
+    assert experts is not None and [*rows[0]] == [str(at) for at, sparse in enumerate(experts.sparse) if sparse]
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    assert {sum(map(sum, of)) for of in zip(*(own.values() for own in rows))} == {tokens * experts.visits}
+    even = max(loads["hottest"].values()) < 1.03 and loads["busiest"] == pytest.approx(dict.fromkeys(rows[0], 1.0))
+    assert even is (text is _EvenVisits)
+
+
 WEIGHTS = [
     slow(0, False, 4),
     (1, False, 4),
@@ -362,6 +379,21 @@ def test_experts_are_summed_and_cut_over_fewer_ranks(stage: int, text: Degrees, 
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         counted = [sum(of_rank.get(kind, 0) for kind in kinds) for of_rank in way[TEXT]]
         assert counted == [round(sum(map(Collective.sent_bytes, sent)))] * 4
+
+
+@pytest.mark.parametrize(("choice", "runs"), [("mlp", 1), slow("light", 0), slow("linear", 1), slow("all", 1)])
+def test_recomputed_layers_exchange_rows_of_experts_again(choice: str, runs: int, experts_model: str) -> None:
+    """But not how many rows come: the routing is kept."""
+    family, samples = load_family(experts_model), [sample for sample in equal_pictures()[0][:2]]
+    text = Degrees(data=2, expert=2)
+    found = traffic(experts_model, Case(ONE, text, 1, packing=True, recompute=choice), samples, _EvenVisits)
+    load = TextLoad(sum(len(sample.input_ids) for sample in samples) / 2, 0.0, 7)
+    there, back = (_exchanges(PartConfig(dtype="float64"), text, family, load, way) for way in (False, True))
+    again = recomputed(Operations(1.0, 1.0, 1.0, 1.0, there), choice, 0.5).sent
+    assert family.decoder.experts is not None and len(again) == runs
+    layers = sum(family.decoder.experts.sparse)
+    counted = layers * sum(map(Collective.sent_bytes, (*back, *again)))
+    assert counted == pytest.approx(sum(sent["all_to_all"] for sent in found.backward[TEXT]) / 2, rel=0.03)
 
 
 @pytest.mark.parametrize(("choice", "again"), [("mlp", 0), slow("linear", 1), ("all", 1)])

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -326,6 +326,16 @@ def test_bytes_are_those_of_a_mean_step(tmp_path: Path) -> None:
     assert list(charts) == ["tokens", "balance", "step_s", "sent"]
     longest = max(len(one.points) for one in charts["tokens"].shapes if isinstance(one, Polyline))
     assert longest == min(20, MOST_POINTS)
+
+
+def test_hot_experts_have_a_row_a_layer(tmp_path: Path) -> None:
+    record = read_run(make_run(tmp_path / "run"))
+    load = {"hottest": {"0": 1.5, "3": 2.5}, "busiest": {"0": 1.0, "3": 1.25}}
+    steps = [replace(one, expert_load=load if one.step % 2 else None) for one in record.steps]
+    charts = {one.name: one for one in load_views(replace(record, steps=steps))}
+    labels = {name: [one.text for one in chart.shapes if isinstance(one, Label)] for name, chart in charts.items()}
+    assert labels["hottest_expert"][:2] == ["layer 0, mean 1.50", "layer 3, mean 2.50"]
+    assert labels["busiest_expert"][:2] == ["layer 0, mean 1.00", "layer 3, mean 1.25"]
 
 
 def record_of(run_dir: Path) -> RunRecord:

@@ -61,12 +61,16 @@ def overrides(model: Path, *more: str) -> list[str]:
 @pytest.mark.parametrize("layout", [SHARED, CUT], ids=["shared out", "shared out, cut, fsdp"])
 def test_a_run_trains_saves_and_is_exported(layout: list[str], tiny_assets: Path, model: Path, tmp_path: Path) -> None:
     steps = ["training.max_steps=3", "training.batch_size=4", "training.micro_batch_size=1", "cluster.device=cpu"]
+    steps.append("training.log_interval=2")
     outcome = train(*tiny(tiny_assets, tmp_path / "run", *overrides(model, *layout, *steps)))
     assert outcome.status == 0, outcome.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(math.isfinite(line["loss"]) and line["loss"] > 0 for line in lines)
     assert lines[0]["comm_bytes"]["text"]["all_to_all"] > 0
+    first, load, last = (line["expert_load"] for line in lines)
+    assert first is None and last is None  # an actor has 2 of 4 experts, of which a token visits 2
+    assert all(1 <= load["busiest"][layer] <= load["hottest"][layer] <= 2 for layer in ("0", "1"))
     export([str(tmp_path / "run"), str(tmp_path / "out")])
     found = dict(AutoModelForImageTextToText.from_pretrained(tmp_path / "out").named_parameters())
     before = dict(AutoModelForImageTextToText.from_pretrained(model).named_parameters())

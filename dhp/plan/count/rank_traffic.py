@@ -144,11 +144,12 @@ class DividedExperts:
 
     def sends(self, back: bool) -> tuple[Transfer, ...]:
         """The collectives of a layer, were all experts visited alike: rows go and come, and forward their numbers
-        before them; backward, the gradients of both."""
+        before them; backward, the gradients of both. A recomputed layer keeps the numbers, and sends rows again."""
         if self.sharing == 1:
             return ()
-        rows = Transfer("all-to-all", self.rows * self.width * self.element_bytes, self.sharing, self.stride, 2)
-        numbers = Transfer("all-to-all", self.count * _COUNT_BYTES, self.sharing, self.stride)
+        among = self.sharing, self.stride
+        rows = Transfer("all-to-all", self.rows * self.width * self.element_bytes, *among, 2, again=True)
+        numbers = Transfer("all-to-all", self.count * _COUNT_BYTES, *among, again=False)
         return (rows,) if back else (numbers, rows)
 
 

@@ -64,13 +64,14 @@ class Transfer:
     """A collective, or a message, of `ranks` ranks whose devices are `stride` apart.
 
     nbytes: the whole tensor of an all-reduce, all-gather or reduce-scatter; of the others what one rank sends away or
-    keeps. times: how often."""
+    keeps. times: how often. again: whether it is sent again where an MLP runs again; None: it belongs to none."""
 
     operation: Operation
     nbytes: float
     ranks: int
     stride: int = 1
     times: float = 1.0
+    again: bool | None = None
 
     def sent_bytes(self) -> float:
         """That one rank sends, by the standard algorithms (a ring for sums)."""

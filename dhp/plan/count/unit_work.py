@@ -209,6 +209,7 @@ def decoder_passes(
             found.append(known[key])
             continue
         products, attention = (own / ranks for own in done)
+        products *= 1 + (_hot(section, degrees) - 1) * _in_experts(family, sizes.layers[at]) * sparse
         saved = kept.held[kept.kinds[at], NONE].of(rows)
         of_experts = exchanged if sparse else ((), ())
         forward = Operations(products, attention, FORWARD_TRAFFIC * saved, 1.0, (*there, *of_experts[0]))
@@ -275,12 +276,15 @@ def _over_ranks(
 def recomputed(forward: Operations, choice: str, share: float) -> Operations:
     """A second forward in backward, as far as a choice of recompute runs it again. Where projections run again, the sum
     behind attention does too; that behind the MLP is no input of backward. Exchanges of attention run again where
-    attention does."""
+    attention does; of experts, where those do: light alone keeps what they make."""
     sums, exchanges = 0.5 * (choice in (*_WHOLE, "linear")), float(choice in _WHOLE)
-    again = (
-        replace(one, times=one.times * (exchanges if one.operation in ("all-to-all", "send") else sums))
-        for one in forward.sent
-    )
+
+    def times(one: Transfer) -> float:
+        if one.again is not None:
+            return one.times * (one.again and choice != "light")
+        return one.times * (exchanges if one.operation in ("all-to-all", "send") else sums)
+
+    again = (replace(one, times=times(one)) for one in forward.sent)
     return replace(forward * share, sent=tuple(one for one in again if one.times))
 
 
@@ -320,9 +324,23 @@ def _exchanges(
     experts, value = family.decoder.experts, VALUE_BYTES[section.dtype]
     if experts is None:
         return ()
-    rows = round(load.tokens / degrees.sequence) * experts.visits
+    rows = round(load.tokens / degrees.sequence * experts.visits * _hot(section, degrees))
     stride = degrees.sequence * degrees.tensor
     return DividedExperts(degrees.expert, experts.count, rows, hidden_width(family), value, stride).sends(back)
+
+
+def _hot(section: PartConfig, degrees: Degrees) -> float:
+    """Of experts' rows, those of the ranks that have most over the mean."""
+    return section.expert_load if degrees.expert > 1 else 1.0
+
+
+def _in_experts(family: Family, parameters: int) -> float:
+    """Of the products of a layer of so many parameters, those in the experts that a token visits."""
+    experts = family.decoder.experts
+    if experts is None:
+        return 0.0
+    each = 3 * hidden_width(family) * experts.width
+    return each * experts.visits / (parameters - each * (experts.count - experts.visits))
 
 
 def _rows(load: TextLoad, degrees: Degrees) -> TracedRows:

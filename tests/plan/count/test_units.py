@@ -149,6 +149,25 @@ def test_recomputing_repeats_a_share_and_the_sum_behind_attention(made_model: st
     assert sum(one.times for one in again.sent) == sums
 
 
+def test_a_plan_counts_the_busiest_actor_of_experts(experts_model: str) -> None:
+    """A rank with half as many rows again as the mean one; ranks that have all experts have no such."""
+    family, sizes, kept = load_family(experts_model), decoder_sizes(experts_model), kept_by(experts_model, "text", 1)
+    experts, width = family.decoder.experts, family.config.get_text_config().hidden_size
+    assert experts is not None and all(experts.sparse)
+
+    def forward(load: float, degrees: Degrees) -> Operations:
+        section = PartConfig(dtype="bfloat16", expert_load=load)
+        return decoder_passes(section, degrees, family, sizes, LOAD, kept)[0].forward
+
+    shared = Degrees(data=2, expert=2)
+    even, hot = (forward(load, shared) for load in (1.0, 1.5))
+    inside = 2 * 3 * width * experts.width * experts.visits * LOAD.tokens
+    assert hot.products - even.products == pytest.approx(inside / 2, rel=0.01)  # a layer has norms beside
+    sent = [[one.nbytes for one in own.sent if one.again] for own in (even, hot)]
+    assert sent[1] == [pytest.approx(1.5 * nbytes, rel=1e-3) for nbytes in sent[0]] and sent[0]
+    assert forward(1.5, Degrees(data=2)) == forward(1.0, Degrees(data=2))
+
+
 def test_attention_exchanges_again_where_it_runs_again(made_model: str) -> None:
     _, found, _ = passes(made_model, Degrees(ulysses=2))
     forward = found[0].forward
