@@ -155,6 +155,11 @@ what to set instead. Which layouts a family has is in [families.md](families.md)
 - **{cannot}**: by what it is, or by the library or the device that would do it.
 - **{taken}**: something else does the same; it is taken, and a run says so when it starts.
 - **{built}**: nobody has built it here.
+
+Of 740 random layouts of all families 530 are accepted and 44 by an equivalent, 20 are refused as what {cannot}, 96 as
+{built}, and 50 as what means nothing, like more runs of layers than layers (`python -m tests.fuzz.refusals --draws=740
+--seed=7004`, which prints each reason). What families are known to refuse is drawn as well, but for stages of a tower
+that runs as a whole.
 """
 
 

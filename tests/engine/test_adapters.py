@@ -189,6 +189,9 @@ MORE = [
     ("qwen3_5", Case(Degrees(), Degrees(data=2), 2, packing=True, lora=BOTH_PARTS, stages=2, recompute="light")),
     ("glm4v", Case(Degrees(tensor=2), Degrees(tensor=2), 2, packing=True, lora=BOTH_PARTS, recompute="mlp")),
     ("qwen2_vl", Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=BOTH_PARTS, recompute="light")),
+    *((name, replace(CASE, lora=NORMS)) for name in ("kimi_k25", "qwen3_5_moe", "gemma3", "glm4v_moe")),
+    ("glm4v", Case(Degrees(tensor=2), Degrees(tensor=2), 2, packing=True, lora=NORMS, sharded_norms=True)),
+    ("qwen3_vl_moe", replace(BY_EXPERT, lora=NORMS, text_zero_stage=3, fsdp=True)),
 ]
 
 

@@ -37,6 +37,7 @@ RULES = (
     ("training.trainable=[projector]",),
     ("vision.lora.rank=2", "text.lora.rank=2"),
     ("text.lora.rank=2", "training.frozen=[]"),
+    ("vision.lora.rank=2", "text.lora.rank=2", "vision.lora.dora=true", "text.lora.dora=true"),
     ("text.lora.rank=2", "text.lora.dropout=0.3", "training.frozen=[embed_tokens]"),
 )
 GROUPS = (
@@ -69,16 +70,17 @@ class Draw:
         return "float32" if cut or any("zero_engine=deepspeed" in one for one in self.onward) else "float64"
 
 
-def draws(seed: int) -> Iterator[Draw]:
+def draws(seed: int, unbuilt: bool = False) -> Iterator[Draw]:
     """Without end. Each kind meets each way of keeping states, of either part, once in as many draws as there are
-    pairs."""
+    pairs. unbuilt: what families are known to refuse is drawn as well, to count it, but for stages of a tower that runs
+    as a whole, which would be half of all."""
     rng = random.Random(seed)
     while True:
         vision, text = ([*product(KINDS, STATES)] for _ in range(2))
         rng.shuffle(text)
         of_vision = {kind: _endless(rng, [states for own, states in vision if own == kind]) for kind in KINDS}
         for kind, states in text:
-            yield _draw(rng, kind, next(of_vision[kind]), states)
+            yield _draw(rng, kind, next(of_vision[kind]), states, unbuilt)
 
 
 def _endless(rng: random.Random, values: list[str]) -> Iterator[str]:
@@ -86,9 +88,9 @@ def _endless(rng: random.Random, values: list[str]) -> Iterator[str]:
     return cycle(values)
 
 
-def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -> Draw:
+def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str, unbuilt: bool) -> Draw:
     family = rng.choice(KINDS[kind])
-    axes = _axes(rng, kind, family, vision_states, text_states)
+    axes = _axes(rng, kind, family, vision_states, text_states, unbuilt)
     rules = rng.choice(RULES)
     axes["trains"] = " ".join(rule.partition(".")[2] for rule in rules)
     groups = rng.choice(GROUPS)
@@ -100,12 +102,14 @@ def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -
     onward: tuple[str, ...] = ()
     if rng.random() < ONWARD:
         states = STATES if axes["optimizer"] == "adamw" else [one for one in STATES if "deepspeed" not in one]
-        onward = (*_overrides(_axes(rng, kind, family, rng.choice(states), rng.choice(states))), *rules, *more)
+        onward = (*_overrides(_axes(rng, kind, family, rng.choice(states), rng.choice(states), unbuilt)), *rules, *more)
     axes["goes on"] = "elsewhere" if onward else "there"
     return Draw(family, kind, axes, (*_overrides(axes), *rules, *more), rng.randrange(3), onward)
 
 
-def _axes(rng: random.Random, kind: str, family: str, vision_states: str, text_states: str) -> dict[str, str]:
+def _axes(
+    rng: random.Random, kind: str, family: str, vision_states: str, text_states: str, unbuilt: bool
+) -> dict[str, str]:
     """Of a layout, without what is the recipe's."""
     axes = {"vision states": vision_states, "text states": text_states}
     axes["vision ranks"] = _ranks(rng, vision_states)
@@ -123,9 +127,9 @@ def _axes(rng: random.Random, kind: str, family: str, vision_states: str, text_s
     axes["micro-batches"] = rng.choice(("1", "2", "2"))
     for part in ("vision", "text"):
         axes[f"{part} recompute"] = rng.choice(("none", "none", "full", "mlp", "light"))
-    axes["mlp_chunks"] = rng.choice(("1", "1", "2")) if axes["experts"] == "whole" else "1"
+    axes["mlp_chunks"] = rng.choice(("1", "1", "2")) if unbuilt or axes["experts"] == "whole" else "1"
     for part in ("vision", "text"):
-        able = "tensor" in axes[f"{part} ranks"] and family not in WHOLE_STATES[part]
+        able = "tensor" in axes[f"{part} ranks"] and (unbuilt or family not in WHOLE_STATES[part])
         axes[f"{part} norms"] = rng.choice(("sharded", "whole")) if able else "whole"
     hears = kind == "hears"
     axes["audio states"] = rng.choice(STATES) if hears else "no such part"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from dhp.core.batch import Batch
 from dhp.core.errors import ConfigError, DhpError
 from dhp.core.graph import StageGraph
 from dhp.core.parameters import ADAFACTOR
+from dhp.core.process import say_nothing
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
@@ -115,7 +116,16 @@ class _Layout:
         return cls(config, graph, make_schedule(config.training.schedule, graph, micro_batches(config)))
 
 
-def configure(overrides: Sequence[str], draw: Draw, folder: str) -> Config:
+def check_draw(draw: Draw, folder: str) -> list[str]:
+    """What a run of the draw would say before actors start. Stages are cut by parameters, which is quicker than by what
+    layers are counted to take. Raises ConfigError where it is refused."""
+    notes: list[str] = []
+    overrides = [one.replace("partition=bmp", "partition=parameters") for one in draw.overrides]
+    configure(overrides, draw, folder, notes.append)
+    return notes
+
+
+def configure(overrides: Sequence[str], draw: Draw, folder: str, say: Callable[[str], None] = say_nothing) -> Config:
     """The run's configuration in a layout of the draw, after its checks. Raises ConfigError."""
     names = [f"{part}.model_name={folder}" for part in ("vision", "text")]
     own = [f"{part}.dtype={draw.dtype}" for part in ("vision", "text")]
@@ -123,7 +133,7 @@ def configure(overrides: Sequence[str], draw: Draw, folder: str) -> Config:
     fixed += ["training.warmup_steps=0", "tiny_assets=null", "cluster.device=cpu", "training.max_grad_norm=1.0"]
     if draw.kind == "hears":
         fixed += [f"audio.dtype={draw.dtype}", f"audio.model_name={folder}"]
-    return prepare(compose_config("tiny", overrides=[*names, *own, *fixed, *overrides]), new_run=False)
+    return prepare(compose_config("tiny", overrides=[*names, *own, *fixed, *overrides]), False, say)
 
 
 def layout_of(config: Config) -> BatchLayout:
