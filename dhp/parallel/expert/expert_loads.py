@@ -21,7 +21,7 @@ class ExpertLoads:
         self._counts: dict[str, Tensor] = {}
         for name, module in model.named_modules():
             if is_experts(module) and name.startswith(f"{layers}."):
-                layer = name.removeprefix(f"{layers}.").removesuffix(".mlp.experts")
+                layer = name.removeprefix(f"{layers}.").removesuffix(".experts").removesuffix(".mlp")
                 module.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
 
     def take(self) -> dict[str, tuple[int, ...]]:
@@ -34,5 +34,6 @@ class ExpertLoads:
         visited = given[1] if len(given) > 1 else named["top_k_index"]
         if not torch.is_grad_enabled() or visited.is_meta:
             return
-        found = count_visits(visited.detach().flatten(), self._experts)
+        pairs = visited.detach().flatten().clamp(max=self._experts)  # beyond them are some that compute nothing
+        found = count_visits(pairs, self._experts + 1)[:-1]
         self._counts[layer] = self._counts[layer] + found if layer in self._counts else found

@@ -43,6 +43,14 @@ def test_rows_of_each_expert_are_counted_by_layer_and_once() -> None:
     assert loads.take() == {}
 
 
+def test_experts_that_compute_nothing_are_not_counted() -> None:
+    """Routers of some families number them behind the others."""
+    model = Model()
+    loads = ExpertLoads(model, "layers", EXPERTS)
+    model.run(1, torch.tensor([[0, EXPERTS], [3, EXPERTS + 2]]))
+    assert loads.take() == {"1": (1, 0, 0, 1)}
+
+
 def test_an_evaluation_is_not_counted() -> None:
     model = Model()
     loads = ExpertLoads(model, "layers", EXPERTS)
