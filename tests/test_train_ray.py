@@ -28,7 +28,7 @@ os.umask(UMASK)
 FIELDS = (
     "kind step epoch loss grad_norm stage_norms lr tokens target_tokens vision_tokens samples images cached_images "
     "clips step_s data_s busy_s comm_s rank_pace tokens_per_s flops mfu memory_bytes activation_bytes graphs "
-    "comm_bytes dist_ratio pad_ratio sp_ratio skipped_samples skipped_steps sample_digest preferences"
+    "comm_bytes expert_load dist_ratio pad_ratio sp_ratio skipped_samples skipped_steps sample_digest preferences"
 ).split()
 
 
