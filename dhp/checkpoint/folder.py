@@ -30,6 +30,7 @@ OPTIMIZER = "optimizer"  # in each part's folder
 FILES = "files"  # in checkpoint.json: bytes and checksum of each of the others
 FORMAT = "format"
 NEWEST = 2  # format 1 has no number, and sizes alone
+EARLY_STOPPING = "early_stopping"  # the state of training.early_stopping; not in those of earlier releases
 RESUMED = ("step", "parts", "settings", "skipped_samples", "data", FILES)  # what a resume needs of checkpoint.json
 
 _BYTES = "bytes"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.checkpoint.folder import (
+    EARLY_STOPPING,
     LaterFormat,
     check_checkpoint,
     find_checkpoint,
@@ -76,7 +77,8 @@ class Start:
 
     settings: those of the checkpoint, by key. data: its sampler's state of the order of samples.
 
-    damaged: newer checkpoints that no run can continue from, with the reason. parts: of the model, that it holds."""
+    damaged: newer checkpoints that no run can continue from, with the reason. parts: of the model, that it holds.
+    early_stopping: as `dhp.trainer.early_stopping` keeps it."""
 
     checkpoint: Path | None = None
     step: int = 0
@@ -85,6 +87,7 @@ class Start:
     data: Mapping[str, Any] = field(default_factory=dict)
     damaged: tuple[tuple[Path, str], ...] = ()
     parts: tuple[str, ...] = ()
+    early_stopping: Mapping[str, Any] = field(default_factory=dict)
 
     def quarantine(self) -> list[str]:
         """Rename the damaged ones, whose steps the run writes again; a line about each."""
@@ -220,4 +223,5 @@ def _start(checkpoint: Path, say: Callable[[str], None]) -> Start:
     if not has_checksums(about):
         say(f"{checkpoint.name} is of format 1, without checksums: its sizes and headers were checked, not its values")
     kept = (about["step"], about["skipped_samples"], about["settings"], about["data"])
-    return Start(checkpoint.absolute(), *kept, parts=tuple(about["parts"]))
+    stopping = about.get(EARLY_STOPPING, {})
+    return Start(checkpoint.absolute(), *kept, parts=tuple(about["parts"]), early_stopping=stopping)

@@ -15,7 +15,15 @@ from dhp.config.hydra_errors import translated_errors
 from dhp.config.keys import unknown_keys
 from dhp.config.layout import LAYOUTS, resolve_part
 from dhp.config.parts import OPTIONAL, decoder, encoders, parts, sections, split_share
-from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training, require_choice
+from dhp.config.ranges import (
+    check_cluster,
+    check_data,
+    check_memory,
+    check_seed,
+    check_training,
+    require,
+    require_choice,
+)
 from dhp.config.rules import FSDP, check_balance, check_optimizer, check_preference, check_run, with_engine
 from dhp.config.schema import ClusterConfig, Config, StageEntry
 from dhp.config.steps import micro_batches
@@ -152,6 +160,8 @@ def _expanded(path: str) -> str:
 
 
 LOSS = "eval_loss"  # of all of data.eval_datasets together; with /NAME of one
+# Metrics of evaluations by which a run may end: 1, better where they are higher; -1, where they are lower.
+SIGNS = {LOSS: -1, "eval_accuracy": 1, "eval_exact": 1, "eval_margin": 1}
 
 
 def check_evaluation(config: Config) -> None:
@@ -165,10 +175,13 @@ def check_evaluation(config: Config) -> None:
             )
     if len(set(names)) < len(names):
         raise ConfigError(f"data.eval_datasets={list(config.data.eval_datasets)} names a dataset twice; name each once")
-    for key in ("eval_steps", "eval_on_start", "best_metric", "eval_answers"):
-        if getattr(config.training, key) and not names:
+    asked = {
+        key: getattr(config.training, key) for key in ("eval_steps", "eval_on_start", "best_metric", "eval_answers")
+    }
+    for key, value in (asked | {"early_stopping.metric": config.training.early_stopping.metric}).items():
+        if value and not names:
             raise ConfigError(
-                f"training.{key}={getattr(config.training, key)}, but data.eval_datasets is empty: nothing would be "
+                f"training.{key}={value}, but data.eval_datasets is empty: nothing would be "
                 "evaluated. Set data.eval_datasets=[NAME], with names from data.data_registry"
             )
     if config.training.eval_answers:
@@ -180,10 +193,22 @@ def check_evaluation(config: Config) -> None:
             f"training.best_metric={training.best_metric} with training.save_final=false, and save_steps and "
             "save_epochs are null: there is no checkpoint that could be the best. Set one of them"
         )
-    best, known = config.training.best_metric, [LOSS, *(f"{LOSS}/{name}" for name in names)]
-    if best is not None and best not in known:
-        hint = did_you_mean([nearest(best, known)])
-        raise ConfigError(f"training.best_metric={best} does not exist; choose from {', '.join(known)}{hint}")
+    stopping = training.early_stopping
+    for key, value, metrics in (
+        ("best_metric", training.best_metric, [LOSS]),
+        ("early_stopping.metric", stopping.metric, [*SIGNS]),
+    ):
+        known = [*metrics, *(f"{metric}/{name}" for metric in metrics for name in names)]
+        if value is not None and value not in known:
+            hint = did_you_mean([nearest(value, known)])
+            raise ConfigError(f"training.{key}={value} does not exist; choose from {', '.join(known)}{hint}")
+    require(stopping.patience >= 1, "training.early_stopping.patience", stopping.patience, "patience >= 1")
+    require(stopping.min_delta >= 0, "training.early_stopping.min_delta", stopping.min_delta, "min_delta >= 0")
+    if stopping.metric is not None and training.eval_steps is None:
+        raise ConfigError(
+            f"training.early_stopping.metric={stopping.metric} with training.eval_steps=null: there is one evaluation, "
+            "behind the last step. Set training.eval_steps"
+        )
 
 
 def _check_answers(config: Config) -> None:

@@ -46,6 +46,21 @@ class PreferenceConfig:
 
 
 @dataclass
+class EarlyStoppingConfig:
+    """Ends the run where evaluations stop getting better."""
+
+    metric: Optional[str] = key(None, resume=BESIDE)
+    """What has to: eval_loss (down), eval_accuracy, eval_exact or, of preferences, eval_margin (up), of all of
+    data.eval_datasets together; or of one of them, as eval_loss/NAME. Null: the run goes on to its last step."""
+
+    patience: int = key(3, resume=BESIDE)
+    """Evaluations in a row without it, behind which the run ends as at its last step, with a checkpoint."""
+
+    min_delta: float = key(0.0, resume=BESIDE)
+    """By how much it has to be better than the best before, in the metric's unit."""
+
+
+@dataclass
 class TrainingConfig:
     """The objective, the optimizer and the length of the run."""
 
@@ -217,6 +232,9 @@ class TrainingConfig:
     eval_loss/NAME (of one of them). Each checkpoint is evaluated then, and `checkpoints/best` leads to the best one.
     Null: none is."""
 
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+    """Ends the run where evaluations stop getting better."""
+
     resume: str = key("never", resume=BESIDE)
     """Where the run begins: never (at step 1) | auto (after the newest sound checkpoint in checkpoint_dir, else at
     step 1; run_dir may hold the run that stopped) | PATH of a checkpoint or of a run: its newest one."""
@@ -260,4 +278,7 @@ class TrainingConfig:
 
 def without_evaluation(training: TrainingConfig) -> TrainingConfig:
     """The same, where data.eval_datasets says nothing to it."""
-    return replace(training, eval_steps=None, eval_on_start=False, eval_answers=0, best_metric=None)
+    never = EarlyStoppingConfig()
+    return replace(
+        training, eval_steps=None, eval_on_start=False, eval_answers=0, best_metric=None, early_stopping=never
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 from dhp.checkpoint.folder import (
     BEST,
+    EARLY_STOPPING,
     Best,
     Unfinished,
     checkpoints,
@@ -23,7 +24,6 @@ from dhp.checkpoint.folder import (
 )
 from dhp.cluster.hangs.watch import Watched, wait_all
 from dhp.config.parts import model_name
-from dhp.config.resolve import LOSS
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError, DhpError, PartFailed
 from dhp.core.locks import TakenOver, require_fence
@@ -34,6 +34,7 @@ from dhp.models.pretrained import auxiliary_files
 from dhp.observe.metrics import EvalMetrics
 from dhp.observe.ranks import SAVE
 from dhp.step.stages import EngineProtocol
+from dhp.trainer.early_stopping import EarlyStopping, metric_value
 from dhp.trainer.session import DataPlan, Session
 
 
@@ -61,7 +62,7 @@ class KeptCheckpoints:
         """The losses after a step, if any. Where it has a checkpoint and is better than the best, it is that now."""
         if self._metric is None or not found:
             return
-        step, value = found[0].step, _value(self._metric, found)
+        step, value = found[0].step, metric_value(self._metric, found)
         if value is not None and math.isfinite(value) and step in map(step_of, checkpoints(self._parent)):
             if self._best is None or value < self._best.value:
                 self._best = Best(step, self._metric, value)
@@ -100,12 +101,6 @@ class KeptCheckpoints:
 
 def _reason(error: OSError | CheckpointError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _value(metric: str, found: Sequence[EvalMetrics]) -> float | None:
-    """The metric among an evaluation's lines, of which the last is about all datasets."""
-    name = metric.removeprefix(LOSS).removeprefix("/")
-    return next((one.loss for one in found if one.dataset == name), found[-1].loss)
 
 
 MINUTE_S = 60.0
@@ -163,6 +158,7 @@ class Saver:
         self._last = time.monotonic()
         self.kept = KeptCheckpoints(session.config, say)
         self.newest: Path | None = None  # complete, of this session
+        self.stopping = EarlyStopping(self._config.training.early_stopping, session.start.early_stopping)
 
     @property
     def busy(self) -> bool:
@@ -207,6 +203,7 @@ class Saver:
             "skipped_samples": skipped,
             "settings": plan.kept,
             "data": self._session.data_state(saving.step),
+            EARLY_STOPPING: dict(self.stopping.state),
         }
         wait_all(saving.watched, self._config.training.save_timeout_s)
         self._stall_s = time.monotonic() - begun

@@ -218,14 +218,15 @@ class Trainer:
         """Start, train every step that is not done yet, save on the way and at the end, as is asked for."""
         plan = self._open_data()
         missed = self._missed_evaluation()
-        if self.start.step >= plan.steps:
-            self.recorder.say(f"nothing is left to train: training.max_steps or num_epochs give {plan.steps} steps")
+        if self.start.step >= plan.steps or self._saver.stopping.stops:
+            steps = f"nothing is left to train: training.max_steps or num_epochs give {plan.steps} steps"
+            self.recorder.say(self._saver.stopping.line() if self._saver.stopping.stops else steps)
             if not missed:
                 return
         tell_state(LOADING)
         self.ready = start_stages(self.session, self.recorder, plan.steps)
         find_references(self.session, self._evaluation)
-        if self.start.step < plan.steps:
+        if self.start.step < plan.steps and not self._saver.stopping.stops:
             self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
         untrained = self.start.step == 0 and self.config.training.eval_on_start  # again, where a fault ended the first
         self.recorder.begin(plan.steps, missed or untrained)
@@ -241,7 +242,7 @@ class Trainer:
             self._saver.rescue()
             self._note_checkpoint()
             raise
-        if asked_to_stop() and done < plan.steps:
+        if asked_to_stop() and done < plan.steps and not self._saver.stopping.stops:
             self._save_interrupted(done)
             raise KeyboardInterrupt
 
@@ -249,7 +250,7 @@ class Trainer:
         """Train until the last step, or until a signal asks to stop; the steps that are done."""
         plan, pending = self.plan, deque[Pending]()
         self._last_end, step, saved = time.perf_counter(), self.start.step, False
-        while step < plan.steps and not asked_to_stop():
+        while step < plan.steps and not asked_to_stop() and not self._saver.stopping.stops:
             self._grow()
             reading = self.session.data.request(step)
             while pending and self._ends_before(pending[0], reading):
@@ -271,6 +272,11 @@ class Trainer:
                 self._finish_all(pending)
                 self._evaluate(step)
         self._finish_all(pending)
+        if self._saver.stopping.stops and step > self.start.step:
+            self.recorder.say(self._saver.stopping.line())
+            saved = self.config.training.save_final
+            if saved and not self._saver.has(step) and not self._saver.busy:
+                self._saver.save(step, plan, self._skipped)
         if step == plan.steps and self._saver.busy:
             self.recorder.say("saving the final checkpoint")
         self._saver.finish()
@@ -321,9 +327,11 @@ class Trainer:
         if not due(self.config, step, self.plan.steps, saves=self.start.checkpoint is not None):
             return False
         assert self._evaluation is not None  # or none would be due
-        if misses(self.config, step, record, self._evaluation.prompts()):
+        found = read_evaluations(record, step)
+        unknown = self._saver.stopping.on and step > 0 and not self._saver.stopping.has(step) and not found
+        if unknown or misses(self.config, step, record, self._evaluation.prompts()):
             return True
-        self._judge(read_evaluations(record, step))
+        self._judge(found)
         return False
 
     def _tell_measuring(self, done: int, parts: int) -> None:
@@ -423,6 +431,7 @@ class Trainer:
     def _judge(self, found: Sequence[EvalMetrics]) -> None:
         """Whether an evaluation makes a checkpoint the best one."""
         self._saver.kept.evaluated(found)
+        self._saver.stopping.add(found)
         self.recorder.best = self._saver.kept.best
 
     def _tell_once(self, notes: Iterable[str]) -> None:
