@@ -153,7 +153,7 @@ def _row(one: dict[str, Any]) -> str:
             cells.append(f"{shown}, by token" if by_token else shown)
     packed = "equal" if one["packed_error"] is not None and one["packed_error"] <= 1e-9 else "differ: refused"
     name = f"**`{one['name']}`**" if one["declared"] else f"`{one['name']}`"
-    videos = "—" if "video" in one["refused"] else "tested"
+    videos = "—" if "video" in one["refused"] else "tested" if one["declared"] else "works"
     return f"| {name} | {' | '.join(cells)} | {packed} | {videos} |"
 
 

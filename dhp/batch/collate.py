@@ -1,6 +1,7 @@
 """Collates a text replica's samples: rows padded or packed."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from dhp.core.batch import IGNORED, ProcessorOutput
 from dhp.data.sample.sample import Sample
 from dhp.models.contract.random_pictures import joined, unpack
 from dhp.models.contract.random_rows import find_prefixes
+from dhp.models.contract.videos import is_video
 from dhp.models.decoder import Decoder
 from dhp.models.family import Family
 from dhp.objectives.objective import CrossEntropy, Objective
@@ -108,14 +110,23 @@ def pixels_by_argument(row: Row) -> dict[str, Tensor]:
     whole = [pair for sample in row for pair in zip(sample.grids, sample.pixels, strict=True)]
     forms = [form for form, _ in whole if isinstance(form, ProcessorOutput)]
     if forms:
-        pairs = zip(forms, (torch.from_numpy(pixels) for _, pixels in whole), strict=True)
-        return joined([unpack(form, pixels, torch.float32) for form, pixels in pairs])
+        return whole_by_argument([(form, torch.from_numpy(pixels)) for form, pixels in whole], torch.float32)
     found: dict[str, list[Tensor]] = {}
     for sample in row:
         for pixels, seconds in zip(sample.pixels, sample.video_seconds, strict=True):
             name = "pixel_values" if seconds is None else "pixel_values_videos"
             found.setdefault(name, []).append(torch.from_numpy(pixels))
     return {name: torch.cat(patches) for name, patches in found.items()}
+
+
+def whole_by_argument(pictures: Sequence[tuple[Any, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Forms of pictures and their rows as the plain model's own arguments: images and, where these have a function of
+    their own, videos."""
+    found: dict[str, Tensor] = {}
+    for moving in (False, True):
+        own: list[Any] = [unpack(form, rows, dtype) for form, rows in pictures if is_video(form) == moving]
+        found |= joined(own) if own else {}
+    return found
 
 
 def sounds_by_argument(row: Row) -> dict[str, Tensor]:

@@ -24,7 +24,8 @@ from dhp.data.media.sound import AudioPreprocessing
 from dhp.data.media.sources import File
 from dhp.data.read.records import Record
 from dhp.data.remote.places import remote_of
-from dhp.data.sample.picture_inputs import CachedPictures, ModelMedia
+from dhp.data.sample.cached_pictures import CachedPictures
+from dhp.data.sample.picture_inputs import ModelMedia
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.sample import LENGTH_COLUMNS, Sample, Videos, tile_arguments
 from dhp.data.sample.tokens import NO_ACTORS, NO_TOWER
@@ -312,6 +313,7 @@ def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: 
         frame_patches=own.frame_patches,
         pictures_apart=own.pictures_apart,
         videos=_videos(family, settings),
+        no_videos=own.no_videos,
         sounds=_sounds(family),
         no_audio=NO_TOWER if own.hearing is None else NO_ACTORS,
         positions=find_positions(family.config),
@@ -349,11 +351,27 @@ def _sampler(settings: BatchReaderSettings, dataset: Any) -> Sampler:
 def _videos(family: Family, settings: BatchReaderSettings) -> Videos | None:
     """Video preprocessing; None: the model takes no videos."""
     own, data = family.processor, settings.data
-    if own.video_token_id is None:
+    if own.no_videos:
         return None
+    if own.videos is not None:
+        return Videos(own.video_token_id, _taking_whole(own.videos, data), own.video_patches, whole=own.videos)
     taking = FrameSampling(data.video_fps, data.video_max_frames, own.frames_per_patch, own.takes_both_ends)
     steps = (own.step_tokens, own.step_text, find_frame_size(settings.model_name, family.config))
     return Videos(own.video_token_id, taking, own.video_patches, data.video_max_pixels, *steps)
+
+
+_ANY_RATE = 1e9  # frames a second, for a number of frames whatever a video's length
+
+
+def _taking_whole(own: Any, data: DataConfig) -> FrameSampling:
+    """Which frames of a video are taken as pictures: as many as the model's video processor says, where the run sets
+    neither number."""
+    plain = DataConfig()
+    fps, most = data.video_fps, data.video_max_frames
+    if (fps, most) == (plain.video_fps, plain.video_max_frames):
+        fps = own.fps or (_ANY_RATE if own.most else fps)
+        most = own.most or most
+    return FrameSampling(fps, most, 1, rule=own.rule, least=1)
 
 
 def _sounds(family: Family) -> AudioPreprocessing | None:

@@ -132,7 +132,7 @@ def examine(source: str) -> Diagnosis:
     for layout, found in (("padded rows", split), ("packing", packed)):
         if found is not None and found > EXACT:
             refused[layout] = f"loss or gradients differ from the whole model's by {found:.1e}, relative"
-    if family.processor.video_token_id is None:
+    if not family.processor.sees_videos:
         refused["video"] = "the model's videos are not read here, images alone"
     if any("audio" in module for module in family.idle):
         refused["audio"] = "the model's audio tower stays as it is: it is not trained here, and no sound is read"

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from dhp.batch.collate import Collator, sounds_by_argument
+from dhp.batch.collate import Collator, sounds_by_argument, whole_by_argument
 from dhp.core.batch import IGNORED, ProcessorOutput
 from dhp.core.parameters import TrainingRules
 from dhp.data.sample.sample import Sample
-from dhp.models.contract.random_pictures import joined, unpack
 from dhp.models.contract.random_rows import kinds_for, token_types
 from dhp.models.family import Family
 
@@ -107,8 +106,8 @@ def model_inputs(sample: Sample, family: Family, model: PreTrainedModel) -> dict
 
 def _whole_pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
     """Pictures as arguments of one call, as their image processor would give them."""
-    pairs = zip(sample.grids, sample.pixels, strict=True)
-    return joined([unpack(form, torch.from_numpy(p), dtype) for form, p in pairs if isinstance(form, ProcessorOutput)])
+    shown = zip(sample.grids, map(torch.from_numpy, sample.pixels), strict=True)
+    return whole_by_argument([one for one in shown if isinstance(one[0], ProcessorOutput)], dtype)
 
 
 def _pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from dhp.data.sampling.dataset import StepSamples
 from dhp.doctor.plain_model import plain_gradients
 from dhp.engine.engines import make_rank
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
-from dhp.models.contract.generic_parts import ContractProcessor
+from dhp.models.contract.generic_processor import ContractProcessor
 from dhp.models.contract.random_pictures import pack, row_values
 from dhp.models.contract.random_rows import make_row
 from dhp.models.contract.twin import ProbeModel
@@ -42,33 +42,54 @@ class SampleMaker:
     def __init__(self, twin: ProbeModel, family: Family):
         self._twin, self._family = twin, family
 
-    def sample(self, pictures: Sequence[int], targets: int, seed: int, clips: Sequence[int] = ()) -> Sample:
-        """Pictures by their numbers, and clips of so many frames for a model with an audio part, in a conversation
-        whose last `targets` tokens are to be learned."""
+    def sample(
+        self, pictures: Sequence[int], targets: int, seed: int, clips: Sequence[int] = (), videos: Sequence[int] = ()
+    ) -> Sample:
+        """Pictures by their numbers, clips of so many frames for a model with an audio part, and videos of so many, in
+        a conversation whose last `targets` tokens are to be learned."""
         counts = [self._twin.tokens(number) for number in pictures]
+        moving = [self._twin.video_tokens(frames) for frames in videos]
         forms = clip_forms(clips, self._twin.config) if clips else []
         clip_tokens = [form.tokens for form in forms]
-        ids, kinds = (row[0].numpy() for row in make_row(self._twin.config, counts, seed, clip_tokens))
+        ids, kinds = (row[0].numpy() for row in make_row(self._twin.config, counts, seed, clip_tokens, moving))
         labels = np.where(np.arange(len(ids)) < len(ids) - targets, IGNORED, ids)
         shown = [self._picture(number, count) for number, count in zip(pictures, counts, strict=True)]
+        shown += [self._pack(self._twin.video(frames), count) for frames, count in zip(videos, moving, strict=True)]
         pixels, grids = zip(*shown, strict=True) if shown else ((), ())
         sounds = tuple(_sound(form, seed + at) for at, form in enumerate(forms))
+        seconds = (None,) * len(pictures) + (1.0,) * len(videos)
         return Sample(
-            "made", seed, ids, labels, kinds, tuple(pixels), tuple(grids), clips=sounds, clip_forms=tuple(forms)
+            "made",
+            seed,
+            ids,
+            labels,
+            kinds,
+            tuple(pixels),
+            tuple(grids),
+            seconds,
+            clips=sounds,
+            clip_forms=tuple(forms),
         )
 
     def samples(self) -> list[Sample]:
-        """A picture, several, and none at all; for a model with an audio part, clips too, alone and with a picture."""
+        """A picture, several, and none at all; videos too, where frames of them are encoded as pictures are; for a
+        model with an audio part, clips too, alone and with a picture."""
         seen = [self.sample([0], 4, seed=1), self.sample([], 3, seed=2), self.sample([1, 2], 5, seed=3)]
+        if self._twin.videos:
+            seen += [self.sample([], 3, seed=6, videos=[3]), self.sample([1], 4, seed=7, videos=[2, 2])]
         if self._family.processor.hearing is None:
             return seen
         return [*seen, self.sample([], 3, seed=4, clips=[30, 130]), self.sample([1], 3, seed=5, clips=[40])]
 
     def _picture(self, number: int, tokens: int) -> tuple[np.ndarray, Any]:
-        arrays = {name: t.numpy() for name, t in self._twin.picture(number).items() if t is not None}
         if isinstance(self._family.processor, ContractProcessor):
-            return pack(arrays, tokens, row_values(self._twin.config))
+            return self._pack(self._twin.picture(number), tokens)
+        arrays = {name: t.numpy() for name, t in self._twin.picture(number).items() if t is not None}
         return self._family.processor.patches(arrays)
+
+    def _pack(self, arguments: Mapping[str, Tensor | None], tokens: int) -> tuple[np.ndarray, Any]:
+        arrays = {name: t.numpy() for name, t in arguments.items() if t is not None}
+        return pack(arrays, tokens, row_values(self._twin.config))
 
 
 def _sound(form: ProcessorOutput, seed: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 import json
 import os
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -120,15 +121,40 @@ def load_tokenizer(model_name: str, chat_template: str | None = None) -> Any:
 
 
 def load_image_processor(model_name: str) -> Any:
-    """The model's own image processor, in the flavour that needs no torchvision.
+    """The model's own image processor, in the flavour that needs no torchvision where there is one.
 
-    Raises ModelError when the directory has none."""
+    Raises ModelError when the directory has none, or one of another flavour where torchvision is not installed."""
     from transformers import AutoImageProcessor
 
     try:
         return AutoImageProcessor.from_pretrained(model_name, backend="pil", trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{model_name}: no usable image processor: {error}") from error
+    except (OSError, ValueError, ImportError) as error:
+        what = without_torchvision(model_name, error) or f"no usable image processor: {error}"
+        raise ModelError(f"{model_name}: {what}") from error
+
+
+def load_video_processor(model_name: str) -> Any | None:
+    """The library's own, where torchvision is installed, without which it has none; None also where there is none."""
+    if find_spec("torchvision") is None:
+        return None
+    from transformers import AutoVideoProcessor
+
+    try:
+        return AutoVideoProcessor.from_pretrained(model_name, trust_remote_code=False)
+    except (OSError, ValueError, ImportError):
+        return None
+
+
+def without_torchvision(model_name: str, error: Exception) -> str:
+    """What to do about an error of the library for which torchvision is missing; "" for any other."""
+    named = "torchvision" in str(error).lower() or (isinstance(error, AttributeError) and "NoneType" in str(error))
+    if not named or find_spec("torchvision") is not None:  # None: in the place of its video processor
+        return ""
+    return (
+        f"pictures of model_type {_model_type(model_name)!r} are read by torchvision alone, which is not installed "
+        f"here. Install the one that goes with torch {version('torch')} on every node (pip install torchvision), or "
+        "take a family whose pictures are read without it (python -m dhp doctor model --make names some)"
+    )
 
 
 def find_stop_tokens(model_name: str, config: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -111,6 +111,8 @@ class Processor(ABC):
     patch_dim: int  # values in one patch
     merge_unit: int = 1  # patches that become one token of the text part
     hearing: AudioProcessor | None = None  # None: the model takes no audio
+    video_kind: str = ""  # class of the library's video processor, where the model's directory says nothing of it
+    videos: Any = None  # of frames that go through the tower as pictures do: `dhp.models.contract.videos.WholeVideos`
     published_positions: bool = True  # False: those of the installed library, where these differ
 
     def __init__(self, config: Any):
@@ -121,6 +123,16 @@ class Processor(ABC):
         """The model class that computes positions; None: tokens are counted through. Imported here, as modeling code
         takes a second, and a driver runs no model."""
         return None
+
+    @property
+    def sees_videos(self) -> bool:
+        """Whether videos of the family are read, where its directory has all that this takes."""
+        return self.video_token_id is not None
+
+    @property
+    def no_videos(self) -> str:
+        """Why videos cannot be read; "": they can."""
+        return "this model sees images only" if self.video_token_id is None else ""
 
     def load(self) -> None:
         """Import what samples need, so that a broken installation shows before a run begins."""

@@ -23,6 +23,13 @@ _KINDS = {
     "Qwen3VLVideoProcessor": (True, 128 * 32**2, 32**2 * 768, 768),
 }
 KIND = "video_processor_type"
+# Classes that scale, cut and normalise frames one by one → how each chooses frames (`FrameSampling.rule`).
+WHOLE = {
+    **dict.fromkeys(("LlavaOnevisionVideoProcessor", "LlavaNextVideoVideoProcessor", "VideoLlavaVideoProcessor"), ""),
+    "Gemma4VideoProcessor": "",
+    "InternVLVideoProcessor": "middles",
+    "SmolVLMVideoProcessor": "trimmed",
+}
 
 
 @dataclass(frozen=True)
@@ -143,7 +150,7 @@ def set_video_arguments(
     kind = own.setdefault(KIND, _kind(processor))
     rule, lost = find_frame_size(str(folder), processor.config), ""
     values, bounds = dict(asked), dict(size)
-    if kind in _GLM_PROCESSORS and values:
+    if kind in (*_GLM_PROCESSORS, *WHOLE) and values:
         lost = f"{kind} chooses frames by its own rule, and training took {_words(values)}"
         values = {}
     if bounds and (rule.clip if rule else kind != "Qwen2VLVideoProcessor"):
@@ -172,6 +179,8 @@ def _of_images(folder: Path) -> dict[str, Any]:
 
 
 def _kind(processor: Processor) -> str:
+    if processor.video_kind:
+        return processor.video_kind
     if processor.config.model_type.startswith("glm4"):
         return _GLM_PROCESSORS[processor.config.model_type == "glm46v"]
     return "Qwen3VLVideoProcessor" if processor.takes_both_ends else "Qwen2VLVideoProcessor"

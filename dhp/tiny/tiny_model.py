@@ -229,8 +229,9 @@ def _tokenizer(look: Look) -> Any:
     tokenizer.add_special_tokens({"additional_special_tokens": new}, replace_extra_special_tokens=False)
     if look.named:
         tokenizer._set_model_specific_special_tokens(dict(look.named))
-    own = "<|vision_start|><|image_pad|><|vision_end|>"
-    template = CHAT_TEMPLATE.replace(f"'{own}'", repr(look.image))
+    template = CHAT_TEMPLATE
+    for own, mark in (("image", look.image), ("video", look.video)):
+        template = template.replace(f"'<|vision_start|><|{own}_pad|><|vision_end|>'", repr(mark))
     sound = "".join(look.named.get(key, "") for key in ("audio_bos_token", "audio_token", "audio_eos_token"))
     if sound:
         template = template.replace(VIDEO, f"{{%- elif part['type'] == 'audio' -%}}\n{{{{ '{sound}' }}}}\n{VIDEO}")
@@ -271,6 +272,8 @@ def _write_processors(name: str, look: Look, folder: Path) -> None:
     if "audio_token" in look.named:
         settings |= transformers.WhisperFeatureExtractor(feature_size=MEL_BINS, sampling_rate=RATE).to_dict()
     write_whole(folder / "preprocessor_config.json", json.dumps(settings, indent=2) + "\n")
+    if look.frames is not None:
+        write_whole(folder / "video_preprocessor_config.json", json.dumps(dict(look.frames), indent=2) + "\n")
     if look.processor is not None:
         own = {"processor_class": PROCESSOR_MAPPING[transformers.CONFIG_MAPPING[name]].__name__, **look.processor}
         write_whole(folder / "processor_config.json", json.dumps(own, indent=2) + "\n")

@@ -105,7 +105,7 @@ def _write_pictures(out_dir: Path, asked: Mapping[str, Any]) -> str:
     least, most = asked.get("min_pixels"), asked.get("max_pixels")
     arguments = {**area_bounds(images, least, most), **tile_arguments(images, asked.get("max_tiles"))}
     files, lost = list[str](), ""
-    if processor.video_token_id is not None:  # first, as it may go by the image processor's file
+    if processor.sees_videos:  # first, as it may go by the image processor's file
         names = {"video_fps": "fps", "video_max_frames": "max_frames"}
         taking = {name: asked[key] for key, name in names.items() if key in asked}
         size = area_bounds(images, least, asked.get("video_max_pixels") or most).get("size", {})

@@ -80,6 +80,8 @@ def prepare(
             )
     if config.data.cache_features is not None and not config.training.dry_run:
         check_folder(config)
+    if not config.training.dry_run:
+        _look_at_processors(config, family)
     if new_run and not config.training.dry_run:
         end = _look_at_answers(config, family, say)
         _look_at_samples(config, family, say, end)
@@ -119,8 +121,8 @@ def _look_at_samples(config: Config, family: Family, say: Callable[[str], None],
     say(f"looking at some samples of {', '.join(looked)}")
     hears = HEARING in parts(config)
     data, skips = config.data, config.data.on_bad_sample == "skip"
-    sees, behind = family.processor.video_token_id is not None, tell_positions(data.positions, family)
-    more = (data.allow_http, hears, skips, sees, end, behind, OBJECTIVES[config.training.objective].compares)
+    unseen, behind = family.processor.no_videos, tell_positions(data.positions, family)
+    more = (data.allow_http, hears, skips, unseen, end, behind, OBJECTIVES[config.training.objective].compares)
     for note in check_some_samples(looked, data.data_registry, config.seed, *more):
         say(note)
 
@@ -201,19 +203,30 @@ def _fix_paths(config: Config) -> None:
             entry.data_path = str(Path(entry.data_path).absolute())
 
 
+def _look_at_processors(config: Config, family: Family) -> None:
+    """Raises ModelError where the library's processors of the model cannot be made here: some need torchvision."""
+    from PIL import Image
+
+    from dhp.models.pretrained import load_image_processor
+
+    images, own = load_image_processor(model_name(config)), family.processor
+    if own.placeholder is not None:  # a family without code asks the library's processor for all that its prompts have
+        own.patches(images(images=[Image.new("RGB", (224, 224))], return_tensors="np", **own.image_arguments))
+
+
 def _look_at_videos(config: Config, family: Family, say: Callable[[str], None]) -> None:
     """Say where frames are scaled otherwise than by the model's own video processor."""
     from dhp.models.pretrained import load_image_processor
-    from dhp.models.processor_files import KIND, find_frame_size, read_video_settings
+    from dhp.models.processor_files import KIND, WHOLE, find_frame_size, read_video_settings
 
-    if family.processor.video_token_id is None:
+    if not family.processor.sees_videos:
         return
     rule, own = find_frame_size(model_name(config), family.config), read_video_settings(model_name(config))
     bounds = {key: getattr(config.data, key) for key in ("video_max_pixels", "max_pixels", "min_pixels")}
     given = ", ".join(f"data.{key}={value}" for key, value in bounds.items() if value is not None)
     if rule is not None and given:
         say(f"videos are scaled frame by frame ({given}); the model's own {rule.kind} has {rule}")
-    elif rule is None and own:
+    elif rule is None and own and own.get(KIND) not in WHOLE:
         images = load_image_processor(model_name(config))
         size = given or {edge: pixels for edge, pixels in dict(images.size or {}).items() if pixels}
         say(f"videos are scaled as images are ({size}); the model's own {own.get(KIND)} has {own.get('size')}")

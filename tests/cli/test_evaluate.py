@@ -48,7 +48,7 @@ from dhp.data.media.sources import Sound, Video
 from dhp.data.read.annotations import Annotations, read_annotations, require_key
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.sample import LENGTH_COLUMNS, Sample
-from dhp.models.contract.generic_parts import ContractProcessor
+from dhp.models.contract.generic_processor import ContractProcessor
 from dhp.models.contract.random_pictures import pack
 from dhp.models.families.llava import LlavaProcessor
 from dhp.models.families.qwen2_5_vl import qwen2_5_vl

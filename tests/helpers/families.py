@@ -16,9 +16,11 @@ class Maker:
     def __init__(self, model: str):
         self._maker = SampleMaker(ProbeModel(AutoConfig.from_pretrained(model)), load_family(model))
 
-    def sample(self, pictures: Sequence[int], targets: int, seed: int, clips: Sequence[int] = ()) -> Sample:
-        """Pictures by their numbers, clips by their frames; the last `targets` tokens are labels."""
-        return self._maker.sample(pictures, targets, seed, clips)
+    def sample(
+        self, pictures: Sequence[int], targets: int, seed: int, clips: Sequence[int] = (), videos: Sequence[int] = ()
+    ) -> Sample:
+        """Pictures by their numbers, clips and videos by their frames; the last `targets` tokens are labels."""
+        return self._maker.sample(pictures, targets, seed, clips, videos)
 
     def steps(self, everywhere: bool = False) -> list[list[Sample]]:
         """One picture, several, none at all; a step without any; fewer pictures than ranks. everywhere: no sample is

@@ -31,8 +31,13 @@ def make_config(name: str) -> PreTrainedConfig:
 
 def save_family(name: str, folder: Path) -> Path:
     """A model of the case with random weights, as an ordinary directory."""
+    return save_weights(make_config(name), folder)
+
+
+def save_weights(config: PreTrainedConfig, folder: Path) -> Path:
+    """A model of the configuration with random weights."""
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(make_config(name))
+    model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

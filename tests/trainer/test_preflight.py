@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from dhp.trainer.planned_layout import with_layout
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import needed_paths
 from tests.helpers.runs import tiny, train
+from tests.helpers.tiny_videos import save_tiny, write_moving
 
 
 def check(assets: Path, *overrides: str) -> Config:
@@ -115,6 +117,7 @@ def test_two_mistakes_are_told_at_once(made_model: str, tiny_assets: Path, tmp_p
 
 
 def test_heads_that_are_shared_unevenly_are_told(nine_heads_model: str, tiny_assets: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_assets / "model" / "preprocessor_config.json", nine_heads_model)
     model = [f"{part}.model_name={nine_heads_model}" for part in ("vision", "text")]
     lines: list[str] = []
     degrees = ["vision.num_actors=2", "text.num_actors=2", "text.tensor=2"]
@@ -345,6 +348,30 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_before_ray_start
         check(
             tiny_assets, *(f"{part}.model_name={model}" for part in ("vision", "text")), f"run_dir={tmp_path / 'new'}"
         )
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="the library's processor can be made here")
+def test_pictures_that_torchvision_alone_reads_are_refused_before_ray_starts(tiny_assets: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_assets / "model", tmp_path / "model")
+    (model / "preprocessor_config.json").write_text('{"image_processor_type": "Lfm2VlImageProcessor"}')
+    with pytest.raises(ModelError, match=r"model_type 'qwen2_5_vl' are read by torchvision alone.* Install the one"):
+        check(
+            tiny_assets, *(f"{part}.model_name={model}" for part in ("vision", "text")), f"run_dir={tmp_path / 'new'}"
+        )
+
+
+def test_videos_of_a_model_that_says_nothing_of_frames_are_refused_before_ray_starts(tmp_path: Path) -> None:
+    model = save_tiny("internvl", tmp_path / "model")
+    write_moving(tmp_path / "clip.mp4", 8, 4)
+    row = {"query": "<video>What?", "response": "A square.", "videos": ["clip.mp4"]}
+    (tmp_path / "rows.json").write_text(json.dumps([row] * 8))
+    given = [f"{part}.model_name={model}" for part in ("vision", "text")]
+    given += [f"data.data_registry.made.annotation_path={tmp_path / 'rows.json'}", "data.datasets=[made]"]
+    given += [f"data.data_registry.made.data_path={tmp_path}", "data.eval_datasets=[]", f"run_dir={tmp_path / 'new'}"]
+    prepare(compose_config("tiny", overrides=[*given, "tiny_assets=null"]))
+    (model / "video_preprocessor_config.json").unlink()
+    with pytest.raises(DataError, match=r"rows.json.*a video, but .*/model has no video_preprocessor_config.json"):
+        prepare(compose_config("tiny", overrides=[*given, "tiny_assets=null"]))
 
 
 LINK = Channel(1e9, 1e-5)

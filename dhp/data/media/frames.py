@@ -29,6 +29,10 @@ class FrameSampling:
     group: so many frames are one step in time. The number of frames is a multiple of it; a video of fewer frames is
     filled up with its last one.
 
+    rule: how they lie, where they are even: "middles" takes the middles of equal parts of a video, "trimmed" frames
+    from the first to the last, without a second at either end of a long one; "" begins each part with one. least: how
+    many at least, where there are as many.
+
     both_ends: as Qwen3-VL's processor does, take frames from the very first to the very last, any number of
     them; the last group is then filled up.
 
@@ -42,6 +46,8 @@ class FrameSampling:
     both_ends: bool = False
     start: float = 0.0
     end: float | None = None
+    rule: str = ""
+    least: int = MIN_FRAMES
 
     def indices(self, total: int, rate: float, times: Sequence[float] | None = None) -> np.ndarray:
         """int64 [frames], ascending: which of `total` frames, `rate` a second, are taken. Raises DataError where the
@@ -70,22 +76,34 @@ class FrameSampling:
 
     def _inside(self, total: int, rate: float) -> np.ndarray:
         if self.both_ends:
-            count = min(max(int(total / rate * self.fps), MIN_FRAMES), self.max_frames, total)
+            count = min(max(int(total / rate * self.fps), self.least), self.max_frames, total)
             return np.linspace(0, total - 1, count).round().astype(np.int64)
+        if self.rule == "trimmed":
+            return self._trimmed(total, rate)
         most = min(self.max_frames, total) // self.group * self.group
-        wanted = min(max(total / rate * self.fps, MIN_FRAMES), most, total)
+        wanted = min(max(total / rate * self.fps, self.least), most, total)
         count = int(wanted // self.group) * self.group or total
-        return np.arange(count, dtype=np.int64) * total // count
+        half = total if self.rule == "middles" else 0
+        return (np.arange(count, dtype=np.int64) * 2 * total + half) // (2 * count)
+
+    def _trimmed(self, total: int, rate: float) -> np.ndarray:
+        """As SmolVLM's processor does."""
+        count = max(min(round(total / rate * self.fps), self.max_frames, total), 1)
+        first, last = 0, total - 1
+        if total / rate - 2 > self.max_frames * self.fps:
+            first, last = int(rate), min(int(total - rate), total - 1)
+        first, last = (first, last) if first < last else (0, total - 1)
+        return np.unique(np.linspace(first, last, count, dtype=int).astype(np.int64))
 
     def _by_time(self, times: np.ndarray, rate: float) -> np.ndarray:
         """The frames nearest to `fps` moments of each second; evenly by number where these are too few."""
         most = self.max_frames if self.both_ends else max(self.max_frames // self.group, 1) * self.group
-        wanted = min(max(int(_span(times, rate) * self.fps), MIN_FRAMES), most)
+        wanted = min(max(int(_span(times, rate) * self.fps), self.least), most)
         moments = np.linspace(times[0], times[-1], wanted)
         after = np.searchsorted(times, moments).clip(1, max(len(times) - 1, 1))
         behind = times[after.clip(max=len(times) - 1)] - moments < moments - times[after - 1]
         taken = np.unique(np.where(behind, after, after - 1)).astype(np.int64)
-        least = min(MIN_FRAMES, most, len(times))
+        least = min(self.least, most, len(times))
         return taken if len(taken) >= least else np.linspace(0, len(times) - 1, least).round().astype(np.int64)
 
     def pace(self, total: int, rate: float, times: Sequence[float] | None = None) -> FrameTimes:
@@ -95,9 +113,8 @@ class FrameSampling:
         groups = [seconds[first : first + self.group] for first in range(0, len(seconds), self.group)]
         middles, firsts = tuple((g[0] + g[-1]) / 2 for g in groups), tuple(g[0] for g in groups)
         first, stop = self._part(total, rate, times)
-        if times is not None:
-            return FrameTimes(self.group * _span(times[first:stop], rate) / len(seconds), middles, firsts)
-        return FrameTimes(self.group * (stop - first) / (len(seconds) * rate), middles, firsts)
+        shown = (stop - first) / rate if times is None else _span(times[first:stop], rate)
+        return FrameTimes(self.group * shown / len(seconds), middles, firsts, total / rate)
 
 
 def _span(times: Sequence[float] | np.ndarray, rate: float) -> float:
@@ -111,11 +128,12 @@ class FrameTimes:
     """Times of groups of frames.
 
     seconds: from one group to the next, on average. times: of each group, seconds from the beginning of the video to
-    the middle between its first and its last frame. firsts: to its first frame."""
+    the middle between its first and its last frame. firsts: to its first frame. whole: seconds of the video."""
 
     seconds: float
     times: tuple[float, ...]
     firsts: tuple[float, ...]
+    whole: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

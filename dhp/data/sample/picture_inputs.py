@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -28,121 +23,16 @@ from dhp.data.media.frames import (
 )
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sound import AudioPreprocessing
-from dhp.data.media.sources import (
-    PLAIN,
-    Blob,
-    File,
-    Frames,
-    Picture,
-    Settings,
-    Video,
-    files_of,
-    name_of,
-    open_media,
-    settings_of,
-)
+from dhp.data.media.sources import File, Frames, Picture, Settings, Video, files_of, name_of, settings_of
 from dhp.data.media.video import map_frames, read_extent, read_groups, read_length
+from dhp.data.sample.cached_pictures import CachedPictures, Tokens, seen_to_json
 from dhp.data.sample.quick_patches import quick_patches
 from dhp.data.sample.sample import Grids, Output, Sample, Size, Videos, area_bounds
 
 if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
 
-Load = Callable[[str], Features | None]
-Tokens = Callable[[Grid | ProcessorOutput], int]  # of a picture
-# Of a picture, what a sample needs besides its features; no pace: an image.
-Seen = tuple[Grid | ProcessorOutput, FrameTimes | None]
-FEATURE_FORMAT = 1  # of keys and files, and of how dhp makes patches: raise it when any of them changes
-_DECODERS = ("pillow", "av", "transformers")  # the pixels of one file may differ from version to version
-
-
-class CachedPictures:
-    """Looks pictures up. Safe to call from several threads."""
-
-    def __init__(self, tower: str, load: Load, names: Sequence[str], about: Sequence[Any]) -> None:
-        """tower: see `dhp.core.batch.FeatureSettings`. load: the features under a key. names: of the tensors that
-        leave the tower. about: properties of the model's family that decide the patches of a picture, except its
-        image processor."""
-        self._tower, self._load, self._names = tower, load, frozenset(names)
-        self._about = [*about, *(version(name) for name in _DECODERS)]
-
-    def digest(self, seen: Sequence[Any]) -> str:
-        """Hex digest of a preprocessing. seen: all that decides the patches of a picture, except its file."""
-        about = json.dumps([list(seen), self._about], sort_keys=True, default=str)
-        return hashlib.sha256(about.encode()).hexdigest()
-
-    def look_up(self, medium: Picture, digest: str, tokens: Tokens) -> tuple[Picture, Features, Seen | None]:
-        """The picture to decode, with its features' key and None; or its features, and what they are of.
-
-        digest: of the preprocessing. tokens: of a picture. Raises DataError for a file that cannot be read, ConfigError
-        where the folder cannot."""
-        content, medium = _digest(medium)
-        kind = "video" if isinstance(medium, Video) else "image"
-        if settings_of(medium) != PLAIN:
-            kind = f"{kind} {settings_of(medium)}"
-        key = key_of(self._tower, digest, kind, content)
-        kept = self._load(key)
-        seen = None if kept is None else self._check(kept, tokens)
-        return medium, kept if kept is not None and seen is not None else Features(key, ""), seen
-
-    def _check(self, kept: Features, tokens: Tokens) -> Seen | None:
-        """None where the features are not those of such a picture: they are computed again."""
-        assert kept.tensors is not None
-        try:
-            seen = seen_from_json(kept.about)
-        except (ValueError, KeyError, TypeError):
-            return None
-        rows = {tensor.shape[:1] for tensor in kept.tensors.values()}
-        return seen if kept.tensors.keys() == self._names and rows == {(tokens(seen[0]),)} else None
-
-
-def seen_to_json(grid: Grid | ProcessorOutput, pace: FrameTimes | None) -> str:
-    """As text. Floats are restored exactly."""
-    form = grid if isinstance(grid, ProcessorOutput) else None
-    arrays = None if form is None else [(*about, raw.hex()) for *about, raw in form.arrays]
-    shape = grid if form is None else {**vars(form), "arrays": arrays}
-    return json.dumps([shape, None if pace is None else [pace.seconds, pace.times, pace.firsts]])
-
-
-def seen_from_json(text: str) -> Seen:
-    """The inverse of `seen_to_json`. Raises ValueError, KeyError or TypeError for another text."""
-    grid, times = json.loads(text)
-    pace = None if times is None else FrameTimes(times[0], tuple(times[1]), tuple(times[2]))
-    if not isinstance(grid, dict):
-        t, h, w = map(int, grid)
-        return (t, h, w), pace
-    pixels = tuple((name, tuple(shape)) for name, shape in grid["pixels"])
-    arrays = tuple((name, dtype, tuple(shape), bytes.fromhex(raw)) for name, dtype, shape, raw in grid["arrays"])
-    return ProcessorOutput(pixels, arrays, int(grid["rows"]), int(grid["tokens"]), grid["written"]), pace
-
-
-def key_of(tower: str, seen: str, kind: str, content: bytes) -> str:
-    """Hex digest that a picture's features are cached under.
-
-    tower: see `dhp.core.batch.FeatureSettings`. seen: hex digest of how pictures become patches. kind: image or
-    video, and its own settings. content: SHA-256 of the bytes of its file."""
-    hashed = json.dumps([FEATURE_FORMAT, tower, seen, kind, content.hex()])
-    return hashlib.sha256(hashed.encode()).hexdigest()
-
-
-def _digest(medium: Picture) -> tuple[bytes, Picture]:
-    """SHA-256 of a file's bytes, and the file; an image, or a file that would be fetched again, with these bytes, so
-    that the decoded bytes are the digested ones. Videos on disk are too large for that."""
-    if isinstance(medium, Video) and isinstance(medium.file, Frames):
-        digests = [_digest(file) for file in medium.file.files]
-        frames = replace(medium.file, files=tuple(cast(File, file) for _, file in digests))
-        whole = b"".join(content for content, _ in digests) + str(frames.rate).encode()
-        return hashlib.sha256(whole).digest(), replace(medium, file=frames)
-    (file,), video = files_of(medium), isinstance(medium, Video)
-    with open_media(file, "video" if video else "image") as opened:
-        if video and isinstance(file, Path):
-            return hashlib.file_digest(cast(io.BufferedReader, opened), "sha256").digest(), medium
-        content = opened.read()
-    blob = Blob(name_of(file), content)
-    found = blob if isinstance(medium, File) else replace(medium, file=blob)
-    return hashlib.sha256(content).digest(), found
-
-
+Made = TypeVar("Made")
 _ANY_RATE = 1e9  # frames a second
 AS_THEY_ARE = {"do_resize": False}  # of frames that are scaled already
 
@@ -179,7 +69,7 @@ class ModelMedia:
     again. frame_patches: patches of each frame or tile of a picture. pictures_apart: whether the model tells
     neighbouring pictures by the tokens between them.
 
-    videos: None for a model that sees none. sounds: None for a run without audio; no_audio: why, for errors.
+    videos: None for a model that sees none; no_videos: why. sounds: None for a run without audio; no_audio: why.
 
     positions: that the model supports; None: any. about: all else that decides lengths. kept: lookup of cached
     features; None: there is none."""
@@ -193,6 +83,7 @@ class ModelMedia:
     frame_patches: Callable[[Grid | ProcessorOutput], tuple[int, ...]] = frame_patches
     pictures_apart: bool = False
     videos: Videos | None = None
+    no_videos: str = "this model sees images only"
     sounds: AudioPreprocessing | None = None
     no_audio: str = ""
     positions: PositionRange | None = None
@@ -215,6 +106,7 @@ class Pictures:
             media.patches,
         )
         self._videos, self._arguments = media.videos, dict(media.image_arguments)
+        self._no_videos = media.no_videos
         self._bounds = self._video_bounds = (data.min_pixels, data.max_pixels)
         self._scaling = self._video_scaling = area_bounds(self._image_processor, *self._bounds)
         if media.videos is not None and media.videos.max_pixels is not None:
@@ -284,7 +176,10 @@ class Pictures:
         videos = self._videos
         timing: list[Any] = []
         if videos is not None:
-            timing = [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
+            taking = asdict(videos.taking)
+            own = [taking.pop("rule"), taking.pop("least")]
+            timing = [] if videos.whole is None else [*own, *videos.whole.about()]
+            timing += [videos.token_id, taking, videos.step_tokens, videos.step_text(12.345, 11.9)]
             timing += ["by times", repr(videos.size)]
         processor = self._image_processor.to_json_string()
         reduced = ["reduced JPEG"] if self._reduced else []
@@ -344,6 +239,11 @@ class Pictures:
     def _video(self, video: Video) -> PicturePatches:
         file, videos = video.file, self._seeing(video.file)
         taking, scaling = self._taking(video.settings), self._scaling_of(video.settings, moving=True)
+        if videos.whole is not None:
+            frame = videos.whole.frame
+            use: Callable[[list[Image.Image]], Output] = lambda group: _scaled(lambda: frame(group[0]), file)
+            outputs, pace = map_images(file, taking, use) if isinstance(file, Frames) else map_frames(file, taking, use)
+            return PicturePatches(*videos.whole.video(outputs, pace), pace)
         length = VideoLength(0, 0.0) if isinstance(file, Frames) else read_length(file)
         count = count_images(file, taking) if isinstance(file, Frames) else len(taking.indices(*astuple(length)))
         make: Callable[[list[Image.Image]], tuple[np.ndarray, Grid]] = lambda frames: videos.patches(
@@ -367,6 +267,9 @@ class Pictures:
 
         extent = extent_of_images(file, taking) if isinstance(file, Frames) else read_extent(file, taking)
         size, fits = (extent.width, extent.height), videos.size is not None and not scaling
+        if videos.whole is not None:
+            outline = videos.whole.outline
+            return Outline(_scaled(lambda: outline(size, extent.pace), file), extent.pace)
         size = self._fit(size, extent.taken, file) if fits else size
 
         def blank(size: Size) -> Grid:
@@ -405,7 +308,7 @@ class Pictures:
 
     def _seeing(self, file: File | Frames) -> Videos:
         if self._videos is None:
-            raise DataError(f"video {name_of(file)}, but this model sees images only. Leave videos out of its data")
+            raise DataError(f"video {name_of(file)}, but {self._no_videos}. Leave videos out of its data")
         return self._videos
 
     def _process_frames(
@@ -434,3 +337,10 @@ class Pictures:
         except ValueError as error:  # for example sides too unequal to scale
             size = f"{images[0].width} × {images[0].height}"
             raise DataError(f"image {name_of(file)} ({size}) cannot be scaled: {error}") from error
+
+
+def _scaled(make: Callable[[], Made], file: File | Frames) -> Made:
+    try:
+        return make()
+    except ValueError as error:  # for example sides too unequal to scale
+        raise DataError(f"video {name_of(file)} cannot be scaled: {error}") from error

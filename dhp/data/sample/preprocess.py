@@ -170,12 +170,13 @@ class Preprocessor:
     def _check(
         self, record: Record, tokens: Tokens, paces: Sequence[FrameTimes], shown: Sequence[PicturePatches | Outline]
     ) -> None:
-        images = sum(self.pictures.runs(shown)) if shown else len(record.images)
+        moving = None if self._videos is None else self._videos.token_id
+        images = sum(self.pictures.runs([one for one in shown if one.pace is None or moving is None]))
+        images = images if shown else len(record.images)
         videos = sum(len(pace.times) for pace in paces) or len(record.media) - images
-        counts = {"image": (self._media.image_token_id, images), "video": (None, videos)}
-        if self._videos is not None:
-            counts["video"] = (self._videos.token_id, videos)
-        for kind, (token, wanted) in counts.items():
+        if shown:
+            videos = sum(self.pictures.runs(shown)) - images
+        for kind, token, wanted in (("image", self._media.image_token_id, images), ("video", moving, videos)):
             placeholders = wanted if token is None else int((tokens.ids == token).sum())
             if placeholders != wanted:
                 raise miscounted(kind, placeholders, wanted, self._tokenizer.decode([token]))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from PIL import Image
 
 from dhp.core.batch import IGNORED, Features, Grid, Mark, PositionRange, ProcessorOutput
 from dhp.core.errors import ConfigError, DataError
-from dhp.data.media.frames import FrameSampling, LongVideo
+from dhp.data.media.frames import FrameSampling, FrameTimes, LongVideo
 
 if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
@@ -259,9 +260,28 @@ def joined_sides(first: Sample, second: Sample) -> Sample:
 Output = Mapping[str, np.ndarray]  # of the image processor
 
 
+class WholeVideos(Protocol):
+    """Videos whose frames are pictures, which enter a tower together (`dhp.models.contract.videos`)."""
+
+    mark: str  # what a chat template writes in a video's place
+    frame: Callable[[Image.Image], Output]
+
+    def video(self, frames: Sequence[Output], pace: FrameTimes) -> tuple[np.ndarray, ProcessorOutput]:
+        """Rows [rows, values] of all frames, and their form."""
+
+    def outline(self, size: Size, pace: FrameTimes) -> ProcessorOutput:
+        """The form of frames of that size."""
+
+    def about(self) -> list[Any]:
+        """All that decides a video's tokens, except its file."""
+
+
 @dataclass(frozen=True)
 class Videos:
     """Video preprocessing of one model.
+
+    token_id: placeholder of a video; None: its rows have those of images. whole: of a model whose frames are pictures;
+    then the rest but `taking` is not asked.
 
     patches: the image processor's output for one group of frames → (rows float32 [patches, dim], grid).
 
@@ -272,13 +292,14 @@ class Videos:
     its own, which stands between these two tokens, and these between the texts that `step_text` makes of its seconds.
     """
 
-    token_id: int
+    token_id: int | None
     taking: FrameSampling
     patches: Callable[[Output], tuple[np.ndarray, Grid]]
     max_pixels: int | None = None
     step_tokens: tuple[int, int] | None = None
     step_text: Callable[[float, float], tuple[str, str]] = lambda middle, first: ("", "")
     size: Callable[[int, Size], Size] | None = None
+    whole: WholeVideos | None = None
 
 
 def area_bounds(

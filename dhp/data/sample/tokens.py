@@ -89,7 +89,8 @@ class ConversationTokenizer:
         self._tokenizer, self._media, self._data = tokenizer, media, data
         self._written, self._videos, self._sounds = media.written, media.videos, media.sounds
         image = media.written[0] if media.written is not None else self._token(media.image_token_id)
-        video = None if media.videos is None else self._token(media.videos.token_id)
+        videos = media.videos
+        video = None if videos is None else videos.whole.mark if videos.whole else self._token(videos.token_id)
         self._marks = {kind: mark for kind, mark in (("image", image), ("video", video)) if mark is not None}
         tokenizer("", verbose=False)  # sets the backend's truncation, padding and special tokens as each call does
         plain = encodes_as(tokenizer, PreTrainedTokenizerFast)
@@ -140,14 +141,16 @@ class ConversationTokenizer:
         return Tokens(np.array(ids[:most], dtype=np.int64), np.ones(len(ids[:most]), dtype=bool))
 
     def _with_pictures(self, rendered: Rendered, shown: Sequence[PicturePatches | Outline]) -> Rendered:
-        """Replace the placeholder of each image by what the family's processor writes for it: in the text, as that
+        """Replace the placeholder of each picture by what the family's processor writes for it: in the text, as that
         processor does, because tokens are not always those of the pieces."""
         assert self._written is not None
-        placeholder, text_of = self._written
-        found = rendered.text.count(placeholder)
-        if found != len(shown):
-            raise miscounted("image", found, len(shown), placeholder)
-        return replace_each(rendered, placeholder, [text_of(one.grid) for one in shown])
+        for kind, mark in self._marks.items():  # images first: what stands for a video may have their placeholder
+            own = [self._written[1](one.grid) for one in shown if (one.pace is None) == (kind == "image")]
+            found = rendered.text.count(mark)
+            if found != len(own):
+                raise miscounted(kind, found, len(own), mark)
+            rendered = replace_each(rendered, mark, own)
+        return rendered
 
     def _with_sounds(self, rendered: Rendered, clips: Sequence[Clip]) -> Rendered:
         assert self._sounds is not None

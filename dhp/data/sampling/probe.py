@@ -29,15 +29,15 @@ def check_some_samples(
     allow_http: bool,
     audio_allowed: bool = True,
     skips: bool = False,
-    videos_allowed: bool = True,
+    no_videos: str = "",
     end: str = "",
     of_videos: str | None = None,
     compares: str = "",
 ) -> list[str]:
     """Read some annotations of each named dataset, and check that the files that they name exist. audio_allowed:
-    whether the run may use audio; videos_allowed: whether its model sees videos. skips: defective samples are left out,
-    so they are no error here. end: what the chat template writes behind an answer. of_videos: a line for data with
-    videos. compares: as `dhp.data.read.annotations.Annotations` has it.
+    whether the run may use audio; no_videos: why its model sees none, "": it sees them. skips: defective samples are
+    left out, so they are no error here. end: what the chat template writes behind an answer. of_videos: a line for data
+    with videos. compares: as `dhp.data.read.annotations.Annotations` has it.
 
     Returns a line for each dataset that has keys which were not read, for one whose answers have that end already, and
     for one of grey pictures that would be nearly black. Datasets that are large or of another kind are not looked at,
@@ -53,7 +53,7 @@ def check_some_samples(
         for index in chosen:
             try:
                 record = dataset.record(index)
-                _check(record, audio_allowed, videos_allowed)
+                _check(record, audio_allowed, no_videos)
                 unread.update(record.unread)
                 dim += any(is_dim(file) for file, what in _files(record) if what == "image")
                 moving |= any(isinstance(part, Video) for part in record.media)
@@ -106,13 +106,13 @@ def _is_cheap(annotation_path: str) -> bool:
     return path.suffix.lower() in _CHEAP and path.is_file() and path.stat().st_size <= _CHEAP_BYTES
 
 
-def _check(record: Record, audio_allowed: bool, videos_allowed: bool) -> None:
+def _check(record: Record, audio_allowed: bool, no_videos: str) -> None:
     with located(record.where):
         if not audio_allowed:
             refuse_sound(record)
-        if not videos_allowed and any(isinstance(part, Video) for part in record.media):
+        if no_videos and any(isinstance(part, Video) for part in record.media):
             raise DataError(
-                "a video, but this model sees images only. Leave videos out of its data, set "
+                f"a video, but {no_videos}. Leave videos out of its data, set "
                 "data.on_bad_sample=skip, or take a model that sees them (docs/reference/families.md)"
             )
         for file, what in _files(record):

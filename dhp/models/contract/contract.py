@@ -244,7 +244,8 @@ class Contract:
 
     dummy: the form of the picture of a rank without work; values: numbers in a row of pixels.
 
-    arguments: of the encoder, that an image processor may give.
+    arguments: of the encoder, that an image processor may give. videos: the same of its function for videos; empty: it
+    has none, or one that takes others than frames.
 
     batches: several pictures of one shape may go through the encoder together. loops: some module in it is called once
     for each of them then.
@@ -286,6 +287,7 @@ class Contract:
     unknown: tuple[str, ...] = ()
     entrance: tuple[str, ...] = ()
     fused: str = ""
+    videos: tuple[str, ...] = ()
 
 
 POOLED, LAST = "pooler_output", "last_hidden_state"

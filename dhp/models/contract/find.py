@@ -22,10 +22,12 @@ from dhp.models.contract.contract import (
     without_weights,
 )
 from dhp.models.contract.double import staying_double
-from dhp.models.contract.generic_parts import ContractDecoder, ContractProcessor, WholeTower, run_layers
+from dhp.models.contract.generic_parts import ContractDecoder, WholeTower, run_layers
+from dhp.models.contract.generic_processor import ContractProcessor
 from dhp.models.contract.random_pictures import Picture, joined, pack, row_values
 from dhp.models.contract.random_rows import block_rule, causal_types, generic_name, is_declared, kinds_for
-from dhp.models.contract.twin import ProbeModel, shrink
+from dhp.models.contract.shrink import shrink
+from dhp.models.contract.twin import ProbeModel
 from dhp.models.decoder import embed
 from dhp.models.family import Family
 from dhp.models.flops import TextWork, VisionWork, head_width
@@ -231,6 +233,7 @@ def _find(config: PreTrainedConfig) -> Contract:
         unknown=unknown_layers(config, structure),
         entrance=twin.called,
         fused=_fused(model),
+        videos=twin.videos,
     )
 
 
@@ -357,6 +360,8 @@ def _unused(twin: ProbeModel, structure: Structure) -> tuple[str, ...]:
     layers by their place from the end. structure: of the model itself."""
     sample = twin.sample([0], seed=4)
     picture = {name: value for name, value in twin.picture(0).items() if value is not None}
+    if twin.videos:  # a tower of their own may see them
+        sample, picture = twin.sample([0], seed=4, videos=[2]), picture | twin.video(2)
     logits = twin.model(
         input_ids=sample.ids, use_cache=False, **picture, **kinds_for(twin.model.forward, sample.kinds)
     ).logits

@@ -2,187 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from inspect import signature
-from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import CONFIG_MAPPING, ProcessorMixin
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from dhp.config.model_rules import shares_sequence
 from dhp.config.parts import resolved
 from dhp.config.schema import PartConfig
-from dhp.core.batch import Grid, ProcessorOutput
+from dhp.core.batch import VIDEO, Grid, ProcessorOutput
 from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ConfigError, ModelError
 from dhp.models.contract.contract import Contract, Structure, states_of
-from dhp.models.contract.random_pictures import arrays_of, frame_patches, joined, pack, patch_shape, unpack
+from dhp.models.contract.random_pictures import joined, unpack
 from dhp.models.contract.random_rows import (
     block_rule,
     generic_name,
     joins_images,
     kinds_for,
     mlps_need_rows,
-    placeholder,
     sees_prefix,
 )
+from dhp.models.contract.videos import is_video
 from dhp.models.decoder import Decoder, embed, having, unchanged
 from dhp.models.flops import TextWork, VisionWork
-from dhp.models.pretrained import load_image_processor, load_tokenizer
-from dhp.models.processor import Processor
-from dhp.models.tower import EMBEDDINGS, Tower, TowerInputs, project_as_products, put_together
+from dhp.models.tower import EMBEDDINGS, Tower, TowerInputs, project_as_products
 from dhp.models.types import Chunk, DecoderInputs, ImageLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from dhp.models.contract.contract import Contract
-
-_PARTS = ("image_processor", "tokenizer", "video_processor", "feature_extractor", "chat_template")
-
-
-class ContractProcessor(Processor):
-    """Images only. The encoder's arguments determine which outputs of the image processor it takes. The library's
-    processor is made from the model's directory, without its video processor, which needs torchvision."""
-
-    def __init__(self, config: Any, contract: Contract, model_name: str):
-        token = placeholder(config)
-        if token is None:
-            raise ModelError(
-                f"model_type {config.model_type!r}: its configuration names no image_token_id, so that nobody knows "
-                "where pictures go. Add image_token_id to the model's config.json"
-            )
-        self.config, self.image_token_id = config, token
-        self._contract, self._model_name = contract, model_name
-        self.patch_dim = contract.values
-
-    def model(self) -> type[nn.Module]:
-        return self._contract.base
-
-    def load(self) -> None:
-        """Raises ModelError where transformers has no processor for the family, or where it cannot be made."""
-        _ = self._library
-
-    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ProcessorOutput]:
-        try:
-            written = self._library.replace_image_token(dict(output), 0)
-        except Exception as error:  # it may fail anyhow for a directory that lacks what it needs
-            raise ModelError(
-                f"{self._model_name}: {type(self._library).__name__} cannot say what a prompt has in an image's "
-                f"place ({type(error).__name__}: {error}). Is its processor_config.json complete?"
-            ) from error
-        token = self._library.tokenizer.convert_ids_to_tokens(self.image_token_id)
-        taken = {name: np.asarray(output[name]) for name in self._contract.arguments if name in output}
-        return pack(taken, written.count(token), self._contract.values, written)
-
-    def frames(self, pixels: np.ndarray, grid: Grid | ProcessorOutput, moving: bool = False) -> np.ndarray | None:
-        """See `Processor`: whole tiles, or patches as most families order them."""
-        if not isinstance(grid, ProcessorOutput):
-            return None
-        name, shape = grid.pixels[0]
-        if self.from_patches(grid):
-            return self._put_together(pixels.reshape(-1)[: int(np.prod(shape))], grid)
-        if len(shape) < 4 or shape[-3] not in (1, 3):
-            return None
-        tiles = pixels.reshape(-1)[: int(np.prod(shape))].reshape(-1, *shape[-3:])
-        return tiles.transpose(0, 2, 3, 1)
-
-    def _put_together(self, pixels: np.ndarray, form: ProcessorOutput) -> np.ndarray | None:
-        (whole,) = arrays_of(form)["image_grid_thw"].tolist()
-        channels, side, merge = self._patch_shape
-        frames, rest = divmod(pixels.size // prod(whole), channels * side**2)
-        if rest or whole[1] % merge or whole[2] % merge:
-            return None
-        return put_together(pixels, tuple(whole), merge, channels, frames, side)[:1]
-
-    def from_patches(self, grid: Grid | ProcessorOutput) -> bool:
-        return isinstance(grid, ProcessorOutput) and any(name == "image_grid_thw" for name, *_ in grid.arrays)
-
-    def image_tokens(self, grid: Grid | ProcessorOutput) -> int:
-        if not isinstance(grid, ProcessorOutput):
-            raise TypeError(f"a picture of {self.config.model_type} is described by its form, not by a grid {grid}")
-        return grid.tokens
-
-    def frame_patches(self, grid: Grid | ProcessorOutput) -> tuple[int, ...]:
-        if not isinstance(grid, ProcessorOutput):
-            return super().frame_patches(grid)
-        channels, side, _ = self._patch_shape
-        return frame_patches(grid, channels, side)
-
-    def written(self, grid: Grid | ProcessorOutput) -> str:
-        assert isinstance(grid, ProcessorOutput)
-        return grid.written
-
-    @property
-    def placeholder(self) -> str:
-        return self._library.image_token
-
-    @cached_property
-    def image_arguments(self) -> Mapping[str, Any]:
-        merged = self._library._merge_kwargs(tokenizer_init_kwargs={})
-        return {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
-
-    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        kept = {name: tensor for name, tensor in named.items() if name != "mm_token_type_ids"}
-        if "mm_token_type_ids" not in named:
-            return kept
-        return kept | kinds_for(self._contract.base.forward, named["mm_token_type_ids"])
-
-    def about(self) -> list[Any]:
-        kept = {name: repr(value) for name, value in sorted(vars(self._library).items()) if name not in _PARTS}
-        return [self.image_token_id, {"class": type(self._library).__name__} | kept]
-
-    @cached_property
-    def _patch_shape(self) -> tuple[int, int, int]:
-        return patch_shape(self.config)
-
-    @cached_property
-    def _library(self) -> Any:
-        kind = self._kind()
-        own = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
-        parts = {
-            "image_processor": load_image_processor(self._model_name),
-            "tokenizer": load_tokenizer(self._model_name, chat_template=""),  # none is needed here
-        }
-        try:
-            missing = {name: None for name in kind.get_attributes() if name not in parts}
-            return own(**parts, **missing, **self._settings(kind))
-        except Exception as error:
-            raise ModelError(
-                f"{self._model_name}: {kind.__name__} cannot be made from this directory: "
-                f"{type(error).__name__}: {str(error).strip()}"
-            ) from error
-
-    def _kind(self) -> type[ProcessorMixin]:
-        whole = self.config.model_type.removesuffix("_thinker")  # of a model that talks, the half that reads
-        try:
-            return PROCESSOR_MAPPING[CONFIG_MAPPING[whole]]
-        except (KeyError, ImportError) as error:
-            raise ModelError(
-                f"{self._model_name}: transformers has no processor for {self.config.model_type} that can be used "
-                f"here ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
-            ) from error
-
-    def _settings(self, kind: type[ProcessorMixin]) -> dict[str, Any]:
-        """Arguments of its constructor from the directory's processor_config.json, or else from the model's
-        configuration under the same name."""
-        file = Path(self._model_name) / "processor_config.json"
-        found = json.loads(file.read_text()) if file.is_file() else {}
-        asked = [name for name in signature(kind.__init__).parameters if name not in ("self", "kwargs", *_PARTS)]
-        vision = getattr(self.config, "vision_config", None)
-        for section in (vision, self.config):
-            found = {n: getattr(section, n) for n in asked if getattr(section, n, None) is not None} | found
-        return {name: found[name] for name in asked if name in found}
 
 
 class WholeTower(Tower):
@@ -227,7 +81,8 @@ class WholeTower(Tower):
             return tuple((number,) for number in range(len(forms)))
         groups: dict[Any, list[int]] = defaultdict(list)
         for number, form in enumerate(forms):
-            groups[form.pixels, tuple(shape for _, _, shape, _ in form.arrays)].append(number)
+            alike = (form.pixels, tuple(shape for _, _, shape, _ in form.arrays))
+            groups[(*alike, number) if is_video(form) else alike].append(number)  # which is known of pictures alone
         return tuple(map(tuple, groups.values()))
 
     def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
@@ -262,7 +117,8 @@ class WholeTower(Tower):
     ) -> list[Mapping[str, Tensor]]:
         """Each picture's rows by name, of pictures that one call takes."""
         base, tokens = model.get_submodule(self._contract.structure.base), [form.tokens for form in forms]
-        output = base.get_image_features(**joined(pictures), return_dict=True)
+        encode = base.get_video_features if is_video(forms[0]) else base.get_image_features
+        output = encode(**joined(pictures), return_dict=True)
         rows = self._contract.handover.take(output, tokens)
         _check_rows(self.config.model_type, len(rows[EMBEDDINGS]), tokens)
         split = [tensor.split(tokens) for tensor in rows.values()]
@@ -429,5 +285,14 @@ class ContractDecoder(Decoder):
         """Rows in the order of their placeholders, as the model takes them."""
         if EMBEDDINGS not in inputs.images:
             return None
-        order = inputs.image_positions.argsort()
-        return {"image": self._contract.handover.give({name: rows[order] for name, rows in inputs.images.items()})}
+        places, order = inputs.image_positions.sort()
+        seen = {"image": order}
+        if self._contract.videos and inputs.kinds is not None:
+            moving = inputs.kinds.flatten()[places] == VIDEO
+            seen = {"image": order[~moving], "video": order[moving]}
+        give = self._contract.handover.give
+        return {
+            kind: give({name: rows[own] for name, rows in inputs.images.items()})
+            for kind, own in seen.items()
+            if len(own)
+        }

@@ -24,7 +24,7 @@ def pack(
     kept = {name: np.asarray(array) for name, array in picture.items() if array is not None}
     pixels = {name: array for name, array in kept.items() if array.dtype.kind == "f"}
     others = tuple(
-        (name, str(array.dtype), array.shape, _brief(array)) for name, array in kept.items() if name not in pixels
+        (name, str(array.dtype), array.shape, brief(array)) for name, array in kept.items() if name not in pixels
     )
     flat = np.concatenate([np.asarray(array, np.float32).reshape(-1) for array in pixels.values()])
     rows = -(-len(flat) // values)
@@ -35,7 +35,7 @@ def pack(
     )
 
 
-def _brief(array: np.ndarray) -> bytes:
+def brief(array: np.ndarray) -> bytes:
     """An array's bytes; of one that is the same everywhere, as the mask of a whole tile, those of one element."""
     flat = array.reshape(-1)
     same = flat.size > 1 and bool((flat == flat[0]).all())
@@ -112,6 +112,11 @@ def ways(config: PreTrainedConfig, encode: Callable[..., Any]) -> Iterator[Make]
         yield sizes.pooled
     else:
         yield from (sizes.square, sizes.patches, sizes.volumes)
+
+
+def plain_frame(config: PreTrainedConfig, number: int) -> Picture:
+    """A frame of the tower's one size."""
+    return _Sizes(config, getattr(config, "vision_config", None) or config).square(number)
 
 
 def row_values(config: PreTrainedConfig) -> int:

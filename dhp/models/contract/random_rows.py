@@ -109,11 +109,18 @@ def placeholder(config: PreTrainedConfig) -> int | None:
     return None
 
 
+def moving_placeholder(config: PreTrainedConfig) -> int | None:
+    """The placeholder token of videos, which need not be that of images."""
+    found = (getattr(config, name, None) for name in ("video_token_id", "video_token_index"))
+    return next((one for one in found if isinstance(one, int)), None)
+
+
 def make_row(
-    config: PreTrainedConfig, counts: Sequence[int], seed: int, sounds: Sequence[int] = ()
+    config: PreTrainedConfig, counts: Sequence[int], seed: int, sounds: Sequence[int] = (), videos: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """A conversation with images of so many tokens, each followed by a clip of `sounds` as far as there are any: ids
-    and kinds (1 at images, 3 at sound), [1, tokens] each. Raises ModelError for images without a placeholder."""
+    """A conversation with images of so many tokens, each followed by a clip of `sounds` as far as there are any, and
+    then videos: ids and kinds (1 at images, 2 at videos, 3 at sound), [1, tokens] each. Raises ModelError for images
+    without a placeholder."""
     if any(counts) and placeholder(config) is None:
         raise ModelError(
             f"model_type {config.model_type!r}: its configuration names no token that stands for an image's rows in a "
@@ -128,6 +135,7 @@ def make_row(
     ids, kinds = text(4), [0] * 4
     image, sound = (begin, placeholder(config), end, 1), _sound(config) if sounds else None
     shown = [(count, around) for pair in zip_longest(counts, sounds) for count, around in zip(pair, (image, sound))]
+    shown += [(count, (begin, moving_placeholder(config), end, VIDEO)) for count in videos]
     for count, around in shown:
         if count is None:
             continue

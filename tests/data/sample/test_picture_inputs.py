@@ -20,8 +20,8 @@ from dhp.data.media.frames import FrameSampling, FrameTimes
 from dhp.data.media.sources import Blob, Frames, Settings, SizedImage, Video
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample import picture_inputs
+from dhp.data.sample.cached_pictures import CachedPictures, key_of, seen_from_json, seen_to_json
 from dhp.data.sample.chat import Rendered, replace_each
-from dhp.data.sample.picture_inputs import CachedPictures, key_of, seen_from_json, seen_to_json
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.sample import Sample, Videos
 from dhp.models.families.qwen3_vl import qwen3_vl

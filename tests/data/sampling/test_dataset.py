@@ -250,8 +250,8 @@ def test_a_video_for_a_model_that_sees_none_is_found_before_anything_starts(writ
     look = lambda **more: probe.check_some_samples(["set"], entry, 0, False, **more)
     assert look() == []
     with pytest.raises(DataError, match="a video, but this model sees images only.*on_bad_sample=skip"):
-        look(videos_allowed=False)
-    assert look(videos_allowed=False, skips=True) == []
+        look(no_videos="this model sees images only")
+    assert look(no_videos="this model sees images only", skips=True) == []
 
 
 @pytest.mark.parametrize(("largest", "dim"), [(4095, True), (40_000, False)])

@@ -48,7 +48,7 @@ from dhp.models.contract.find import _matrices, experts_of, find_contract, find_
 from dhp.models.contract.generic_parts import ContractDecoder, WholeTower
 from dhp.models.contract.random_pictures import arrays_of, frame_patches, joined, pack, unpack
 from dhp.models.contract.random_rows import find_prefixes, token_types
-from dhp.models.contract.twin import MOST_EXPERTS, MOST_LAYERS, VOCABULARY, shrink
+from dhp.models.contract.shrink import MOST_EXPERTS, MOST_LAYERS, VOCABULARY, shrink
 from dhp.models.families.glm4v import glm4v
 from dhp.models.family import Family
 from dhp.models.pretrained import load_image_processor, load_tokenizer
