@@ -50,8 +50,9 @@ their own) run each sample of a row alone, through transformers' own code: packe
 time, and no row is shared. A run says so when it starts. `inkling_mm_model` is one of them where scipy is installed.
 
 `qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested with all of
-the below. Without a section `audio` a run leaves it as it is ([data.md](../data.md#sound)). The audio towers of other
-families stay as they are, and their sound is not read.
+the below; so have `qwen2_5_omni_thinker` and `gemma4`, with `data` and `sequence`. Without a section `audio` a run
+leaves it as it is ([data.md](../data.md#sound)). The audio towers of other families stay as they are, and their sound
+is not read.
 """
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dhp.core.batch import IGNORED, ProcessorOutput
+from dhp.core.batch import IGNORED, SOUND, ProcessorOutput
 from dhp.data.sample.sample import Sample
 from dhp.models.contract.random_pictures import joined, unpack
 from dhp.models.contract.random_rows import find_prefixes
@@ -28,7 +28,7 @@ def find_blocks(decoder: Decoder, tensors: dict[str, Tensor], lengths: Sequence[
         return None
     kinds = tensors["mm_token_type_ids"]
     rows, tokens = kinds.shape
-    inside = kinds > 0
+    inside = (kinds > 0) & (kinds != SOUND)
     if decoder.sees_prefix:
         inside = find_prefixes(tensors["targets"].flatten(), (tokens,) * rows if lengths is None else lengths)
     return torch.where(inside.flatten(), 0, -1) if decoder.joins_images else number_runs(inside)

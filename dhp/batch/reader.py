@@ -380,7 +380,7 @@ def _sounds(family: Family) -> AudioPreprocessing | None:
     if own is None or AUDIO not in family.parts:
         return None
     own.load()
-    return AudioPreprocessing(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about())
+    return AudioPreprocessing(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about(), own.longest)
 
 
 def _kept(family: Family, features: FeatureSettings | None) -> CachedPictures | None:

@@ -28,6 +28,7 @@ from dhp.data.sampling.dataset import StepSamples
 from dhp.doctor.plain_model import plain_gradients
 from dhp.engine.engines import make_rank
 from dhp.engine.stage_settings import OptimizerSettings, StageSettings
+from dhp.models.contract.clips import clip_form
 from dhp.models.contract.generic_processor import ContractProcessor
 from dhp.models.contract.random_pictures import pack, row_values
 from dhp.models.contract.random_rows import make_row
@@ -49,7 +50,7 @@ class SampleMaker:
         a conversation whose last `targets` tokens are to be learned."""
         counts = [self._twin.tokens(number) for number in pictures]
         moving = [self._twin.video_tokens(frames) for frames in videos]
-        forms = clip_forms(clips, self._twin.config) if clips else []
+        forms = self._clip_forms(clips)
         clip_tokens = [form.tokens for form in forms]
         ids, kinds = (row[0].numpy() for row in make_row(self._twin.config, counts, seed, clip_tokens, moving))
         labels = np.where(np.arange(len(ids)) < len(ids) - targets, IGNORED, ids)
@@ -80,6 +81,11 @@ class SampleMaker:
         if self._family.processor.hearing is None:
             return seen
         return [*seen, self.sample([], 3, seed=4, clips=[30, 130]), self.sample([1], 3, seed=5, clips=[40])]
+
+    def _clip_forms(self, clips: Sequence[int]) -> list[ProcessorOutput]:
+        if isinstance(self._family.processor, ContractProcessor):
+            return [clip_form(frames, self._twin.bins, self._twin.clip_tokens(frames)) for frames in clips]
+        return clip_forms(clips, self._twin.config) if clips else []
 
     def _picture(self, number: int, tokens: int) -> tuple[np.ndarray, Any]:
         if isinstance(self._family.processor, ContractProcessor):

@@ -133,18 +133,6 @@ def load_image_processor(model_name: str) -> Any:
         raise ModelError(f"{model_name}: {what}") from error
 
 
-def load_video_processor(model_name: str) -> Any | None:
-    """The library's own, where torchvision is installed, without which it has none; None also where there is none."""
-    if find_spec("torchvision") is None:
-        return None
-    from transformers import AutoVideoProcessor
-
-    try:
-        return AutoVideoProcessor.from_pretrained(model_name, trust_remote_code=False)
-    except (OSError, ValueError, ImportError):
-        return None
-
-
 def without_torchvision(model_name: str, error: Exception) -> str:
     """What to do about an error of the library for which torchvision is missing; "" for any other."""
     named = "torchvision" in str(error).lower() or (isinstance(error, AttributeError) and "NoneType" in str(error))

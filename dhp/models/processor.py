@@ -57,6 +57,11 @@ class AudioProcessor:
         return clip_forms([min(-(-count // hop), most) for count in samples], self._config)
 
     @property
+    def longest(self) -> int | None:
+        """Samples of the longest clip of which nothing is cut; None: any."""
+        return None
+
+    @property
     def shortest(self) -> int:
         """Samples of sound of the shortest clip: those of one Fourier transform."""
         return self._extractor.n_fft
@@ -67,16 +72,20 @@ class AudioProcessor:
 
     @cached_property
     def _extractor(self) -> Any:
+        return self.load_extractor(self._config.audio_config.num_mel_bins)
+
+    def load_extractor(self, bins: int) -> Any:
+        """The directory's own, of so many bins. Raises ModelError."""
         from transformers import AutoFeatureExtractor
 
         try:
             extractor = AutoFeatureExtractor.from_pretrained(self._model_name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ModelError(f"{self._model_name}: no usable feature extractor: {error}") from error
-        if extractor.feature_size != self._config.audio_config.num_mel_bins:
+        if extractor.feature_size != bins:
             raise ModelError(
                 f"{self._model_name}: its feature extractor makes {extractor.feature_size} bins, but the audio tower "
-                f"reads num_mel_bins({self._config.audio_config.num_mel_bins}). Use the one saved with the model"
+                f"reads num_mel_bins({bins}). Use the one saved with the model"
             )
         return extractor
 

@@ -15,7 +15,7 @@ class Look:
     """image: in a prompt. ids: tokens by the configuration's keys. pictures: the image processor's class, its
     arguments. processor: the processor's arguments; None: the family is read without one, and none is written.
 
-    video: in a prompt. frames: settings of the video processor; None: videos are read without them, or not at all.
+    video: in a prompt.
 
     named: tokens that the tokenizer knows by a name. more: further tokens of the processor's. needs: a package without
     which the family's pictures cannot be read."""
@@ -28,7 +28,6 @@ class Look:
     more: tuple[str, ...] = ()
     needs: str | None = None
     video: str = "<|vision_start|><|video_pad|><|vision_end|>"
-    frames: Mapping[str, Any] | None = None
 
 
 _QWEN_IDS = {
@@ -72,13 +71,6 @@ _SPLIT = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *_R
 _PIXTRAL = {"size": {"longest_edge": 32}, "patch_size": {"height": 8, "width": 8}}
 _INDICATORS = ("<IMG_START>", "<IMG_END>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>")
 
-# Frames that are scaled, and normalised, one by one.
-_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
-_PLAIN = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "resample": 3}
-_FRAMES = {"size": ONE_SIZE, **_PLAIN, **_CLIP}
-_HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-_SAMPLED = {"fps": 1, "max_frames": 8, "video_size": _TILES["size"]}
-
 LOOKS: dict[str, Look] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
     "qwen3_omni_moe_thinker": _OMNI,
@@ -106,7 +98,6 @@ LOOKS: dict[str, Look] = {
         ("LlavaOnevisionImageProcessorPil", {"size": ONE_SIZE, "image_grid_pinpoints": PINPOINTS}),
         {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"},
         video="<video>",
-        frames=_FRAMES,
     ),
     "gemma3": Look(
         "<start_of_image>",
@@ -128,8 +119,6 @@ LOOKS: dict[str, Look] = {
         {"image_seq_length": 70},
         {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
         video="<|video|>",
-        frames={**_PLAIN, "patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70, "num_frames": 5}
-        | {"image_mean": [0.0] * 3, "image_std": [1.0] * 3},
     ),
     "paligemma": Look(
         "<image>",
@@ -147,7 +136,6 @@ LOOKS: dict[str, Look] = {
         more=_SPLIT,
         needs="num2words",
         video="<video>",
-        frames={**_PLAIN, **_HALF, **_TILES, "resample": 1, "video_sampling": _SAMPLED},
     ),
     "mistral3": Look(
         "[IMG]",
@@ -176,7 +164,6 @@ LOOKS: dict[str, Look] = {
             "video_token": "<video>",
         },
         video="<video>",
-        frames={**_FRAMES, "num_frames": 6},
     ),
     "ovis2": Look(
         "<image>",

@@ -272,8 +272,6 @@ def _write_processors(name: str, look: Look, folder: Path) -> None:
     if "audio_token" in look.named:
         settings |= transformers.WhisperFeatureExtractor(feature_size=MEL_BINS, sampling_rate=RATE).to_dict()
     write_whole(folder / "preprocessor_config.json", json.dumps(settings, indent=2) + "\n")
-    if look.frames is not None:
-        write_whole(folder / "video_preprocessor_config.json", json.dumps(dict(look.frames), indent=2) + "\n")
     if look.processor is not None:
         own = {"processor_class": PROCESSOR_MAPPING[transformers.CONFIG_MAPPING[name]].__name__, **look.processor}
         write_whole(folder / "processor_config.json", json.dumps(own, indent=2) + "\n")

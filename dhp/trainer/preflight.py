@@ -212,6 +212,8 @@ def _look_at_processors(config: Config, family: Family) -> None:
     images, own = load_image_processor(model_name(config)), family.processor
     if own.placeholder is not None:  # a family without code asks the library's processor for all that its prompts have
         own.patches(images(images=[Image.new("RGB", (224, 224))], return_tensors="np", **own.image_arguments))
+    if own.hearing is not None and HEARING in parts(config):
+        own.hearing.load()
 
 
 def _look_at_videos(config: Config, family: Family, say: Callable[[str], None]) -> None:

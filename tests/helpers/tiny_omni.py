@@ -41,13 +41,13 @@ _VIDEO = "{%- elif part['type'] == 'video' -%}"
 _AUDIO = "{%- elif part['type'] == 'audio' -%}\n{{ '<|audio_start|><|audio_pad|><|audio_end|>' }}\n"
 
 
-def save_omni(folder: Path) -> Any:
+def save_omni(folder: Path, name: str = "qwen3_omni", kind: type = Qwen3OmniMoeProcessor) -> Any:
     """Write the model to `folder`; the library's processor of it, without its video processor."""
     tokenizer = make_tokenizer(CORPUS, 300)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"]})
     tokenizer._set_model_specific_special_tokens(NAMED)
     tokenizer.chat_template = CHAT_TEMPLATE.replace(_VIDEO, _AUDIO + _VIDEO)
-    config = make_config("qwen3_omni")
+    config = make_config(name)
     for key, token in IDS.items():
         setattr(config, key, tokenizer.convert_tokens_to_ids(token))
     config.text_config.vocab_size = (len(tokenizer) // 16 + 1) * 16
@@ -57,12 +57,12 @@ def save_omni(folder: Path) -> Any:
     pictures = Qwen2VLImageProcessorPil(
         patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=16 * 16, max_pixels=48 * 48
     )
-    sounds = WhisperFeatureExtractor(feature_size=16, sampling_rate=RATE)
+    sounds = WhisperFeatureExtractor(feature_size=16, sampling_rate=RATE, chunk_length=20)
     tokenizer.save_pretrained(folder)
     both = pictures.to_dict() | sounds.to_dict()  # in one file, as the published checkpoint has it
     (folder / "preprocessor_config.json").write_text(json.dumps(both))
-    kind = type("Qwen3OmniMoeProcessor", (Qwen3OmniMoeProcessor,), {"check_argument_for_proper_class": lambda *_: None})
-    return kind(pictures, None, sounds, tokenizer)
+    own = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    return own(pictures, None, sounds, tokenizer)
 
 
 def make_wave(seconds: float, seed: int, rate: int = RATE, channels: int = 1) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Directories of tiny models whose videos are frames that go through the tower as pictures do, and files to read."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,9 +25,27 @@ from dhp.data.read.records import Record, Turn
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sampling.sampler import BatchLayout
 from dhp.models.pretrained import load_image_processor, load_tokenizer
-from dhp.tiny.looks import LOOKS
+from dhp.models.processor_files import FILE
+from dhp.tiny.looks import _TILES, LOOKS, ONE_SIZE
 from dhp.tiny.tiny_model import make_family
 
+# Frames that are scaled, and normalised, one by one.
+_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+_PLAIN = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "resample": 3}
+_FRAMES = {"size": ONE_SIZE, **_PLAIN, **_CLIP}
+_HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+_SAMPLED = {"fps": 1, "max_frames": 8, "video_size": _TILES["size"]}
+# What the video processors' files of tiny models say.
+FRAMES: dict[str, dict[str, Any]] = {
+    "internvl": {**_FRAMES, "num_frames": 6},
+    "llava_onevision": _FRAMES,
+    "gemma4": {
+        **_PLAIN,
+        **{"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70, "num_frames": 5},
+        **{"image_mean": [0.0] * 3, "image_std": [1.0] * 3},
+    },
+    "smolvlm": {**_PLAIN, **_HALF, **_TILES, "resample": 1, "video_sampling": _SAMPLED},
+}
 NAMES = ("internvl", "llava_onevision", "gemma4", "smolvlm")
 WORDS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "eight": 8}
 
@@ -41,7 +60,10 @@ def spelled_numbers() -> Iterator[None]:
 
 def save_tiny(name: str, folder: Path) -> Path:
     with patch.dict(LOOKS, {name: replace(LOOKS[name], needs=None)}):
-        return make_family(name, folder)
+        make_family(name, folder)
+    if name in FRAMES:
+        (folder / FILE).write_text(json.dumps(FRAMES[name]))
+    return folder
 
 
 def write_moving(path: Path, frames: int, rate: int, size: tuple[int, int] = (56, 56)) -> Path:
@@ -67,9 +89,9 @@ def record(*parts: Path | Video | str) -> Record:
     return Record("set", 1, "line 1", (Turn("user", parts), Turn("assistant", ("A red square.",))))
 
 
-def preprocessor(folder: Path, **data: Any) -> Preprocessor:
-    """As a run of that model has it."""
-    division = Division({VISION: Split()})
+def preprocessor(folder: Path, parts: tuple[str, ...] = (VISION,), **data: Any) -> Preprocessor:
+    """As a run of that model with these encoders has it."""
+    division = Division({part: Split() for part in parts})
     settings = BatchReaderSettings(str(folder), DataConfig(**data), BatchLayout(1, 1, 1), division, 0)
     return make_preprocessor(settings, *open_model(settings))
 
@@ -105,16 +127,16 @@ class FrameProcessor:
         return BatchFeature({"pixel_values_videos": pixels[None], **about})
 
 
-def library_processor(name: str, folder: Path, video_processor: Any = None) -> Any:
+def library_processor(name: str, folder: Path, video_processor: Any = None, sounds: Any = None) -> Any:
     """The library's own processor of a directory."""
     kind = PROCESSOR_MAPPING[CONFIG_MAPPING[name]]
     own = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
     pictures = load_image_processor(str(folder))
     parts = {"image_processor": pictures, "tokenizer": load_tokenizer(str(folder), "")}
-    parts["video_processor"] = video_processor or FrameProcessor(pictures, dict(LOOKS[name].frames or {}))
+    parts["video_processor"] = video_processor or FrameProcessor(pictures, FRAMES.get(name, {}))
+    parts |= {} if sounds is None else {"feature_extractor": sounds}
     missing = {one: None for one in kind.get_attributes() if one not in parts}
     found = own(**parts, **missing, **(LOOKS[name].processor or {}))
-    found.boa_token = found.eoa_token = found.boa_token if hasattr(found, "boa_token") else None
-    if name == "gemma4":
+    if name == "gemma4" and sounds is None:
         found.boa_token = found.eoa_token = "sound"  # without which it takes nothing
     return found

@@ -31,7 +31,8 @@ class Clip:
 class AudioPreprocessing:
     """Audio preprocessing of one model.
 
-    token_id: its placeholder. rate: samples a second. shortest: samples of the shortest clip.
+    token_id: its placeholder. rate: samples a second. shortest, longest: samples of the shortest clip, and of the
+    longest, of which a longer one would be cut; None: any.
 
     features: waves of one sample's clips → float32 [frames, bins] each. forms: samples in these waves → forms.
 
@@ -43,6 +44,7 @@ class AudioPreprocessing:
     features: Callable[[Sequence[np.ndarray]], list[np.ndarray]]
     forms: Callable[[Sequence[int]], list[ProcessorOutput]]
     about: Sequence[Any] = ()
+    longest: int | None = None
 
     def decode(self, files: Sequence[File]) -> list[Clip]:
         """The clips of one sample. Raises DataError for a file that cannot be used."""
@@ -60,6 +62,11 @@ class AudioPreprocessing:
                 raise DataError(
                     f"audio {name_of(file)} is {count} samples long at {self.rate} a second; the model's features need "
                     f"{self.shortest}. Leave it out"
+                )
+            if self.longest is not None and count > self.longest:
+                raise DataError(
+                    f"audio {name_of(file)} is {count / self.rate:.1f} s long, and of more than "
+                    f"{self.longest / self.rate:.1f} s the model's feature extractor drops the rest. Cut it"
                 )
         return self.forms(samples)
 

@@ -243,7 +243,8 @@ class Pictures:
             frame = videos.whole.frame
             use: Callable[[list[Image.Image]], Output] = lambda group: _scaled(lambda: frame(group[0]), file)
             outputs, pace = map_images(file, taking, use) if isinstance(file, Frames) else map_frames(file, taking, use)
-            return PicturePatches(*videos.whole.video(outputs, pace), pace)
+            pixels, form = videos.whole.video(outputs, pace)
+            return PicturePatches(pixels, form, pace)
         length = VideoLength(0, 0.0) if isinstance(file, Frames) else read_length(file)
         count = count_images(file, taking) if isinstance(file, Frames) else len(taking.indices(*astuple(length)))
         make: Callable[[list[Image.Image]], tuple[np.ndarray, Grid]] = lambda frames: videos.patches(

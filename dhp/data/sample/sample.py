@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-from PIL import Image
 
 from dhp.core.batch import IGNORED, Features, Grid, Mark, PositionRange, ProcessorOutput
 from dhp.core.errors import ConfigError, DataError
-from dhp.data.media.frames import FrameSampling, FrameTimes, LongVideo
+from dhp.data.media.frames import FrameSampling, LongVideo
 
 if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
@@ -260,22 +259,6 @@ def joined_sides(first: Sample, second: Sample) -> Sample:
 Output = Mapping[str, np.ndarray]  # of the image processor
 
 
-class WholeVideos(Protocol):
-    """Videos whose frames are pictures, which enter a tower together (`dhp.models.contract.videos`)."""
-
-    mark: str  # what a chat template writes in a video's place
-    frame: Callable[[Image.Image], Output]
-
-    def video(self, frames: Sequence[Output], pace: FrameTimes) -> tuple[np.ndarray, ProcessorOutput]:
-        """Rows [rows, values] of all frames, and their form."""
-
-    def outline(self, size: Size, pace: FrameTimes) -> ProcessorOutput:
-        """The form of frames of that size."""
-
-    def about(self) -> list[Any]:
-        """All that decides a video's tokens, except its file."""
-
-
 @dataclass(frozen=True)
 class Videos:
     """Video preprocessing of one model.
@@ -299,7 +282,7 @@ class Videos:
     step_tokens: tuple[int, int] | None = None
     step_text: Callable[[float, float], tuple[str, str]] = lambda middle, first: ("", "")
     size: Callable[[int, Size], Size] | None = None
-    whole: WholeVideos | None = None
+    whole: Any = None  # `dhp.models.contract.videos.WholeVideos`
 
 
 def area_bounds(

@@ -158,7 +158,8 @@ class ConversationTokenizer:
         found = rendered.text.count(placeholder)
         if found != len(clips):
             raise miscounted("audio clip", found, len(clips), placeholder)
-        return replace_each(rendered, placeholder, [placeholder * clip.form.tokens for clip in clips])
+        forms = [clip.form for clip in clips]
+        return replace_each(rendered, placeholder, [form.written or placeholder * form.tokens for form in forms])
 
     def _with_times(self, rendered: Rendered, paces: Sequence[FrameTimes]) -> Rendered:
         """Replace the placeholder of each video by one for each step in time. This is done in the text, not among its

@@ -17,7 +17,7 @@ from dhp.core.batch import LogitRule, ProcessorOutput
 from dhp.core.errors import ModelError
 from dhp.core.transformers_private import class_of
 from dhp.models.decoder import having
-from dhp.models.flops import TextWork, VisionWork
+from dhp.models.flops import AudioWork, TextWork, VisionWork
 from dhp.models.mixers import KINDS
 from dhp.models.tower import EMBEDDINGS
 from dhp.models.types import LayerParts
@@ -178,6 +178,12 @@ def _longest_of(model: nn.Module, names: tuple[str, ...]) -> nn.ModuleList | Non
     return max((one for one in found if one is not None), key=_size, default=None)
 
 
+def layers_path(model: nn.Module, names: tuple[str, ...]) -> str | None:
+    """The largest list of layers in these modules; None: there is none."""
+    layers = _longest_of(model, names)
+    return next((name for name, module in model.named_modules() if module is layers), None)
+
+
 def _divide(model: nn.Module, text: set[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     found: tuple[list[str], list[str]] = ([], [])
     for name, of_text in _walk(model, "", text):
@@ -259,6 +265,8 @@ class Contract:
     tensor_plan: styles of the decoder's modules that transformers' plan leaves out; None: it has no plan that could be
     completed here.
 
+    clip: the form of the clip of a rank without work; None: sound is not read. audio_layers, audio_work: of its tower.
+
     vision_layers, text_layers: modules of their layers. experts: modules of experts among the latter.
 
     unused: the tower's parameters that no output depends on; those of the decoder, with `*` for a layer's number.
@@ -288,6 +296,9 @@ class Contract:
     entrance: tuple[str, ...] = ()
     fused: str = ""
     videos: tuple[str, ...] = ()
+    clip: ProcessorOutput | None = None
+    audio_layers: LayerParts = LayerParts("", (), (), ())
+    audio_work: AudioWork = AudioWork(0, 0, 0, 0, 0, 0, 1)
 
 
 POOLED, LAST = "pooler_output", "last_hidden_state"

@@ -13,10 +13,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Split, WeightConverter
 
 from dhp.core.errors import ModelError
+from dhp.models.contract.clips import ClipTower, clip_form
 from dhp.models.contract.contract import (
     Contract,
     Structure,
     find_structure,
+    layers_path,
     unknown_layers,
     with_called,
     without_weights,
@@ -27,10 +29,10 @@ from dhp.models.contract.generic_processor import ContractProcessor
 from dhp.models.contract.random_pictures import Picture, joined, pack, row_values
 from dhp.models.contract.random_rows import block_rule, causal_types, generic_name, is_declared, kinds_for
 from dhp.models.contract.shrink import shrink
-from dhp.models.contract.twin import ProbeModel
+from dhp.models.contract.twin import DUMMY_FRAMES, ProbeModel
 from dhp.models.decoder import embed
 from dhp.models.family import Family
-from dhp.models.flops import TextWork, VisionWork, head_width
+from dhp.models.flops import AudioWork, TextWork, VisionWork, head_width
 from dhp.models.types import Chunk, DecoderInputs, LayerParts
 
 _EXPERTS = "experts"
@@ -234,7 +236,23 @@ def _find(config: PreTrainedConfig) -> Contract:
         entrance=twin.called,
         fused=_fused(model),
         videos=twin.videos,
+        **_find_sound(twin, model, structure),
     )
+
+
+def _find_sound(twin: ProbeModel, model: PreTrainedModel, structure: Structure) -> dict[str, Any]:
+    """What a contract says of sound; empty where none is read."""
+    path = layers_path(model, structure.audio)
+    if not twin.hears or path is None:
+        return {}
+    layers = list(model.get_submodule(path).children())
+    inside = sum(p.numel() for p in model.get_submodule(path).parameters() if p.ndim >= 2)
+    every = sum(p.numel() for name in structure.audio for p in model.get_submodule(name).parameters() if p.ndim >= 2)
+    return {
+        "clip": clip_form(DUMMY_FRAMES, twin.bins, twin.clip_tokens(DUMMY_FRAMES)),
+        "audio_layers": LayerParts(path, *_matrices(layers), ("audio",) * len(layers)),
+        "audio_work": AudioWork(0, 0, every - inside, inside, 0, 0, 1),
+    }
 
 
 def _refuse_uneven_heads(config: PreTrainedConfig) -> None:
@@ -360,8 +378,10 @@ def _unused(twin: ProbeModel, structure: Structure) -> tuple[str, ...]:
     layers by their place from the end. structure: of the model itself."""
     sample = twin.sample([0], seed=4)
     picture = {name: value for name, value in twin.picture(0).items() if value is not None}
-    if twin.videos:  # a tower of their own may see them
-        sample, picture = twin.sample([0], seed=4, videos=[2]), picture | twin.video(2)
+    videos, clips = [2] if twin.videos else [], [DUMMY_FRAMES] if twin.hears else []
+    sample = twin.sample([0], seed=4, videos=videos, clips=clips)
+    picture |= twin.video(2) if videos else {}  # a tower of their own may see them
+    picture |= twin.clip(DUMMY_FRAMES) if clips else {}
     logits = twin.model(
         input_ids=sample.ids, use_cache=False, **picture, **kinds_for(twin.model.forward, sample.kinds)
     ).logits
@@ -411,4 +431,6 @@ def generic(config: Any, model_name: str = "") -> Family:
             f"model_type {config.model_type!r}: its decoder's configuration lacks what all others have ({error})"
         ) from error
     processor, tower = ContractProcessor(config, contract, model_name), WholeTower(config, contract)
-    return Family(config, processor, tower, decoder, idle=contract.structure.audio, note=note)
+    others = {} if contract.clip is None else {"audio": ClipTower(config, contract)}
+    idle = () if others else contract.structure.audio
+    return Family(config, processor, tower, decoder, others=others, idle=idle, note=note)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,7 @@ from dhp.config.schema import PartConfig
 from dhp.core.batch import VIDEO, Grid, ProcessorOutput
 from dhp.core.draws import current_keys, drawing
 from dhp.core.errors import ConfigError, ModelError
+from dhp.models.audio import AUDIO_EMBEDDINGS
 from dhp.models.contract.contract import Contract, Structure, states_of
 from dhp.models.contract.random_pictures import joined, unpack
 from dhp.models.contract.random_rows import (
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 class WholeTower(Tower):
     """Each picture is encoded by one rank. The family's properties are in its contract."""
 
+    part, sees = "vision", "images"
     position_columns = 0
     takes_attention, shares_whole = False, True
     tile = 1  # a picture has one key, and its layers see what they make of it
@@ -62,16 +66,16 @@ class WholeTower(Tower):
         return self._contract.dummy
 
     def check(self, asked: PartConfig) -> None:
-        self.check_stages("vision", asked)
+        self.check_stages(self.part, asked)
         self.check_cut(resolved(asked.tensor))
         ring = resolved(asked.ring)
         if ring > 1:
             raise ConfigError(
-                f"vision.ring={ring} with a {self.config.model_type} model: its tower takes images whole, so that "
-                f"no sequence is divided. Set vision.ring=1 and vision.ulysses={ring * resolved(asked.ulysses)}, whose "
-                "actors share the images"
+                f"{self.part}.ring={ring} with a {self.config.model_type} model: its tower takes {self.sees} whole, so "
+                f"that no sequence is divided. Set {self.part}.ring=1 and "
+                f"{self.part}.ulysses={ring * resolved(asked.ulysses)}, whose actors share the {self.sees}"
             )
-        self.check_backend("vision", asked)
+        self.check_backend(self.part, asked)
 
     def calls(
         self, forms: Sequence[ProcessorOutput], even: bool = False, alone: bool = False
@@ -120,7 +124,7 @@ class WholeTower(Tower):
         encode = base.get_video_features if is_video(forms[0]) else base.get_image_features
         output = encode(**joined(pictures), return_dict=True)
         rows = self._contract.handover.take(output, tokens)
-        _check_rows(self.config.model_type, len(rows[EMBEDDINGS]), tokens)
+        check_rows(self.config.model_type, len(rows[EMBEDDINGS]), tokens)
         split = [tensor.split(tokens) for tensor in rows.values()]
         return [dict(zip(rows, of_picture, strict=True)) for of_picture in zip(*split, strict=True)]
 
@@ -139,7 +143,7 @@ def _holds(name: str, path: str | None) -> bool:
     return path is not None and (path == name or path.startswith(f"{name}."))
 
 
-def _check_rows(model_type: str, found: int, tokens: Sequence[int]) -> None:
+def check_rows(model_type: str, found: int, tokens: Sequence[int]) -> None:
     if found != sum(tokens):
         raise ModelError(
             f"{model_type}: the encoder made {found} rows of {len(tokens)} images that have {sum(tokens)} placeholders "
@@ -162,6 +166,11 @@ def run_layers(
     with having(decoder, **_replaced(decoder, structure, chunk)):
         if inputs.hidden is None:
             kinds = kinds_for(base.forward, inputs.kinds)
+            named |= (
+                dict.fromkeys(("input_features", "input_features_mask"), inputs.input_ids)
+                if any(inputs.others.values())
+                else {}
+            )
             return states_of(model, structure, input_ids=inputs.input_ids, mm_encoder_outputs=encoded, **kinds, **named)
         output = decoder(inputs_embeds=inputs.hidden, **kinds_for(decoder.forward, inputs.kinds), **named)
     return output.last_hidden_state
@@ -203,7 +212,8 @@ class ContractDecoder(Decoder):
     @property
     def takes(self) -> Mapping[str, int]:
         """All of it at the first layer."""
-        return dict.fromkeys(self._contract.handover.names, 0)
+        heard = (AUDIO_EMBEDDINGS,) if self._contract.clip else ()
+        return dict.fromkeys((*self._contract.handover.names, *heard), 0)
 
     def check(self, asked: PartConfig) -> None:
         super().check(asked)
@@ -276,10 +286,19 @@ class ContractDecoder(Decoder):
         if chunk.first and self._contract.embeds:
             states = run_layers(model, structure, chunk, replace(inputs, hidden=embed(model, inputs)), **extra)
         else:
-            states = run_layers(model, structure, chunk, inputs, self._encoded(inputs), **extra)
+            base = model.get_submodule(structure.base)
+            with having(base, **self._heard(inputs)) if chunk.first and any(inputs.others.values()) else nullcontext():
+                states = run_layers(model, structure, chunk, inputs, self._encoded(inputs), **extra)
         head = self.head_of(model).weight if chunk.last and structure.head else states
         # Some heads stay in float32, and their models bring states to it.
         return states if isinstance(head, DTensor) else states.to(head.dtype)
+
+    def _heard(self, inputs: DecoderInputs) -> dict[str, Any]:
+        """What the base model calls in the place of its audio tower: rows in the order of their placeholders."""
+        ((part, tensors),) = inputs.others.items()
+        rows = tensors[AUDIO_EMBEDDINGS][inputs.other_positions[part].argsort()][None]
+        mask = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
+        return {"get_audio_features": lambda *_, **__: SimpleNamespace(pooler_output=rows, attention_mask=mask)}
 
     def _encoded(self, inputs: DecoderInputs) -> dict[str, Any] | None:
         """Rows in the order of their placeholders, as the model takes them."""

@@ -17,10 +17,11 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from dhp.core.batch import Grid, ProcessorOutput
 from dhp.core.errors import ModelError
+from dhp.models.contract.clips import ClipProcessor, as_asked
 from dhp.models.contract.random_pictures import arrays_of, frame_patches, pack, patch_shape
 from dhp.models.contract.random_rows import kinds_for, moving_placeholder, placeholder
 from dhp.models.contract.videos import WholeVideos, frame_maker
-from dhp.models.pretrained import load_image_processor, load_tokenizer, load_video_processor, without_torchvision
+from dhp.models.pretrained import load_image_processor, load_tokenizer, without_torchvision
 from dhp.models.processor import Processor
 from dhp.models.processor_files import FILE, KIND, WHOLE, read_video_settings
 from dhp.models.tower import put_together
@@ -47,6 +48,8 @@ class ContractProcessor(Processor):
         self._contract, self._model_name = contract, model_name
         self.patch_dim = contract.values
         self.video_token_id = moving_placeholder(config) if contract.videos else None
+        if contract.clip is not None:
+            self.hearing = ClipProcessor(config, model_name, contract.clip.pixels[0][1][1], lambda: self._library)
 
     def model(self) -> type[nn.Module]:
         return self._contract.base
@@ -169,7 +172,8 @@ class ContractProcessor(Processor):
         return {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        kept = {name: tensor for name, tensor in named.items() if name != "mm_token_type_ids"}
+        sounds = as_asked(self._contract.base, named)
+        kept = {name: tensor for name, tensor in sounds.items() if name != "mm_token_type_ids"}
         if "mm_token_type_ids" not in named:
             return kept
         return kept | kinds_for(self._contract.base.forward, named["mm_token_type_ids"])
@@ -192,8 +196,6 @@ class ContractProcessor(Processor):
         }
         try:
             missing = {name: None for name in kind.get_attributes() if name not in parts}
-            if "video_processor" in missing:  # of which some ask for settings
-                missing["video_processor"] = load_video_processor(self._model_name)
             return own(**parts, **missing, **self._settings(kind))
         except Exception as error:
             advice = without_torchvision(self._model_name, error)

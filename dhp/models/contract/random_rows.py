@@ -159,7 +159,9 @@ def _around(config: PreTrainedConfig) -> tuple[Any, Any]:
 
 
 def _sound(config: PreTrainedConfig) -> tuple[list[int], int, list[int], int]:
-    return [config.audio_start_token_id], config.audio_token_id, [_audio_end(config)], SOUND
+    begin = getattr(config, "audio_start_token_id", None)
+    around = ([], []) if begin is None else ([begin], [_audio_end(config)])
+    return around[0], config.audio_token_id, around[1], SOUND
 
 
 def _audio_end(config: PreTrainedConfig) -> int:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dhp.core.batch import LogitRule
 from dhp.core.errors import ModelError
 from dhp.core.transformers_private import set_experts
+from dhp.models.contract.clips import clip_arguments, mask_name
 from dhp.models.contract.contract import (
     LAST,
     POOLED,
@@ -24,11 +25,13 @@ from dhp.models.contract.contract import (
     with_called,
     without_weights,
 )
+from dhp.models.contract.double import staying_double
 from dhp.models.contract.random_pictures import Make, Picture, plain_frame, row_values, unpack, ways
 from dhp.models.contract.random_rows import kinds_for, make_row, moving_placeholder
 from dhp.models.contract.videos import MOVING, pack_frames, video_arguments
 from dhp.models.load import cast_reals
 
+DUMMY_FRAMES = 64  # of the clip of a rank without work
 MOST = 1_000_000_000  # parameters of a twin: eight bytes each
 NOT_HANDED_OVER = ("hidden_states", "attentions")
 
@@ -58,6 +61,7 @@ class ProbeModel:
         self.handover = self._handover(output)
         self._tokens[0] = len(self.handover.take(output)[self.handover.names[0]])
         self.videos = self._find_videos()
+        self.hears = self._find_sound()
         self._refuse_chance(before)
         self.logits = self._find_logits()
 
@@ -100,10 +104,37 @@ class ProbeModel:
             pass
         return ()
 
-    def sample(self, pictures: Sequence[int], seed: int, videos: Sequence[int] = ()) -> TwinSample:
-        """Pictures by their numbers, videos by their frames."""
-        counts = [self.video_tokens(frames) for frames in videos]
-        ids, kinds = make_row(self.config, [self.tokens(number) for number in pictures], seed, videos=counts)
+    @property
+    def bins(self) -> int:
+        """Values of a frame of sound."""
+        return getattr(self.config.audio_config, "num_mel_bins", 128)
+
+    def clip(self, frames: int) -> Picture:
+        """Arguments of its function for sound, for a clip of so many frames."""
+        random = torch.Generator().manual_seed(frames)
+        return clip_arguments(self.base, torch.randn(frames, self.bins, dtype=torch.float64, generator=random))
+
+    def clip_tokens(self, frames: int) -> int:
+        """Placeholders of such a clip."""
+        with torch.no_grad():
+            return len(self.base.get_audio_features(**self.clip(frames), return_dict=True).pooler_output.flatten(0, -2))
+
+    def _find_sound(self) -> bool:
+        """Whether it has a function for sound that takes frames."""
+        if getattr(self.config, "audio_config", None) is None or mask_name(self.base) is None:
+            return False
+        try:
+            with staying_double():
+                return self.clip_tokens(DUMMY_FRAMES) > 0
+        except Exception:  # a function that takes other frames may fail anyhow
+            return False
+
+    def sample(
+        self, pictures: Sequence[int], seed: int, videos: Sequence[int] = (), clips: Sequence[int] = ()
+    ) -> TwinSample:
+        """Pictures by their numbers, videos and clips by their frames."""
+        counts, sounds = [self.video_tokens(frames) for frames in videos], [self.clip_tokens(n) for n in clips]
+        ids, kinds = make_row(self.config, [self.tokens(number) for number in pictures], seed, sounds, counts)
         return TwinSample(ids, kinds, tuple(pictures), tuple(videos))
 
     def _refuse_chance(self, before: Tensor) -> None:

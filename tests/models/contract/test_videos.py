@@ -20,12 +20,12 @@ from dhp.data.media.frames import FrameSampling
 from dhp.data.media.sources import Video
 from dhp.data.media.video import map_frames
 from dhp.data.sample.sample import Sample
-from dhp.models.pretrained import load_video_processor
 from dhp.models.processor_files import FILE, WHOLE
 from dhp.models.registry import load_family
 from dhp.tiny.looks import LOOKS
 from dhp.tiny.tiny_families import SIDE
 from tests.helpers.tiny_videos import (
+    FRAMES,
     NAMES,
     library_processor,
     preprocessor,
@@ -145,7 +145,7 @@ def test_transformers_own_video_processor_gives_the_same(
     pytest.importorskip("torchvision")
     name, folder = made
     kind = next(one for one in WHOLE if matches(one, name))
-    own = getattr(import_module(f"transformers.models.{name}.video_processing_{name}"), kind)(**LOOKS[name].frames)
+    own = getattr(import_module(f"transformers.models.{name}.video_processing_{name}"), kind)(**FRAMES[name])
     path = write_moving(tmp_path / "clip.mp4", TOTAL, RATE, size)
     every, _ = map_frames(path, FrameSampling(1e9, TOTAL, 1), lambda group: np.asarray(group[0]))
     about = VideoMetadata(TOTAL, float(RATE), duration=TOTAL / RATE)
@@ -220,7 +220,7 @@ def test_pictures_of_families_that_need_torchvision_are_those_of_their_processor
         folder = save_tiny(name, tmp_path / "model")
     picture, preprocess = write_still(tmp_path / "still.png"), preprocessor(folder)
     sample = preprocess(record(picture, "What is in it?"))
-    library = library_processor(name, folder, load_video_processor(str(folder)))
+    library = library_processor(name, folder, object())
     turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in it?"}]}]
     turns += [{"role": "assistant", "content": [{"type": "text", "text": "A red square."}]}]
     theirs = library(
