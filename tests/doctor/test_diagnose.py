@@ -64,15 +64,23 @@ def test_every_declared_family_equals_the_whole_model_in_two_parts(name: str, tm
 
 
 def test_a_tower_of_sound_that_is_not_trained_is_told(tmp_path: Path) -> None:
-    config = make_config("gemma4").to_dict()
-    config["audio_config"] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config["audio_config"] |= {"output_proj_dims": 32}
-    CONFIG_MAPPING["gemma4"](**{k: v for k, v in config.items() if k != "model_type"}).save_pretrained(tmp_path)
+    make_config("muse_spark").save_pretrained(tmp_path)
     found = examine(str(tmp_path))
     assert found.trainable and found.audio == (), found.as_table()
     assert (
         found.refused["audio"] == "the model's audio tower stays as it is: it is not trained here, and no sound is read"
     )
+
+
+def test_a_tower_of_sound_of_a_family_without_code_is_a_part(tmp_path: Path) -> None:
+    config = make_config("gemma4").to_dict()
+    config["audio_config"] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config["audio_config"] |= {"output_proj_dims": 32}
+    CONFIG_MAPPING["gemma4"](**{k: v for k, v in config.items() if k != "model_type"}).save_pretrained(tmp_path)
+    found = examine(str(tmp_path))
+    assert found.trainable and found.audio == ("none", "data", "sequence", "deepspeed"), found.as_table()
+    assert "audio" not in found.refused and "video" not in found.refused
+    assert "clips" in load_family(str(tmp_path)).parts["audio"].sees
 
 
 def test_families_of_the_matrix_are_declared_and_others_carry_a_note(tmp_path: Path) -> None:

@@ -65,6 +65,9 @@ class WholeTower(Tower):
     def dummy_form(self) -> ProcessorOutput:
         return self._contract.dummy
 
+    def uneven_axes(self, asked: PartConfig) -> tuple[str, ...]:
+        return ()  # pictures are shared out, not heads
+
     def check(self, asked: PartConfig) -> None:
         self.check_stages(self.part, asked)
         self.check_cut(resolved(asked.tensor))
@@ -212,8 +215,8 @@ class ContractDecoder(Decoder):
     @property
     def takes(self) -> Mapping[str, int]:
         """All of it at the first layer."""
-        heard = (AUDIO_EMBEDDINGS,) if self._contract.clip else ()
-        return dict.fromkeys((*self._contract.handover.names, *heard), 0)
+        sound = (AUDIO_EMBEDDINGS,) if self._contract.clip else ()
+        return dict.fromkeys((*self._contract.handover.names, *sound), 0)
 
     def check(self, asked: PartConfig) -> None:
         super().check(asked)
@@ -287,13 +290,17 @@ class ContractDecoder(Decoder):
             states = run_layers(model, structure, chunk, replace(inputs, hidden=embed(model, inputs)), **extra)
         else:
             base = model.get_submodule(structure.base)
-            with having(base, **self._heard(inputs)) if chunk.first and any(inputs.others.values()) else nullcontext():
+            with (
+                having(base, **self._sound_rows(inputs))
+                if chunk.first and any(inputs.others.values())
+                else nullcontext()
+            ):
                 states = run_layers(model, structure, chunk, inputs, self._encoded(inputs), **extra)
         head = self.head_of(model).weight if chunk.last and structure.head else states
         # Some heads stay in float32, and their models bring states to it.
         return states if isinstance(head, DTensor) else states.to(head.dtype)
 
-    def _heard(self, inputs: DecoderInputs) -> dict[str, Any]:
+    def _sound_rows(self, inputs: DecoderInputs) -> dict[str, Any]:
         """What the base model calls in the place of its audio tower: rows in the order of their placeholders."""
         ((part, tensors),) = inputs.others.items()
         rows = tensors[AUDIO_EMBEDDINGS][inputs.other_positions[part].argsort()][None]
