@@ -25,7 +25,7 @@ _KINDS = {
 KIND = "video_processor_type"
 # Classes that scale, cut and normalise frames one by one → how each chooses frames (`FrameSampling.rule`).
 WHOLE = {
-    **dict.fromkeys(("LlavaOnevisionVideoProcessor", "LlavaNextVideoVideoProcessor", "VideoLlavaVideoProcessor"), ""),
+    **dict.fromkeys(("LlavaOnevisionVideoProcessor", "LlavaNextVideoVideoProcessor"), ""),
     "Gemma4VideoProcessor": "",
     "InternVLVideoProcessor": "middles",
     "SmolVLMVideoProcessor": "trimmed",

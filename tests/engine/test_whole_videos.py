@@ -17,7 +17,7 @@ from tests.engine.test_declared_families import ExactText, ExactVision, Made, ru
 from tests.helpers.alike import assert_exact
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Fault, compare
-from tests.helpers.tiny_families import make_config, save_family, save_weights
+from tests.helpers.tiny_families import make_config, save_weights
 from tests.helpers.tiny_videos import NAMES, preprocessor, record, save_tiny, spelled_numbers, write_moving, write_still
 
 ONE = Degrees()
@@ -78,19 +78,16 @@ def test_videos_from_files_equal_the_plain_model(name: str, layout: str, read: d
         assert_exact(run(read[name], LAYOUTS[layout]))
 
 
-# Whose decoders see tokens of a frame both ways, or whose towers have layers for videos alone.
-OTHERS = ("gemma4_vision", "video_llava")
+# Whose decoders see tokens of a frame both ways.
+OTHERS = ("gemma4_vision",)
 
 
 @pytest.fixture(scope="module", params=OTHERS)
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp(request.param) / "model"
-    if request.param == "gemma4_vision":
-        config = make_config("gemma4")
-        config.text_config.use_bidirectional_attention = "vision"
-        save_weights(config, folder)
-    else:
-        folder = Path(save_family(request.param, folder))
+    config = make_config("gemma4")
+    config.text_config.use_bidirectional_attention = "vision"
+    save_weights(config, folder)
     with staying_double():
         make = Maker(str(folder)).sample
         every = [[make([0], 3, 1, videos=[2]), make([1, 2], 4, 2), make([], 2, 3, videos=[3]), make([], 2, 4)]]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-NO_TOWER = "the model has no audio tower. Leave samples with sound out of its data"
+NO_TOWER = "the model has no audio tower that is read here. Leave samples with sound out of its data"
 NO_ACTORS = (
     "audio.num_actors=0, so this run hears nothing. Set audio.num_actors=1, if the model has an audio tower, or leave "
     "samples with sound out of the data"

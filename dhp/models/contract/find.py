@@ -378,9 +378,8 @@ def _unused(twin: ProbeModel, structure: Structure) -> tuple[str, ...]:
     layers by their place from the end. structure: of the model itself."""
     sample = twin.sample([0], seed=4)
     picture = {name: value for name, value in twin.picture(0).items() if value is not None}
-    videos, clips = [2] if twin.videos else [], [DUMMY_FRAMES] if twin.hears else []
-    sample = twin.sample([0], seed=4, videos=videos, clips=clips)
-    picture |= twin.video(2) if videos else {}  # a tower of their own may see them
+    clips = [DUMMY_FRAMES] if twin.hears else []
+    sample = twin.sample([0], seed=4, clips=clips)
     picture |= twin.clip(DUMMY_FRAMES) if clips else {}
     logits = twin.model(
         input_ids=sample.ids, use_cache=False, **picture, **kinds_for(twin.model.forward, sample.kinds)

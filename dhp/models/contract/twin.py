@@ -95,14 +95,24 @@ class ProbeModel:
         return len(self.handover.take(output)[self.handover.names[0]])
 
     def _find_videos(self) -> tuple[str, ...]:
-        """Arguments of its function for videos; empty where it has none that takes frames."""
+        """Arguments of its function for videos; empty where it has none that takes frames, or one with weights of its
+        own, which a run without videos would change."""
         self.videos = tuple(sorted(video_arguments(type(self.base)) or ()))
         try:
             if self.videos and moving_placeholder(self.config) is not None and self.video_tokens(2):
-                return self.videos
+                moving = self.base.get_video_features(**self.video(2), return_dict=True)
+                own = self._reached(moving) - self._reached(self.encode(self.picture(0)))
+                return () if own else self.videos
         except Exception:  # a function that takes other frames may fail anyhow
             pass
         return ()
+
+    def _reached(self, output: Any) -> set[str]:
+        """Names of parameters that an encoder's output depends on."""
+        named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        rows = self.handover.take(output)[self.handover.names[0]]
+        found = torch.autograd.grad(rows.sum(), list(named.values()), allow_unused=True)
+        return {name for name, gradient in zip(named, found, strict=True) if gradient is not None}
 
     @property
     def bins(self) -> int:

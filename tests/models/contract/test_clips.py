@@ -18,7 +18,7 @@ from dhp.doctor.plain_model import model_inputs
 from dhp.models.registry import load_family
 from tests.helpers.tiny_omni import RATE, make_wave, save_wave
 from tests.helpers.tiny_sounds import HEARING, save_hearing
-from tests.helpers.tiny_videos import preprocessor, write_still
+from tests.helpers.tiny_videos import preprocessor, save_tiny, write_still
 
 PARTS = ("vision", "audio")
 
@@ -98,6 +98,14 @@ def test_a_clip_that_would_be_cut_is_refused(made: tuple[str, Path, Any], tmp_pa
     turns = (Turn("user", (Sound(path), "What?")), Turn("assistant", ("A tone.",)))
     with pytest.raises(DataError, match=r"long.wav is 31.0 s long, and of more than [23]0.0 s .* drops the rest"):
         preprocessor(folder, PARTS)(Record("set", 1, "line 1", turns))
+
+
+def test_sound_of_a_tower_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny("internvl", tmp_path / "model")
+    path = save_wave(tmp_path / "short.wav", make_wave(1, 0))
+    turns = (Turn("user", (Sound(path), "What?")), Turn("assistant", ("A tone.",)))
+    with pytest.raises(DataError, match="short.wav, but the model has no audio tower that is read here"):
+        preprocessor(folder)(Record("set", 1, "line 1", turns))
 
 
 def test_a_run_without_the_part_refuses_sound(made: tuple[str, Path, Any]) -> None:

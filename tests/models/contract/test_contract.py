@@ -116,6 +116,13 @@ def test_what_is_handed_over_and_how() -> None:
     assert "model.image_newline" in find_contract(make_config("llava_next")).structure.vision
 
 
+def test_ranks_that_share_pictures_have_even_shares() -> None:
+    """Whatever the heads: so a planned layout may have them."""
+    config = make_config("internvl")
+    asked = resolve_part("vision", PartConfig("model", "sequence", 3))
+    assert asked.ulysses == 3 and WholeTower(config, find_contract(config)).uneven_axes(asked) == ()
+
+
 def test_styles_that_plans_leave_out() -> None:
     norms = {f"model.language_model.layers.*.self_attn.{p}_norm" for p in "qk"}
     assert set(find_contract(make_config("qwen3_omni")).tensor_plan or ()) == norms

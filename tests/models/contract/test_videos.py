@@ -20,10 +20,12 @@ from dhp.data.media.frames import FrameSampling
 from dhp.data.media.sources import Video
 from dhp.data.media.video import map_frames
 from dhp.data.sample.sample import Sample
+from dhp.models.contract.find import find_contract
 from dhp.models.processor_files import FILE, WHOLE
 from dhp.models.registry import load_family
 from dhp.tiny.looks import LOOKS
 from dhp.tiny.tiny_families import SIDE
+from tests.helpers.tiny_families import make_config
 from tests.helpers.tiny_videos import (
     FRAMES,
     NAMES,
@@ -232,3 +234,10 @@ def test_pictures_of_families_that_need_torchvision_are_those_of_their_processor
     assert sample.input_ids.tolist() == theirs["input_ids"][0].tolist()
     for argument, tensor in pixels_by_argument((sample,)).items():
         assert torch.equal(tensor, theirs[argument].to(tensor.dtype)), argument
+
+
+def test_videos_with_a_tower_of_their_own_are_not_read() -> None:
+    """Which runs with images alone would wear off."""
+    contract = find_contract(make_config("video_llava"))
+    assert contract.videos == () and any(name.startswith("model.video_tower.") for name in contract.unused)
+    assert find_contract(make_config("llava_onevision")).videos == ("pixel_values_videos",)
