@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dhp.batch.collate import Collator, pixels_by_argument, sounds_by_argument
+from dhp.batch.collate import Collator, Row, pixels_by_argument, sounds_by_argument
 from dhp.batch.encoder_shards import AUDIO, ReadPatches, fill, nothing_unread
 from dhp.batch.shard import BatchSharder, Division
 from dhp.checkpoint.feature_folder import FeatureFolder
@@ -187,8 +187,8 @@ class BatchReader:
         A row a sample, right-padded, also where training packs them: plain transformers would let the samples of a
         packed row see each other, and what a packed row must equal is each of its samples alone."""
         tensors: dict[str, Tensor] = {}
-        for m, rows in enumerate(self._source.step(step).samples):
-            for d, row in enumerate(rows):
+        for m, rows in enumerate(self._source.step(step).by_side().samples):
+            for d, row in enumerate(map(_with_pictures, rows)):
                 named = self._collator.padded(row) | pixels_by_argument(row) | sounds_by_argument(row)
                 plain = self._family.processor.plain_inputs(named)
                 tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in plain.items()}
@@ -207,6 +207,14 @@ class BatchReader:
         start = time.perf_counter()
         data = self._sharder.shard(read())
         return replace(data, info=replace(data.info, data_s=time.perf_counter() - start))
+
+
+def _with_pictures(row: Row) -> Row:
+    """Where a second side shows what the first does, it has its pixels too."""
+    pairs = zip(row, (None, *row))
+    return tuple(
+        replace(one, pixels=before.pixels, clips=before.clips) if one.again and before else one for one, before in pairs
+    )
 
 
 def _measured(known: MeasuredDataset, indices: np.ndarray, limit_s: float) -> np.ndarray:

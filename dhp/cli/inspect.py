@@ -25,7 +25,18 @@ from dhp.checkpoint.resume import LAYOUT
 from dhp.checkpoint.shard_files import read_extents
 from dhp.checkpoint.shard_writer import save_tensors
 from dhp.cli.common import add_configuration, make_parser
-from dhp.cli.sample_page import as_terminal, clips_of, lengths, pictures_of, placeholders, runs_of, sample_page
+from dhp.cli.sample_page import (
+    Shown,
+    TextRun,
+    as_terminal,
+    clips_of,
+    lengths,
+    pictures_of,
+    placeholders,
+    runs_of,
+    sample_page,
+    sides_of,
+)
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
@@ -232,8 +243,12 @@ def inspect_sample(config: Config, index: int, out: Path) -> None:
         )
     record, sample = feed.sample(index)
     processor, name = load_family(settings.model_name).processor, settings.model_name
-    runs = runs_of(sample, load_tokenizer(name, settings.data.chat_template))
-    shown = pictures_of(record, sample, processor, load_image_processor(name)) + clips_of(record, sample)
+    tokenizer, images = load_tokenizer(name, settings.data.chat_template), load_image_processor(name)
+    runs, shown = list[TextRun](), list[Shown]()
+    for heading, of_side, side in sides_of(record, sample):
+        runs += [*([TextRun(heading, 0, 0, False)] if heading else []), *runs_of(side, tokenizer)]
+        if not side.again:
+            shown += pictures_of(of_side, side, processor, images) + clips_of(of_side, side)
     counts, title = lengths(sample), f"sample {index} of {feed.dataset_size}: {record.where}"
     held = placeholders(runs)
     template = config.data.chat_template or f"the model's own ({name})"

@@ -54,6 +54,16 @@ def runs_of(sample: Sample, tokenizer: Any) -> list[TextRun]:
     return runs
 
 
+def sides_of(record: Record, sample: Sample) -> list[tuple[str, Record, Sample]]:
+    """The sample; of a preference both sides, each with its heading."""
+    if sample.sides is None or record.other is None:
+        return [("", record, sample)]
+    names = {None: ("chosen", "rejected"), True: ("liked", "not learned: an answer to another prompt")}
+    names[False] = ("not liked", names[True][1])
+    records = (record, record.other)
+    return [(f"\n— {name} —\n", *both) for name, *both in zip(names[record.liked], records, sample.sides, strict=True)]
+
+
 def _text(tokenizer: Any, ids: np.ndarray, start: int, stop: int) -> str:
     """The text that these tokens add to that before them: alone, some tokenizers drop the space in front of a word."""
     before = max(0, start - 8)  # enough for any character, and a picture's placeholders are not decoded again

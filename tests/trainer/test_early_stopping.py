@@ -69,7 +69,8 @@ def test_a_run_ends_and_one_that_goes_on_ends_where_it_would_have(tiny_assets: P
     more = ("training.max_steps=40", "training.eval_steps=2", "training.save_steps=4", "training.learning_rate=1e-6")
     settings = (*ONE_ACTOR_EACH, asked, *more, "data.eval_datasets=[shapes%5]")
     whole = train(*tiny(tiny_assets, tmp_path / "whole", *settings))
-    assert whole.status == 0 and "stopped early after step 8: eval_loss has not" in whole.stdout + whole.stderr, whole.stderr
+    told = whole.stdout + whole.stderr
+    assert whole.status == 0 and "stopped early after step 8: eval_loss has not" in told, whole.stderr
     first = tmp_path / "whole" / "checkpoints" / "step_4"
     again = train(*tiny(tiny_assets, tmp_path / "again", *settings, f"training.resume={first}"))
     assert again.status == 0 and "stopped early after step 8" in again.stdout + again.stderr, again.stderr

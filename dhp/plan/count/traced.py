@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from dhp.core.batch import Mark
 from dhp.core.draws import TokenKeys, drawing
 from dhp.core.errors import ConfigError, DhpError, ModelError
 from dhp.core.parameters import AdapterSettings
@@ -25,7 +26,7 @@ from dhp.models.load import cast_reals
 from dhp.models.lora import adapted_modules
 from dhp.models.tower import Tower, TowerInputs
 from dhp.models.types import DecoderInputs, Part
-from dhp.objectives.objective import Head
+from dhp.objectives.objective import Head, MarkedSamples
 from dhp.objectives.objectives import find_objective
 from dhp.parallel.attention.by_sample import run_by_sample
 from dhp.parallel.attention.mixers import CHUNK, run_by_segment
@@ -316,6 +317,9 @@ def _decoder(
     inputs = DecoderInputs(tokens[None], positions, features, places)
     plan, objective = _plan_of_row(decoder, rows.tokens, settings.tensor), find_objective(settings.objective)
     head = Head(decoder.head_of(model), decoder.logits)
+    if objective.compares:  # all targets are of one side of one preference
+        marks = torch.empty(2, len(Mark._fields), dtype=torch.float64, device=_META)
+        head = head._replace(samples=MarkedSamples(_numbers(rows.targets), marks))
 
     def run() -> Tensor:
         states = decoder.run(model, decoder.whole, inputs, segments=plan)
