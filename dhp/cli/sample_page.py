@@ -60,8 +60,8 @@ def sides_of(record: Record, sample: Sample) -> list[tuple[str, Record, Sample]]
         return [("", record, sample)]
     names = {None: ("chosen", "rejected"), True: ("liked", "not learned: an answer to another prompt")}
     names[False] = ("not liked", names[True][1])
-    records = (record, record.other)
-    return [(f"\n— {name} —\n", *both) for name, *both in zip(names[record.liked], records, sample.sides, strict=True)]
+    first, second = (f"\n— {name} —\n" for name in names[record.liked])
+    return [(first, record, sample.sides[0]), (second, record.other, sample.sides[1])]
 
 
 def _text(tokenizer: Any, ids: np.ndarray, start: int, stop: int) -> str:
