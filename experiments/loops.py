@@ -25,9 +25,10 @@ from dhp.engine.text_engine import TextEngine
 from dhp.models.contract.random_rows import kinds_for, token_types
 from dhp.models.contract.twin import ProbeModel
 from dhp.models.registry import load_family
+from dhp.objectives.objectives import find_objective
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
-from dhp.step.step import train_step
+from dhp.step.step import evaluate_batch, train_step
 from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 from tests.helpers.tiny_families import FAMILIES, VOCABULARY
 
@@ -189,12 +190,13 @@ class Ours:
         **changes: Any,
     ):
         """trainers: by part, in the place of the product's. changes: of both parts' settings."""
-        graph = pair_of(data.family)
+        self._graph = graph = pair_of(data.family)
         every = {VISION: EncoderEngine, TEXT: TextEngine, **trainers}
         self.trainers = {s: t(settings_of(graph, s, model, UPDATE, **changes)) for s, t in every.items()}
         self._stages = make_stages(graph, {stage: Here(trainer) for stage, trainer in self.trainers.items()})
         self._schedule = make_schedule("sequential", graph, MICRO_BATCHES)
-        self._dealer = BatchSharder(data.family, Collator(data.family, 0, packing), Division())
+        objective = find_objective(changes.get("objective", "sft"))
+        self._dealer = BatchSharder(data.family, Collator(data.family, 0, packing, objective), Division())
 
     def shard(self, samples: MicroBatches) -> StepData:
         """What other processes do ahead of a step."""
@@ -205,6 +207,11 @@ class Ours:
         begin = now()
         (report,) = train_step(self._stages, self._schedule, (), as_batch(data)).reports[TEXT]
         return now() - begin, report.loss
+
+    def evaluate(self, data: StepData) -> float:
+        """The loss of a batch, without a step."""
+        (share,) = evaluate_batch(self._stages, self._graph, as_batch(data)).shares
+        return share.loss
 
 
 class Plain:

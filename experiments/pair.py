@@ -62,6 +62,7 @@ def settings_of(
     update: OptimizerSettings,
     recompute: str = "none",
     deterministic: bool = False,
+    objective: str = "sft",
     **changes: Any,
 ) -> StageSettings:
     """Of one stage: float32 on a CPU, packed rows, all of it trained, nothing cut. recompute: as a part's key says it;
@@ -71,7 +72,7 @@ def settings_of(
     of_stage = {key: value for key, value in changes.items() if key in StageSettings.__dataclass_fields__}
     of_part = {key: value for key, value in changes.items() if key not in of_stage}
     section = replace(PartConfig(model_name=model, zero_engine="deepspeed"), **of_part)
-    config = Config(training=TrainingConfig(deterministic=deterministic), **{spec.part: section})
+    config = Config(training=TrainingConfig(objective=objective, deterministic=deterministic), **{spec.part: section})
     return StageSettings(config=config, spec=spec, graph=graph, update=update, **given | of_stage)
 
 

@@ -1,0 +1,234 @@
+"""`python -m experiments.preferences [--rounds N]`: a DPO step beside one of fine-tuning, and beside TRL's DPOTrainer.
+
+One process and thread, a tiny Qwen2.5-VL made wide, pairs with pictures and answers of mixed lengths. Ways,
+interleaved, by CPU seconds: `dpo`, dhp's step with references that are there; `sft`, dhp's step of fine-tuning on the
+same tokens; where trl is installed, the loss of its DPOTrainer on the same pairs, laid out as its collator does, with
+the usual optimizer: `trl`, with a reference model, which TRL asks for where samples have pictures; and `trl_cached`,
+with the references given, which it refuses there. On a CPU TRL scores every position, on GPUs the answers' alone.
+
+Before anything is timed TRL's losses must be dhp's within 1e-6 of themselves in float64, where its model gives it
+log-probabilities in float64; `as_it_is`: how far they are off as TRL takes these, which is in float32. Without TRL
+`dpo` and `sft` are compared alone.
+
+A JSON line: `beside_sft`, `beside_trl` and `beside_trl_cached` are medians over rounds of dpo's seconds / the other's.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+from transformers.utils import logging
+
+from dhp.cluster.host import keep_freed_memory
+from dhp.config.training import PreferenceConfig
+from dhp.core.batch import CHOSEN, REJECTED, Mark
+from dhp.data.sample.sample import Sample, joined_sides
+from experiments.loops import CLIP, LR, MICRO_BATCHES, UPDATE, Data, MicroBatches, Ours, Plain, now, save_model
+from experiments.pair import join_alone
+from tests.helpers.norms import use_exact_norms
+
+WARM_UP = 2
+BETA = PreferenceConfig().beta
+EXACT = 1e-6
+
+
+class Pairs:
+    """Steps of preferences: a sample of `Data`, and another answer to its question."""
+
+    def __init__(self, model: str):
+        self.data = Data(model)
+        self._reference = Plain(model, self.data)
+
+    def step(self, number: int) -> MicroBatches:
+        """The same for the same number."""
+        rng = np.random.default_rng([number, 1])
+        return tuple(tuple(self._pair(sample, rng) for sample in row[:2]) for row in self.data.step(number))
+
+    def _pair(self, first: Sample, rng: np.random.Generator) -> Sample:
+        targets = np.flatnonzero(first.labels >= 0)
+        said = rng.integers(10, 300, max(4, int(len(targets) * rng.uniform(0.5, 1.5))))
+        before = targets[0]
+        second = replace(
+            first,
+            input_ids=np.concatenate([first.input_ids[:before], said]),
+            labels=np.concatenate([first.labels[:before], said]),
+            mm_token_type_ids=np.concatenate([first.mm_token_type_ids[:before], np.zeros(len(said), dtype=np.int64)]),
+            pixels=(),
+            again=True,
+        )
+        sides = zip((first, second), (CHOSEN, REJECTED), strict=True)
+        one, other = (replace(side, mark=Mark(of, self._logp(first, side), of == CHOSEN)) for side, of in sides)
+        return joined_sides(one, other)
+
+    @torch.no_grad()
+    def _logp(self, first: Sample, side: Sample) -> float:
+        """Of the answer by the model as it begins, a little off."""
+        named = self._reference.shard(((replace(side, pixels=first.pixels, again=False),),))[0]
+        labels = named.pop("labels")[0, 1:]
+        logits = self._reference.model(**named, use_cache=False).logits[0, :-1]
+        counted = labels >= 0
+        logps = logits[counted].double().log_softmax(-1).gather(1, labels[counted][:, None])
+        return float(logps.sum()) * 1.01
+
+
+class Trl:
+    """TRL's DPOTrainer, with the usual optimizer and clipping. cached: references are given, not computed."""
+
+    def __init__(self, model: str, pairs: Pairs, cached: bool, dtype: torch.dtype = torch.float32):
+        from datasets import Dataset
+        from transformers import ProcessorMixin
+        from trl import DPOConfig, DPOTrainer
+
+        class Processor(ProcessorMixin):
+            """What tells the trainer that the model sees; samples come with their tokens and patches."""
+
+            attributes: list[str] = []
+
+            def __init__(self) -> None:
+                self.tokenizer, self.chat_template = _tokenizer(), None
+
+        self._folder = tempfile.TemporaryDirectory()
+        own, other = (AutoModelForImageTextToText.from_pretrained(model, dtype=dtype) for _ in range(2))
+        settings = {"use_cpu": True, "report_to": [], "bf16": False, "gradient_checkpointing": False, "beta": BETA}
+        settings |= {"remove_unused_columns": False, "max_length": None, "disable_tqdm": True}
+        args = DPOConfig(self._folder.name, **settings)
+        row = {"images": [[]], "prompt": [""], "chosen": [""], "rejected": [""]}
+        data = {"train_dataset": Dataset.from_dict(row), "data_collator": lambda rows: rows}
+        self._trainer = DPOTrainer(own, other, args, processing_class=Processor(), **data)
+        self._trainer.precompute_ref_logps = cached
+        self._collate = pairs._reference._collate
+        self.model = self._trainer.model.train()
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LR, weight_decay=UPDATE.weight_decay, fused=True
+        )
+        self._dtype = dtype
+
+    def shard(self, samples: MicroBatches) -> list[dict[str, Tensor]]:
+        """Of each micro-batch all chosen sides, and behind them all rejected ones, as its collator has them."""
+        return [self._inputs(row) for row in samples]
+
+    def _inputs(self, row: Sequence[Sample]) -> dict[str, Tensor]:
+        sides = [
+            replace(pair.sides[side], pixels=pair.pixels, again=False)
+            for side in (0, 1)
+            for pair in row
+            if pair.sides is not None
+        ]
+        named = self._collate(tuple(sides))
+        named["completion_mask"] = (named.pop("labels") >= 0).long()
+        named = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in named.items()}
+        marks = [[pair.sides[side].mark for pair in row if pair.sides is not None] for side in (0, 1)]
+        for name, of_side in zip(("ref_chosen_logps", "ref_rejected_logps"), marks, strict=True):
+            named[name] = torch.tensor([mark.reference for mark in of_side if mark is not None], dtype=torch.float64)
+        return named
+
+    def take_exact(self) -> None:
+        """Have the model give the trainer log-probabilities in its own format."""
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        forward = type(self.model).forward
+
+        def exact(labels: Tensor, fused_lm_head: bool, **named: Any) -> Any:
+            logits, wanted = forward(self.model, **named).logits[:, :-1], labels[:, 1:]
+            logps = logits.log_softmax(-1).gather(2, wanted.clamp(min=0)[..., None])[..., 0]
+            logps = logps.masked_fill(wanted < 0, 0)
+            nothing = torch.zeros_like(logps)  # of what its metrics show
+            shown = {"entropy": nothing, "mean_logits": nothing, "is_top1": nothing > 0}
+            return FusedCausalLMOutput(loss=logps.sum(), log_probs=logps, **shown)
+
+        self.model.forward = exact
+
+    def losses(self, micro_batches: Sequence[dict[str, Tensor]]) -> list[float]:
+        """Of each micro-batch, in evaluation."""
+        with torch.no_grad():
+            return [float(self._trainer._compute_loss(self.model, named, False)) for named in micro_batches]
+
+    def step(self, micro_batches: Sequence[dict[str, Tensor]]) -> tuple[float, float]:
+        """Seconds and loss of a whole step."""
+        begin, total = now(), 0.0
+        for named in micro_batches:
+            loss = self._trainer._compute_loss(self.model, named, False) / MICRO_BATCHES
+            loss.backward()
+            total += float(loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return now() - begin, total
+
+
+def _tokenizer() -> Any:
+    from dhp.tiny.tiny_model import make_tokenizer
+
+    return make_tokenizer(["a b c"], vocab_size=300)
+
+
+def compare(ways: dict[str, Any], pairs: Pairs, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way's steps, in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(WARM_UP + rounds):
+        samples = pairs.step(number)
+        for name in list(ways)[:: 1 if number % 2 else -1]:
+            seconds, _ = ways[name].step(ways[name].shard(samples))
+            taken[name] += [seconds] if number >= WARM_UP else []
+    return taken
+
+
+def check_losses(model: str, pairs: Pairs) -> dict[str, float]:
+    """The largest difference of a step's loss from TRL's, relative. Raises ValueError where it is above `EXACT`."""
+    patch = pytest.MonkeyPatch()
+    use_exact_norms(patch.setattr)  # in float32 they round rows of other lengths otherwise
+    ours, theirs = Ours(model, pairs.data, objective="dpo", dtype="float64"), Trl(model, pairs, True, torch.float64)
+    steps = [pairs.step(100 + number) for number in range(3)]
+    found = [ours.evaluate(ours.shard(samples)) for samples in steps]
+    errors = {}
+    for name in ("as_it_is", "loss_error"):
+        wanted = [sum(theirs.losses(theirs.shard(samples))) / MICRO_BATCHES for samples in steps]
+        errors[name] = max(abs(loss / other - 1) for loss, other in zip(found, wanted, strict=True))
+        theirs.take_exact()
+    patch.undo()
+    if errors["loss_error"] > EXACT:
+        raise ValueError(f"losses are {errors['loss_error']:.1e} of themselves off TRL's")
+    return errors
+
+
+def measure(rounds: int, with_trl: bool) -> dict[str, Any]:
+    """The row."""
+    with tempfile.TemporaryDirectory() as folder, join_alone():
+        model = save_model("qwen2_5_vl", Path(folder))
+        pairs = Pairs(model)
+        row: dict[str, Any] = {"rounds": rounds}
+        if with_trl:
+            row |= check_losses(model, pairs)
+        ways: dict[str, Any] = {"dpo": Ours(model, pairs.data, objective="dpo"), "sft": Ours(model, pairs.data)}
+        if with_trl:
+            ways |= {"trl": Trl(model, pairs, False), "trl_cached": Trl(model, pairs, True)}
+        taken = compare(ways, pairs, rounds)
+    row["step_s"] = round(median(taken["dpo"]), 3)
+    for name in list(ways)[1:]:
+        row[f"beside_{name}"] = round(median(d / o for d, o in zip(taken["dpo"], taken[name], strict=True)), 3)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    given = parser.parse_args()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    print(json.dumps(measure(given.rounds, find_spec("trl") is not None)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
