@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dhp.data.balance.methods import BALANCE_METHODS as BALANCE_METHODS
     from dhp.objectives.objective import Objective as Objective
     from dhp.objectives.objectives import OBJECTIVES as OBJECTIVES
+    from dhp.objectives.preferences import Preference as Preference
     from dhp.plan.cut.bmp import PARTITION_METHODS as PARTITION_METHODS
     from dhp.trainer.one_call import train as train
     from dhp.trainer.run_loop import Run as Run
@@ -24,6 +25,7 @@ _HOMES = {
     "OBJECTIVES": "dhp.objectives.objectives",
     "Objective": "dhp.objectives.objective",
     "PARTITION_METHODS": "dhp.plan.cut.bmp",
+    "Preference": "dhp.objectives.preferences",
     "Run": "dhp.trainer.run_loop",
     "load_config": "dhp.trainer.run_loop",
     "train": "dhp.trainer.one_call",

@@ -27,11 +27,12 @@ from dhp.batch.row_shards import (
     share_row,
 )
 from dhp.core.axes import Degrees
-from dhp.core.batch import Mark, PromptInput, Sampling, StepData, StepInfo, TextInput, VisionInput
+from dhp.core.batch import PromptInput, Sampling, StepData, StepInfo, TextInput, VisionInput
 from dhp.core.draws import DrawRun
 from dhp.core.errors import DataError
 from dhp.core.graph import Route, later
 from dhp.core.kinds import tokens_of
+from dhp.core.preferences import Mark
 from dhp.data.balance.packs import dist_ratio
 from dhp.data.sampling.dataset import StepSamples
 from dhp.models.family import Family

@@ -1,14 +1,14 @@
 """Data of a step and of generation, between processes."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from dhp.core.draws import DrawRun
 from dhp.core.graph import Route
+from dhp.core.preferences import Mark
 
 Grid = tuple[int, int, int]  # (t, h, w) of an image or a video, in patches
 
@@ -39,20 +39,6 @@ def frame_patches(grid: Grid | ProcessorOutput) -> tuple[int, ...]:
 IGNORED = -100  # the label of a token that is not a target
 VIDEO = 2  # the kind of a token in whose place a video goes; those of images have 1, text has 0
 SOUND = 3  # the kind of a token in whose place sound goes
-
-
-CHOSEN, REJECTED, OTHER = 1, -1, 0  # sides of a preference; OTHER: an answer to another prompt, which none learns
-
-
-class Mark(NamedTuple):
-    """What a sample is of a preference: samples of a row are two by two, the two sides of one.
-
-    side: CHOSEN and then REJECTED; or either of both alone, and then OTHER. first: of the two. reference: the answer's
-    log-probability by the model that it is compared with; NaN: not known."""
-
-    side: int
-    reference: float = math.nan
-    first: bool = True
 
 
 @dataclass(frozen=True)

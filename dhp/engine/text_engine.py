@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.core.axes import EXPERTS
-from dhp.core.batch import Answer, Bundle, Mark, PromptInput, StepInfo, TextInput
+from dhp.core.batch import Answer, Bundle, PromptInput, StepInfo, TextInput
 from dhp.core.draws import drawing
 from dhp.core.graph import HIDDEN_STATES
 from dhp.core.kinds import tokens_of
+from dhp.core.preferences import Mark
 from dhp.core.reports import KernelUse
 from dhp.engine.answer_tokens import Generator
 from dhp.engine.build import DEEPSPEED, place_kernels, shard_decoder
@@ -345,8 +346,9 @@ class TextEngine(StageEngine):
         if divide_heads(known, degrees.sequence):
             return RowRanks(rows, dist.get_rank(rows))
         border, at = max(one.border for one in known), self._position
-        if divide_heads(known, degrees.ulysses):
-            passing = PassingRanks(at.ring_group, at.ring_rank, degrees.ring)
+        around, exchanging = degrees.rows
+        if divide_heads(known, exchanging):
+            passing = PassingRanks(at.ring_group, at.ring_rank, around)
             return RowRanks(at.ulysses_group, at.ulysses_rank, 1, passing, border)
         return RowRanks(None, 0, 1, PassingRanks(rows, at.number, degrees.sequence), border)
 

@@ -25,7 +25,7 @@ class MarkedSamples:
     """The samples of some rows, of which this rank has some tokens.
 
     numbers: of each target token here the number of its sample, int64 [targets]. marks: of each sample
-    (`dhp.core.batch.Mark`), float64 [samples, 3]. rows: the ranks that share the rows; replicas: those that have
+    (`dhp.core.preferences.Mark`), float64 [samples, 3]. rows: the ranks that share the rows; replicas: those that have
     others of the micro-batch; None: there are none."""
 
     numbers: Tensor
@@ -82,8 +82,8 @@ class Judged(NamedTuple):
 class Objective(ABC):
     """One objective. It is made once in the dataset actor, for samples, and once in each rank that has the head.
 
-    compares: of one of preferences what rows have (`dhp.data.read.preferences`), whose samples `Head.samples` has.
-    refers: whether these have a reference."""
+    compares: of preferences what their rows have, PAIRS or SINGLES of `dhp.core.preferences`; `Head.samples` has these.
+    refers: whether they have a reference."""
 
     compares: ClassVar[str] = ""
     refers: ClassVar[bool] = False

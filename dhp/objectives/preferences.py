@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dhp.data.read.preferences import PAIRS, SINGLES
+from dhp.core.preferences import PAIRS, SINGLES
 from dhp.data.sample.sample import Sample
 from dhp.objectives.objective import Chosen, CrossEntropy, Head, Judged, MarkedSamples
 from dhp.parallel.comm import sum_in_place

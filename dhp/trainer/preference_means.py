@@ -1,13 +1,15 @@
 """Sums of both sides of preferences, and what a step says of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from dhp.config.training import TrainingConfig
-from dhp.core.batch import Mark, StepInfo
-from dhp.core.reports import SampleSums
+from dhp.core.batch import StepInfo
+from dhp.core.preferences import Mark
+from dhp.core.reports import SampleSums, StageReport
 from dhp.objectives.objectives import OBJECTIVES
+from dhp.step.stages import Stages
 from dhp.trainer.step_reports import Place, SampleSum, add_by_sample
 
 Shards = Sequence[SampleSums | None]
@@ -48,6 +50,15 @@ def preference_means(
             rewards = [beta * one for one in moved]
             rows.append((*logps, *rewards, rewards[0] - rewards[1], float(rewards[0] > rewards[1])))
     return {name: sum(column) / len(rows) for name, column in zip(NAMES, zip(*rows))} if rows else None
+
+
+def step_means(
+    info: StepInfo, reports: Mapping[str, Sequence[StageReport]], stages: Stages, training: TrainingConfig
+) -> dict[str, float] | None:
+    """The same of a step. reports: by stage, of every rank."""
+    *_, last = stages.values()
+    sums = [report.samples for report in last.leaders(reports[last.spec.name])]
+    return preference_means([info], [sums], last.spec.degrees.sequence, training)
 
 
 def _marks(info: StepInfo) -> dict[Place, list[Mark]]:

@@ -34,7 +34,7 @@ from dhp.models.pretrained import auxiliary_files
 from dhp.observe.metrics import EvalMetrics
 from dhp.observe.ranks import SAVE
 from dhp.step.stages import EngineProtocol
-from dhp.trainer.early_stopping import EarlyStopping, metric_value
+from dhp.trainer.early_stopping import metric_value
 from dhp.trainer.session import DataPlan, Session
 
 
@@ -158,7 +158,7 @@ class Saver:
         self._last = time.monotonic()
         self.kept = KeptCheckpoints(session.config, say)
         self.newest: Path | None = None  # complete, of this session
-        self.stopping = EarlyStopping(self._config.training.early_stopping, session.start.early_stopping)
+        self.early_stopping: Mapping[str, Any] = {}  # its state, which checkpoints keep
 
     @property
     def busy(self) -> bool:
@@ -203,7 +203,7 @@ class Saver:
             "skipped_samples": skipped,
             "settings": plan.kept,
             "data": self._session.data_state(saving.step),
-            EARLY_STOPPING: dict(self.stopping.state),
+            EARLY_STOPPING: dict(self.early_stopping),
         }
         wait_all(saving.watched, self._config.training.save_timeout_s)
         self._stall_s = time.monotonic() - begun

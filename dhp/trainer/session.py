@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -110,11 +109,6 @@ class Session:
     def __exit__(self, *error: Any) -> None:
         self._cluster.__exit__(*error)
 
-    @cached_property
-    def _reference(self) -> str:
-        """Of the model that preferences are compared with."""
-        return reference_digest(self.config)
-
     @property
     def groups(self) -> dict[str, ActorGroup]:
         """The actors of each stage."""
@@ -172,8 +166,12 @@ class Session:
         features = feature_settings(config)
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
         feed = feed_settings(config, near, passes_of(self.plan.counted), features)
+        feed = replace(feed, reference=reference_digest(config))
         self.data = self._cluster.dataset_actor(
-            make_reader, replace(feed, reference=self._reference), micro_batches=micro_batches(config), **reading
+            make_reader,
+            replace(feed, reference=reference_digest(config)),
+            micro_batches=micro_batches(config),
+            **reading,
         )
         started_s = config.cluster.start_timeout_s
         self._say(f"starting the dataset actor; it reads the annotations of {', '.join(config.data.datasets)}")
@@ -229,7 +227,7 @@ class Session:
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
         settings = feed_settings(config, near)
         division = replace(settings.division, draws=NO_DRAWS)  # without training nothing draws
-        reference = self._reference if refers else ""
+        reference = reference_digest(config) if refers else ""
         settings = replace(settings, exchange=exchange, division=division, reference=reference)
         actor = self._cluster.dataset_actor(
             make_reader,

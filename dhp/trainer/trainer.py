@@ -33,8 +33,9 @@ from dhp.supervise.attempt import (
     tell_state,
     telling_end,
 )
+from dhp.trainer.early_stopping import EarlyStopping
 from dhp.trainer.evaluation import Evaluation, due, misses
-from dhp.trainer.preference_means import preference_means
+from dhp.trainer.preference_means import step_means
 from dhp.trainer.ready import start_stages
 from dhp.trainer.recomputing import naming_relief, with_more_recomputed
 from dhp.trainer.references import find_references
@@ -206,6 +207,8 @@ class Trainer:
         self.session, self.recorder = session, recorder
         self.config, self.start, self.graph = session.config, session.start, session.graph
         self._saver = Saver(session, recorder.say, unfinished or Unfinished(), recorder.note)
+        self._stopping = EarlyStopping(self.config.training.early_stopping, self.start.early_stopping)
+        self._saver.early_stopping = self._stopping.state
         self._judge(())
         self._timeout_s = self.config.cluster.step_timeout_s
         self._last_end, self._saving_s = time.perf_counter(), 0.0  # saving_s: of a step, no part of its time
@@ -218,15 +221,15 @@ class Trainer:
         """Start, train every step that is not done yet, save on the way and at the end, as is asked for."""
         plan = self._open_data()
         missed = self._missed_evaluation()
-        if self.start.step >= plan.steps or self._saver.stopping.stops:
-            steps = f"nothing is left to train: training.max_steps or num_epochs give {plan.steps} steps"
-            self.recorder.say(self._saver.stopping.line() if self._saver.stopping.stops else steps)
+        if self.start.step >= plan.steps or self._stopping.stops:
+            why = f"nothing is left to train: training.max_steps or num_epochs give {plan.steps} steps"
+            self.recorder.say(self._stopping.line() if self._stopping.stops else why)
             if not missed:
                 return
         tell_state(LOADING)
         self.ready = start_stages(self.session, self.recorder, plan.steps)
         find_references(self.session, self._evaluation)
-        if self.start.step < plan.steps and not self._saver.stopping.stops:
+        if self.start.step < plan.steps and not self._stopping.stops:
             self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
         untrained = self.start.step == 0 and self.config.training.eval_on_start  # again, where a fault ended the first
         self.recorder.begin(plan.steps, missed or untrained)
@@ -242,7 +245,7 @@ class Trainer:
             self._saver.rescue()
             self._note_checkpoint()
             raise
-        if asked_to_stop() and done < plan.steps and not self._saver.stopping.stops:
+        if asked_to_stop() and done < plan.steps and not self._stopping.stops:
             self._save_interrupted(done)
             raise KeyboardInterrupt
 
@@ -250,7 +253,7 @@ class Trainer:
         """Train until the last step, or until a signal asks to stop; the steps that are done."""
         plan, pending = self.plan, deque[Pending]()
         self._last_end, step, saved = time.perf_counter(), self.start.step, False
-        while step < plan.steps and not asked_to_stop() and not self._saver.stopping.stops:
+        while step < plan.steps and not asked_to_stop() and not self._stopping.stops:
             self._grow()
             reading = self.session.data.request(step)
             while pending and self._ends_before(pending[0], reading):
@@ -272,8 +275,8 @@ class Trainer:
                 self._finish_all(pending)
                 self._evaluate(step)
         self._finish_all(pending)
-        if self._saver.stopping.stops and step > self.start.step:
-            self.recorder.say(self._saver.stopping.line())
+        if self._stopping.stops and step > self.start.step:
+            self.recorder.say(self._stopping.line())
             saved = self.config.training.save_final
             if saved and not self._saver.has(step) and not self._saver.busy:
                 self._saver.save(step, plan, self._skipped)
@@ -328,7 +331,7 @@ class Trainer:
             return False
         assert self._evaluation is not None  # or none would be due
         found = read_evaluations(record, step)
-        unknown = self._saver.stopping.on and step > 0 and not self._saver.stopping.has(step) and not found
+        unknown = self._stopping.on and step > 0 and not self._stopping.has(step) and not found
         if unknown or misses(self.config, step, record, self._evaluation.prompts()):
             return True
         self._judge(found)
@@ -373,10 +376,7 @@ class Trainer:
         left = (self._skipped, self._nonfinite.add(reports))
         metrics = step_metrics(info, reports, timing, self.session.stages, *left)
         if info.marks:
-            last = self.session.stages[self.graph.stages[-1].name]
-            sums = [report.samples for report in last.leaders(reports[last.spec.name])]
-            means = preference_means([info], [sums], last.spec.degrees.sequence, self.config.training)
-            metrics = replace(metrics, preferences=means)
+            metrics = replace(metrics, preferences=step_means(info, reports, self.session.stages, self.config.training))
         self._tell_once(notes(reports, metrics, timing))
         record_step(self.recorder, metrics, info, reports, self.session.stages)
         self._nonfinite.tell(metrics)
@@ -431,7 +431,7 @@ class Trainer:
     def _judge(self, found: Sequence[EvalMetrics]) -> None:
         """Whether an evaluation makes a checkpoint the best one."""
         self._saver.kept.evaluated(found)
-        self._saver.stopping.add(found)
+        self._stopping.add(found)
         self.recorder.best = self._saver.kept.best
 
     def _tell_once(self, notes: Iterable[str]) -> None:

@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from dhp.cluster.host import keep_freed_memory
 from dhp.config.training import PreferenceConfig
-from dhp.core.batch import CHOSEN, REJECTED, Mark
+from dhp.core.preferences import CHOSEN, REJECTED, Mark
 from dhp.data.sample.sample import Sample, joined_sides
 from experiments.loops import CLIP, LR, MICRO_BATCHES, UPDATE, Data, MicroBatches, Ours, Plain, now, save_model
 from experiments.pair import join_alone

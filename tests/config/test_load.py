@@ -513,7 +513,7 @@ def test_settings_of_seven_trainers_are_known():
         ("packing_strategy", "; here it is data.packing"),
         ("pad_token", "; there is none: add tokens to the model"),
         ("eot_tokens", "; there is none: add tokens to the model"),
-        ("sample_backend", "; there is none: training is supervised"),
+        ("sample_backend", "; there is none: there are no rewards or rollouts"),
         ("kt_config", "; there is none: no other kernels"),
         ("ps_version", "; there is none: the model's config.json"),
         ("oft_target", "; there is none: of adapters there is LoRA"),
@@ -562,8 +562,8 @@ def test_what_keys_are_called_here_exists():
 @pytest.mark.parametrize(
     ("key", "told"),
     [
-        ("early_stopping_patience", "there is none: a run makes all its steps, and training.best_metric"),
-        ("training.early_stopping", "there is none: a run makes all its steps"),
+        ("early_stopping_patience", "here it is training.early_stopping.metric and training.early_stopping.patience"),
+        ("pref_beta", "here it is training.preference.beta"),
         ("accumulation", "here it is training.batch_size"),
         ("tensorboard", "TensorBoard files and metrics.jsonl are always written"),
         ("plot_loss", "`python -m dhp report RUN` draws it"),

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dhp.config.training import PreferenceConfig
 from dhp.core.axes import Degrees
-from dhp.core.batch import CHOSEN, OTHER, REJECTED, Mark, StepData
+from dhp.core.batch import StepData
 from dhp.core.parameters import AdapterSettings
+from dhp.core.preferences import CHOSEN, OTHER, REJECTED, Mark
 from dhp.data.sample.sample import Sample, joined_sides
 from dhp.doctor.plain_model import model_inputs
 from dhp.models import lora
@@ -215,7 +216,7 @@ def test_a_mistake_shows(fault: Fault, made_model: str) -> None:
 def test_costs_are_those_that_are_published() -> None:
     """Two preferences by hand, both lost."""
     logps = torch.tensor([-1.0, -2.0, -0.5, -4.0, -3.0], dtype=torch.float64)
-    marks = [Mark(CHOSEN, -2.5), Mark(REJECTED, -1.0, False), Mark(CHOSEN, -3.0, 0.5), Mark(REJECTED, -3.5, 0.5, False)]
+    marks = [Mark(CHOSEN, -2.5), Mark(REJECTED, -1.0, False), Mark(CHOSEN, -3.0), Mark(REJECTED, -3.5, False)]
     samples = MarkedSamples(torch.tensor([0, 0, 1, 2, 3]), torch.tensor(marks, dtype=torch.float64))
     losses, won = Dpo(PreferenceConfig(beta=0.5, label_smoothing=0.1)).costs(logps, samples)
     margins = [0.5 * ((-3.0 + 2.5) - (-0.5 + 1.0)), 0.5 * ((-4.0 + 3.0) - (-3.0 + 3.5))]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dhp.config.training import PreferenceConfig, TrainingConfig
-from dhp.core.batch import Mark, StepInfo
+from dhp.core.batch import StepInfo
+from dhp.core.preferences import Mark
 from dhp.core.reports import SampleSums
 from dhp.trainer.preference_means import add_by_side, preference_means
 from dhp.trainer.step_reports import SampleSum

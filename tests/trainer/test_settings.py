@@ -186,6 +186,7 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "exchange": "",
         "objective": "sft",
         "plugins": ("mine",),
+        "reference": "",  # which a run of preferences finds
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dhp.core.errors import ConfigError, DataError, DhpError
+from dhp.core.preferences import SINGLES
 from dhp.data.media.sources import MediaResolver
 from dhp.data.read.annotation_files import CsvRows, JsonlRows, JsonRows, RawSample, RawSamples, TarRows
 from dhp.data.read.formats import (
@@ -26,7 +27,7 @@ from dhp.data.read.formats import (
     read_unknown,
     renamed,
 )
-from dhp.data.read.preferences import SINGLES, split_sides
+from dhp.data.read.preferences import split_sides
 from dhp.data.read.records import Fields, Record, Turn, check_left, check_paired, located
 from dhp.data.remote.places import Place, Shards
 from dhp.data.remote.remote_files import RemoteFile, RemoteFolder, Source, look_up

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dhp.core.errors import DataError
+from dhp.core.preferences import SINGLES
 from dhp.data.read.records import is_set
 
-PAIRS, SINGLES = "pairs", "answers"  # what an objective compares: two answers, or one with how it is liked
 _LISTS = {"messages": ("role", "content", "assistant"), "conversations": ("from", "value", "gpt")}
 _ANSWERS = ("response", "completion", "output")
 _ROLES = ("assistant", "gpt", "model")

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dhp.core.batch import CHOSEN, OTHER, REJECTED
 from dhp.core.errors import DataError
+from dhp.core.preferences import CHOSEN, OTHER, REJECTED
 from dhp.data.media.sources import File, Picture, SizedImage, Sound, Video
 
 Part = str | Picture | Sound
@@ -48,7 +48,7 @@ class Record:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Of a preference, what its two sides are (`dhp.core.batch.Mark`)."""
+        """Of a preference, what its two sides are (`dhp.core.preferences.Mark`)."""
         return (CHOSEN, REJECTED) if self.liked is None else (CHOSEN if self.liked else REJECTED, OTHER)
 
     @property

@@ -13,8 +13,9 @@ import numpy as np
 import transformers
 
 from dhp.config.data import DataConfig
-from dhp.core.batch import IGNORED, SOUND, VIDEO, Mark
+from dhp.core.batch import IGNORED, SOUND, VIDEO
 from dhp.core.errors import DataError
+from dhp.core.preferences import Mark
 from dhp.data.media.frames import FrameTimes
 from dhp.data.media.sound import Clip
 from dhp.data.media.sources import stored_bytes

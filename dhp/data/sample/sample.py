@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dhp.core.batch import IGNORED, Features, Grid, Mark, PositionRange, ProcessorOutput
+from dhp.core.batch import IGNORED, Features, Grid, PositionRange, ProcessorOutput
 from dhp.core.errors import ConfigError, DataError
+from dhp.core.preferences import Mark
 from dhp.data.media.frames import FrameSampling, LongVideo
 
 if TYPE_CHECKING:

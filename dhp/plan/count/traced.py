@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from dhp.core.batch import Mark
 from dhp.core.draws import TokenKeys, drawing
 from dhp.core.errors import ConfigError, DhpError, ModelError
 from dhp.core.parameters import AdapterSettings
+from dhp.core.preferences import Mark
 from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.core.torch_private import tree_leaves
 from dhp.core.transformers_private import expand_plan

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from dhp.core.errors import DataError
+from dhp.core.preferences import PAIRS, SINGLES
 from dhp.data.read.annotations import read_annotations
-from dhp.data.read.preferences import PAIRS, SINGLES
 from dhp.data.read.records import Record, Turn
 
 USER, GOOD, BAD = "What is on it?", "A circle.", "A square."
