@@ -80,9 +80,8 @@ def prepare(
             )
     if config.data.cache_features is not None and not config.training.dry_run:
         check_folder(config)
-    if not config.training.dry_run:
-        _look_at_processors(config, family)
     if new_run and not config.training.dry_run:
+        _look_at_processors(config, family)
         end = _look_at_answers(config, family, say)
         _look_at_samples(config, family, say, end)
         _look_at_videos(config, family, say)
