@@ -38,6 +38,9 @@ config.json alone.
   through. That layout itself is not in a test.
 - **—**: refused by name before a run starts; the last column or the doctor says why.
 
+"Published as" is the checkpoint that transformers' configuration of the type names, with its size; of a type made after
+another it may be that one's. Others of the type are trained in the same way.
+
 All parts may also have `none` (one actor) and `deepspeed` (replicas with ZeRO). Vision by `sequence`: "by token" where
 a picture itself is divided, by Ulysses, ring or both; for all other families its actors share whole pictures. Text by
 `sequence`: every row is divided, by Ulysses, ring or both; where tokens of an image see each other both ways, by
@@ -54,6 +57,9 @@ the below; so have `qwen2_5_omni_thinker` and `gemma4`, with `data` and `sequenc
 leaves it as it is ([data.md](../data.md#sound)). The audio towers of other families stay as they are, and their sound
 is not read.
 """
+
+
+HEARS = ("gemma4",)  # examined as they are without sound; tests/engine/test_whole_clips.py has them with it
 
 
 def main(names: Sequence[str]) -> None:
@@ -135,7 +141,7 @@ def page(known: Mapping[str, dict[str, Any]], every: Sequence[str]) -> str:
     lines = [HEAD.format(version=transformers.__version__)]
     lines.append(f"{len(declared)} of {len(found)} families are declared and tested, {len(works)} can be trained.\n")
     text = ("text: data", *LAYOUTS[1][1:])
-    columns = ("family", "vision: data", "sequence", "tensor", *text, "packed", "videos")
+    columns = ("family", "vision: data", "sequence", "tensor", *text, "packed", "videos", "sound", "published as")
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [_row(one) for one in works]
     lines.append("\n## Not trained here, and why\n")
@@ -155,7 +161,17 @@ def _row(one: dict[str, Any]) -> str:
     packed = "equal" if one["packed_error"] is not None and one["packed_error"] <= 1e-9 else "differ: refused"
     name = f"**`{one['name']}`**" if one["declared"] else f"`{one['name']}`"
     videos = "—" if "video" in one["refused"] else "tested" if one["declared"] else "works"
-    return f"| {name} | {' | '.join(cells)} | {packed} | {videos} |"
+    hears = one.get("audio") or one["name"] in HEARS
+    sound = "—" if not hears else "tested" if one["declared"] else "works"
+    return f"| {name} | {' | '.join(cells)} | {packed} | {videos} | {sound} | {published(one['name'])} |"
+
+
+def published(name: str) -> str:
+    """The checkpoint that the library's configuration of this type names; — where it names none."""
+    from transformers import CONFIG_MAPPING
+
+    found = re.findall(r"huggingface\.co/((?!papers/|docs/)[\w.-]+/[\w.-]+)", CONFIG_MAPPING[name].__doc__ or "")
+    return found[0] if found else "—"
 
 
 def _reason(one: dict[str, Any]) -> str:
