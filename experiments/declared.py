@@ -116,6 +116,11 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("live bytes of a stage are {} off", "live bytes, % off",
                percent(column("live_error", mode="memory")), "%"),
         Figure("seconds of a step {}", "step, % off", percent(column("error", mode="time")), "%")),
+    "preferences": (
+        Figure("a step of DPO takes {} one of fine-tuning on the same tokens", "DPO over fine-tuning",
+               column("beside_sft")),
+        Figure("and {} the time of TRL's DPOTrainer on the same pairs", "over TRL's", column("beside_trl")),
+        Figure("{} where TRL is given the reference too", "over TRL's, reference given", column("beside_trl_cached"))),
     "published": (
         Figure("simulated, the held-out cells of Qwen2.5-VL-32B are {} off", "18 cells, % off",
                percent(column("error", group="18 cells", role="held_out")), "%", f"the cells themselves, {RAY}"),

@@ -96,6 +96,8 @@ EXPERIMENTS = (
         quick="--only published"),
     Experiment("plan_accuracy", "How near does a plan come to what a run takes?", 30,
         quick="--only memory --cases plain", processes=4),
+    Experiment("preferences", "What does a step of DPO cost beside fine-tuning's and TRL's DPO?", 5,
+        ("--rounds 9",), "--rounds 1", 1.5, 1),
     Experiment("published", "How near do counted operations and bytes come to published step times?", 1,
         (f"--plot {PICTURE}",), "", processes=1),
     Experiment("reading", "How many samples a second does one reader process make, and of what?", 8, processes=1,

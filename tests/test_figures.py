@@ -76,6 +76,13 @@ def finetuning() -> Sentences:
     yield PERFORMANCE, f"on both parts {speed[2]} × ({speed[3]} ×)"
 
 
+def preferences() -> Sentences:
+    row, page = one("preferences"), "docs/preferences.md"
+    trl, given = row["beside_trl"], row["beside_trl_cached"]
+    yield page, f"takes {row['beside_sft']:.2f} × the time of one of fine-tuning on the same tokens"
+    yield page, f"{trl:.2f} × that of TRL's on a CPU ({given:.2f} × with the reference given to it"
+
+
 def driver_scale() -> Sentences:
     names = ("sparse", "sparse, one pass", "dense", "dense, apart")
     sparse, single, dense, apart = (one("driver_scale", ranks=64, routes=name)["step_s"] for name in names)
@@ -303,8 +310,8 @@ def make_train() -> Sentences:
 
 
 HELD: list[Callable[[], Sentences]] = [
-    overhead, kernels, tensor_host, experts, families, finetuning, driver_scale, handoff, two_hosts, long_context,
-    longest_sequence, recompute, layouts, checkpoint, chaos, sight, gpu_check,
+    overhead, kernels, tensor_host, experts, families, preferences, finetuning, driver_scale, handoff, two_hosts,
+    long_context, longest_sequence, recompute, layouts, checkpoint, chaos, sight, gpu_check,
     h200, nullcuda, make_train,
 ]  # fmt: skip
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dhp.observe.metrics import StepMetrics
+from dhp.observe.metrics import EvalMetrics, StepMetrics
 from dhp.report.bound import Times, pace_rows, split_by_rank
 from dhp.report.charts import Drawing, Line, heat_map, line_chart, stacked_bars
 from dhp.report.run_record import RunRecord
@@ -67,13 +67,27 @@ def learning_views(record: RunRecord, links: Mapping[int, str]) -> Iterator[Draw
         for name in names
         if (of := [one for one in record.evaluations if one.dataset == name and one.accuracy is not None])
     ]
+    compares = any(one.preferences for one in (*steps, *record.evaluations))
     if accuracy:
-        yield line_chart("accuracy", "Held-out tokens that are the likeliest", accuracy, "share of 1", zero=True)
+        title = "Held-out preferences that are won" if compares else "Held-out tokens that are the likeliest"
+        yield line_chart("accuracy", title, accuracy, "share of 1", zero=True)
+    if compares:
+        yield line_chart("margin", "What the better answers gain beyond the worse ones", _margins(record), "nats")
     norms = [Line("all together", *_series(steps, "grad_norm"), links=links), *_by_name(steps, "stage_norms", 1.0)]
     yield line_chart("grad_norm", "Norm of the gradient before clipping", norms, "nats a token", zero=True)
     rates = _by_name(steps, "lr", 1.0)
     if rates:
         yield line_chart("lr", "Learning rates", rates, "factor", zero=True)
+
+
+def _margins(record: RunRecord) -> list[Line]:
+    """Of each step, and of each held-out dataset."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for one in (*record.steps, *record.evaluations):
+        if one.preferences:
+            name = f"held out: {one.dataset or 'all'}" if isinstance(one, EvalMetrics) else "margin"
+            found.setdefault(name, []).append((one.step, one.preferences["margin"]))
+    return [Line(name, [step for step, _ in of], [value for _, value in of]) for name, of in found.items()]
 
 
 def load_views(record: RunRecord) -> Iterator[Drawing]:
