@@ -22,7 +22,7 @@ from dhp.data.read.annotations import Annotations, read_annotations
 from dhp.data.read.records import Record, Turn, located
 from dhp.data.remote.places import find_place, find_root
 from dhp.data.remote.transfer import DEFAULT, RemoteSettings
-from dhp.data.sample.sample import Sample
+from dhp.data.sample.sample import Sample, joined_sides
 from dhp.data.sampling.sampler import Sampler, StepBatch
 
 OWN, OTHERS = "own", "others"
@@ -292,7 +292,9 @@ class BatchSource:
     def _complete_one(self, record: Record) -> Sample:
         sample = self._preprocess(record)
         with located(record.where):
-            return self._complete(sample)
+            if sample.sides is None:
+                return self._complete(sample)
+            return joined_sides(*map(self._complete, sample.sides))
 
     def _read(self, batch: StepBatch, prepare: Callable[[Record], Sample]) -> StepSamples:
         # Slots were assigned before bad samples are left out: a skip must not move any other sample.
