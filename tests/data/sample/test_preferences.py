@@ -16,11 +16,9 @@ from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sampling.references import ReferenceTable
 
 PAIR = {"prompt": "What is it?", "chosen": "A red circle.", "rejected": "A square.", "images": ["a.png"]}
-OTHERS = PAIR | {"messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Red."}]}
-APART = {key: OTHERS[key] for key in ("messages", "images")} | {
-    "rejected_response": "No.",
-    "rejected_images": ["b.jpg"],
-}
+TURNS = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Red."}]
+APART = {"messages": TURNS, "images": ["a.png"], "rejected_response": "No.", "rejected_images": ["b.jpg"]}
+PARTS = [{"role": "assistant", "content": [{"type": "text", "text": "Red."}]}]
 
 
 @pytest.fixture
