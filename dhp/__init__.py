@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dhp.batch.token_samples import TokenSample as TokenSample
     from dhp.config.schema import Config as Config
+    from dhp.core.batch import Sampling as Sampling
     from dhp.core.errors import DhpError as DhpError
     from dhp.data.balance.methods import BALANCE_METHODS as BALANCE_METHODS
     from dhp.objectives.objective import Objective as Objective
@@ -27,6 +29,8 @@ _HOMES = {
     "PARTITION_METHODS": "dhp.plan.cut.bmp",
     "Preference": "dhp.objectives.preferences",
     "Run": "dhp.trainer.run_loop",
+    "Sampling": "dhp.core.batch",
+    "TokenSample": "dhp.batch.token_samples",
     "load_config": "dhp.trainer.run_loop",
     "train": "dhp.trainer.one_call",
 }

@@ -19,7 +19,8 @@ SIBLINGS = ("models", "parallel", "data", "checkpoint", "observe", "cluster", "s
 
 # Folder or top-level file of dhp → what it may import besides itself and EVERYONE: a folder, or one file of it.
 TABLE: dict[str, set[str]] = {
-    "": {"data.balance.methods", "objectives", "plan.cut.bmp", "trainer"},  # what `import dhp` offers
+    # What `import dhp` offers.
+    "": {"batch.token_samples", "data.balance.methods", "objectives", "plan.cut.bmp", "trainer"},
     "core": set(),
     "version": set(),
     "config": {"core"},

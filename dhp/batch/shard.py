@@ -126,14 +126,14 @@ class BatchSharder:
         self._auto_groups = division.sequence_groups != ONE_GROUP
         self._even_calls = division.even_calls and bool(family.decoder.mixers)
 
-    def shard(self, samples: StepSamples) -> StepData:
-        """One step for all ranks."""
+    def shard(self, samples: StepSamples, total: float | None = None) -> StepData:
+        """One step for all ranks. total: N; None: the sum of the samples' weights."""
         samples = samples.by_side()
         made = [[self._make(row) for row in rows] for rows in samples.samples]
         if not self._draws.parts:
-            return self._data(samples, made)
+            return self._data(samples, made, total)
         keys = sample_keys(samples, self._draws.seed)
-        return self._data(samples, [list(map(_with_keys, *both)) for both in zip(made, keys, strict=True)])
+        return self._data(samples, [list(map(_with_keys, *both)) for both in zip(made, keys, strict=True)], total)
 
     def shard_prompts(self, samples: StepSamples, sampling: Sampling) -> StepData:
         """Samples without labels, one a replica at most, as `dhp.core.batch.PromptInput`s in the place of text
@@ -150,11 +150,11 @@ class BatchSharder:
         )
         return replace(data, work={**data.work, TEXT: text})
 
-    def _data(self, samples: StepSamples, made: Sequence[Sequence[_Made]]) -> StepData:
+    def _data(self, samples: StepSamples, made: Sequence[Sequence[_Made]], total: float | None = None) -> StepData:
         sharded = self._shard_encoders(samples, made)
         work = {name: tuple(map(self._encoders[name].inputs, of_part)) for name, of_part in sharded.items()}
         routes: dict[str, list[Route]] = {name: [] for name in sharded}
-        total = sum(map(self._collator.objective.weight, samples.flat))
+        total = sum(map(self._collator.objective.weight, samples.flat)) if total is None else total
         text = []
         for number, rows in enumerate(made):
             group, inside = divmod(number, self._batch)

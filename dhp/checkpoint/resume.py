@@ -193,14 +193,14 @@ def find_start(
             f"{newest.name} already, and old and new ones would be mixed. Resume from {newest.name}, choose another "
             "run_dir, or move the newer checkpoints away"
         )
-    return _start(found, say)
+    return read_start(found, say)
 
 
 def _newest_whole(checkpoint_dir: Path, say: Callable[[str], None]) -> Start:
     unusable: list[tuple[Path, str]] = []
     for checkpoint in step_folders(checkpoint_dir):
         try:
-            return replace(_start(checkpoint, say), damaged=tuple(unusable))
+            return replace(read_start(checkpoint, say), damaged=tuple(unusable))
         except (LaterFormat, Unreadable):
             raise
         except CheckpointError as error:
@@ -212,7 +212,8 @@ def _newest_whole(checkpoint_dir: Path, say: Callable[[str], None]) -> Start:
     )
 
 
-def _start(checkpoint: Path, say: Callable[[str], None]) -> Start:
+def read_start(checkpoint: Path, say: Callable[[str], None]) -> Start:
+    """A checkpoint, looked through. Raises CheckpointError where it is damaged or cannot be resumed."""
     about = read_about(checkpoint)
     if "data" not in about:
         raise CheckpointError(

@@ -1,6 +1,6 @@
 """Reads a checkpoint's tensors from any layout into any other."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dhp.checkpoint.shard_files import CHECKSUM, RegionBlock, blocks_of_range, damaged, read_extents, reading, whole
-from dhp.checkpoint.shard_writer import NAMES, PieceExtent, checksum_of, held_blocks, is_cut, write_tensors
+from dhp.checkpoint.shard_writer import NAMES, Piece, PieceExtent, checksum_of, held_blocks, is_cut, write_tensors
 from dhp.core.errors import CheckpointError
 from dhp.core.state import StateSource
 
@@ -320,3 +320,24 @@ def read_shards(folder: Path) -> Mapping[str, Tensor]:
     Raises CheckpointError when a piece is missing or does not fit."""
     reader = open_source(folder)
     return {name: reader.whole(name) for name in reader.names}
+
+
+def describe_pieces(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    """The tensors that ranks have such pieces of, on the meta device."""
+    return {name: torch.empty(extent["shape"], dtype=of.dtype, device="meta") for name, extent, of in pieces}
+
+
+def join_pieces(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    """The whole tensors that ranks have sent in pieces. Raises CheckpointError where one is incomplete."""
+    found, counts = dict[str, Tensor](), Counter[str]()
+    for name, extent, values in pieces:
+        into = found.setdefault(name, torch.empty(extent["shape"], dtype=values.dtype))
+        counts[name] += values.numel()
+        if "flat" in extent:
+            into.view(-1)[extent["flat"] : extent["flat"] + values.numel()] = values
+        else:
+            into[RegionBlock(tuple(extent["offset"]), tuple(values.shape)).slices(whole(into.shape))] = values
+    lacking = [name for name, tensor in found.items() if counts[name] != tensor.numel()]
+    if lacking:
+        raise CheckpointError(f"ranks sent {counts[lacking[0]]} of {found[lacking[0]].numel()} values of {lacking[0]}")
+    return found

@@ -224,6 +224,26 @@ class ShardWriter:
         self._full = []
 
 
+Piece = tuple[
+    str, PieceExtent, Tensor
+]  # of a tensor of that name; its values on the host, without any where nobody asks
+
+
+class PieceSink(ShardWriter):
+    """Keeps what a rank would write of the tensors `only`; None: of all, without values."""
+
+    def __init__(self, stage_rank: int, only: Collection[str] | None):
+        super().__init__(Path(), stage_rank, only=only)
+        self.pieces: list[Piece] = []
+
+    def _add(self, name: str, piece: Tensor, extent: PieceExtent) -> None:
+        if self._only is None or name in self._only:
+            values = (
+                torch.empty(0, dtype=piece.dtype) if self._only is None else piece.to("cpu", copy=True).contiguous()
+            )
+            self.pieces.append((name, extent, values))
+
+
 def write_json(file: Path, values: Mapping[str, Any]) -> WrittenFile:
     """Write an object of JSON, down to the disk. Raises CheckpointError."""
     text = json.dumps(values, indent=1)

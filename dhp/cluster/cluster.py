@@ -42,7 +42,7 @@ from dhp.cluster.placement.reservation import (
 )
 from dhp.cluster.ray_private import actor_id
 from dhp.cluster.ray_session import cluster_gpus, ray_session
-from dhp.cluster.servers import limited_teardown, require_servers
+from dhp.cluster.servers import limited_teardown, require_servers, silence_understood_warnings
 from dhp.cluster.worker import GIVEN, GroupSettings, Worker
 from dhp.core.dispatch import Call, PerRank, spread
 from dhp.core.errors import ConfigError
@@ -76,6 +76,10 @@ class ActorGroup:
         """Submit rendezvous and the making of each rank's engine; `take_watched` has the calls to wait for."""
         self.address = self._actors[0].listen.options(num_returns=2).remote()
         self._submit("joining the group", [actor.join.remote(*self.address) for actor in self._actors])
+        self.build(factory, *arguments)
+
+    def build(self, factory: Callable[..., Any], *arguments: Any) -> None:
+        """Submit the making of each rank's engine, in the place of one that is there."""
         self._submit("loading the stage", [actor.build.remote(factory, arguments) for actor in self._actors])
 
     def link(self, address: Sequence[Any], ways: Sequence[Way], sizes: Mapping[str, int]) -> None:
@@ -332,6 +336,12 @@ class Cluster:
                 names = [node.name for node in nodes if node.id in found]
                 self._say(f"data workers run on {', '.join(names) or 'the node of the driver'}")
         return self._readers
+
+    def put(self, value: Any) -> Any:
+        """A ref of a value of this process, which is not written to any more."""
+        with warnings.catch_warnings():
+            silence_understood_warnings()
+            return ray.put(value)
 
     def values(self, refs: Sequence[Any]) -> list[Any]:
         """The values behind refs of finished calls."""

@@ -80,6 +80,7 @@ def send(processes: Collection[psutil.Process], number: signal.Signals) -> None:
 # Warnings of libraries, by text: why each is harmless here.
 _UNDERSTOOD = (
     "Zero-copy tensor serialization is enabled",  # what is sent is detached and contiguous, and is not written to
+    "The input tensor is non-contiguous",  # which takes a copy, of a row's tokens
     "The given NumPy array is not writable",  # the same, at the receiver
 )
 

@@ -1,5 +1,6 @@
 """Runs one rank in its process: joins, then answers calls."""
 
+import gc
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -209,8 +210,10 @@ class Worker:
             self._links = Links(own, ways, sizes, store, device, near, settings.timeout_s)
 
     def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Make the engine; the process group is ready by then."""
+        """Make the engine, in the place of one that is there; the process group is ready by then."""
         with self._named_errors("loading the stage"):
+            self._trainer = None
+            gc.collect()
             self._trainer = factory(*arguments)
             self._limit_collectives()
 

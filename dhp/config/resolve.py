@@ -185,7 +185,8 @@ def check_evaluation(config: Config) -> None:
                 "evaluated. Set data.eval_datasets=[NAME], with names from data.data_registry"
             )
     if config.training.eval_answers:
-        _check_answers(config)
+        remedy = "set training.eval_answers=0, and ask a checkpoint by `python -m dhp generate`"
+        check_answers(config, f"training.eval_answers={config.training.eval_answers}", remedy)
     training = config.training
     saves = training.save_final or training.save_steps or training.save_epochs or training.save_minutes
     if training.best_metric is not None and not saves:
@@ -211,21 +212,21 @@ def check_evaluation(config: Config) -> None:
         )
 
 
-def _check_answers(config: Config) -> None:
-    """Raises ConfigError for layouts of a resolved configuration in which the ranks that train cannot answer."""
-    remedy = "set training.eval_answers=0, and ask a checkpoint by `python -m dhp generate`"
+def check_answers(config: Config, wish: str, remedy: str) -> None:
+    """Raises ConfigError for layouts of a resolved configuration in which the ranks that train cannot answer. wish:
+    what asks for answers."""
     text = decoder(config)
     check_layout(text, remedy)
     if text.zero_stage == 3 or (text.zero_stage and text.zero_engine == FSDP):
         raise ConfigError(
-            f"training.eval_answers={config.training.eval_answers} with text.zero_stage={text.zero_stage} by "
-            f"{text.zero_engine}: weights are cut over all replicas, and would be gathered for each new token; {remedy}"
+            f"{wish} with text.zero_stage={text.zero_stage} by {text.zero_engine}: weights "
+            f"are cut over all replicas, and would be gathered for each new token; {remedy}"
         )
     for key, value in (("compile", text.compile), ("parallelism", text.parallelism == "autotp")):
         if value:
             raise ConfigError(
-                f"training.eval_answers={config.training.eval_answers} with text.{key}="
-                f"{str(getattr(text, key)).lower()}: these layers are not known to take one token at a time; {remedy}"
+                f"{wish} with text.{key}={str(getattr(text, key)).lower()}: these "
+                f"layers are not known to take one token at a time; {remedy}"
             )
 
 

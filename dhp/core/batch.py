@@ -260,6 +260,8 @@ class TextInput:
     segment_calls: how often layers that take each sample by itself are called at least, the same on all ranks.
 
     draws: where adapters draw, the keys of its tokens, in order, those that fill rows up included (`dhp.core.draws`).
+
+    objective: of samples of someone's own loop, an `Objective`; None: the run's.
     """
 
     tensors: dict[str, Tensor]
@@ -274,6 +276,7 @@ class TextInput:
     weights: tuple[float, ...] = ()
     draws: tuple[DrawRun, ...] = ()
     marks: tuple[Mark, ...] = ()
+    objective: Any = None
 
 
 @dataclass(frozen=True)
@@ -336,7 +339,8 @@ class PromptInput:
 class Answer:
     """One rank's report of an answered prompt; all ranks of a replica report the same tokens.
 
-    token_ids: the new ones, the one that ended it included. prompt_tokens: those of the prompt.
+    token_ids: the new ones, the one that ended it included. prompt_tokens: those of the prompt. log_probabilities: of
+    the new ones by the model, whatever the temperature, on the replica's first rank.
 
     prefill_s: seconds to the first token. seconds: to the last. cache_bytes: of keys and values on this rank at the
     end. peak_bytes: the most that the process had: of the GPU's memory, or on a CPU of the host's."""
@@ -347,6 +351,7 @@ class Answer:
     seconds: float = 0.0
     cache_bytes: int = 0
     peak_bytes: int = 0
+    log_probabilities: tuple[float, ...] = ()
 
 
 def is_greedy(sampling: Sampling) -> bool:

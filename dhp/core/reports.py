@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ class SampleSums:
     """Sums over the samples in a rank's rows, by micro-batch, in the order of `dhp.core.batch.TextInput.samples`.
 
     sums: over those target tokens of each sample that this rank has: of losses, nats, or of the likeliest tokens, 1
-    each. targets: how many these tokens are."""
+    each. targets: how many these tokens are. tokens: in someone's own loop, (sample, place of the first token in it,
+    float64 of these tokens) of each run of tokens."""
 
     sums: Mapping[int, tuple[float, ...]]
     targets: Mapping[int, tuple[int, ...]]
+    tokens: Mapping[int, tuple[tuple[int, int, Any], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,14 @@ class Generator:
             torch.cuda.reset_peak_memory_stats(device)
         begun, first = time.perf_counter(), 0.0
         cache = self._prefill(prompt, inputs, segments)
-        tokens = []
+        tokens, self._logps = [], list[float]()
         row = None if segments.row is None else segments.row.exchange
         for token in self._new_tokens(prompt, cache, row, device):
             first = first or time.perf_counter() - begun
             tokens.append(token)
         seconds = time.perf_counter() - begun
-        return Answer(tuple(tokens), prompt.tokens + 1, first, seconds, cache.bytes, _peak_bytes(device))
+        sizes = (cache.bytes, _peak_bytes(device))
+        return Answer(tuple(tokens), prompt.tokens + 1, first, seconds, *sizes, tuple(self._logps))
 
     def make_cache(self, prompt: PromptInput) -> ShardedKVCache:
         """An empty one, for this rank's share of the prompt and of the answer."""
@@ -96,7 +97,8 @@ class Generator:
         if self._rank == 0:  # all ranks of the row have the same states; those of its first one have the whole head
             logits = self.logits(states)
             if dist.get_rank(self._replica) == 0:
-                token.fill_(chooser.choose(logits))
+                token.fill_(number := chooser.choose(logits))
+                self._logps.append(float(logits.log_softmax(-1)[number]))
         return send_to_all(token, self._replica)
 
     def logits(self, states: Tensor) -> Tensor:

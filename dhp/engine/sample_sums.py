@@ -21,16 +21,17 @@ from dhp.parallel.optim.base import StageOptimizer
 @dataclass(frozen=True)
 class _Kept:
     """Of one micro-batch. samples: how many it has. spans: (sample, counted tokens) in the order of the tokens. values:
-    of these tokens."""
+    of these tokens. firsts: of each span, the place of its first token in its sample, where all values are reported."""
 
     samples: int
     spans: Sequence[tuple[int, int]]
     values: list[Tensor]
+    firsts: Sequence[int] = ()
 
 
 class SampleSumKeeper:
-    """Keeps a value of each counted token of a step: its loss, or while evaluating whether it is right. shard: this
-    rank's number among those that share a row."""
+    """Keeps a value of each counted token of a step: its loss, or while evaluating whether it is right. objective: the
+    run's. shard: this rank's number among those that share a row."""
 
     def __init__(self, objective: Objective, shard: int):
         self._objective, self._shard = objective, shard
@@ -40,10 +41,11 @@ class SampleSumKeeper:
     def room(self, micro_batch: int, work: TextInput) -> list[Tensor] | None:
         """Where to leave the values of a micro-batch's tokens (as `dhp.objectives.objective.Head.losses`). A forward
         that is repeated leaves them anew. None: samples have none by themselves."""
-        counts, values = count_targets(self._objective, work, self._shard), list[Tensor]()
+        counts, values = count_targets(work.objective or self._objective, work, self._shard), list[Tensor]()
         if counts is None:
             return None
-        self._kept[micro_batch] = _Kept(len(work.samples), counts, values)
+        firsts = () if work.objective is None else [first for _, first, _ in _spans(work, self._shard)]
+        self._kept[micro_batch] = _Kept(len(work.samples), counts, values, firsts)
         return values
 
     def send(self) -> None:
@@ -59,7 +61,8 @@ class SampleSumKeeper:
         on_host = self._sent.double()
         each = on_host.split([sum(count for _, count in one.spans) for one in kept.values()])
         sums = {m: _sums(one, values) for (m, one), values in zip(kept.items(), each, strict=True)}
-        return SampleSums(sums, {m: _targets(one) for m, one in kept.items()})
+        tokens = {m: _by_token(one, values) for (m, one), values in zip(kept.items(), each, strict=True) if one.firsts}
+        return SampleSums(sums, {m: _targets(one) for m, one in kept.items()}, tokens)
 
 
 def count_targets(objective: Objective, work: TextInput, shard: int) -> list[tuple[int, int]] | None:
@@ -68,19 +71,17 @@ def count_targets(objective: Objective, work: TextInput, shard: int) -> list[tup
     if counted is None:
         return None
     spans = _spans(work, shard)
-    parts = counted.flatten().split([size for _, size in spans])
-    return [(sample, int(part.sum())) for (sample, _), part in zip(spans, parts, strict=True)]
+    parts = counted.flatten().split([size for _, _, size in spans])
+    return [(sample, int(part.sum())) for (sample, _, _), part in zip(spans, parts, strict=True)]
 
 
-def _spans(work: TextInput, shard: int) -> Sequence[tuple[int, int]]:
-    """(sample, tokens) of all that a rank's rows hold, in order; what fills rows up belongs to the sample before it, or
-    to one behind the last."""
+def _spans(work: TextInput, shard: int) -> Sequence[tuple[int, int, int]]:
+    """(sample, first token, tokens) of all that a rank's rows hold, in order; what fills rows up belongs to the sample
+    before it, or to one behind the last."""
     if work.shards:
-        return [(sample, count) for sample, _, count in work.shards[shard]]
-    if work.lengths is not None:
-        return list(enumerate(work.lengths))
+        return work.shards[shard]
     rows, tokens = work.tensors["input_ids"].shape
-    return [(row, tokens) for row in range(rows)]
+    return [(row, 0, count) for row, count in enumerate(work.lengths or (tokens,) * rows)]
 
 
 def _sums(kept: _Kept, values: Tensor) -> tuple[float, ...]:
@@ -89,6 +90,11 @@ def _sums(kept: _Kept, values: Tensor) -> tuple[float, ...]:
         if count:
             found[sample] += float(part.sum())
     return tuple(found)
+
+
+def _by_token(kept: _Kept, values: Tensor) -> tuple[tuple[int, int, Any], ...]:
+    runs = zip(kept.spans, kept.firsts, values.split([count for _, count in kept.spans]), strict=True)
+    return tuple((sample, first, part.numpy().copy()) for (sample, count), first, part in runs if count)
 
 
 def _targets(kept: _Kept) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from dhp.checkpoint.folder import OPTIMIZER
 from dhp.checkpoint.shard_reader import load_shards, open_source
-from dhp.checkpoint.shard_writer import BackgroundWriter, ShardWriter, Write, run_write
+from dhp.checkpoint.shard_writer import BackgroundWriter, Piece, PieceSink, ShardWriter, Write, run_write
 from dhp.core.batch import Bundle, StepInfo
 from dhp.core.collectives import RECORD, watch_layers
 from dhp.core.draws import DrawRun, TokenKeys, keys_of
@@ -144,7 +144,7 @@ class ShareSaver:
         only: frozenset[str] | None,
         pinned: bool,
     ) -> None:
-        self._number, self._rank, self._writes, self._once = number, rank, writes, once
+        self._number, self._rank, self.writes, self._once = number, rank, writes, once
         self._buffers, self._only = buffers, only
         self._behind = BackgroundWriter(pinned)
         self._saved: SavedShare | None = SavedShare(done=True)  # None: what is behind says it
@@ -167,7 +167,7 @@ class ShareSaver:
     def _staged(self, optimizer: StageOptimizer, folder: Path, keep: Callable[[str, Tensor], Tensor] | None) -> Write:
         """What writes the share. keep: copies its tensors now; None: they are written as they are met."""
         writers = []
-        if self._writes:
+        if self.writes:
             state = ShardWriter(folder / OPTIMIZER, self._number, self._rank, keep=keep, once=self._once)
             optimizer.save_state(state)
             weights = ShardWriter(folder, self._number, self._rank, self._only, keep=keep)
@@ -342,6 +342,17 @@ class StageEngine(EvaluatingEngine):
         require_alike(self.model, self.mesh.get_group("tensor"))
         self._saver.save(self.optimizer, Path(folder), background)
         forget()  # saving belongs to no step
+
+    def pieces(self, names: Sequence[str] | None) -> list[Piece]:
+        """What `save` would write of these names; None: which weights."""
+        sink = PieceSink(self.rank, names)
+        if self._saver.writes:
+            self.optimizer.save_weights(sink)
+            for name, buffer in self._buffers.items():
+                sink.add(name, buffer)
+            if names is not None:
+                self.optimizer.save_state(sink)
+        return sink.pieces
 
     def saved(self, wait: bool) -> SavedShare:
         """What `save` has written. wait: until all of it is on the disk."""

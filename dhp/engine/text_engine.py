@@ -28,7 +28,7 @@ from dhp.models.load import ReadPlan, load_part
 from dhp.models.lora import without_dropout
 from dhp.models.mixers import divide_heads
 from dhp.models.types import DecoderInputs, LayerParts, add_rows, chunks_of
-from dhp.objectives.objective import Chosen, Head, MarkedSamples, share_of_balance
+from dhp.objectives.objective import Chosen, Head, MarkedSamples, Objective, share_of_balance
 from dhp.objectives.objectives import find_objective
 from dhp.parallel.attention.attention_kernels import FLASH_ATTENTION_2, has_varlen
 from dhp.parallel.attention.by_sample import run_by_sample
@@ -190,7 +190,7 @@ class TextEngine(StageEngine):
         """This replica's share of the objective, at the stage that has the head."""
         if not any(chunk.last for chunk in self._chunks):
             return None
-        loss = float(torch.stack(self._losses).sum())
+        loss = float(torch.stack(self._losses).sum()) if self._losses else 0.0
         self._losses.clear()
         return loss
 
@@ -203,12 +203,13 @@ class TextEngine(StageEngine):
         """These rows' share of the objective; while evaluating, also what of them is right."""
         head = Head(self.family.decoder.head_of(self.model), self.family.decoder.logits)
         of_tokens = None if self.by_sample is None else self.by_sample.room(micro_batch, work)
-        if self._objective.compares:
+        objective = work.objective or self._objective
+        if objective.compares:
             numbers, marks = chosen[-2:]
             head = head._replace(samples=MarkedSamples(numbers, marks, *self._others))
         if torch.is_grad_enabled():
-            return self._objective.share(head._replace(losses=of_tokens), states, chosen, work.total_weight)
-        judged = self._objective.judge(head, states, chosen, work.total_weight)
+            return objective.share(head._replace(losses=of_tokens), states, chosen, work.total_weight)
+        judged = objective.judge(head, states, chosen, work.total_weight)
         self._right.append(judged.right)
         if of_tokens is not None:
             of_tokens.append(judged.right if judged.losses is None else judged.losses)
@@ -286,10 +287,11 @@ class TextEngine(StageEngine):
 
     def _chosen(self, work: TextInput) -> Chosen:
         """What the objective needs of the rows; of preferences also which targets are whose, and their marks."""
-        chosen = self._objective.choose(work.tensors)
-        if not self._objective.compares:
+        objective: Objective = work.objective or self._objective
+        chosen = objective.choose(work.tensors)
+        if not objective.compares:
             return chosen
-        counts = count_targets(self._objective, work, self._position.number) or ()
+        counts = count_targets(objective, work, self._position.number) or ()
         numbers = [number for number, count in counts for _ in range(count)]
         marks = torch.tensor(work.marks, dtype=torch.float64).view(-1, len(Mark._fields))
         return *chosen, torch.tensor(numbers, dtype=torch.long), marks

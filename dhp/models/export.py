@@ -74,7 +74,7 @@ def save_whole(
         raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     content = read_config(model_dir)  # as published: the library would write it anew in its version's form
-    model = _fill_empty(model_dir, config, content, weights)
+    model = fill_empty(model_dir, config, content, weights)
     logging.disable_progress_bar()
     name_accelerator()
     stored = stored_tensors(base) if base is not None else described_tensors(model_dir)
@@ -92,7 +92,7 @@ def save_whole(
     sizes = {key: tensor.numel() * formats[key].itemsize for key, tensor in published.items()}
     sizes |= {key: stored[key].nbytes for key in unloaded.carried}
     out_dir.mkdir(parents=True, exist_ok=True)
-    finished = partial(_finish, published, formats, stored)
+    finished = partial(finish_tensor, published, formats, stored)
     numbers = write_files(out_dir, place_tensors(sizes, stored), finished, model.num_parameters())
     _write_beside(model, model_dir, out_dir, content, max(numbers, key=lambda one: numbers[one]))
     if stored:
@@ -100,7 +100,7 @@ def save_whole(
     return unloaded.tell()
 
 
-def _finish(
+def finish_tensor(
     published: Mapping[str, Tensor], formats: Mapping[str, torch.dtype], stored: Mapping[str, StoredTensor], key: str
 ) -> Tensor:
     """The tensor that is written under a key: a weight in its format, or one of the base's."""
@@ -116,7 +116,7 @@ def _finish(
     return round_to(key, tensor, wanted)
 
 
-def _fill_empty(model_dir: Path, config: Any, content: dict[str, Any], weights: Mapping[str, Tensor]) -> Any:
+def fill_empty(model_dir: Path, config: Any, content: dict[str, Any], weights: Mapping[str, Tensor]) -> Any:
     """The model with these weights for its own. content: of its config.json, in which head and embedding are untied
     where the weights are. Raises ModelError."""
     with torch.device("meta"):
@@ -207,21 +207,22 @@ def merge(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters) -> 
 
     weights: of a checkpoint, by name. Raises ModelError where they are another model's, ConfigError for adapters of
     matrices in four bits."""
-    _refuse_quantized(adapters)
+    refuse_quantized(adapters)
     model = _load(model_dir)
-    formats = {name: tensor.dtype for name, tensor in _held(model).items()}
+    formats = {name: tensor.dtype for name, tensor in held_tensors(model).items()}
     for parameter in model.parameters():  # or 16 bits would round the adapters, their product and the sum
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-    for part, own in _targets(model, load_family(model_dir), adapters).items():
+    for part, own in targets_of(model, load_family(model_dir), adapters).items():
         add_adapters(model, own, adapters[part], seed=0)
     _fill(model, weights, model_dir)
     for _, layer in adapted_modules(model):
         layer.merge(safe_merge=True)
-    held = {plain_name(name): tensor for name, tensor in _held(model).items() if not is_adapter(name)}
+    held = {plain_name(name): tensor for name, tensor in held_tensors(model).items() if not is_adapter(name)}
     return {name: tensor.detach().to(formats[name]) for name, tensor in held.items()}
 
 
-def _held(model: nn.Module) -> dict[str, Tensor]:
+def held_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers."""
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
@@ -234,7 +235,7 @@ def save_adapter(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapte
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
     model = _load(model_dir)
-    targets = _targets(model, load_family(model_dir), adapters)
+    targets = targets_of(model, load_family(model_dir), adapters)
     whole = _changed_modules(model, {n: tensor for n, tensor in weights.items() if not is_adapter(n)})
     config = _peft_config(model_dir, targets, adapters, list(whole))
     trained = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
@@ -332,7 +333,8 @@ def _tell_other(model: PreTrainedModel, what: str) -> str:
     )
 
 
-def _refuse_quantized(adapters: Adapters) -> None:
+def refuse_quantized(adapters: Adapters) -> None:
+    """Raises ConfigError for adapters of matrices in four bits."""
     rounded = [part for part, asked in adapters.items() if asked.quantization is not None]
     if rounded:
         raise ConfigError(
@@ -342,7 +344,8 @@ def _refuse_quantized(adapters: Adapters) -> None:
         )
 
 
-def _targets(model: nn.Module, family: Family, adapters: Adapters) -> dict[str, tuple[str, ...]]:
+def targets_of(model: nn.Module, family: Family, adapters: Adapters) -> dict[str, tuple[str, ...]]:
+    """What has an adapter, by part (`dhp.models.lora.find_targets`)."""
     return {part: find_targets(model, family.parts[part], asked) for part, asked in adapters.items()}
 
 

@@ -1,9 +1,16 @@
 """The objectives that there are, by name."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
 from dhp.config.training import PreferenceConfig
 from dhp.core.errors import ConfigError
 from dhp.core.kinds import takes
 from dhp.core.text import did_you_mean, nearest
+from dhp.objectives.log_probabilities import TokenCost, TokenLoss, cross_entropy, importance_sampling, ppo
 from dhp.objectives.objective import CrossEntropy, Objective
 from dhp.objectives.preferences import Dpo, Kto, Orpo
 
@@ -19,3 +26,53 @@ def find_objective(name: str, settings: PreferenceConfig | None = None) -> Objec
             f"registers it in plugins{did_you_mean([nearest(name, list(OBJECTIVES))])}"
         )
     return OBJECTIVES[name](settings)
+
+
+LOSSES: dict[str, tuple[TokenCost, tuple[str, ...]]] = {  # of someone's own loop, and the columns that they read
+    "cross_entropy": (cross_entropy, ()),
+    "importance_sampling": (importance_sampling, ("old_logps", "advantages")),
+    "ppo": (ppo, ("old_logps", "advantages")),
+}
+
+
+def find_loss(
+    loss: str | TokenCost, settings: Mapping[str, Any], columns: Sequence[str]
+) -> tuple[Objective, tuple[str, ...]]:
+    """The objective of a loss by name, by `module.function` or itself, and the columns that it reads. columns: those
+    that there are, of which someone's own function gets all.
+
+    Raises ConfigError for one that ranks could not import, and for settings that it does not take."""
+    if loss == "dpo":
+        with _settings_of("dpo", settings):
+            return Dpo(PreferenceConfig(**settings)), ("reference",)
+    cost, names = LOSSES[loss] if isinstance(loss, str) and loss in LOSSES else (_imported(loss), tuple(columns))
+    if not callable(cost) or "<" in getattr(cost, "__qualname__", "<"):
+        raise ConfigError(
+            f"the loss {cost!r} is no function of a module, so ranks cannot import it. Define it at the top of a "
+            "module, and give it or its name, `module.function`"
+        )
+    with _settings_of(str(loss), settings):
+        signature(cost).bind(None, None, **settings)
+    return TokenLoss(cost, names, settings), names
+
+
+def _imported(loss: str | TokenCost) -> TokenCost:
+    if not isinstance(loss, str):
+        return loss
+    module, _, name = loss.rpartition(".")
+    try:
+        found: TokenCost = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"loss={loss} is neither one of {', '.join([*LOSSES, 'dpo'])} nor `module.function` of a module that can "
+            f"be imported ({error}){did_you_mean([nearest(loss, [*LOSSES, 'dpo'])])}"
+        ) from error
+    return found
+
+
+@contextmanager
+def _settings_of(loss: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except TypeError as error:
+        raise ConfigError(f"loss={loss} does not take the settings {dict(settings)}: {error}") from error

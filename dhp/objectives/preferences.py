@@ -1,9 +1,4 @@
-"""Objectives of log-probabilities: preferences between answers.
-
-The loss is any function of the log-probabilities of the answers' tokens. It is computed in two passes over the head's
-rows: one without gradients, for the log-probabilities; then the function, and its slope for each token; and one that
-weighs each token's loss by its slope. So ranks may hold any tokens of a sample: sums over a sample cross ranks, and
-nothing else does."""
+"""Preferences between answers: what their log-probabilities cost."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -14,13 +9,13 @@ from torch import Tensor
 
 from dhp.core.preferences import PAIRS, SINGLES
 from dhp.data.sample.sample import Sample
-from dhp.objectives.objective import Chosen, CrossEntropy, Head, Judged, MarkedSamples
+from dhp.objectives.log_probabilities import Costs, LogProbabilityObjective
+from dhp.objectives.objective import Chosen, Head, MarkedSamples
 from dhp.parallel.comm import sum_in_place
-from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
 
 
-class Preference(CrossEntropy):
-    """An objective of log-probabilities. A subclass says what they cost."""
+class Preference(LogProbabilityObjective):
+    """A sum over preferences. A subclass says what they cost."""
 
     compares: ClassVar[str] = PAIRS
 
@@ -33,41 +28,11 @@ class Preference(CrossEntropy):
         """Of the step's preferences one."""
         return 1.0 if sample.mark is not None and sample.mark.first else 0.0
 
-    def share(self, head: Head, states: Tensor, chosen: Chosen, total: float) -> Tensor:
-        """A sum over preferences, of which each rank that shares their rows has an equal part."""
-        rows, tokens, empty = _targets(states, chosen)
-        samples = _samples_of(head)
-        logps = _log_probabilities(head, rows, tokens, empty).requires_grad_()
-        losses, _ = self.costs(logps, samples)
-        value = losses.sum() / (total or 1)
-        (slopes,) = torch.autograd.grad(value, [logps], allow_unused=True) if value.requires_grad else (None,)
-        factor: Tensor | float = 0.0 if empty or slopes is None else -slopes
-        if head.losses is not None and not empty:
-            head.losses.append(-logps.detach())
-        weighed = token_loss_sum(head.matrix, rows, tokens, rule=head.rule, factor=factor)
-        return weighed + (value.detach() / samples.sharing - weighed.detach())
-
-    def judge(self, head: Head, states: Tensor, chosen: Chosen, total: float) -> Judged:
+    def sum_costs(self, logps: Tensor, head: Head, chosen: Chosen) -> Costs:
         """Counted are preferences; right is one whose better answer has won."""
-        rows, tokens, empty = _targets(states, chosen)
         samples = _samples_of(head)
-        logps = _log_probabilities(head, rows, tokens, empty)
         losses, won = self.costs(logps, samples)
-        won = won if samples.first else won[:0]
-        return Judged(losses.sum() / (total or 1) / samples.sharing, won, -logps)
-
-
-def _targets(states: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor, bool]:
-    """States and tokens of the targets; of a rank without any those of one row, which is not counted."""
-    positions, tokens, *_ = chosen
-    if not len(tokens):
-        return states[:1], tokens.new_zeros(1), True
-    return states.index_select(0, positions), tokens, False
-
-
-def _log_probabilities(head: Head, rows: Tensor, tokens: Tensor, empty: bool) -> Tensor:
-    losses, _ = judge_tokens(head.matrix, rows, tokens, rule=head.rule)
-    return -losses[:0] if empty else -losses
+        return Costs(losses.sum(), won if samples.first else won[:0], samples.sharing)
 
 
 def _samples_of(head: Head) -> MarkedSamples:

@@ -55,6 +55,10 @@ class EngineProtocol(Protocol):
     def save(self, folder: str, background: bool) -> None:
         """Write this rank's share below the part's `folder`. background: a copy of it, while the rank goes on."""
 
+    def pieces(self, names: Sequence[str] | None) -> list[Any]:
+        """What this rank would save of the weights of these names (`dhp.checkpoint.shard_writer.Piece`); None: which
+        there are."""
+
     def saved(self, wait: bool) -> SavedShare:
         """What `save` has written. wait: until all of it is."""
 

@@ -1,5 +1,6 @@
 """A step's calls in order: training, evaluation, generation."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +24,16 @@ def train_step(stages: Stages, schedule: Schedule, ties: tuple[Tie, ...], batch:
     return update_weights(stages, ties, batch)
 
 
-def accumulate_gradients(stages: Stages, schedule: Schedule, batch: Batch, updates: bool = False) -> None:
+def accumulate_gradients(
+    stages: Stages, schedule: Schedule, batch: Batch, updates: bool = False, more: bool = False
+) -> None:
     """Submit the schedule's actions in order, without those that have no work in this step. updates: `update_weights`
-    follows, with which the last of them may go."""
+    follows, with which the last of them may go. more: gradients of other batches may join these before it."""
     in_flight = InFlight(batch)
     actions = without_idle(schedule, lambda action: stages[action.node.stage].is_idle(action, batch))
     last = last_backwards(actions)
     for at, action in enumerate(actions):
-        stages[action.node.stage].run(action, at in last, in_flight)
+        stages[action.node.stage].run(action, at in last and not more, in_flight)
     for stage in stages.values() if not updates else ():
         stage.flush()
 
@@ -70,11 +73,20 @@ def evaluate_batch(stages: Stages, graph: StageGraph, batch: Batch) -> Evaluatio
             action = Forward(node, number)
             if not later and not stages[node.stage].is_idle(action, batch):
                 stages[node.stage].evaluate(action, in_flight)
+    return report_losses(stages, batch)
+
+
+def report_losses(stages: Stages, batch: Batch) -> EvaluationRefs:
+    """Submit that all stages report what they have computed of a batch and have not reported, and end it."""
     shares = {name: stage.evaluated(batch.info) for name, stage in stages.items()}
+    _end_batch(stages, batch, shares)
+    *_, last = stages.values()
+    return EvaluationRefs(batch.info, last.leaders(shares[last.spec.name]))
+
+
+def _end_batch(stages: Stages, batch: Batch, shares: Mapping[str, Sequence[Ref]]) -> None:
     for name, stage in stages.items():
         stage.end_evaluation(batch.info, *(ref for other, refs in shares.items() if other != name for ref in refs))
-    last = stages[graph.stages[-1].name]
-    return EvaluationRefs(batch.info, last.leaders(shares[last.spec.name]))
 
 
 @dataclass(frozen=True)
@@ -97,8 +109,7 @@ def answer_batch(stages: Stages, graph: StageGraph, batch: Batch) -> AnswerRefs:
             stages[node.stage].evaluate(Forward(node, 0), in_flight)
     answers = stages[last.stage].generate(Forward(last, 0), in_flight)
     shares = {node.stage: stages[node.stage].evaluated(batch.info) for node in before} | {last.stage: answers}
-    for name, stage in stages.items():
-        stage.end_evaluation(batch.info, *(ref for other, refs in shares.items() if other != name for ref in refs))
+    _end_batch(stages, batch, shares)
     of_replica = stages[last.stage].spec.degrees.world // stages[last.stage].spec.degrees.data
     cuts = range(0, len(answers), of_replica)
     return AnswerRefs(batch.info, tuple(tuple(answers[first : first + of_replica]) for first in cuts))

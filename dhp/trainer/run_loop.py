@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dhp.checkpoint.folder import Unfinished
+from dhp.checkpoint.resume import OPTIMIZER, read_start
 from dhp.cluster.hangs.watch import wait_all
 from dhp.config.command_line import compose_config, job_overrides, to_yaml
+from dhp.config.parts import parts
 from dhp.config.schema import Config
 from dhp.config.steps import micro_batches
 from dhp.config.yaml_files import named_file
 from dhp.core.batch import Batch, StepInfo
-from dhp.core.errors import Diverged
+from dhp.core.errors import ConfigError, Diverged
 from dhp.core.files import write_whole
 from dhp.core.graph import StageGraph
 from dhp.core.process import count_cores, ending, say_nothing
@@ -31,6 +33,8 @@ from dhp.trainer.preload import preloaded
 from dhp.trainer.references import find_references
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import Session, open_run
+from dhp.trainer.settings import fixed_settings
+from dhp.trainer.token_calls import TokenCalls
 from dhp.trainer.trainer import ADVICE, NonfiniteCount
 
 
@@ -56,7 +60,7 @@ class StepResult:
     finite: bool = True
 
 
-class Run:
+class Run(TokenCalls):
     """A run's actors, from entering to leaving: a group for each stage of each part, and those that read the data.
 
     It trains nothing by itself. Each call submits work and returns refs at once; `wait` waits. Raises DhpError when
@@ -65,6 +69,7 @@ class Run:
 
     def __init__(self, config: Config, say: Callable[[str], None] = say_nothing) -> None:
         """config: as `load_config` gives it. say: receives a line when something slow begins."""
+        super().__init__()
         self.config, self._say = config, say
 
     def __enter__(self) -> Run:
@@ -81,6 +86,7 @@ class Run:
             self._plan = self._session.open_data(lambda done, parts: None)
             self._session.start_stages(self._plan.steps)
             find_references(self._session)
+            self.step = start.step
             self._saver = Saver(self._session, self._say, unfinished)
             self._nonfinite = NonfiniteCount(config.training.max_nonfinite_steps)
             self._exits = exits.pop_all()
@@ -140,6 +146,19 @@ class Run:
             )
         return StepResult(sum(share for share in shares if share is not None), first.grad_norm, reports, first.finite)
 
+    def optim_step(self) -> StepResult:
+        """The optimizer step of what `forward_backward` has added up, clipped by the norm of all gradients; waits for
+        it. Raises as `wait`, and ConfigError behind the last step that the learning rate is made for."""
+        if self.step >= self._plan.steps:
+            raise ConfigError(
+                f"optim_step was called after step {self.step}, the run's last one (training.max_steps, num_epochs): "
+                "behind it there is no learning rate. Set training.max_steps to the steps of the loop"
+            )
+        batch, loss = self._take_unstepped()
+        result = self.wait(self.update(batch))
+        self.step += 1
+        return replace(result, loss=loss)
+
     def counts(self, batch: Batch) -> StepInfo:
         """The samples, tokens and useful operations of a batch."""
         return self._session.info(batch.info)
@@ -147,3 +166,17 @@ class Run:
     def save(self, step: int) -> Path:
         """Write a checkpoint after `step` steps, from which `training.resume` continues; its path."""
         return self._saver.save(step, self._plan, self._session.start.skipped_samples)
+
+    def load(self, checkpoint: str | Path) -> None:
+        """Have all ranks go on from a checkpoint, with its weights, optimizer states and number of steps, in the place
+        of theirs; gradients are dropped. Raises CheckpointError where it is damaged, or trains other weights."""
+        session, start = self._session, read_start(Path(checkpoint), self._say)
+        now = fixed_settings(session.config)
+        start.check(
+            {key: now[key] for key in ("training.trainable", "training.frozen", OPTIMIZER, "lora")},
+            [*parts(session.config)],
+        )
+        self._unstepped.clear()
+        session.start = start
+        session.start_stages(self._plan.steps, again=True)
+        self.step = start.step

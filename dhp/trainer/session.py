@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.batch.prompts import PromptReader
-from dhp.batch.reader import make_reader
+from dhp.batch.reader import BatchReaderSettings, make_reader
 from dhp.batch.row_shards import NO_DRAWS
 from dhp.checkpoint.folder import check_writable, remove_unfinished
 from dhp.checkpoint.resume import LAYOUT, RECIPE, Start, find_start
@@ -25,7 +25,7 @@ from dhp.config.resolve import collective_timeout_s
 from dhp.config.run_dir import make_run_dir, replaces_checkpoints, run_directory
 from dhp.config.schema import Config
 from dhp.config.steps import micro_batches
-from dhp.core.batch import Batch, StepInfo
+from dhp.core.batch import Batch, StepData, StepInfo
 from dhp.core.graph import StageGraph
 from dhp.core.locks import fenced
 from dhp.core.process import interruptible, say_nothing
@@ -207,8 +207,9 @@ class Session:
                 return
             yield end
 
-    def start_stages(self, steps: int, states: bool = True) -> None:
-        """Load every stage on its actors, for a run of that many steps. states: a checkpoint's optimizer states too."""
+    def start_stages(self, steps: int, states: bool = True, again: bool = False) -> None:
+        """Load every stage on its actors, for a run of that many steps. states: a checkpoint's optimizer states too.
+        again: in the place of what they have."""
         if self.device == "cuda":
             require_room(self.plan, least_memory(read_gpus()))
         make: Callable[[StageSettings], EngineProtocol] = make_rank  # every kind of rank has the methods of the step
@@ -216,16 +217,27 @@ class Session:
         for spec in self.graph.stages:
             given = (self.start.checkpoint, self.plan.rules, kept.get(spec.part), states)
             settings = stage_settings(self.config, self.graph, spec, self.device, steps, *given)
-            self.groups[spec.name].start(make, settings)
-        self._cluster.link()
+            group = self.groups[spec.name]
+            (group.build if again else group.start)(make, settings)
+        if not again:
+            self._cluster.link()
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.graph, self.groups, self._cluster.linked)
+
+    def feed_settings(self, config: Config) -> BatchReaderSettings:
+        """Settings of what reads for these stages as `config` says."""
+        return feed_settings(config, find_localities(self.graph, self._cluster.devices, config.data.locality_slack))
+
+    def put(self, data: StepData) -> Batch:
+        """Data that were sharded here, as refs for the ranks."""
+        put = self._cluster.put
+        work = {part: [list(map(put, shards)) for shards in of_part] for part, of_part in data.work.items()}
+        return Batch(put(data.info), work, data.routes)
 
     def open_reader(self, config: Config, exchange: str = "", refers: bool = True) -> DatasetActor:
         """Start the actors that read other data than the run's, as `config` says; once they have opened it. exchange:
         see `dhp.batch.reader.BatchReaderSettings`. refers: preferences come with the reference's log-probabilities."""
-        near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
-        settings = feed_settings(config, near)
+        settings = self.feed_settings(config)
         division = replace(settings.division, draws=NO_DRAWS)  # without training nothing draws
         reference = reference_digest(config) if refers else ""
         settings = replace(settings, exchange=exchange, division=division, reference=reference)
@@ -242,8 +254,7 @@ class Session:
     def open_prompts(self, make: Callable[..., PromptReader], config: Config, *more: Any) -> DatasetActor:
         """Start an actor that reads prompts, as `make` of the settings of `config` and `more` gives them;
         once it has them."""
-        near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
-        actor = self._cluster.dataset_actor(make, feed_settings(config, near), *more, micro_batches=1)
+        actor = self._cluster.dataset_actor(make, self.feed_settings(config), *more, micro_batches=1)
         wait_all(actor.take_watched(), config.cluster.start_timeout_s)
         return actor
 

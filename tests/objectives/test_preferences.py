@@ -21,7 +21,8 @@ from dhp.models import lora
 from dhp.objectives.objective import MarkedSamples
 from dhp.objectives.preferences import Dpo
 from tests.helpers.alike import assert_exact, assert_exact_in_single_precision
-from tests.helpers.layouts import FIRST_OUT, Case, Fault, InspectedText, InspectedVision, compare
+from tests.helpers.exact_ranks import EXACT, ExactText, ExactVision
+from tests.helpers.layouts import FIRST_OUT, Case, Fault, compare
 from tests.helpers.norms import use_exact_norms
 from tests.helpers.oracle import Oracle, Step
 from tests.helpers.rows import slow_but
@@ -133,23 +134,6 @@ CASES = [
     Case(ONE, Degrees(tensor=2), 2, packing=True, lora=LORA),
     Case(ONE, Degrees(data=2), 2, packing=True, vision_batch=2),
 ]
-
-
-class ExactVision(InspectedVision):
-    """On ranks, without the float32 of norms: a picture of both sides goes back once, and twice in the plain model."""
-
-    def __init__(self, *given: Any):
-        use_exact_norms(setattr)
-        super().__init__(*given)
-
-
-class ExactText(InspectedText):
-    def __init__(self, *given: Any):
-        use_exact_norms(setattr)
-        super().__init__(*given)
-
-
-EXACT = Fault(ExactVision, ExactText)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import dhp
+from tests.helpers.rows import slow
 from tests.helpers.runs import FIRST, ONE_ACTOR_EACH, ROOT, tiny, train
 
 EXAMPLE = ROOT / "examples" / "own_loop.py"
@@ -42,3 +43,26 @@ def test_unknown_names_are_refused() -> None:
         dhp.load_config("tiny", ["training.batch_sise=3"])
     with pytest.raises(dhp.DhpError, match="trains nothing"):
         dhp.train(dhp.load_config("tiny", ["training.dry_run=true"]))
+
+
+TOKENS = (*FIRST, "training.micro_batch_size=2", "text.parallelism=data")
+
+
+@pytest.mark.parametrize(
+    "more", [(), slow(("text.parallelism=tensor", "vision.lora.rank=2"))], ids=["data", "tensor, lora"]
+)
+def test_a_loop_on_token_ids_samples_trains_saves_and_loads(
+    more: tuple[str, ...], tiny_assets: Path, tmp_path: Path
+) -> None:
+    """With actors: answers and their log-probabilities, the same losses behind a checkpoint that is loaded, and weights
+    that are its export's."""
+    outcome = train(*tiny(tiny_assets, tmp_path / "run", *TOKENS, *more)[1:], module="tests.helpers.token_run")
+    assert (outcome.status, outcome.left) == (0, ()), outcome.stderr
+    (line,) = [line for line in outcome.stdout.splitlines() if line.startswith("found ")]
+    found = json.loads(line.removeprefix("found "))
+    assert found["again"] and max(found["answers"]) > 1 and found["apart"] < 1e-4
+    assert found["losses"][2] < found["losses"][0] and found["norm"] > 0
+    assert found["step"] == 1 and found["losses again"] == pytest.approx(found["losses"][1:], rel=1e-6)
+    assert found["export"]
+    assert "optim_step was called after step 3, the run's last one" in found["behind"]
+    assert found["empty"] == "0 samples are nothing to compute. Give one at least"

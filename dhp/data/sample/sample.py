@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -229,6 +229,7 @@ class Sample:
     again: bool = False  # it shows the pictures of the sample before it in its row, and has none of their pixels
     mark: Mark | None = None  # of one side of a preference
     sides: tuple[Sample, Sample] | None = None  # of a preference, which has the tokens of both and the pictures of all
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # float64 [L] each, of losses of someone's own loop
 
     @property
     def video_seconds(self) -> tuple[float | None, ...]:

@@ -109,7 +109,7 @@ class Gradients:
         self._parameters, self._dtype, self._group = parameters, dtype, group
         self._partial, self._overlap, self._exclusive = partial_over, overlap, exclusive
         self._sums: list[Tensor] = []
-        self._reducing = self._unfinished = False
+        self._reducing = self._unfinished = self._added = False
         self._next = 0  # the bucket whose sum over the ranks begins next
         self._direct = dist.get_world_size(group) == 1 and all(p.dtype == dtype for p in parameters)
         self._buckets: list[Bucket] = []
@@ -122,8 +122,9 @@ class Gradients:
                     parameters[index].register_post_accumulate_grad_hook(partial(take, bucket, place))
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulate the gradients of `loss`; with `last`, begin to sum what has accumulated over the ranks."""
-        self._reducing = last and self._overlap
+        """Accumulate the gradients of `loss`; with `last`, begin to sum what has accumulated over the ranks. Without
+        a last one they are summed when they are asked for."""
+        self._reducing, self._added = last and self._overlap, True
         loss.backward()
         self._reducing = False
         for bucket in self._buckets:
@@ -191,9 +192,9 @@ class Gradients:
             self._begin_next()
 
     def _finish(self) -> None:
-        if not self._unfinished:
+        if not (self._unfinished or self._added):
             return
-        self._unfinished = False
+        self._unfinished = self._added = False
         if self._direct:
             self._sums = [_gradient_of(parameter) for parameter in self._parameters]
             for parameter, part in zip(self._parameters, self._sums, strict=True):

@@ -1,0 +1,159 @@
+"""Calls of someone's own loop that take token ids and patches as they are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dhp.cluster.hangs.watch import wait_all
+from dhp.config.parts import DECODER, decoder, parts, resolved
+from dhp.config.ranges import INTERLEAVED
+from dhp.config.resolve import check_answers
+from dhp.core.batch import Answer, Batch, Sampling, StepData, StepInfo
+from dhp.core.errors import ConfigError
+from dhp.core.reports import EvaluatedShare
+from dhp.step.schedule import make_schedule
+from dhp.step.step import AnswerRefs, accumulate_gradients, answer_batch, evaluate_batch, report_losses
+from dhp.trainer.session import Session
+
+if TYPE_CHECKING:
+    from dhp.batch.token_samples import TokenBatcher, TokenSample
+    from dhp.data.sample.sample import Sample
+    from dhp.objectives.log_probabilities import TokenCost
+
+    Samples = Sequence[TokenSample | Sample]
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """loss: of all samples together, divided by N. log_probabilities: of each sample's targets, float64 [targets]."""
+
+    loss: float
+    log_probabilities: list[np.ndarray]
+
+
+class TokenCalls:
+    """What `Run` computes of samples that it is handed. Raises DataError and ConfigError before anything is submitted,
+    and what `wait_all` raises."""
+
+    _session: Session
+    step: int  # optimizer steps done
+
+    def __init__(self) -> None:
+        self._unstepped: list[tuple[StepInfo, float]] = []  # of gradients that wait for the step: counts, and the loss
+        self._batches = 0  # read so far
+
+    def forward(self, samples: Samples) -> list[np.ndarray]:
+        """Log-probabilities of each sample's target tokens, float64 [targets], without dropout."""
+        data = self._read(samples, "cross_entropy", 1.0, {})
+        batch = self._session.put(data)
+        return self._losses(data, evaluate_batch(self._session.stages, self._session.graph, batch).shares)[1]
+
+    def forward_backward(
+        self, samples: Samples, loss: str | TokenCost, normalizer: float | None = None, **settings: Any
+    ) -> TokenLosses:
+        """Add the gradients of a loss / normalizer to those that wait for `optim_step`.
+
+        loss: cross_entropy, importance_sampling, ppo, dpo, `module.function` or a function of a module
+        (docs/own-loop.md).
+        normalizer: None: the sum of the targets' weights, for dpo the number of pairs. settings: of the loss."""
+        adds = all(
+            part.zero_stage == 0 or part.zero_engine != "deepspeed" for part in parts(self._session.config).values()
+        )
+        if self._unstepped and not adds:
+            raise ConfigError(
+                "forward_backward was called twice before optim_step, and zero_engine=deepspeed sums gradients over "
+                "ranks once a step. Give all samples in one call, or set zero_engine=fsdp"
+            )
+        data = self._read(samples, loss, normalizer, settings)
+        session, count = self._session, len(data.work[DECODER])
+        batch, schedule = session.put(data), make_schedule(session.config.training.schedule, session.graph, count)
+        accumulate_gradients(session.stages, schedule, batch, more=adds)
+        found = TokenLosses(*self._losses(data, report_losses(session.stages, batch).shares))
+        self._unstepped.append((data.info, found.loss))
+        return found
+
+    def generate(self, prompts: Samples, sampling: Sampling) -> list[Answer]:
+        """Answers of the ranks that train. sampling: its seed and a prompt's place decide what is drawn; without `stop`
+        answers end as the model's do."""
+        session = self._session
+        check_answers(
+            session.config, "Run.generate", "train with another layout, or answer by `python -m dhp generate`"
+        )
+        session.plan.family.check_answers()
+        read = self._batcher.read(prompts)
+        flying, answers = deque[AnswerRefs](), list[Answer]()
+        for data in self._batcher.prompts(read, sampling):
+            flying.append(answer_batch(session.stages, session.graph, session.put(data)))
+            if len(flying) > 1:  # one is submitted while another one runs
+                answers += self._answers(flying.popleft())
+        for refs in flying:
+            answers += self._answers(refs)
+        return answers[: len(read)]
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """All weights by the keys of an export, in its number formats, a layer at a time."""
+        from dhp.trainer.weight_stream import stream_weights
+
+        return stream_weights(self._session)
+
+    @cached_property
+    def _batcher(self) -> TokenBatcher:
+        from dhp.batch.token_samples import TokenBatcher
+
+        session = self._session
+        interleaved = session.config.training.schedule == INTERLEAVED
+        multiple = resolved(decoder(session.config).pipeline) if interleaved else 1
+        return TokenBatcher(session.feed_settings(session.config), multiple)
+
+    def _read(
+        self, samples: Samples, loss: str | TokenCost, normalizer: float | None, settings: dict[str, Any]
+    ) -> StepData:
+        from dhp.batch.token_samples import with_marks
+        from dhp.objectives.objectives import find_loss
+
+        objective, names = find_loss(loss, settings, tuple(samples[0].columns) if len(samples) else ())
+        read = self._batcher.read(samples, names)
+        read = with_marks(read) if objective.compares else read
+        self._batches += 1
+        return self._batcher.make(read, objective, normalizer, self._batches)
+
+    def _losses(self, data: StepData, refs: Sequence[Any]) -> tuple[float, list[np.ndarray]]:
+        """The loss, and log-probabilities by sample. refs: of the shards where the head is."""
+        shares: list[EvaluatedShare] = self._waited(refs)
+        sharing = self._session.graph.stages[-1].degrees.sequence
+        runs: dict[int, list[tuple[int, np.ndarray]]] = {}
+        for shard, share in enumerate(shares):
+            for micro_batch, of_rows in (share.samples.tokens if share.samples else {}).items():
+                places = data.info.order[micro_batch][shard // sharing]
+                for sample, first, losses in of_rows:
+                    runs.setdefault(places[sample][1], []).append((first, -losses))
+        every = range(max((place for row in data.info.order for of in row for _, place in of), default=-1) + 1)
+        ordered = [[run for _, run in sorted(runs.get(at, ()), key=lambda one: one[0])] for at in every]
+        return sum(share.loss for share in shares), [np.concatenate([np.zeros(0), *of]) for of in ordered]
+
+    def _answers(self, refs: AnswerRefs) -> list[Answer]:
+        """One for each replica; the last of them may have had nothing to answer."""
+        return self._waited([of_replica[0] for of_replica in refs.replicas])
+
+    def _waited(self, refs: Sequence[Any]) -> list[Any]:
+        wait_all(self._session.take_watched(), self._session.config.cluster.step_timeout_s)
+        return self._session.values(refs)
+
+    def _take_unstepped(self) -> tuple[Batch, float]:
+        """What `optim_step` is about: the counts of all batches since the last one, and their loss. Raises ConfigError
+        where there are none."""
+        if not self._unstepped:
+            raise ConfigError("optim_step has no gradients: call forward_backward first")
+        infos, losses = zip(*self._unstepped, strict=True)
+        self._unstepped.clear()
+        counts = {name: sum(getattr(one, name) for one in infos) for name in _SUMMED}
+        return Batch(replace(infos[-1], step=self.step, **counts), {}, {}), sum(losses)
+
+
+_SUMMED = ("samples", "images", "clips", "tokens", "target_tokens", "total_weight", "vision_tokens", "padded_tokens")
