@@ -8,7 +8,7 @@ NEWEST ?= transformers torch
 NEWEST_TESTS = tests/golden tests/models tests/engine/test_families.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install train example test test-environment newest nullcuda fuzz lint clean
+.PHONY: help install train example test test-environment newest nullcuda seams fuzz lint clean
 
 help:  ## this list
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12] [PIP_ARGS='...']"
@@ -33,6 +33,9 @@ newest: test-environment  ## golden tables and families beside the newest transf
 
 nullcuda: test-environment  ## whole runs on a CUDA that computes nothing, under torch's build for CUDA (730 MB are fetched once; gcc)
 	@$(VENV)/bin/python -m pytest -q -m nullcuda tests/nullcuda $(ARGS)
+
+seams: test-environment $(VENV)/.vllm-installed $(VENV)/.verl-installed  ## tests/seams beside vLLM and verl themselves (343 MB are fetched once)
+	@for one in vllm verl; do PYTHONPATH=$(abspath $(VENV))/seams/$$one $(VENV)/bin/python -m pytest -q -m 'slow or not slow' tests/seams $(ARGS) || exit 1; done
 
 fuzz: install  ## random layouts beside the plain model; ARGS='--fuzz-minutes=5 --fuzz-seed=24' says how long and which
 	@$(VENV)/bin/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
@@ -62,6 +65,10 @@ $(VENV)/.vocabularies-installed: requirements-vocabularies.txt $(VENV)/.installe
 
 $(VENV)/.examples-installed: requirements-examples.txt $(VENV)/.installed  # without what they need themselves
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/examples -r requirements-examples.txt
+	@touch $@
+
+$(VENV)/.vllm-installed $(VENV)/.verl-installed: $(VENV)/.%-installed: requirements-%.txt $(VENV)/.installed  # a folder each, without what they need
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/seams/$* -r requirements-$*.txt
 	@touch $@
 
 $(VENV)/.lint-installed: requirements-dev.txt $(VENV)/.installed

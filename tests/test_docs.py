@@ -22,7 +22,11 @@ DISTRIBUTIONS = {
 # Required although no file imports them (yet); docs/developers/dependencies.md says why.
 NOT_IMPORTED = {"ninja", "pytest-timeout"}
 # Of requirements-gpu.txt, -data.txt, -loggers.txt, or built by the user; imported where a setting or a file asks.
-OPTIONAL = {"flash_attn", "bitsandbytes", "pyarrow", "datasets", "webdataset", "wandb", "mlflow", "swanlab"}
+# Those of dhp/seams are brought by their users.
+OPTIONAL = {
+    *("flash_attn", "bitsandbytes", "pyarrow", "datasets", "webdataset", "wandb", "mlflow", "swanlab"),
+    *("vllm", "verl"),
+}
 
 
 def pins() -> dict[str, str]:

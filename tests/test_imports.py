@@ -41,6 +41,7 @@ TABLE: dict[str, set[str]] = {
         "batch", "checkpoint", "cluster", "data", "engine", "models", "objectives", "observe", "parallel", "plan",
         "report", "step", "supervise", "tiny",
     },
+    "seams": {"batch.token_samples", "trainer"},  # and nothing imports them
     "supervise": set(),
     "report": {"data.media", "data.read", "observe"},
     "train_ray": {"supervise", "trainer"},
@@ -63,6 +64,8 @@ LIBRARIES: dict[str, set[str]] = {
     "fsspec": {"data.remote.transfer"},
     "peft": {"models.lora", "models.export"},
     "bitsandbytes": {"models.quantized"},
+    "vllm": {"seams.vllm_weights"},
+    "verl": {"seams.verl_engine"},
     **{logger: {"observe.logger_process"} for logger in ("wandb", "mlflow", "swanlab")},
     "transformers": {
         "models", "data", "engine", "plan.count.traced", "plan.bench.layer_bench", "doctor", "tiny",
@@ -72,7 +75,7 @@ LIBRARIES: dict[str, set[str]] = {
     "torch": {
         "core.batch", "core.collectives", "core.draws", "core.state", "core.torch_private", "models", "parallel",
         "data", "checkpoint", "cluster",
-        "objectives", "engine", "batch", "cli", "doctor", "plan.recompute.profile", "plan.count.traced",
+        "objectives", "engine", "batch", "cli", "doctor", "seams", "plan.recompute.profile", "plan.count.traced",
         "plan.bench", "plan.count.shapes_alone", "tiny",
     },
 }  # fmt: skip

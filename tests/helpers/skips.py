@@ -12,6 +12,7 @@ ALLOWED = {
     r"(wandb|mlflow|swanlab) is not installed": "requirements-loggers.txt: services of others, stood in for elsewhere",
     r"could not import 'mypy'": "make lint installs it, which .ci/run runs before the slow tests",
     r"could not import 'torchvision'": "dhp never imports it; it decides here whether both read videos alike",
+    r"(vllm|verl) is not installed": "they pin another torch and transformers: docs/developers/seams.md",
     r"could not import 'webdataset'": "dhp never imports it; its files are made by hand in the other tests",
     r"g\+\+ is needed to compile the stub of a device": "a compiler, which training never needs",
     r"needs torch 2.14": "CheckpointableTensor, which the pinned torch has not",
