@@ -300,6 +300,10 @@ class StageEngine(EvaluatingEngine):
         found = StageReport(*first, comm_s=comm_s, finite=finite, stage_norm=own, samples=samples, graphs=compiled)
         return replace(found, expert_rows=rows)
 
+    def drop_gradients(self) -> None:
+        """Forget those that wait for the optimizer's step."""
+        self.optimizer.drop()
+
     def take_expert_rows(self, step: int) -> Mapping[str, tuple[int, ...]]:
         """See `StageReport`. step: from 0."""
         return {}

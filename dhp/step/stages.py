@@ -37,6 +37,9 @@ class EngineProtocol(Protocol):
     def optimizer_step(self, info: StepInfo, *other_norms_sq: float) -> StageReport:
         """Clip by the joint norm of this stage and the others, and update."""
 
+    def drop_gradients(self) -> None:
+        """Forget those that wait for the optimizer's step."""
+
     def evaluate_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
         """As `forward_step`, for the loss alone: no backward follows."""
 

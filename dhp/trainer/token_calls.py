@@ -18,6 +18,7 @@ from dhp.core.batch import Answer, Batch, Sampling, StepData, StepInfo
 from dhp.core.errors import ConfigError
 from dhp.core.reports import EvaluatedShare
 from dhp.step.schedule import make_schedule
+from dhp.step.stages import EngineProtocol
 from dhp.step.step import AnswerRefs, accumulate_gradients, answer_batch, evaluate_batch, report_losses
 from dhp.trainer.session import Session
 
@@ -77,6 +78,13 @@ class TokenCalls:
         found = TokenLosses(*self._losses(data, report_losses(session.stages, batch).shares))
         self._unstepped.append((data.info, found.loss))
         return found
+
+    def drop_gradients(self) -> None:
+        """Forget those that wait for `optim_step`."""
+        self._unstepped.clear()
+        for stage in self._session.stages.values():
+            stage.group.execute_all_async(EngineProtocol.drop_gradients)
+        self._waited(())
 
     def generate(self, prompts: Samples, sampling: Sampling) -> list[Answer]:
         """Answers of the ranks that train. sampling: its seed and a prompt's place decide what is drawn; without `stop`
