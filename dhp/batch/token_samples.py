@@ -47,7 +47,7 @@ class TokenSample:
 
 
 class TokenBatcher:
-    """Makes steps of samples. They are dealt in their order, as many to a row as training.micro_batch_size says."""
+    """Makes steps of samples. They are put into rows in their order, as many as training.micro_batch_size says."""
 
     def __init__(self, settings: BatchReaderSettings, multiple: int):
         """multiple: of which the number of micro-batches is one. Raises ModelError as `open_model` does."""
@@ -69,8 +69,8 @@ class TokenBatcher:
         units = range(0, len(samples), each)
         replicas, size = self._settings.division.text.data, self._settings.layout.micro_batch_size
         count = -(-len(units) // (replicas * size))
-        dealt = slots(units, BatchLayout(replicas, -(-count // self._multiple) * self._multiple, size))
-        rows = tuple(tuple(tuple(one for at in row for one in samples[at : at + each]) for row in of) for of in dealt)
+        cut = slots(units, BatchLayout(replicas, -(-count // self._multiple) * self._multiple, size))
+        rows = tuple(tuple(tuple(one for at in row for one in samples[at : at + each]) for row in of) for of in cut)
         data = self._sharder(objective).shard(StepSamples(number, 0, rows, ()), total)
         if not data.info.total_weight > 0 or not np.isfinite(data.info.total_weight):
             raise DataError(
@@ -129,9 +129,9 @@ class TokenBatcher:
         kinds = np.where(ids == processor.image_token_id, IMAGE, 0)
         if processor.video_token_id is not None:
             kinds[ids == processor.video_token_id] = VIDEO
-        heard = processor.hearing is not None and int((ids == processor.hearing.token_id).sum())
-        if heard:
-            raise DataError(f"{where}: it has {heard} tokens of sound and no clip. Give a dhp Sample, which has clips")
+        sounds = processor.hearing is not None and int((ids == processor.hearing.token_id).sum())
+        if sounds:
+            raise DataError(f"{where}: it has {sounds} tokens of sound and no clip. Give a dhp Sample, which has clips")
         pictures = self._pictures(where, kinds, given)
         grids, pixels, times = zip(*pictures, strict=True) if pictures else ((), (), ())
         counts = kinds == 0 if given.targets is None else np.asarray(given.targets, dtype=bool)

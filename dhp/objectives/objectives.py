@@ -1,9 +1,8 @@
 """The objectives that there are, by name."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from inspect import signature
+from inspect import Signature, signature
 from typing import Any
 
 from dhp.config.training import PreferenceConfig
@@ -43,16 +42,15 @@ def find_loss(
 
     Raises ConfigError for one that ranks could not import, and for settings that it does not take."""
     if loss == "dpo":
-        with _settings_of("dpo", settings):
-            return Dpo(PreferenceConfig(**settings)), ("reference",)
+        _check_settings("dpo", signature(PreferenceConfig), (), settings)
+        return Dpo(PreferenceConfig(**settings)), ("reference",)
     cost, names = LOSSES[loss] if isinstance(loss, str) and loss in LOSSES else (_imported(loss), tuple(columns))
     if not callable(cost) or "<" in getattr(cost, "__qualname__", "<"):
         raise ConfigError(
             f"the loss {cost!r} is no function of a module, so ranks cannot import it. Define it at the top of a "
             "module, and give it or its name, `module.function`"
         )
-    with _settings_of(str(loss), settings):
-        signature(cost).bind(None, None, **settings)
+    _check_settings(str(loss), signature(cost), (None, None), settings)
     return TokenLoss(cost, names, settings), names
 
 
@@ -70,9 +68,8 @@ def _imported(loss: str | TokenCost) -> TokenCost:
     return found
 
 
-@contextmanager
-def _settings_of(loss: str, settings: Mapping[str, Any]) -> Iterator[None]:
+def _check_settings(loss: str, taken: Signature, first: tuple[None, ...], settings: Mapping[str, Any]) -> None:
     try:
-        yield
+        taken.bind(*first, **settings)
     except TypeError as error:
         raise ConfigError(f"loss={loss} does not take the settings {dict(settings)}: {error}") from error

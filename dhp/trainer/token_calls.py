@@ -14,6 +14,7 @@ from dhp.cluster.hangs.watch import wait_all
 from dhp.config.parts import DECODER, decoder, parts, resolved
 from dhp.config.ranges import INTERLEAVED
 from dhp.config.resolve import check_answers
+from dhp.config.rules import DEEPSPEED
 from dhp.core.batch import Answer, Batch, Sampling, StepData, StepInfo
 from dhp.core.errors import ConfigError
 from dhp.core.reports import EvaluatedShare
@@ -61,11 +62,10 @@ class TokenCalls:
         """Add the gradients of a loss / normalizer to those that wait for `optim_step`.
 
         loss: cross_entropy, importance_sampling, ppo, dpo, `module.function` or a function of a module
-        (docs/own-loop.md).
-        normalizer: None: the sum of the targets' weights, for dpo the number of pairs. settings: of the loss."""
-        adds = all(
-            part.zero_stage == 0 or part.zero_engine != "deepspeed" for part in parts(self._session.config).values()
-        )
+        (docs/own-loop.md). normalizer: None: the sum of the targets' weights, for dpo the number of pairs. settings:
+        of the loss."""
+        sections = parts(self._session.config).values()
+        adds = not any(part.zero_stage and part.zero_engine == DEEPSPEED for part in sections)
         if self._unstepped and not adds:
             raise ConfigError(
                 "forward_backward was called twice before optim_step, and zero_engine=deepspeed sums gradients over "
@@ -96,7 +96,7 @@ class TokenCalls:
         session.plan.family.check_answers()
         read = self._batcher.read(prompts)
         flying, answers = deque[AnswerRefs](), list[Answer]()
-        for data in self._batcher.prompts(read, sampling):
+        for data in list(self._batcher.prompts(read, sampling)):  # what is wrong with any shows before the first
             flying.append(answer_batch(session.stages, session.graph, session.put(data)))
             if len(flying) > 1:  # one is submitted while another one runs
                 answers += self._answers(flying.popleft())
