@@ -55,7 +55,7 @@ def stream_published(
     meta = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in state.items()}
     published = in_file_form(model, meta)
     loaded = loaded_names(model, [*stored, *published])
-    for name in of_ranks if adapters else ():
+    for name in (name for name in of_ranks if name != plain_name(name)):  # beside which adapters stand
         _require_exact(name, of_ranks[name], [stored[key] for key in stored if loaded[key] == plain_name(name)])
     formats = find_formats(stored, published, loaded, BASE)
     wider = {loaded[key] for key, one in published.items() if formats[key].itemsize > one.dtype.itemsize}
@@ -87,7 +87,7 @@ def _mark(like: Tensor) -> Tensor:
 def _require_exact(name: str, of_ranks: Tensor, files: Sequence[StoredTensor]) -> None:
     """Raise ModelError where ranks have rounded a matrix that its adapter is added to."""
     wide = [one.kind for one in files if one.dtype is not None and one.dtype.itemsize > of_ranks.dtype.itemsize]
-    if wide and name != plain_name(name):
+    if wide:
         raise ModelError(
             f"{name} is {of_ranks.dtype} on the ranks and {wide[0]} in files, which adapters are added to. {_EXPORT}"
         )

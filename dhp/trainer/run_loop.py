@@ -80,6 +80,7 @@ class Run(TokenCalls):
             self.config = config = prepare(planned, say=self._say)
             run_dir, start = exits.enter_context(open_run(config, self._say))
             write_whole(run_dir / "config.yaml", to_yaml(config))
+            (run_dir / "metrics.jsonl").touch()  # a run's record, by which overwrite=true knows it
             unfinished = exits.enter_context(Unfinished())
             self._session = exits.enter_context(Session(plan_run(config), run_dir, start, self._say))
             exits.enter_context(ending())

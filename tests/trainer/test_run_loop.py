@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import dhp
+from dhp.config.run_dir import _is_run
 from tests.helpers.rows import slow
 from tests.helpers.runs import FIRST, ONE_ACTOR_EACH, ROOT, tiny, train
 
@@ -65,4 +66,5 @@ def test_a_loop_on_token_ids_samples_trains_saves_and_loads(
     assert found["step"] == 1 and found["losses again"] == pytest.approx(found["losses"][1:], rel=1e-6)
     assert found["export"]
     assert "optim_step was called after step 3, the run's last one" in found["behind"]
+    assert _is_run(tmp_path / "run")  # which overwrite=true replaces
     assert found["empty"] == "0 samples are nothing to compute. Give one at least"
