@@ -25,7 +25,7 @@ NOT_IMPORTED = {"ninja", "pytest-timeout"}
 # Those of dhp/seams are brought by their users.
 OPTIONAL = {
     *("flash_attn", "bitsandbytes", "pyarrow", "datasets", "webdataset", "wandb", "mlflow", "swanlab"),
-    *("vllm", "verl"),
+    *("vllm", "verl", "tensordict"),
 }
 
 

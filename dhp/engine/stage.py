@@ -316,10 +316,7 @@ class StageEngine(EvaluatingEngine):
 
     def forward(self, rows: int, micro_batch: int, compute: Callable[[], Output]) -> Output:
         """The forward pass of a micro-batch of `rows` patches or tokens, measured where that is asked for."""
-
-        def run() -> Output:
-            return self.optimizer.forward(compute)
-
+        run: Callable[[], Output] = lambda: self.optimizer.forward(compute)
         return run() if self.measuring is None else self.measuring.forward(rows, micro_batch, run)
 
     def metered_backward(self, micro_batch: int) -> AbstractContextManager[None]:
@@ -437,8 +434,7 @@ class StageEngine(EvaluatingEngine):
 
     def _make_saver(self) -> ShareSaver:
         number = self.settings.graph.rank_in_part(self.spec.name, self.rank)
-        # Each rank has a share of its own.
-        cut = bool(self.settings.part.zero_stage) if self.spec.trains else cuts_first(self.settings)
+        cut = bool(self.settings.part.zero_stage) if self.spec.trains else cuts_first(self.settings)  # a share each
         writes = cut or self.rank in self.spec.degrees.holders
         kept = None if self.settings.adapters is None else frozenset(self._saved())
         stages = self.settings.graph.of_part(self.spec.part)
