@@ -12,8 +12,9 @@ from dhp.batch.prompts import check_room, find_stops
 from dhp.batch.reader import BatchReaderSettings, open_model, pad_token
 from dhp.batch.row_shards import NO_DRAWS
 from dhp.batch.shard import TEXT, BatchSharder
-from dhp.core.batch import CHOSEN, IGNORED, REJECTED, VIDEO, Grid, Mark, Sampling, StepData
+from dhp.core.batch import IGNORED, VIDEO, Grid, Sampling, StepData
 from dhp.core.errors import DataError
+from dhp.core.preferences import CHOSEN, REJECTED, Mark
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots

@@ -8,8 +8,9 @@ import pytest
 
 from dhp.batch.token_samples import TokenBatcher, TokenSample, with_marks
 from dhp.core.axes import Degrees
-from dhp.core.batch import CHOSEN, REJECTED, Sampling
+from dhp.core.batch import Sampling
 from dhp.core.errors import DataError
+from dhp.core.preferences import CHOSEN, REJECTED
 from dhp.objectives.objectives import find_loss
 from tests.helpers.layouts import Case
 from tests.helpers.tiny import IMAGE_TOKEN, VIDEO_TOKEN, make_sample
