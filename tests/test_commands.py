@@ -20,6 +20,7 @@ from tests.test_docs import PAGES
 # Shell blocks of these pages, or folders of examples, are followed by tests of their own.
 OWN_TESTS = {
     "first-model.md": "tests/test_first_model.py",
+    "grpo": "tests/examples/test_grpo.py",
     "lora": "tests/examples/test_lora.py",
     "new_family": "tests/examples/test_new_family.py",
     "two_nodes": "tests/nodes/test_run_over_nodes.py",
