@@ -99,7 +99,9 @@ class Trl:
                 self.tokenizer, self.chat_template = _tokenizer(), None
 
         self._folder = tempfile.TemporaryDirectory()
-        own, other = (AutoModelForImageTextToText.from_pretrained(model, dtype=dtype) for _ in range(2))
+        own, other = (
+            AutoModelForImageTextToText.from_pretrained(model, dtype=dtype, trust_remote_code=False) for _ in range(2)
+        )
         settings = {"use_cpu": True, "report_to": [], "bf16": False, "gradient_checkpointing": False, "beta": BETA}
         settings |= {"remove_unused_columns": False, "max_length": None, "disable_tqdm": True}
         args = DPOConfig(self._folder.name, **settings)

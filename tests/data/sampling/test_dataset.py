@@ -124,6 +124,7 @@ def test_an_epoch_shows_each_sample_once_in_an_order_of_its_own(dataset):
 
     def note(record):
         seen.append((record.dataset, record.position))
+        return SimpleNamespace(sides=None)
 
     source = BatchSource(dataset, note, RandomSampler(len(dataset), LAYOUT, 3, True), "skip")
     epochs = []
