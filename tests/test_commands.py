@@ -72,7 +72,7 @@ ELSEWHERE = {
 NAMES = {
     *("python -m dhp", "python -m dhp COMMAND", "dhp COMMAND", "python -m dhp.train_ray", "dhp train"),
     *("python -m dhp plan", "dhp plan", "python -m dhp plan --measure", "python -m dhp export", "dhp compose"),
-    *("dhp generate", "dhp inspect sample"),
+    *("dhp generate", "dhp export", "dhp inspect sample"),
     *("python -m dhp inspect data", "python -m dhp inspect sample", "dhp doctor model --make", "dhp doctor loss"),
     *("dhp experiments list | run NAME [--quick]", "make install"),
 }
