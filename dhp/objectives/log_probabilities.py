@@ -21,7 +21,7 @@ from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
 WEIGHTS = "weights"  # the column that every loss of tokens has; 1 where a sample has none
 
 
-class Costs(NamedTuple):
+class SummedCosts(NamedTuple):
     """What rows cost. total: a scalar that `sharing` ranks know alike, or this one alone. right: see `Judged`."""
 
     total: Tensor
@@ -33,7 +33,7 @@ class LogProbabilityObjective(CrossEntropy):
     """A subclass says what log-probabilities cost."""
 
     @abstractmethod
-    def sum_costs(self, logps: Tensor, head: Head, chosen: Chosen) -> Costs:
+    def sum_costs(self, logps: Tensor, head: Head, chosen: Chosen) -> SummedCosts:
         """logps: of the targets here, float32 or float64 [targets]."""
 
     def share(self, head: Head, states: Tensor, chosen: Chosen, total: float) -> Tensor:
@@ -97,12 +97,12 @@ class TokenLoss(LogProbabilityObjective):
         positions, tokens = super().choose(columns)
         return positions, tokens, *(columns[f"column {name}"].flatten()[positions] for name in self._names)
 
-    def sum_costs(self, logps: Tensor, head: Head, chosen: Chosen) -> Costs:
+    def sum_costs(self, logps: Tensor, head: Head, chosen: Chosen) -> SummedCosts:
         columns = {name: column.to(logps) for name, column in zip(self._names, chosen[2:], strict=True)}
         total = self._cost(logps, columns, **self._settings)
         if total.ndim:
             raise ValueError(f"the loss of {len(logps)} tokens is a sum, a scalar, and it has the shape {total.shape}")
-        return Costs(total, logps.new_zeros(0, dtype=torch.bool))
+        return SummedCosts(total, logps.new_zeros(0, dtype=torch.bool))
 
 
 def cross_entropy(logps: Tensor, columns: Columns) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dhp.core.preferences import PAIRS, SINGLES
 from dhp.data.sample.sample import Sample
-from dhp.objectives.log_probabilities import Costs, LogProbabilityObjective
+from dhp.objectives.log_probabilities import LogProbabilityObjective, SummedCosts
 from dhp.objectives.objective import Chosen, Head, MarkedSamples
 from dhp.parallel.comm import sum_in_place
 
@@ -28,11 +28,11 @@ class Preference(LogProbabilityObjective):
         """Of the step's preferences one."""
         return 1.0 if sample.mark is not None and sample.mark.first else 0.0
 
-    def sum_costs(self, logps: Tensor, head: Head, chosen: Chosen) -> Costs:
+    def sum_costs(self, logps: Tensor, head: Head, chosen: Chosen) -> SummedCosts:
         """Counted are preferences; right is one whose better answer has won."""
         samples = _samples_of(head)
         losses, won = self.costs(logps, samples)
-        return Costs(losses.sum(), won if samples.first else won[:0], samples.sharing)
+        return SummedCosts(losses.sum(), won if samples.first else won[:0], samples.sharing)
 
 
 def _samples_of(head: Head) -> MarkedSamples:

@@ -139,7 +139,8 @@ class StepMetrics:
     """Means over the step's preferences: `chosen_logp` and `rejected_logp`, log-probabilities of both sides' answers
     (by token where there is no reference), `chosen_reward` and `rejected_reward`, beta times what they have moved from
     the reference, `margin`, the one less the other, and `accuracy`, the share of preferences where that is above 0. Of
-    single answers, the second side is the answer to another prompt. Unit: nats, and a share of 1. Null: there are none.
+    single answers, the second side is the answer to another prompt, and one that is not liked has the margin with its
+    sign turned: up is better. Unit: nats, and a share of 1. Null: there are none.
     """
 
 

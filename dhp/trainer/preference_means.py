@@ -6,7 +6,7 @@ from itertools import chain
 
 from dhp.config.training import TrainingConfig
 from dhp.core.batch import StepInfo
-from dhp.core.preferences import Mark
+from dhp.core.preferences import REJECTED, Mark
 from dhp.core.reports import SampleSums, StageReport
 from dhp.objectives.objectives import OBJECTIVES
 from dhp.step.stages import Stages
@@ -45,10 +45,13 @@ def preference_means(
     for info, of_batch in zip(infos, shards, strict=True):
         marks = _marks(info) if info.marks else {}
         for place, sides in add_by_side(info, of_batch, sharing).items() if marks else ():
-            logps = [-side.total if refers else -side.total / max(side.targets, 1) for side in sides]
-            moved = [logp - mark.reference if refers else logp for logp, mark in zip(logps, marks[place], strict=False)]
-            rewards = [beta * one for one in moved]
-            rows.append((*logps, *rewards, rewards[0] - rewards[1], float(rewards[0] > rewards[1])))
+            of_place = marks[place]  # side by side; of a row that the step has twice, both times
+            times, sign = len(of_place) // 2, -1 if of_place[0].side == REJECTED else 1
+            logps = [-side.total / (times if refers else max(side.targets, 1)) for side in sides]
+            references = [sum(mark.reference for mark in of_place[at::2]) / times if refers else 0.0 for at in range(2)]
+            rewards = [beta * (logp - reference) for logp, reference in zip(logps, references, strict=True)]
+            margin = sign * (rewards[0] - rewards[1])
+            rows.append((*logps, *rewards, margin, float(margin > 0)))
     return {name: sum(column) / len(rows) for name, column in zip(NAMES, zip(*rows))} if rows else None
 
 

@@ -167,12 +167,7 @@ class Session:
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
         feed = feed_settings(config, near, passes_of(self.plan.counted), features)
         feed = replace(feed, reference=reference_digest(config))
-        self.data = self._cluster.dataset_actor(
-            make_reader,
-            replace(feed, reference=reference_digest(config)),
-            micro_batches=micro_batches(config),
-            **reading,
-        )
+        self.data = self._cluster.dataset_actor(make_reader, feed, micro_batches=micro_batches(config), **reading)
         started_s = config.cluster.start_timeout_s
         self._say(f"starting the dataset actor; it reads the annotations of {', '.join(config.data.datasets)}")
         wait_all(self.data.take_watched(), started_s)

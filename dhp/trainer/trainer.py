@@ -277,8 +277,7 @@ class Trainer:
         self._finish_all(pending)
         if self._stopping.stops and step > self.start.step:
             self.recorder.say(self._stopping.line())
-            saved = self.config.training.save_final
-            if saved and not self._saver.has(step) and not self._saver.busy:
+            if self.config.training.save_final and not self._saver.has(step):
                 self._saver.save(step, plan, self._skipped)
         if step == plan.steps and self._saver.busy:
             self.recorder.say("saving the final checkpoint")

@@ -117,6 +117,30 @@ def test_both_sides_are_added_over_shards() -> None:
     assert means["accuracy"] == 0.5  # the first moved as much on both sides
 
 
+def test_a_row_that_a_step_has_twice_counts_once() -> None:
+    """Where data are fewer than a step's: its sums are of both times, and so are its references."""
+    training = TrainingConfig(objective="dpo", preference=PreferenceConfig(beta=0.5))
+    once = info(order=((PLACES[0][:2],),), marks=((MARKS[0][:2],),))
+    twice = info(order=((PLACES[0][:2] * 2,),), marks=((MARKS[0][:2] * 2,),))
+    sums = SampleSums({0: (2.0, 4.0)}, {0: (2, 3)}), SampleSums({0: (2.0, 4.0) * 2}, {0: (2, 3) * 2})
+    expected = preference_means([once], [[sums[0]]], 1, training)
+    assert expected is not None and expected["chosen_reward"] == pytest.approx(0.5)
+    assert preference_means([twice], [[sums[1]]], 1, training) == pytest.approx(expected)
+
+
+def test_an_answer_that_is_not_liked_is_won_where_it_lost() -> None:
+    """It became less likely, the answer to another prompt did not move; and a liked one that did the same has lost."""
+    training = TrainingConfig(objective="kto", preference=PreferenceConfig(beta=0.5))
+    shards = [SampleSums({0: (4.0, 4.0)}, {0: (2, 3)})]
+    found = []
+    for side in (-1, 1):
+        marks = ((Mark(side, -2.0), Mark(0, -4.0, False)),)
+        means = preference_means([info(order=((PLACES[0][:2],),), marks=(marks,))], [shards], 1, training)
+        assert means is not None
+        found.append((means["chosen_reward"], means["margin"], means["accuracy"]))
+    assert found == [(-1.0, 1.0, 1.0), (-1.0, -1.0, 0.0)]
+
+
 def test_without_a_reference_means_are_by_token() -> None:
     shards = [SampleSums({0: (2.0, 4.0, 1.5, 3.0)}, {0: (2, 3, 2, 3)})]
     means = preference_means([info(order=(PLACES,), marks=(MARKS,))], [shards], 1, TrainingConfig(objective="orpo"))
