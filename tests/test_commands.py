@@ -52,6 +52,7 @@ ELSEWHERE = {
     "ray stop": "would end every Ray of this machine",
     "ray job submit": "tests/nodes/test_submitted_job.py",
     "sbatch": "tests/test_slurm.py",
+    "python -m dhp export runs/first models/made --adapter": "tests/examples/test_lora.py; that run has no adapters",
     "docker": "no Docker is here; tests/test_examples.py reads the Dockerfile",
     "kubectl": "no Kubernetes is here; tests/test_examples.py reads the files",
     "python -m scripts.families": "hours; tests/scripts/test_scripts.py holds the page to what it found",

@@ -112,7 +112,7 @@ class ContractProcessor(Processor):
             return False
         try:
             return self._kind().replace_video_token is not ProcessorMixin.replace_video_token
-        except ModelError:
+        except (ModelError, ImportError):  # the library's stand-in for a class that needs torchvision raises the latter
             return False
 
     @cached_property
