@@ -361,12 +361,14 @@ def is_greedy(sampling: Sampling) -> bool:
 
 @dataclass(frozen=True)
 class LogitRule:
-    """A logit is softcap × tanh(factor × output / softcap); without a soft cap, factor × output.
+    """A logit is softcap × tanh(factor × output / softcap) / temperature; without a soft cap, factor × output /
+    temperature.
 
-    Gemma Team 2024, "Gemma 2", section 2; Granite and Cohere have factors."""
+    Gemma Team 2024, "Gemma 2", section 2; Granite and Cohere have factors. Temperatures are of someone's own loop."""
 
     factor: float = 1.0
     softcap: float | None = None
+    temperature: float = 1.0
 
 
 CHUNK_ROWS = 2048  # of a head's logits that exist at a time

@@ -21,7 +21,8 @@ from dhp.parallel.optim.base import StageOptimizer
 @dataclass(frozen=True)
 class _Kept:
     """Of one micro-batch. samples: how many it has. spans: (sample, counted tokens) in the order of the tokens. values:
-    of these tokens. firsts: of each span, the place of its first token in its sample, where all values are reported."""
+    of these tokens, one each, or more behind the first. firsts: of each span, the place of its first token in its
+    sample, where all values are reported."""
 
     samples: int
     spans: Sequence[tuple[int, int]]
@@ -85,7 +86,7 @@ def _spans(work: TextInput, shard: int) -> Sequence[tuple[int, int, int]]:
 
 
 def _sums(kept: _Kept, values: Tensor) -> tuple[float, ...]:
-    found = [0.0] * kept.samples
+    found, values = [0.0] * kept.samples, values if values.ndim == 1 else values[:, 0]
     for (sample, count), part in zip(kept.spans, values.split([count for _, count in kept.spans]), strict=True):
         if count:
             found[sample] += float(part.sum())

@@ -135,7 +135,7 @@ def share_of_balance(losses: Tensor, weights: Tensor, coefficient: float, total:
 class CrossEntropy(Objective):
     """targets: for each token the one that follows it in its sample, -100 where nothing is to be predicted."""
 
-    columns = MappingProxyType({"targets": IGNORED})
+    columns: Mapping[str, int | float] = MappingProxyType({"targets": IGNORED})
 
     def values(self, sample: Sample) -> dict[str, np.ndarray]:
         return {"targets": next_labels(sample)}

@@ -9,7 +9,16 @@ from dhp.config.training import PreferenceConfig
 from dhp.core.errors import ConfigError
 from dhp.core.kinds import takes
 from dhp.core.text import did_you_mean, nearest
-from dhp.objectives.log_probabilities import TokenCost, TokenLoss, cross_entropy, importance_sampling, ppo
+from dhp.objectives.log_probabilities import (
+    ENTROPIES,
+    LogProbabilityObjective,
+    TokenCost,
+    TokenLoss,
+    cross_entropy,
+    importance_sampling,
+    linear,
+    ppo,
+)
 from dhp.objectives.objective import CrossEntropy, Objective
 from dhp.objectives.preferences import Dpo, Kto, Orpo
 
@@ -31,12 +40,13 @@ LOSSES: dict[str, tuple[TokenCost, tuple[str, ...]]] = {  # of someone's own loo
     "cross_entropy": (cross_entropy, ()),
     "importance_sampling": (importance_sampling, ("old_logps", "advantages")),
     "ppo": (ppo, ("old_logps", "advantages")),
+    "linear": (linear, ("entropy_weights",)),
 }
 
 
 def find_loss(
     loss: str | TokenCost, settings: Mapping[str, Any], columns: Sequence[str]
-) -> tuple[Objective, tuple[str, ...]]:
+) -> tuple[LogProbabilityObjective, tuple[str, ...]]:
     """The objective of a loss by name, by `module.function` or itself, and the columns that it reads. columns: those
     that there are, of which someone's own function gets all.
 
@@ -50,7 +60,8 @@ def find_loss(
             f"the loss {cost!r} is no function of a module, so ranks cannot import it. Define it at the top of a "
             "module, and give it or its name, `module.function`"
         )
-    _check_settings(str(loss), signature(cost), (None, None), settings)
+    entropies = dict.fromkeys({ENTROPIES} & signature(cost).parameters.keys())
+    _check_settings(str(loss), signature(cost), (None, None), {**entropies, **settings})
     return TokenLoss(cost, names, settings), names
 
 

@@ -9,7 +9,7 @@ import atexit
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dhp.batch.token_samples import TokenSample
-from dhp.config.parts import model_name, parts
+from dhp.config.parts import model_name
 from dhp.core.errors import ConfigError, DataError
 from dhp.trainer.run_loop import Run, StepResult, load_config
 
@@ -38,7 +38,7 @@ except ImportError as error:
 NAME = "dhp"
 _PATCHES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 _DERIVED = ("mm_token_type_ids",)  # made anew of the token ids
-_FLAGS = ("calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk", "enable_routing_replay")
+_FLAGS = ("calculate_sum_pi_squared", "distillation_use_topk", "enable_routing_replay")
 _KEYS = ("teacher_ids", "teacher_logprobs", "routed_experts")
 
 
@@ -64,6 +64,7 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
     ) -> None:
         self.model_config, self.engine_config, self.mode = model_config, engine_config, None
         self._exits, self._started = ExitStack(), list[Run]()  # one at most
+        self._adapters = True  # whether they take part in a forward
         self._waiting = False  # whether gradients wait for the optimizer's step
         self._last: StepResult | None = None
         atexit.register(self.close)  # verl ends no engine
@@ -113,16 +114,20 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """Log-probabilities of all tokens, the loss of each of verl's micro-batches, and with its slopes gradients.
+        """Log-probabilities of all tokens, entropies where verl wants them, the loss of each of its micro-batches, and
+        with its slopes gradients.
 
-        Actors go forward once for log-probabilities; the function is called here; and actors go forward and back for
-        the sum of slope × log-probability, whose gradient is that of the function. They make micro-batches of their
-        own. Raises NotImplementedError for what is asked beside, DataError for samples."""
-        _require_supported(data)
+        Actors go forward once for both; the function is called here; and actors go forward and back for the sum of
+        slope × value, whose gradient is that of the function. They make micro-batches of their own. Raises
+        NotImplementedError for what is asked beside, DataError for samples."""
+        temperature = _read_temperature(data)
         samples = read_samples(data)
         tokens = int(data["loss_mask"].sum()) if "loss_mask" in data.keys() else None
         tensordict_utils.assign_non_tensor(data, sp_size=1, dp_size=1, batch_num_tokens=tokens)
-        rows = [torch.from_numpy(np.append(one, 0.0)).float() for one in self.run.forward(samples)]
+        entropies = bool(tensordict_utils.get_non_tensor_data(data, "calculate_entropy", False))
+        scores = self.run.forward(samples, temperature, entropies, adapters=self._adapters)
+        # At each token what belongs to the one behind it, [tokens, 1 or 2].
+        rows = [torch.from_numpy(np.pad(one.reshape(len(one), -1), ((0, 1), (0, 0)))).float() for one in scores]
         micro_batches, indices = prepare_micro_batches(data)
         order = [at for of in indices for at in of] if indices is not None else range(len(samples))
         left, outputs, slopes = iter(order), list[dict[str, Any]](), dict[int, Tensor]()
@@ -135,21 +140,23 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
         if not forward_only:
             self._waiting = True
             weighed = [_weigh(one, slopes[at]) for at, one in enumerate(samples)]
-            self.run.forward_backward(weighed, "cross_entropy", normalizer=1.0)
+            self.run.forward_backward(weighed, "linear", normalizer=1.0, temperature=temperature)
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
     def _cost(
         self, rows: Sequence[Tensor], data: Any, loss_function: Callable[..., Any] | None, forward_only: bool
     ) -> tuple[dict[str, Any], Sequence[Tensor]]:
-        """What a micro-batch gives verl, and the slope of its loss at each log-probability, by sample."""
-        logps = torch.cat([*rows]).requires_grad_(not forward_only)
-        given = {"log_probs": torch.nested.nested_tensor_from_jagged(logps, data["input_ids"].offsets().cpu())}
+        """What a micro-batch gives verl, and the slopes of its loss at each value of `rows`, by sample."""
+        values = torch.cat([*rows]).requires_grad_(not forward_only)
+        ends = data["input_ids"].offsets().cpu()
+        columns = zip(("log_probs", "entropy"), values.unbind(1))
+        given = {name: torch.nested.nested_tensor_from_jagged(column, ends) for name, column in columns}
         loss, metrics = torch.tensor(1.0), dict[str, Any]()
         if loss_function is not None:
             loss, metrics = loss_function(model_output=given, data=data, dp_group=self.get_data_parallel_group())
-        slopes = torch.zeros_like(logps)
+        slopes = torch.zeros_like(values)
         if not forward_only and loss.requires_grad:
-            slopes = torch.autograd.grad(loss, logps)[0]
+            slopes = torch.autograd.grad(loss, values)[0]
         seen = {key: one.detach() for key, one in given.items()}
         output = {"model_output": seen, "loss": float(loss.detach()), "metrics": metrics}
         return output, slopes.split([len(row) for row in rows])
@@ -213,11 +220,14 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
             self.run.load(Path(local_path))
             self._waiting = False
 
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        adapted = [name for name, part in parts(self.run.config).items() if part.lora.rank]
-        if adapted:
-            raise NotImplementedError(f"the dhp engine cannot switch the adapters of {', '.join(adapted)} off")
-        return nullcontext()
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Inference by the model without its adapters."""
+        self._adapters = False
+        try:
+            yield
+        finally:
+            self._adapters = True
 
 
 class _Training(BaseEngineCtx):  # type: ignore[misc]
@@ -257,22 +267,23 @@ def _require_plain_positions(positions: Any) -> None:
             raise DataError(f"sample {number}: its position_ids are not 0 to {len(row) - 1}, as the engine makes them")
 
 
-def _require_supported(data: Any) -> None:
+def _read_temperature(data: Any) -> float:
+    """Raises NotImplementedError for what the engine does not compute."""
     wanted = [key for key in _FLAGS if tensordict_utils.get_non_tensor_data(data, key, False)]
     wanted += [key for key in _KEYS if key in data.keys()]
-    temperature = tensordict_utils.get(data, "temperature", 1.0)
-    if not bool(torch.all(torch.as_tensor(temperature) == 1.0)):
-        wanted.append(f"temperature={temperature}")
+    every = torch.as_tensor(tensordict_utils.get(data, "temperature", 1.0)).unique().tolist()
+    if len(every) > 1:
+        wanted.append(f"temperatures of samples, here {every[:3]}")
     if wanted:
-        raise NotImplementedError(
-            f"the dhp engine gives log-probabilities at temperature 1, and no {', '.join(wanted)}"
-        )
+        raise NotImplementedError(f"the dhp engine gives log-probabilities and entropies, and no {', '.join(wanted)}")
+    return float(every[0])
 
 
 def _weigh(sample: TokenSample, slopes: Tensor) -> TokenSample:
-    """slopes: at each token that of the one behind it."""
-    weights = [0.0, *(-slopes[:-1].double()).tolist()]
-    return replace(sample, targets=[one != 0 for one in weights], columns={"weights": weights})
+    """slopes: at each token those of the one behind it, [tokens, 1 or 2]."""
+    weights = np.pad(-slopes[:-1].double().numpy(), ((1, 0), (0, 2 - slopes.shape[1])))
+    columns = dict(zip(("weights", "entropy_weights"), weights.T, strict=True))
+    return replace(sample, targets=(weights != 0).any(1), columns=columns)
 
 
 def _refuse(method: str, **given: Any) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,20 +52,35 @@ class TokenCalls:
         self._unstepped: list[tuple[StepInfo, float]] = []  # of gradients that wait for the step: counts, and the loss
         self._batches = 0  # read so far
 
-    def forward(self, samples: Samples) -> list[np.ndarray]:
-        """Log-probabilities of each sample's target tokens, float64 [targets], without dropout."""
-        data = self._read(samples, "cross_entropy", 1.0, {})
-        batch = self._session.put(data)
-        return self._losses(data, evaluate_batch(self._session.stages, self._session.graph, batch).shares)[1]
+    def forward(
+        self, samples: Samples, temperature: float = 1.0, entropies: bool = False, adapters: bool = True
+    ) -> list[np.ndarray]:
+        """Log-probabilities of each sample's target tokens, float64 [targets], without dropout. temperature: by which
+        logits are divided. entropies: [targets, 2], each beside the entropy of what it is of, in nats. adapters: false:
+        by the model without them, a reference."""
+        from dhp.objectives.log_probabilities import linear
+
+        session = self._session
+        if not adapters and not any(part.lora.rank for part in parts(session.config).values()):
+            raise ConfigError("adapters=False is a forward without adapters, and no part has any: set text.lora.rank")
+        data = self._read(samples, linear if entropies else "cross_entropy", 1.0, {}, temperature)
+        with nullcontext() if adapters else _without_adapters(session):
+            shares = evaluate_batch(session.stages, session.graph, session.put(data)).shares
+            return self._losses(data, shares)[1]
 
     def forward_backward(
-        self, samples: Samples, loss: str | TokenCost, normalizer: float | None = None, **settings: Any
+        self,
+        samples: Samples,
+        loss: str | TokenCost,
+        normalizer: float | None = None,
+        temperature: float = 1.0,
+        **settings: Any,
     ) -> TokenLosses:
         """Add the gradients of a loss / normalizer to those that wait for `optim_step`.
 
-        loss: cross_entropy, importance_sampling, ppo, dpo, `module.function` or a function of a module
-        (docs/own-loop.md). normalizer: None: the sum of the targets' weights, for dpo the number of pairs. settings:
-        of the loss."""
+        loss: cross_entropy, importance_sampling, ppo, dpo, linear, `module.function` or a function of a module
+        (docs/own-loop.md). normalizer: None: the sum of the targets' weights, for dpo the number of pairs.
+        temperature: by which logits are divided. settings: of the loss."""
         sections = parts(self._session.config).values()
         adds = not any(part.zero_stage and part.zero_engine == DEEPSPEED for part in sections)
         if self._unstepped and not adds:
@@ -71,7 +88,7 @@ class TokenCalls:
                 "forward_backward was called twice before optim_step, and zero_engine=deepspeed sums gradients over "
                 "ranks once a step. Give all samples in one call, or set zero_engine=fsdp"
             )
-        data = self._read(samples, loss, normalizer, settings)
+        data = self._read(samples, loss, normalizer, settings, temperature)
         session, count = self._session, len(data.work[DECODER])
         batch, schedule = session.put(data), make_schedule(session.config.training.schedule, session.graph, count)
         accumulate_gradients(session.stages, schedule, batch, more=adds)
@@ -120,30 +137,43 @@ class TokenCalls:
         return TokenBatcher(session.feed_settings(session.config), multiple)
 
     def _read(
-        self, samples: Samples, loss: str | TokenCost, normalizer: float | None, settings: dict[str, Any]
+        self,
+        samples: Samples,
+        loss: str | TokenCost,
+        normalizer: float | None,
+        settings: dict[str, Any],
+        temperature: float = 1.0,
     ) -> StepData:
         from dhp.batch.token_samples import with_marks
         from dhp.objectives.objectives import find_loss
 
+        if not 0 < temperature < inf:
+            raise ConfigError(f"temperature={temperature} divides logits: it is a number above 0")
         objective, names = find_loss(loss, settings, tuple(samples[0].columns) if len(samples) else ())
+        objective.temperature = temperature
         read = self._batcher.read(samples, names)
         read = with_marks(read) if objective.compares else read
         self._batches += 1
         return self._batcher.make(read, objective, normalizer, self._batches)
 
     def _losses(self, data: StepData, refs: Sequence[Any]) -> tuple[float, list[np.ndarray]]:
-        """The loss, and log-probabilities by sample. refs: of the shards where the head is."""
+        """The loss, and log-probabilities by sample, beside what else was reported. refs: of the shards where the head
+        is."""
+        beside: tuple[int, ...] = ()
         shares: list[EvaluatedShare] = self._waited(refs)
         sharing = self._session.graph.stages[-1].degrees.sequence
         runs: dict[int, list[tuple[int, np.ndarray]]] = {}
         for shard, share in enumerate(shares):
             for micro_batch, of_rows in (share.samples.tokens if share.samples else {}).items():
                 places = data.info.order[micro_batch][shard // sharing]
-                for sample, first, losses in of_rows:
-                    runs.setdefault(places[sample][1], []).append((first, -losses))
+                for sample, first, values in of_rows:
+                    beside = values.shape[1:]
+                    turned = -values if values.ndim == 1 else values * (-1, 1)  # losses, and entropies behind them
+                    runs.setdefault(places[sample][1], []).append((first, turned))
         every = range(max((place for row in data.info.order for of in row for _, place in of), default=-1) + 1)
         ordered = [[run for _, run in sorted(runs.get(at, ()), key=lambda one: one[0])] for at in every]
-        return sum(share.loss for share in shares), [np.concatenate([np.zeros(0), *of]) for of in ordered]
+        found = [np.concatenate([np.zeros((0, *beside)), *of]) for of in ordered]
+        return sum(share.loss for share in shares), found
 
     def _answers(self, refs: AnswerRefs) -> list[Answer]:
         """One for each replica; the last of them may have had nothing to answer."""
@@ -162,6 +192,15 @@ class TokenCalls:
         self._unstepped.clear()
         counts = {name: sum(getattr(one, name) for one in infos) for name in _SUMMED}
         return Batch(replace(infos[-1], step=self.step, **counts), {}, {}), sum(losses)
+
+
+@contextmanager
+def _without_adapters(session: Session) -> Iterator[None]:
+    session.leave_adapters_out(True)
+    try:
+        yield
+    finally:
+        session.leave_adapters_out(False)
 
 
 _SUMMED = ("samples", "images", "clips", "tokens", "target_tokens", "total_weight", "vision_tokens", "padded_tokens")

@@ -122,6 +122,7 @@ def _train_by_verl(worker: Any, engine: Any, model: str) -> dict[str, Any]:
     from transformers import AutoModelForImageTextToText
     from verl import DataProto
     from verl.utils import tensordict_utils
+    from verl.utils.torch_functional import entropy_from_logits
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
     from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
@@ -141,23 +142,27 @@ def _train_by_verl(worker: Any, engine: Any, model: str) -> dict[str, Any]:
     }
 
     def data(**more: torch.Tensor) -> Any:
-        given = DataProto.from_single_dict(columns | more, meta_info={"temperature": 1.0})
+        given = DataProto.from_single_dict(columns | more, meta_info={"temperature": 0.7})
         made = left_right_2_no_padding(given.to_tensordict())
         tokens = tensordict_utils.assign_non_tensor(made, global_token_num=seen.sum(-1).tolist(), compute_loss=False)
-        return tensordict_utils.assign_non_tensor(tokens, global_batch_size=4)
+        return tensordict_utils.assign_non_tensor(tokens, global_batch_size=4, calculate_entropy=True)
 
     given = data()
-    old = no_padding_2_padding(tensordict_utils.get(worker.infer_batch(given), "log_probs"), given)
+    by_engine = worker.infer_batch(given)
+    old, spread = (no_padding_2_padding(tensordict_utils.get(by_engine, n), given) for n in ("log_probs", "entropy"))
     plain = AutoModelForImageTextToText.from_pretrained(model)
-    logits = plain(input_ids=ids, attention_mask=seen).logits[:, answer - 1 : -1]
+    logits = plain(input_ids=ids, attention_mask=seen).logits[:, answer - 1 : -1] / 0.7
+    entropies = entropy_from_logits(logits)
     logps = logits.log_softmax(-1).gather(-1, ids[:, answer:, None])[..., 0]
-    loss = partial(ppo_loss, config=ActorConfig(strategy="dhp", rollout_n=1, ppo_micro_batch_size_per_gpu=-1))
+    settings = ActorConfig(strategy="dhp", rollout_n=1, ppo_micro_batch_size_per_gpu=-1, entropy_coeff=0.3)
+    loss = partial(ppo_loss, config=settings)
     worker.set_loss_fn(loss)
     metrics = tensordict_utils.get(worker.train_batch(data(old_log_probs=old * mask)), "metrics")
-    (-(columns["advantages"] * (logps - logps.detach()).exp() * mask).sum() / mask.sum()).backward()
+    costs = columns["advantages"] * (logps - logps.detach()).exp() + 0.3 * entropies
+    (-(costs * mask).sum() / mask.sum()).backward()
     norm = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm()
     return {
-        "apart": float(((old - logps) * mask).abs().max()),
+        "apart": max(float((one * mask).abs().max()) for one in (old - logps, spread - entropies)),
         "ppo norm": [metrics["grad_norm"], float(norm)],
         "ppo step": engine.run.step,
     }

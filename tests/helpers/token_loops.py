@@ -44,6 +44,10 @@ class LocalSession:
     def put(self, data: StepData) -> Batch:
         return Batch(data.info, data.work, data.routes)
 
+    def leave_adapters_out(self, out: bool) -> None:
+        for group in self.groups.values():
+            group.execute_all("leave_adapters_out", out)
+
     def take_watched(self) -> list[Any]:
         return []
 
@@ -106,9 +110,14 @@ class PlainLoop:
 
     def logps(self, sample: Sample) -> Tensor:
         """Of the targets."""
+        return self.scores(sample)[0]
+
+    def scores(self, sample: Sample, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the targets, and the entropies of what they are of."""
         logits = self.model(**model_inputs(sample, self.family, self.model), use_cache=False).logits[0, :-1]
         labels = torch.from_numpy(sample.labels)[1:]
-        return logits[labels >= 0].log_softmax(-1).gather(1, labels[labels >= 0][:, None])[:, 0]
+        every = (logits[labels >= 0] / temperature).log_softmax(-1)
+        return every.gather(1, labels[labels >= 0][:, None])[:, 0], -(every.exp() * every).sum(-1)
 
     def columns(self, sample: Sample) -> dict[str, Tensor]:
         """At the targets."""

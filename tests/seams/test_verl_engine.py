@@ -123,15 +123,23 @@ def squared_ratio(model_output: dict[str, Tensor], data: Any, dp_group: object =
     return (costs * mask).sum() / data["batch_num_tokens"], {"tokens": int(mask.sum())}
 
 
-def plain_loss(plain: PlainLoop, model: str, data: Any) -> tuple[float, list[Tensor]]:
-    """The same by the plain model, whose gradients are added; log-probabilities of each sample."""
+def with_bonus(model_output: dict[str, Tensor], data: Any, dp_group: object = None) -> tuple[Tensor, dict[str, Any]]:
+    """A loss of entropies besides."""
+    loss, metrics = squared_ratio(model_output, data)
+    bonus = (model_output["entropy"].values().square() * data["loss_mask"].values()).sum()
+    return loss - 0.2 * bonus / data["batch_num_tokens"], metrics
+
+
+def plain_loss(plain: PlainLoop, model: str, data: Any, bonus: float = 0.0) -> tuple[float, list[Tensor]]:
+    """The same by the plain model, whose gradients are added; log-probabilities of each sample. bonus: of entropies;
+    then at temperature 0.7."""
     every, losses = [], []
     count = int(data["loss_mask"].values().sum())
     read = batcher(model, CASES[0]).read([without_targets(one, aim=True) for one in SAMPLES])
     columns = zip(read, data["loss_mask"].unbind(), data["advantages"].unbind(), strict=True)
     for one, mask, advantages in columns:
-        logps = plain.logps(one)
-        costs = -(logps + 6).exp() * advantages[:-1] + 0.1 * logps.square()
+        logps, entropies = plain.scores(one, 0.7 if bonus else 1.0)
+        costs = -(logps + 6).exp() * advantages[:-1] + 0.1 * logps.square() - bonus * entropies.square()
         losses.append((costs * mask[:-1]).sum() / count)
         every.append(logps.detach())
     sum(losses[1:], losses[0]).backward()
@@ -160,6 +168,24 @@ def test_gradients_are_those_of_verls_function(case: Case, started: Start, four_
     assert calls.optim_step()[0] == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_entropies_at_a_temperature_have_gradients_too(case: Case, started: Start, four_layers_model: str) -> None:
+    from tests.trainer.test_token_calls import check_gradients
+
+    engine, calls = started(case)
+    data, plain = batch(calculate_entropy=True, temperature=0.7), PlainLoop(four_layers_model)
+    data["loss_mask"].values()[data["loss_mask"].offsets()[1:] - 1] = 0
+    wanted, _ = plain_loss(plain, four_layers_model, data, bonus=0.2)
+    with engine.train_mode(zero_grad_on_exit=False):
+        found = engine.forward_backward_batch(data, with_bonus)
+    assert sum(found["loss"]) == pytest.approx(wanted, rel=1e-6) and check_gradients(calls, plain) < 1e-5
+    with engine.eval_mode():
+        shown = engine.infer_batch(data)["model_output"]["entropy"]
+    read = batcher(four_layers_model, CASES[0]).read([without_targets(one, aim=True) for one in SAMPLES])
+    for row, one in zip(shown.unbind(), read, strict=True):
+        assert float((row[:-1] - plain.scores(one, 0.7)[1].detach()).abs().max()) < 1e-5
+
+
 def test_inference_leaves_no_gradient_and_training_forgets_those_of_a_failure(started: Start) -> None:
     engine, calls = started(CASES[0])
     with engine.eval_mode():
@@ -184,8 +210,11 @@ def test_inference_leaves_no_gradient_and_training_forgets_those_of_a_failure(st
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ({"calculate_entropy": True}, "no calculate_entropy"),
-        ({"distillation_use_topk": True, "temperature": 0.7}, "no distillation_use_topk, temperature=0.7"),
+        ({"calculate_sum_pi_squared": True}, "no calculate_sum_pi_squared"),
+        (
+            {"distillation_use_topk": True, "temperature": torch.tensor([0.7, 1.0, 0.7])},
+            r"no distillation_use_topk, temperatures of samples, here \[0.6.*, 1.0\]",
+        ),
     ],
 )
 def test_what_it_does_not_give_is_refused_by_name(started: Start, flags: dict[str, Any], words: str) -> None:

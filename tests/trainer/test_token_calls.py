@@ -13,6 +13,7 @@ from torch import Tensor
 from dhp.batch.token_samples import TokenSample
 from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError, DataError
+from dhp.core.parameters import AdapterSettings
 from dhp.data.sample.sample import Sample
 from tests.helpers.exact_ranks import EXACT
 from tests.helpers.layouts import Case, Running, _found_gradients
@@ -43,6 +44,11 @@ SAMPLES = [
 def squared(logps: Tensor, columns: dict[str, Tensor], power: float = 2.0) -> Tensor:
     """A loss of someone's own."""
     return ((logps - columns["old_logps"]).abs() ** power * columns["weights"]).sum()
+
+
+def explore(logps: Tensor, columns: dict[str, Tensor], entropies: Tensor, bonus: float = 0.5) -> Tensor:
+    """A loss of someone's own that looks at entropies."""
+    return (-logps.exp() * columns["advantages"] - bonus * entropies.square() * columns["weights"]).sum()
 
 
 def _ppo(logps: Tensor, columns: dict[str, Tensor]) -> Tensor:
@@ -121,6 +127,27 @@ def test_log_probabilities_are_the_plain_models(case: Case, started: Any, four_l
     assert np.abs(found[0] - wanted[0][::-1]).max() > 1e-3  # the order of tokens shows
 
 
+@pytest.mark.parametrize("case", slow_but(CASES, CASES[2]), ids=str)
+def test_entropies_and_temperatures_are_the_plain_models(case: Case, started: Any, four_layers_model: str) -> None:
+    calls, plain, samples = started(case, 2), PlainLoop(four_layers_model), read(four_layers_model, SAMPLES)
+    found = calls.forward(SAMPLES, temperature=0.6, entropies=True)
+    wanted = [plain.scores(one, 0.6) for one in samples]
+    for of_sample, of_plain in zip(found, wanted, strict=True):
+        assert np.abs(of_sample - torch.stack(of_plain, 1).detach().numpy()).max() < 1e-9
+    losses = [explore(logps, plain.columns(one), entropies) for one, (logps, entropies) in zip(samples, wanted)]
+    (sum(losses[1:], losses[0]) / 7).backward()
+    loss = calls.forward_backward(SAMPLES, explore, normalizer=7.0, temperature=0.6).loss
+    assert loss == pytest.approx(float(sum(of.detach() for of in losses)) / 7, rel=1e-9)
+    assert check_gradients(calls, plain) < 1e-9
+
+
+def test_samples_without_targets_have_no_log_probabilities(started: Any) -> None:
+    nothing = replace(SAMPLES[1], targets=[False] * len(SAMPLES[1].token_ids))
+    for entropies, width in ((False, ()), (True, (2,))):
+        first, second = started(CASES[0]).forward([nothing, SAMPLES[1]], entropies=entropies)
+        assert first.shape == (0, *width) and second.shape[1:] == width and len(second)
+
+
 @pytest.mark.parametrize("case", slow_but(CASES, CASES[1], CASES[2], CASES[4]), ids=str)
 def test_gradients_of_several_calls_add_up(case: Case, started: Any, four_layers_model: str) -> None:
     """Of two losses with normalizers of their own, in unlike numbers of micro-batches; a forward between them."""
@@ -187,7 +214,7 @@ def test_deepspeed_takes_one_call_a_step(started: Any, four_layers_model: str) -
 @pytest.mark.parametrize(
     ("loss", "settings", "said"),
     [
-        ("pppo", {}, "loss=pppo is neither one of cross_entropy, importance_sampling, ppo, dpo nor"),
+        ("pppo", {}, "loss=pppo is neither one of cross_entropy, importance_sampling, ppo, linear, dpo nor"),
         ("os.pathh", {}, "has no attribute 'pathh'"),
         (lambda logps, columns: logps.sum(), {}, "is no function of a module"),
         ("ppo", {"clip": 0.2}, "does not take the settings"),
@@ -214,3 +241,24 @@ def test_a_loss_of_weights_that_sum_to_nothing_is_refused(
         calls._read(nothing, "cross_entropy", None, {})
     with pytest.raises(DataError, match="would be divided by -2"):
         calls._read(nothing, "cross_entropy", -2.0, {})
+
+
+def test_a_reference_is_the_model_without_its_adapters(started: Any, four_layers_model: str) -> None:
+    lora = tuple((part, AdapterSettings(4, 8.0)) for part in ("vision", "text"))
+    calls = started(Case(ONE, Degrees(ring=2), packing=True, lora=lora), 2)
+    calls._session.config.text.lora.rank = 4
+    calls.forward_backward(SAMPLES, "cross_entropy")
+    calls.optim_step()
+    adapted, reference = calls.forward(SAMPLES), calls.forward(SAMPLES, adapters=False)
+    plain = PlainLoop(four_layers_model)
+    for one, other, sample in zip(adapted, reference, read(four_layers_model, SAMPLES), strict=True):
+        wanted = plain.logps(sample).detach().numpy()
+        assert np.abs(other - wanted).max() < 1e-9 and np.abs(one - wanted).max() > 1e-4
+    assert np.array_equal(calls.forward(SAMPLES)[0], adapted[0])  # they take part again
+
+
+def test_a_reference_of_a_run_without_adapters_is_refused(started: Any) -> None:
+    with pytest.raises(ConfigError, match="no part has any: set text.lora.rank"):
+        started(CASES[0]).forward(SAMPLES, adapters=False)
+    with pytest.raises(ConfigError, match="temperature=0.0 divides logits"):
+        started(CASES[0]).forward(SAMPLES, temperature=0.0)

@@ -1,7 +1,7 @@
 """Cross-entropy of a head split over tensor ranks, in chunks."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,13 @@ def token_loss_sum(
     rule: LogitRule = PLAIN,
     factor: float | Tensor = 1.0,
     losses: list[Tensor] | None = None,
+    entropy_factor: Tensor | None = None,
 ) -> Tensor:
     """Σ −factor × log softmax(logits)[targets] of the logits that `rule` makes of head(states), a scalar in float32
     (float64 for float64 states).
+
+    entropy_factor: of each row, [rows], by which the entropy of softmax(logits) is multiplied and added; None: it is
+    not.
 
     states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]; factor: of all rows, or of each,
     [rows]. `head.weight` is whole, or this rank's slice of the vocabulary (`dhp.parallel.tensor.slices`, or a
@@ -37,26 +41,33 @@ def token_loss_sum(
     The result may be added to, but not multiplied: its gradient must be 1, and whatever the loss is multiplied by is
     given as `factor`. So nothing passes over the head's gradient a second time. Backward raises otherwise."""
     weight, first, group, _ = _head_slice(head)
-    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule, factor, losses)
+    of_rows = (factor, entropy_factor)
+    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule, of_rows, losses)
 
 
 @torch.no_grad()
 def judge_tokens(
-    head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows: int = CHUNK_ROWS, rule: LogitRule = PLAIN
+    head: nn.Linear,
+    states: Tensor,
+    targets: Tensor,
+    chunk_rows: int = CHUNK_ROWS,
+    rule: LogitRule = PLAIN,
+    entropies: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, −log softmax(logits)[targets], and bool [rows]: whether no token has a higher logit than
-    the target. Saves nothing for backward. As `token_loss_sum` otherwise."""
+    the target. Saves nothing for backward. As `token_loss_sum` otherwise.
+
+    entropies: gets the entropy of softmax(logits) of each row, in nats, a tensor a chunk."""
     weight, first, group, _ = _head_slice(head)
     exact = torch.float64 if states.dtype == torch.float64 else torch.float32
     losses, right = [], []
     for rows, target in zip(states.split(chunk_rows), targets.split(chunk_rows), strict=True):
-        logits, highest, mine, column = _found(rows, weight, target - first, group, exact, rule)
-        wanted = torch.where(mine, logits.gather(1, column)[:, 0] - highest, 0.0)
-        sums = torch.stack([(logits - highest[:, None]).exp_().sum(-1), wanted])
-        if group is not None:
-            sum_in_place(sums, group)
-        losses.append(sums[0].log() - sums[1])
-        right.append(sums[1] >= 0)
+        found = _softmax(rows, weight, target - first, group, exact, rule, entropies is not None)
+        losses.append(found.losses)
+        right.append(found.wanted >= 0)
+        if entropies is not None:
+            entropies.append(found.entropies)
+        del found  # or two chunks' logits would exist at a time
     return torch.cat(losses), torch.cat(right)
 
 
@@ -109,21 +120,25 @@ class _TokenLossSum(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk_rows: int,
         rule: LogitRule,
-        factor: float | Tensor,
+        factors: tuple[float | Tensor, Tensor | None],
         kept: list[Tensor] | None,
     ) -> Tensor:
         exact = torch.float64 if states.dtype == torch.float64 else torch.float32
         total = states.new_zeros((), dtype=exact)
         grad_states, grad_weight = torch.empty_like(states), None
-        for rows, target, grad, of_rows in zip(
+        for rows, target, grad, *of_rows in zip(
             *(one.split(chunk_rows) for one in (states, targets, grad_states)),
-            _factors(factor, len(states), chunk_rows, exact),
+            *(_factors(factor, len(states), chunk_rows, exact) for factor in factors),
             strict=True,
         ):
-            losses, slopes = _chunk(rows, weight, target - first, group, exact, rule, of_rows)
-            total += (losses * of_rows).sum()
+            found = _softmax(rows, weight, target - first, group, exact, rule, of_rows[1] is not None)
+            total += (found.losses * of_rows[0]).sum()
+            if of_rows[1] is not None:
+                total += (found.entropies * of_rows[1]).sum()
             if kept is not None:
-                kept.append(losses)
+                kept.append(found.losses)
+            slopes = _slopes(found, rule, *of_rows)
+            del found  # or two chunks' logits would exist at a time
             slopes = slopes.to(rows.dtype)
             torch.mm(slopes, weight, out=grad)
             # A single chunk's product is rounded once, as autograd's own is; several are summed before they are.
@@ -152,50 +167,81 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype
     return product.to(dtype) if total is None else total.add_(product)
 
 
-def _factors(factor: float | Tensor, rows: int, chunk_rows: int, dtype: torch.dtype) -> Sequence[float | Tensor]:
+def _factors(
+    factor: float | Tensor | None, rows: int, chunk_rows: int, dtype: torch.dtype
+) -> Sequence[float | Tensor | None]:
     if isinstance(factor, Tensor):
         return factor.to(dtype).split(chunk_rows)
     return [factor] * max(1, -(-rows // chunk_rows))
 
 
-def _chunk(
+class _Softmax(NamedTuple):
+    """Of a chunk's rows: this rank's logits [rows, own vocabulary], and the highest on any rank; whether the target is
+    in this rank's part, and its column there, [rows, 1]; and e^(logit − highest), with its sum over all ranks.
+
+    wanted: the target's logit − highest. spread: Σ e^(logit − highest) × (logit − highest) over all ranks, where it was
+    asked for."""
+
+    logits: Tensor
+    highest: Tensor
+    mine: Tensor
+    column: Tensor
+    exponentials: Tensor
+    total: Tensor
+    wanted: Tensor
+    spread: Tensor
+
+    @property
+    def losses(self) -> Tensor:
+        return self.total.log() - self.wanted
+
+    @property
+    def entropies(self) -> Tensor:
+        return self.total.log() - self.spread / self.total
+
+
+def _softmax(
     rows: Tensor,
     weight: Tensor,
     target: Tensor,
     group: dist.ProcessGroup | None,
     exact: torch.dtype,
     rule: LogitRule,
-    factor: float | Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Losses of a chunk's rows over the whole vocabulary, [rows], and factor × d loss / d output of this rank's part of
-    the head, [rows, own vocabulary]. factor: of all rows, or [rows].
-
-    target: relative to this rank's first token, so out of range on the ranks that do not hold it."""
-    logits, highest, mine, column = _found(rows, weight, target, group, exact, rule)
-    exponentials = (logits - highest[:, None]).exp_()
-    wanted = torch.where(mine, logits.gather(1, column)[:, 0] - highest, 0.0)
-    sums = torch.stack([exponentials.sum(-1), wanted])  # [2, rows]
-    if group is not None:
-        sum_in_place(sums, group)
-    factor = factor * rule.factor
-    slopes = exponentials.mul_((factor / sums[0])[:, None])
-    slopes.scatter_add_(1, column, (mine.to(exact) * -factor)[:, None])
-    if rule.softcap is not None:
-        slopes *= 1 - (logits / rule.softcap).square_()
-    return sums[0].log() - sums[1], slopes
-
-
-def _found(
-    rows: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup | None, exact: torch.dtype, rule: LogitRule
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's logits [rows, own vocabulary]; of each row the highest on any rank, whether the target is in this
-    rank's part, and its column there, [rows, 1]. target: as in `_chunk`."""
+    spreads: bool,
+) -> _Softmax:
+    """target: relative to this rank's first token, so out of range on the ranks that do not hold it."""
     logits = _logits(rows, weight, exact, rule)
     highest = logits.max(dim=-1).values
     if group is not None:
         largest_in_place(highest, group)
     mine = (target >= 0) & (target < len(weight))
-    return logits, highest, mine, target.clamp(0, len(weight) - 1)[:, None]
+    column = target.clamp(0, len(weight) - 1)[:, None]
+    exponentials = (logits - highest[:, None]).exp_()
+    wanted = torch.where(mine, logits.gather(1, column)[:, 0] - highest, 0.0)
+    spread = [(exponentials * (logits - highest[:, None])).sum(-1)] if spreads else []
+    sums = torch.stack([exponentials.sum(-1), wanted, *spread])
+    if group is not None:
+        sum_in_place(sums, group)
+    return _Softmax(logits, highest, mine, column, exponentials, sums[0], sums[1], sums[-1])
+
+
+def _slopes(found: _Softmax, rule: LogitRule, factor: float | Tensor, entropy_factor: Tensor | None) -> Tensor:
+    """factor × d loss / d output of this rank's part of the head, [rows, own vocabulary], and that of the entropy.
+    factors: [rows] each, or of all rows. Takes the place of the exponentials."""
+    scale = rule.factor / rule.temperature
+    factor = factor * scale
+    more = None
+    if entropy_factor is not None:  # d entropy / d logit = −p × (log p + entropy)
+        beyond = (found.spread / found.total)[:, None]
+        more = (found.logits - found.highest[:, None]).sub_(beyond).mul_(found.exponentials)
+        more *= (entropy_factor * -scale / found.total)[:, None]
+    slopes = found.exponentials.mul_((factor / found.total)[:, None])
+    slopes.scatter_add_(1, found.column, (found.mine.to(slopes.dtype) * -factor)[:, None])
+    if more is not None:
+        slopes += more
+    if rule.softcap is not None:
+        slopes *= 1 - (found.logits * (rule.temperature / rule.softcap)).square_()
+    return slopes
 
 
 def _logits(rows: Tensor, weight: Tensor, exact: torch.dtype, rule: LogitRule) -> Tensor:
@@ -205,4 +251,6 @@ def _logits(rows: Tensor, weight: Tensor, exact: torch.dtype, rule: LogitRule) -
         logits *= rule.factor
     if rule.softcap is not None:
         logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    if rule.temperature != 1.0:
+        logits /= rule.temperature
     return logits

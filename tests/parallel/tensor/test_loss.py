@@ -142,17 +142,29 @@ def test_a_bias_is_refused() -> None:
         token_loss_sum(nn.Linear(2, 3), torch.ones(1, 2), torch.zeros(1, dtype=torch.long))
 
 
-RULES = [LogitRule(softcap=2.0), LogitRule(factor=0.25), LogitRule(factor=3.0, softcap=1.5)]
+RULES = [
+    LogitRule(softcap=2.0),
+    LogitRule(factor=0.25),
+    LogitRule(factor=3.0, softcap=1.5),
+    LogitRule(temperature=0.6),
+    LogitRule(3.0, 1.5, 1.7),
+]
 
 
-def capped(rule: LogitRule, ranks: int) -> Result:
+def plain_logits(states: Tensor, weight: Tensor, rule: LogitRule) -> Tensor:
+    logits = rule.factor * (states @ weight.T)
+    return (logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)) / rule.temperature
+
+
+def capped(rule: LogitRule, ranks: int, entropies: bool = False) -> Result:
     states, weight, targets = inputs(9, 12, torch.float64)
     head = nn.Linear(HIDDEN, 12, bias=False)
     head.weight = nn.Parameter(weight)
     if ranks > 1:
         head.weight = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (ranks,)), [Shard(0)]))
         use_local_slices(head)
-    loss = token_loss_sum(head, states, targets, chunk_rows=4, rule=rule)
+    more = torch.linspace(-1, 2, 9, dtype=torch.float64) if entropies else None
+    loss = token_loss_sum(head, states, targets, chunk_rows=4, rule=rule, entropy_factor=more)
     loss.backward()
     gradient = head.weight.grad
     cut = cut_of(head, "weight")
@@ -163,15 +175,41 @@ def capped(rule: LogitRule, ranks: int) -> Result:
 def test_scaled_and_soft_capped_logits_equal_autograd(rule: LogitRule) -> None:
     states, weight, targets = inputs(9, 12, torch.float64)
     weight.requires_grad_()
-    logits = rule.factor * (states @ weight.T)
-    logits = logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)
-    loss = F.cross_entropy(logits, targets, reduction="sum")
+    loss = F.cross_entropy(plain_logits(states, weight, rule), targets, reduction="sum")
     loss.backward()
     wanted = (loss.detach(), states.grad, weight.grad)
     found = [capped(rule, 1), *run_on_ranks(capped, 2, rule, 2)]
     for result in found:
         for ours_, plain in zip(result, wanted, strict=True):
             torch.testing.assert_close(ours_, plain, rtol=1e-12, atol=1e-12)
+
+
+def _entropies(rule: LogitRule, ranks: int) -> Tensor:
+    states, weight, targets = inputs(9, 12, torch.float64)
+    head, found = nn.Linear(HIDDEN, 12, bias=False), list[Tensor]()
+    head.weight = nn.Parameter(weight)
+    if ranks > 1:
+        head.weight = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (ranks,)), [Shard(0)]))
+        use_local_slices(head)
+    judge_tokens(head, states, targets, 4, rule, found)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("rule", [LogitRule(), *RULES[2:]], ids=str)
+def test_entropies_and_their_gradients_equal_autograd(rule: LogitRule) -> None:
+    states, weight, targets = inputs(9, 12, torch.float64)
+    weight.requires_grad_()
+    logits = plain_logits(states, weight, rule)
+    entropies = torch.distributions.Categorical(logits=logits).entropy()
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    loss = loss + (entropies * torch.linspace(-1, 2, 9, dtype=torch.float64)).sum()
+    loss.backward()
+    wanted = (loss.detach(), states.grad, weight.grad)
+    for result in [capped(rule, 1, True), *run_on_ranks(capped, 2, rule, 2, True)]:
+        for ours_, plain in zip(result, wanted, strict=True):
+            torch.testing.assert_close(ours_, plain, rtol=1e-12, atol=1e-12)
+    for found in [_entropies(rule, 1), *run_on_ranks(_entropies, 2, rule, 2)]:
+        torch.testing.assert_close(found, entropies.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_a_loss_that_is_multiplied_has_no_way_back() -> None:
