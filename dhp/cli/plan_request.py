@@ -16,7 +16,16 @@ from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
 from dhp.models.family import Family
 from dhp.plan.bench.machine import CPU, Machine, device_here, machine_of
-from dhp.plan.count.samples import COMMENT, EqualSamples, Samples, assumed_equal, equal_samples, made_for, read_table
+from dhp.plan.count.samples import (
+    COMMENT,
+    TABLE_COLUMNS,
+    EqualSamples,
+    Samples,
+    assumed_equal,
+    equal_samples,
+    made_for,
+    read_table,
+)
 from dhp.plan.search.sample_source import measured_table, why_not_measured
 
 if TYPE_CHECKING:
@@ -234,18 +243,12 @@ def write_lengths(table: Table | None, family: Family, path: Path) -> None:
     if table is None:
         raise ConfigError(f"--lengths-out={path}: the lengths of the samples are assumed, not measured")
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = [
-        name for name in ("text", "vision", "patches", "squares", "pictures", "targets") if name in _column_names(table)
-    ]
+    names = [name for name in TABLE_COLUMNS if name in (table.rows.dtype.names or ())]
     with path.open("w", encoding="utf-8", newline="") as file:
         file.write(f"{COMMENT}{made_for(family)}\n")
         writer = csv.writer(file)
         writer.writerow(names)
         writer.writerows(zip(*(table.rows[name].tolist() for name in names), strict=True))
-
-
-def _column_names(table: Table) -> tuple[str, ...]:
-    return table.rows.dtype.names or ()
 
 
 def seconds_text(seconds: float) -> str:

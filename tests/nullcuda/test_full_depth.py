@@ -102,6 +102,7 @@ def plan(part: str, state_bytes: int, samples: int, recompute: str, compiled: st
     config = prepare(compose_config("qwen2_5_vl_3b", overrides=own))
     lengths = np.zeros(16 * samples, LENGTH_COLUMNS)
     lengths["text"], lengths["vision"], lengths["patches"], lengths["targets"] = TOKENS, FEATURES, 4 * FEATURES, TARGETS
+    lengths["pairs"] = TOKENS**2
     found = expect(plan_run(config, config_source(model_name(config))), Table(lengths)).forecast
     assert found is not None
     return found.memory[part]

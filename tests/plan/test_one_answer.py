@@ -92,6 +92,7 @@ def lengths(plan: RunPlan) -> np.ndarray:
     columns = np.zeros(plan.config.training.batch_size, LENGTH_COLUMNS)
     columns["text"], columns["vision"], columns["patches"] = rows.tokens, rows.pictures, rows.pictures * unit
     columns["squares"], columns["pictures"], columns["targets"] = (rows.pictures * unit) ** 2, 1, rows.targets
+    columns["pairs"] = rows.tokens**2
     return columns
 
 

@@ -249,7 +249,7 @@ CPU = DeviceInfo("cpu", "cpu", "CPUs of here", "float32")
 def lengths(text: int = 200) -> np.ndarray:
     columns = np.zeros(16, LENGTH_COLUMNS)
     columns["text"], columns["vision"], columns["patches"] = text, 64, 256
-    columns["squares"], columns["pictures"], columns["targets"] = 256**2, 1, 32
+    columns["squares"], columns["pictures"], columns["targets"], columns["pairs"] = 256**2, 1, 32, text**2
     return columns
 
 

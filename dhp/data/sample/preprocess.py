@@ -104,7 +104,8 @@ class Preprocessor:
         check_length(second, self._data.max_tokens, self._media.positions)
         both = Length(*map(sum, zip(first, second)))
         self._check_row(both.text)
-        return first._replace(text=both.text, targets=both.targets, sound=both.sound) if again else both
+        once = {name: getattr(both, name) for name in ("text", "targets", "sound", "pairs")}
+        return first._replace(**once) if again else both
 
     def fingerprint(self) -> str:
         """Hex digest of all that decides lengths, except the records: equal digests mean equal lengths."""
@@ -127,15 +128,17 @@ class Preprocessor:
     def _length(self, record: Record, tokens: Tokens, outlines: Sequence[Outline], clips: Sequence[Clip]) -> Length:
         runs = self.pictures.runs(outlines)
         more = 0 if self._written is not None else sum(runs) - len(runs)  # else the prompt has them all
+        text = len(tokens.ids) + more
         frames = [patches for outline in outlines for patches in self._media.frame_patches(outline.grid)]
         return Length(
             vision=sum(runs),
-            text=len(tokens.ids) + more,
+            text=text,
             patches=sum(frames),
             pictures=len(outlines),
             squares=sum(patches**2 for patches in frames),
             sound=sum(clip.form.tokens for clip in clips),
             targets=int(tokens.target[1:].sum()),  # nothing predicts the first token
+            pairs=text**2,
             encoded_bytes=sum(map(stored_bytes, (*record.media, *record.sounds))),
         )
 

@@ -108,7 +108,8 @@ class Length(NamedTuple):
     squares: Σ (patches of a frame or tile)², the pairs of a tower's full attention. The square of all patches would
     overstate them k-fold for k equal pictures.
 
-    sound: tokens of its audio clips. targets: tokens that the loss counts.
+    sound: tokens of its audio clips. targets: tokens that the loss counts. pairs: tokens², of a preference of each side
+    by itself: what may see what in the decoder.
 
     encoded_bytes: of its files of images, videos and sound as they are stored; those behind an address count as 0."""
 
@@ -119,11 +120,12 @@ class Length(NamedTuple):
     squares: int = 0
     sound: int = 0
     targets: int = 0
+    pairs: int = 0
     encoded_bytes: int = 0
 
 
-_LARGE = ("squares", "encoded_bytes")  # may pass 2³¹
-# One row a sample: the fields of `Length` in their order, in which each is aligned; 40 bytes.
+_LARGE = ("squares", "pairs", "encoded_bytes")  # may pass 2³¹
+# One row a sample: the fields of `Length` in their order, in which each is aligned; 48 bytes.
 LENGTH_COLUMNS = np.dtype([(name, np.int64 if name in _LARGE else np.int32) for name in Length._fields])
 
 

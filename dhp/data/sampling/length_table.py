@@ -23,7 +23,7 @@ from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sample.sample import LENGTH_COLUMNS
 from dhp.data.sampling.dataset import Dataset
 
-CACHE_FORMAT = 4  # of the cache and of what is measured: raise it when either changes
+CACHE_FORMAT = 5  # of the cache and of what is measured: raise it when either changes
 
 
 @dataclass(frozen=True, eq=False)

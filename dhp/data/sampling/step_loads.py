@@ -95,7 +95,7 @@ class StepLoads:
     first: number of its first step, 0-based, from the run's beginning.
 
     tokens, pairs: of each row, int64 [steps, micro_batches, replicas]: the decoder's tokens, padding included, and
-    Σ tokens² over the row's samples as they are laid out, which attention costs.
+    Σ tokens² over the row's samples as they are laid out, which attention costs; of a preference over both sides.
 
     vision, pictures: image tokens and pictures of each row, of the same shape. Where pictures were not counted, each
     sample with image tokens has one.
@@ -166,7 +166,9 @@ def step_loads(
     samples, ends = samples[usable], np.concatenate([[0], np.cumsum(usable)])[ends]
     shape = (-1, layout.micro_batches, layout.replicas)
     lengths = columns["text"][samples].astype(np.int64)
-    tokens, pairs = (_packed if packing else _padded)(lengths, ends)
+    squares = columns["pairs"][samples] if "pairs" in (columns.dtype.names or ()) else lengths**2
+    laid = _packed if packing else _padded
+    tokens, pairs = laid(lengths, ends, EMPTY_TOKENS), laid(squares, ends, EMPTY_TOKENS**2)
     of_rows = {name: _sums(columns[name][samples], ends).reshape(shape) for name in columns.dtype.names or ()}
     totals = {name: values.sum(axis=(1, 2)) for name, values in of_rows.items()}
     shown = columns["pictures" if "pictures" in of_rows else "vision"][samples]
@@ -194,19 +196,18 @@ def _rows(sampler: Sampler, first: int, last: int) -> tuple[np.ndarray, np.ndarr
     return np.fromiter(chain.from_iterable(rows), np.int64, int(ends[-1])), ends
 
 
-def _packed(lengths: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and Σ tokens² of each row, whose samples lie one behind another."""
-    empty = np.diff(ends, prepend=0) == 0
-    return _sums(lengths, ends) + EMPTY_TOKENS * empty, _sums(lengths**2, ends) + EMPTY_TOKENS**2 * empty
+def _packed(values: np.ndarray, ends: np.ndarray, empty: int) -> np.ndarray:
+    """Tokens, or pairs, of each row, whose samples lie one behind another. empty: of a row without samples."""
+    return _sums(values, ends) + empty * (np.diff(ends, prepend=0) == 0)
 
 
-def _padded(lengths: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and Σ tokens² of each row, whose samples are padded to the longest."""
+def _padded(values: np.ndarray, ends: np.ndarray, empty: int) -> np.ndarray:
+    """The same of rows whose samples are padded to the longest."""
     counts = np.diff(ends, prepend=0)
     held = counts > 0
-    longest = np.full(len(ends), EMPTY_TOKENS)
-    longest[held] = np.maximum.reduceat(lengths, (ends - counts)[held])
-    return longest * np.maximum(counts, 1), longest**2 * np.maximum(counts, 1)
+    longest = np.full(len(ends), empty)
+    longest[held] = np.maximum.reduceat(values, (ends - counts)[held])
+    return longest * np.maximum(counts, 1)
 
 
 def _sums(values: np.ndarray, ends: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dhp.data.sampling.step_loads import Table
 
 QUICK_STEPS = 64  # of a search's candidates; what is shown is made from all
-_NAMES = ("text", "vision", "patches", "squares", "pictures", "targets")
+TABLE_COLUMNS = ("text", "vision", "patches", "squares", "pictures", "targets", "pairs")
 _NEEDED = ("text",)
 COMMENT = "# "  # before the model, in the first line of a file of lengths
 
@@ -145,7 +145,7 @@ def read_table(path: Path, family: Family | None = None) -> Table:
             if header and header[0].startswith(COMMENT):
                 _check_model(path, ",".join(header).removeprefix(COMMENT), family)
                 header = next(csv.reader(file), [])
-            known = [name for name in _NAMES if name in header]
+            known = [name for name in TABLE_COLUMNS if name in header]
             if any(name not in known for name in _NEEDED):
                 raise ConfigError(
                     f"lengths={path} has {', '.join(header) or 'no lines'}: a column `text` with the tokens of each "
@@ -156,7 +156,7 @@ def read_table(path: Path, family: Family | None = None) -> Table:
                 values = np.loadtxt(file, delimiter=",", usecols=own, quotechar='"', comments=None, ndmin=2)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            f"lengths={path} cannot be read ({error}); give a CSV file with the columns {_NAMES}"
+            f"lengths={path} cannot be read ({error}); give a CSV file with the columns {TABLE_COLUMNS}"
         ) from error
     except ValueError as error:
         raise ConfigError(f"lengths={path}: a column of {', '.join(known)} has what is no number ({error})") from error

@@ -55,6 +55,7 @@ def test_its_length_is_that_of_both_with_what_both_show_once(read: Read, preproc
         assert length.text == len(pair.input_ids)
         assert (length.pictures, length.patches) == (len(pair.pixels), sum(map(len, pair.pixels)))
         assert length.targets == sum(side.target_tokens for side in pair.sides or ())
+        assert length.pairs == sum(len(side.input_ids) ** 2 for side in pair.sides or ()) < length.text**2
     assert len(pair.pixels) == 2 and pair.sides is not None and not pair.sides[1].again
 
 

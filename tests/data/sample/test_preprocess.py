@@ -309,7 +309,9 @@ def test_a_processor_that_does_not_scale_is_not_measured_by_its_formula(preproce
 
 def test_the_length_of_text_alone(preprocessor):
     sample = preprocessor()(talk("Hi?", "Yes."))
-    assert preprocessor().measure(talk("Hi?", "Yes.")) == Length(0, len(sample.input_ids), targets=sample.target_tokens)
+    assert preprocessor().measure(talk("Hi?", "Yes.")) == Length(
+        0, len(sample.input_ids), targets=sample.target_tokens, pairs=len(sample.input_ids) ** 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -372,6 +372,7 @@ def table(text: list[int] = TEXT, vision: list[int] = VISION) -> Table:
     columns["patches"] = 4 * columns["vision"]
     columns["squares"] = columns["patches"].astype(np.int64) ** 2
     columns["pictures"], columns["targets"] = columns["vision"] > 0, 1
+    columns["pairs"] = columns["text"].astype(np.int64) ** 2
     return Table(columns)
 
 

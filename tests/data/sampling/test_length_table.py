@@ -304,6 +304,7 @@ def in_numbers(record: Record, sample: Sample) -> Length:
         squares=sum(n * n for n in frames),
         sound=0,
         targets=int((sample.labels[1:] >= 0).sum()),
+        pairs=len(sample.input_ids) ** 2,
         encoded_bytes=sum(map(size_of, record.media)),
     )
 
@@ -443,7 +444,7 @@ def test_rows_in_any_order(annotations, preprocessor):
 
 
 COLUMNS = np.array(
-    [Length(4, 20, 16, 1, 256, 0, 7, 3_000_000_000), Length(0, 0), Length(8, 30, 99_999, 2, 9_999_800_001, 3)],
+    [Length(4, 20, 16, 1, 256, 0, 7, 400, 3_000_000_000), Length(0, 0), Length(8, 30, 99_999, 2, 9_999_800_001, 3)],
     LENGTH_COLUMNS,
 )
 NO_DEFECTS = np.frombuffer(b"{}", np.uint8)
@@ -451,7 +452,7 @@ LENGTHS = Lengths(COLUMNS, {1: "line 2 of \udcff: “no”"})
 
 
 def test_a_row_takes_little_room():
-    assert LENGTH_COLUMNS.names == Length._fields and LENGTH_COLUMNS.itemsize == 40
+    assert LENGTH_COLUMNS.names == Length._fields and LENGTH_COLUMNS.itemsize == 48
     assert all(offset % dtype.itemsize == 0 for dtype, offset in LENGTH_COLUMNS.fields.values())
 
 
