@@ -6,8 +6,8 @@ same tokens; where trl is installed, the loss of its DPOTrainer on the same pair
 the usual optimizer: `trl`, with a reference model, which TRL asks for where samples have pictures; and `trl_cached`,
 with the references given, which it refuses there. On a CPU TRL scores every position, on GPUs the answers' alone.
 
-Before anything is timed TRL's losses must be dhp's within 1e-6 of themselves in float64, where its model gives it
-log-probabilities in float64; `as_it_is`: how far they are off as TRL takes these, which is in float32. Without TRL
+Before anything is timed TRL's losses of DPO, KTO and ORPO must be dhp's within 1e-6 of themselves in float64, where its
+model gives it log-probabilities in float64; `as_it_is`: how far DPO's are off as TRL takes these, which is in float32. Without TRL
 `dpo` and `sft` are compared alone.
 
 A JSON line: `beside_sft`, `beside_trl` and `beside_trl_cached` are medians over rounds of dpo's seconds / the other's.
@@ -16,11 +16,12 @@ A JSON line: `beside_sft`, `beside_trl` and `beside_trl_cached` are medians over
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from transformers.utils import logging
 
 from dhp.cluster.host import keep_freed_memory
 from dhp.config.training import PreferenceConfig
-from dhp.core.preferences import CHOSEN, REJECTED, Mark
+from dhp.core.preferences import CHOSEN, OTHER, REJECTED, Mark
 from dhp.data.sample.sample import Sample, joined_sides
 from experiments.loops import CLIP, LR, MICRO_BATCHES, UPDATE, Data, MicroBatches, Ours, Plain, now, save_model
 from experiments.pair import join_alone
@@ -40,7 +41,7 @@ from tests.helpers.norms import use_exact_norms
 
 WARM_UP = 2
 BETA = PreferenceConfig().beta
-EXACT = 1e-6
+EXACT, DOUBLE = 1e-6, torch.float64
 
 
 class Pairs:
@@ -85,10 +86,14 @@ class Pairs:
 class Trl:
     """TRL's DPOTrainer, with the usual optimizer and clipping. cached: references are given, not computed."""
 
+    kind = "DPO"
+    settings: Mapping[str, Any] = {}
+    row: Mapping[str, Any] = {"images": [[]], "prompt": [""], "chosen": [""], "rejected": [""]}
+
     def __init__(self, model: str, pairs: Pairs, cached: bool, dtype: torch.dtype = torch.float32):
+        import trl
         from datasets import Dataset
         from transformers import ProcessorMixin
-        from trl import DPOConfig, DPOTrainer
 
         class Processor(ProcessorMixin):
             """What tells the trainer that the model sees; samples come with their tokens and patches."""
@@ -104,10 +109,10 @@ class Trl:
         )
         settings = {"use_cpu": True, "report_to": [], "bf16": False, "gradient_checkpointing": False, "beta": BETA}
         settings |= {"remove_unused_columns": False, "max_length": None, "disable_tqdm": True}
-        args = DPOConfig(self._folder.name, **settings)
-        row = {"images": [[]], "prompt": [""], "chosen": [""], "rejected": [""]}
-        data = {"train_dataset": Dataset.from_dict(row), "data_collator": lambda rows: rows}
-        self._trainer = DPOTrainer(own, other, args, processing_class=Processor(), **data)
+        args = getattr(trl, f"{self.kind}Config")(self._folder.name, **settings, **self.settings)
+        data = {"train_dataset": Dataset.from_dict(self.row), "data_collator": lambda rows: rows}
+        trainer = getattr(trl, f"{self.kind}Trainer")
+        self._trainer = trainer(own, other, args, processing_class=Processor(), **data)
         self._trainer.precompute_ref_logps = cached
         self._collate = pairs._reference._collate
         self.model = self._trainer.model.train()
@@ -121,19 +126,14 @@ class Trl:
         return [self._inputs(row) for row in samples]
 
     def _inputs(self, row: Sequence[Sample]) -> dict[str, Tensor]:
-        sides = [
-            replace(pair.sides[side], pixels=pair.pixels, again=False)
-            for side in (0, 1)
-            for pair in row
-            if pair.sides is not None
-        ]
+        first, second = sides_of(row)
+        names = ("ref_chosen_logps", "ref_rejected_logps")
+        return self._laid_out(first + second) | dict(zip(names, map(references, (first, second)), strict=True))
+
+    def _laid_out(self, sides: Sequence[Sample]) -> dict[str, Tensor]:
         named = self._collate(tuple(sides))
         named["completion_mask"] = (named.pop("labels") >= 0).long()
-        named = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in named.items()}
-        marks = [[pair.sides[side].mark for pair in row if pair.sides is not None] for side in (0, 1)]
-        for name, of_side in zip(("ref_chosen_logps", "ref_rejected_logps"), marks, strict=True):
-            named[name] = torch.tensor([mark.reference for mark in of_side if mark is not None], dtype=torch.float64)
-        return named
+        return {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in named.items()}
 
     def take_exact(self) -> None:
         """Have the model give the trainer log-probabilities in its own format."""
@@ -169,6 +169,64 @@ class Trl:
         return now() - begin, total
 
 
+class TrlKto(Trl):
+    """TRL's KTOTrainer, for its loss."""
+
+    kind = "KTO"
+    settings = {"train_sampling_strategy": "sequential"}
+    row = {"images": [[]], "prompt": [""], "completion": [""], "label": [True]}
+
+    def _inputs(self, row: Sequence[Sample]) -> dict[str, Tensor]:
+        first, second = sides_of(row)
+        named, others = self._laid_out(first), self._laid_out(second)
+        named |= {f"KL_{name}": value for name, value in others.items() if value.shape[:1] == (len(row),)}
+        named |= {"ref_logps": references(first), "ref_KL_logps": references(second)}
+        return named | {"label": torch.tensor([one.mark is not None and one.mark.side == CHOSEN for one in first])}
+
+
+class TrlOrpo(Trl):
+    """The odds of TRL's ORPOTrainer, which reads no pictures and takes the question into the cross-entropy: beside the
+    answer's, as published (Hong et al. 2024, equation 6)."""
+
+    def losses(self, micro_batches: Sequence[dict[str, Tensor]]) -> list[float]:
+        from trl.experimental.orpo import ORPOTrainer
+
+        settings: Any = SimpleNamespace(beta=BETA, accelerator=SimpleNamespace(device="cpu"))
+        found = []
+        for given in micro_batches:
+            named = {name: value for name, value in given.items() if not name.startswith("ref_")}
+            counted = named.pop("completion_mask")[:, 1:]
+            with torch.no_grad():
+                logits = type(self.model).forward(self.model, **named, use_cache=False).logits[:, :-1]
+            logps = logits.log_softmax(-1).gather(2, named["input_ids"][:, 1:, None])[..., 0]
+            chosen, rejected = ((logps * counted).sum(1) / counted.sum(1)).chunk(2)
+            found.append(float((-chosen - ORPOTrainer.odds_ratio_loss(settings, chosen, rejected)[0]).mean()))
+        return found
+
+
+def sides_of(row: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """All first sides and all second ones, with their pictures."""
+    every = [[replace(side, pixels=pair.pixels, again=False) for side in pair.sides or ()] for pair in row]
+    first, second = zip(*every, strict=True)
+    return [*first], [*second]
+
+
+def references(sides: Sequence[Sample]) -> Tensor:
+    return torch.tensor([side.mark.reference for side in sides if side.mark is not None], dtype=torch.float64)
+
+
+def as_singles(samples: MicroBatches) -> MicroBatches:
+    """Every other answer is liked; the second sides are answers to other questions."""
+    return tuple(tuple(_single(pair, at % 2 == 0) for at, pair in enumerate(row)) for row in samples)
+
+
+def _single(pair: Sample, liked: bool) -> Sample:
+    assert pair.sides is not None
+    kinds = zip(pair.sides, (CHOSEN if liked else REJECTED, OTHER), strict=True)
+    first, second = (replace(one, mark=one.mark._replace(side=kind)) for one, kind in kinds if one.mark is not None)
+    return replace(pair, sides=(first, second))
+
+
 def _tokenizer() -> Any:
     from dhp.tiny.tiny_model import make_tokenizer
 
@@ -187,20 +245,24 @@ def compare(ways: dict[str, Any], pairs: Pairs, rounds: int) -> dict[str, list[f
 
 
 def check_losses(model: str, pairs: Pairs) -> dict[str, float]:
-    """The largest difference of a step's loss from TRL's, relative. Raises ValueError where it is above `EXACT`."""
+    """The largest difference of a step's loss from TRL's, relative, by objective; as_it_is: of DPO's as TRL computes
+    it. Raises ValueError where one is above `EXACT`."""
     patch = pytest.MonkeyPatch()
     use_exact_norms(patch.setattr)  # in float32 they round rows of other lengths otherwise
-    ours, theirs = Ours(model, pairs.data, objective="dpo", dtype="float64"), Trl(model, pairs, True, torch.float64)
-    steps = [pairs.step(100 + number) for number in range(3)]
-    found = [ours.evaluate(ours.shard(samples)) for samples in steps]
-    errors = {}
-    for name in ("as_it_is", "loss_error"):
-        wanted = [sum(theirs.losses(theirs.shard(samples))) / MICRO_BATCHES for samples in steps]
-        errors[name] = max(abs(loss / other - 1) for loss, other in zip(found, wanted, strict=True))
-        theirs.take_exact()
+    steps, errors = [pairs.step(100 + number) for number in range(3)], {}
+    for objective, kind in {"dpo": Trl, "kto": TrlKto, "orpo": TrlOrpo}.items():
+        given = list(map(as_singles, steps)) if objective == "kto" else steps
+        ours, theirs = Ours(model, pairs.data, objective=objective, dtype="float64"), kind(model, pairs, True, DOUBLE)
+        found = [ours.evaluate(ours.shard(samples)) for samples in given]
+        for name in ("as_it_is", f"{objective}_error")[objective != "dpo" :]:
+            if name != "as_it_is":
+                theirs.take_exact()
+            wanted = [sum(theirs.losses(theirs.shard(samples))) / MICRO_BATCHES for samples in given]
+            errors[name] = max(abs(loss / other - 1) for loss, other in zip(found, wanted, strict=True))
     patch.undo()
-    if errors["loss_error"] > EXACT:
-        raise ValueError(f"losses are {errors['loss_error']:.1e} of themselves off TRL's")
+    wrong = {name: f"{error:.1e}" for name, error in errors.items() if name != "as_it_is" and error > EXACT}
+    if wrong:
+        raise ValueError(f"losses are {wrong} of themselves off TRL's")
     return errors
 
 
