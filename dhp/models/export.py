@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from math import prod
@@ -210,15 +210,24 @@ def merge(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters) -> 
     refuse_quantized(adapters)
     model = _load(model_dir)
     formats = {name: tensor.dtype for name, tensor in held_tensors(model).items()}
-    for parameter in model.parameters():  # or 16 bits would round the adapters, their product and the sum
-        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     for part, own in targets_of(model, load_family(model_dir), adapters).items():
         add_adapters(model, own, adapters[part], seed=0)
+    _widen(parameter for name, parameter in model.named_parameters() if is_adapter(name))
     _fill(model, weights, model_dir)
-    for _, layer in adapted_modules(model):
+    for _, layer in adapted_modules(model):  # one at a time, or the whole model would be there in 32 bits
+        before = {parameter: parameter.dtype for parameter in layer.parameters()}
+        _widen(before)
         layer.merge(safe_merge=True)
+        for parameter, dtype in before.items():
+            parameter.data = parameter.data.to(dtype)
     held = {plain_name(name): tensor for name, tensor in held_tensors(model).items() if not is_adapter(name)}
     return {name: tensor.detach().to(formats[name]) for name, tensor in held.items()}
+
+
+def _widen(parameters: Iterable[nn.Parameter]) -> None:
+    """Or 16 bits would round adapters, their product and the sum."""
+    for parameter in parameters:
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -20,7 +21,7 @@ from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.parameters import ADAPTER, NF4, AdapterSettings, is_adapter, plain_name
-from dhp.models import quantized
+from dhp.models import export, quantized
 from dhp.models.begin_adapters import check_begin, weight_reader
 from dhp.models.empty import adapt
 from dhp.models.export import merge, save_adapter, save_whole
@@ -363,13 +364,26 @@ def test_adapters_beside_four_bits_are_not_merged() -> None:
         merge("nowhere", {}, {"vision": AdapterSettings(2, 4.0), "text": rounded})
 
 
-def test_a_merge_into_16_bits_is_rounded_once(llava_model: str, tmp_path: Path) -> None:
+def test_a_merge_into_16_bits_is_rounded_once(
+    llava_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no more than a layer's matrix is in 32 bits at a time."""
     model, asked = str(tmp_path), {"text": AdapterSettings(2, 2.0)}
     plain(llava_model).to(torch.bfloat16).save_pretrained(model)
     beside = plain(model)
     adapt(beside, load_family(model), asked, "cpu")
     weights = {n: torch.randn(p.shape) for n, p in beside.named_parameters() if is_adapter(n)}
+    held, wide = export._load(model), list[int]()
+    monkeypatch.setattr(export, "_load", lambda _: held)
+    plainly = Linear.merge
+
+    def counted(layer: Linear, **how: Any) -> None:
+        wide.append(sum(p.dtype == torch.float32 for n, p in held.named_parameters() if not is_adapter(n)))
+        plainly(layer, **how)
+
+    monkeypatch.setattr(Linear, "merge", counted)
     merged = merge(model, weights, asked)
+    assert len(wide) == len(weights) // 2 and set(wide) == {1, 2}  # with the bias that some have
     name = next(name for name in weights if "lora_A" in name)
     base, before = name.replace(".lora_A.default", ""), dict(plain(model).named_parameters())
     exact = before[base].double() + weights[name.replace("lora_A", "lora_B")].double() @ weights[name].double()
