@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from dhp.batch.shard import TEXT, BatchSharder
 from dhp.core.batch import IGNORED, VIDEO, Grid, Sampling, StepData
 from dhp.core.errors import DataError
 from dhp.core.preferences import CHOSEN, REJECTED, Mark
-from dhp.data.sample.sample import Sample
+from dhp.data.read.records import located
+from dhp.data.sample.sample import Length, Sample, check_length
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
 from dhp.models.config_file import find_positions
@@ -59,8 +60,9 @@ class TokenBatcher:
 
     def read(self, samples: Sequence[TokenSample | Sample], names: Sequence[str] = ()) -> list[Sample]:
         """names: of columns that each needs. Raises DataError for what cannot be computed, by sample and place."""
-        if not len(samples):
-            raise DataError("0 samples are nothing to compute. Give one at least")
+        if not isinstance(samples, Sequence) or not len(samples):
+            what = "0 samples" if isinstance(samples, Sequence) else f"a {type(samples).__name__}"
+            raise DataError(f"{what} is nothing to compute. Give a list of one sample at least")
         return [self._read(number, one, names) for number, one in enumerate(samples)]
 
     def make(self, samples: Sequence[Sample], objective: Objective, total: float | None, number: int) -> StepData:
@@ -72,6 +74,8 @@ class TokenBatcher:
         count = -(-len(units) // (replicas * size))
         cut = slots(units, BatchLayout(replicas, -(-count // self._multiple) * self._multiple, size))
         rows = tuple(tuple(tuple(one for at in row for one in samples[at : at + each]) for row in of) for of in cut)
+        if total is not None and not 0 < total < inf:
+            raise DataError(f"normalizer={total} divides the losses: it is a number above 0")
         data = self._sharder(objective).shard(StepSamples(number, 0, rows, ()), total)
         if not data.info.total_weight > 0 or not np.isfinite(data.info.total_weight):
             raise DataError(
@@ -106,6 +110,8 @@ class TokenBatcher:
             grids = [grid for grid, seconds in pairs if (seconds is None) == still]
             wanted = sum(map(self.family.processor.image_tokens, grids))
             _require_tokens(where, int((sample.mm_token_type_ids == kind).sum()), wanted, kind)
+        with located(where):
+            check_length(Length(int((sample.mm_token_type_ids > 0).sum()), length), None, self._positions)
         columns = {WEIGHTS: np.ones(length)} | {name: _floats(where, name, of) for name, of in sample.columns.items()}
         for name in (*columns, *names):
             if name not in columns:
@@ -121,7 +127,12 @@ class TokenBatcher:
         return replace(sample, dataset="tokens", position=number + 1, columns=columns)
 
     def _sample(self, where: str, given: TokenSample) -> Sample:
-        processor, ids = self.family.processor, np.asarray(given.token_ids, dtype=np.int64)
+        if not isinstance(given, TokenSample):
+            raise DataError(f"{where}: it is a {type(given).__name__}. Give TokenSamples, or dhp Samples, in a list")
+        processor, ids = self.family.processor, np.asarray(given.token_ids)
+        if ids.dtype.kind not in "iu" and ids.size:
+            raise DataError(f"{where}: its token_ids are {ids.dtype}. They are whole numbers")
+        ids = ids.astype(np.int64)
         rows = self.family.config.get_text_config().vocab_size
         strange = np.flatnonzero((ids < 0) | (ids >= rows))
         if ids.ndim != 1 or not len(ids) or len(strange):
@@ -148,8 +159,9 @@ class TokenBatcher:
 
     def _pictures(self, where: str, kinds: np.ndarray, given: TokenSample) -> list[Picture]:
         """In the order in which their placeholders, tokens of these kinds, follow one another."""
-        images = _cut_apart(where, "image_grid_thw", given.image_grid_thw, given.pixel_values)
-        videos = _cut_apart(where, "video_grid_thw", given.video_grid_thw, given.pixel_values_videos)
+        width = self.family.processor.patch_dim
+        images = _cut_apart(where, "image_grid_thw", given.image_grid_thw, given.pixel_values, width)
+        videos = _cut_apart(where, "video_grid_thw", given.video_grid_thw, given.pixel_values_videos, width)
         seconds = [1.0] * len(videos) if given.second_per_grid_ts is None else map(float, given.second_per_grid_ts)
         shown: dict[int, list[Picture]] = {
             IMAGE: [(*image, None) for image in images],
@@ -194,15 +206,20 @@ def _require_tokens(where: str, tokens: int, wanted: int, kind: int) -> None:
         )
 
 
-def _cut_apart(where: str, key: str, grids: Any, pixels: Any) -> list[tuple[Grid, np.ndarray]]:
-    """Each picture's grid and its patches [patches, values]."""
+def _cut_apart(where: str, key: str, grids: Any, pixels: Any, width: int) -> list[tuple[Grid, np.ndarray]]:
+    """Each picture's grid and its patches, [patches, width]."""
+    shape = np.shape(grids) if grids is not None and len(grids) else (0, 3)
+    if len(shape) != 2 or shape[1] != 3:
+        raise DataError(f"{where}: its {key} has the shape {shape}, and a picture is a row of it: t, height, width")
     every = [tuple(map(int, grid)) for grid in (() if grids is None else grids)]
     patches = np.zeros((0, 0)) if pixels is None else np.asarray(pixels, dtype=np.float32)
     counts = [prod(grid) for grid in every]
-    if patches.ndim != 2 or len(patches) != sum(counts):
+    if patches.ndim != 2 or len(patches) != sum(counts) or (counts and patches.shape[1] != width):
         raise DataError(
-            f"{where}: its {key} says {sum(counts)} patches, and its pixels have the shape {patches.shape}. Give both "
-            "as one call of the processor does, [patches, values]; of a family without grids, a dhp Sample"
+            f"{where}: its {key} says {sum(counts)} patches of {width} values, and its pixels have the shape "
+            f"{patches.shape}. Give both as one call of the processor does; of a family without grids, a dhp Sample"
         )
+    if not np.isfinite(patches).all():
+        raise DataError(f"{where}: its pixels of {key} have numbers that are none, which would break every weight")
     cuts = np.split(patches, np.cumsum(counts)[:-1]) if counts else []
     return [((t, h, w), cut) for (t, h, w), cut in zip(every, cuts, strict=True)]

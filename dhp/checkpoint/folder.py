@@ -287,7 +287,8 @@ def _require_none(final: Path) -> None:
     """Raise CheckpointError where something has the checkpoint's name already: it is never written over."""
     if (final / ABOUT).is_file():
         raise CheckpointError(
-            f"{final} is complete already: another run writes to the same training.checkpoint_dir. Give each its own"
+            f"{final} is complete already: this step was saved before, or another run writes to the same "
+            "training.checkpoint_dir. Move it away, or give each run its own"
         )
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(

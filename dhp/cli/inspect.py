@@ -248,7 +248,9 @@ def inspect_sample(config: Config, index: int, out: Path) -> None:
     for heading, of_side, side in sides_of(record, sample):
         runs += [*([TextRun(heading, 0, 0, False)] if heading else []), *runs_of(side, tokenizer)]
         if not side.again:
-            shown += pictures_of(of_side, side, processor, images) + clips_of(of_side, side)
+            of = pictures_of(of_side, side, processor, images) + clips_of(of_side, side)
+            name = heading.strip("\n —")
+            shown += [replace(one, caption=f"{name}, {one.caption}") if name else one for one in of]
     counts, title = lengths(sample), f"sample {index} of {feed.dataset_size}: {record.where}"
     held = placeholders(runs)
     template = config.data.chat_template or f"the model's own ({name})"

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from dhp.core.batch import IGNORED
+from dhp.core.preferences import OTHER
 from dhp.core.text import harmless
 from dhp.data.media.images import open_image
 from dhp.data.media.sources import File, Video, files_of, name_of
@@ -43,6 +44,7 @@ def runs_of(sample: Sample, tokenizer: Any) -> list[TextRun]:
     ids, kinds = sample.input_ids, sample.mm_token_type_ids
     learned = sample.labels != IGNORED
     learned[0] = False  # nothing predicts the first token
+    learned &= _learns(sample)
     placeholder = np.where(kinds > 0, ids, -1)  # runs of text may be of any tokens
     cuts = np.flatnonzero((np.diff(placeholder) != 0) | (np.diff(kinds) != 0) | (np.diff(learned.astype(int)) != 0)) + 1
     bounds = [0, *cuts.tolist(), len(ids)]
@@ -99,7 +101,13 @@ def placeholders(runs: Sequence[TextRun]) -> list[str]:
 def lengths(sample: Sample) -> dict[str, int]:
     """Tokens by kind, of all together, and those that are learned."""
     counts = np.bincount(sample.mm_token_type_ids, minlength=len(KINDS)).tolist()
-    return dict(zip(KINDS, counts)) | {"together": len(sample.input_ids), "learned": sample.target_tokens}
+    learned = sum(one.target_tokens for one in sample.sides or (sample,) if _learns(one))
+    return dict(zip(KINDS, counts)) | {"together": len(sample.input_ids), "learned": learned}
+
+
+def _learns(sample: Sample) -> bool:
+    """Whether it is no answer to another prompt, which kto compares with."""
+    return sample.mark is None or sample.mark.side != OTHER
 
 
 SHOWN_FRAMES = 16  # of a video, evenly

@@ -24,7 +24,7 @@ from dhp.config.ranges import (
     require,
     require_choice,
 )
-from dhp.config.rules import FSDP, check_balance, check_optimizer, check_preference, check_run, with_engine
+from dhp.config.rules import FSDP, PREFERENCES, check_balance, check_optimizer, check_preference, check_run, with_engine
 from dhp.config.schema import ClusterConfig, Config, StageEntry
 from dhp.config.steps import micro_batches
 from dhp.core.errors import ConfigError, raise_all
@@ -161,7 +161,8 @@ def _expanded(path: str) -> str:
 
 LOSS = "eval_loss"  # of all of data.eval_datasets together; with /NAME of one
 # Metrics of evaluations by which a run may end: 1, better where they are higher; -1, where they are lower.
-SIGNS = {LOSS: -1, "eval_accuracy": 1, "eval_exact": 1, "eval_margin": 1}
+MARGIN = "eval_margin"
+SIGNS = {LOSS: -1, "eval_accuracy": 1, "eval_exact": 1, MARGIN: 1}
 
 
 def check_evaluation(config: Config) -> None:
@@ -205,6 +206,17 @@ def check_evaluation(config: Config) -> None:
             raise ConfigError(f"training.{key}={value} does not exist; choose from {', '.join(known)}{hint}")
     require(stopping.patience >= 1, "training.early_stopping.patience", stopping.patience, "patience >= 1")
     require(stopping.min_delta >= 0, "training.early_stopping.min_delta", stopping.min_delta, "min_delta >= 0")
+    compares = training.objective in PREFERENCES
+    if str(stopping.metric).startswith(MARGIN) and training.objective == "sft":
+        raise ConfigError(
+            f"training.early_stopping.metric={stopping.metric} with training.objective=sft: margins are of "
+            "preferences. Set the metric to eval_loss, eval_accuracy or eval_exact"
+        )
+    if str(stopping.metric).startswith("eval_exact") and compares:
+        raise ConfigError(
+            f"training.early_stopping.metric={stopping.metric} with training.objective={training.objective}: of "
+            "preferences there is none. Set the metric to eval_margin, eval_accuracy or eval_loss"
+        )
     if stopping.metric is not None and training.eval_steps is None:
         raise ConfigError(
             f"training.early_stopping.metric={stopping.metric} with training.eval_steps=null: there is one evaluation, "

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
 
 from dhp.core.draws import DrawRun
+from dhp.core.errors import ConfigError
 from dhp.core.graph import Route
 from dhp.core.preferences import Mark
 
@@ -314,6 +317,15 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole = all(isinstance(one, Integral) for one in (self.max_new_tokens, self.top_k, self.seed))
+        if whole and self.max_new_tokens > 0 <= self.top_k and 0 <= self.temperature < inf and 0 < self.top_p <= 1:
+            return
+        raise ConfigError(
+            f"{self}: max_new_tokens is above 0, top_k 0 or more, both and the seed whole numbers; temperature is 0 or "
+            "more, and 0 < top_p <= 1"
+        )
 
 
 @dataclass(frozen=True)

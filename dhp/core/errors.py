@@ -16,6 +16,10 @@ class ConfigError(DhpError):
     """A configuration that cannot run: an unknown key, an impossible value or combination."""
 
 
+class RunEnded(DhpError):
+    """A call of a run that is over, or that a failed call has ended."""
+
+
 def raise_all(errors: Sequence[ConfigError]) -> None:
     """Raise one error that lists all of them, if there are any."""
     if len(errors) == 1:

@@ -119,6 +119,10 @@ class TokenLoss(LogProbabilityObjective):
         total = self._cost(logps, columns, **self._settings, **dict(zip((ENTROPIES,), entropies)))
         if total.ndim:
             raise ValueError(f"the loss of {len(logps)} tokens is a sum, a scalar, and it has the shape {total.shape}")
+        if logps.requires_grad and len(logps) and not total.requires_grad:
+            raise ValueError(
+                "the loss has no gradient: it is of detached log-probabilities, or of none. Nothing is learned"
+            )
         return SummedCosts(total, logps.new_zeros(0, dtype=torch.bool))
 
 

@@ -11,6 +11,7 @@ from dhp.core.kinds import takes
 from dhp.core.text import did_you_mean, nearest
 from dhp.objectives.log_probabilities import (
     ENTROPIES,
+    WEIGHTS,
     LogProbabilityObjective,
     TokenCost,
     TokenLoss,
@@ -42,6 +43,7 @@ LOSSES: dict[str, tuple[TokenCost, tuple[str, ...]]] = {  # of someone's own loo
     "ppo": (ppo, ("old_logps", "advantages")),
     "linear": (linear, ("entropy_weights",)),
 }
+_READ = {WEIGHTS, "reference", *(column for _, columns in LOSSES.values() for column in columns)}  # by any of them
 
 
 def find_loss(
@@ -51,6 +53,12 @@ def find_loss(
     that there are, of which someone's own function gets all.
 
     Raises ConfigError for one that ranks could not import, and for settings that it does not take."""
+    strange = [column for column in columns if column not in _READ] if loss in ("dpo", *LOSSES) else []
+    if strange:
+        raise ConfigError(
+            f"no named loss reads the column {strange[0]!r}{did_you_mean([nearest(strange[0], sorted(_READ))])}. Leave "
+            "it out of the samples, or give a function of your own, which gets all columns"
+        )
     if loss == "dpo":
         _check_settings("dpo", signature(PreferenceConfig), (), settings)
         return Dpo(PreferenceConfig(**settings)), ("reference",)

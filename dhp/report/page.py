@@ -92,9 +92,10 @@ def runs_page(records: Sequence[RunRecord]) -> str:
 
 
 def _beside(records: Sequence[RunRecord]) -> Iterable[Drawing]:
+    loss = records[0].loss_unit
     for key, title, unit in (
-        ("loss", "Loss", "nats a token"),
-        ("grad_norm", "Norm of the gradient before clipping", "nats a token"),
+        ("loss", "Loss", loss),
+        ("grad_norm", "Norm of the gradient before clipping", loss),
         ("step_s", "Time of a step", "seconds"),
         ("tokens_per_s", "Speed", "tokens a second"),
     ):
@@ -109,7 +110,7 @@ def _beside(records: Sequence[RunRecord]) -> Iterable[Drawing]:
         if (found := [one for one in record.evaluations if one.loss is not None and one.dataset == _all(record)])
     ]
     if held:
-        yield line_chart("held_out", "Held-out loss", held, "nats a token")
+        yield line_chart("held_out", "Held-out loss", held, loss)
 
 
 def _all(record: RunRecord) -> str:

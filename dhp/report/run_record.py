@@ -45,6 +45,15 @@ class RunRecord:
         return "not ended" if self.summary is None else str(self.summary.get("status", "not ended"))
 
     @property
+    def compares(self) -> bool:
+        """Whether its loss is of preferences."""
+        return any(one.preferences for one in (*self.steps, *self.evaluations))
+
+    @property
+    def loss_unit(self) -> str:
+        return "a preference" if self.compares else "nats a token"
+
+    @property
     def stages(self) -> list[str]:
         """Stages, in their order."""
         for source in (self.ranks[-1].seconds if self.ranks else None, self.steps[-1].busy_s if self.steps else None):

@@ -186,7 +186,10 @@ class SampleLoss:
 
 def highest_losses(record: RunRecord) -> list[SampleLoss]:
     """The samples of highest loss, each with its latest one: of the last epoch of a run of two or more, else of the
-    last quarter of its steps, because in the untrained beginning most are high."""
+    last quarter of its steps, because in the untrained beginning most are high. None of preferences, whose sums are of
+    both answers together."""
+    if record.compares:
+        return []
     first = _late(record.steps)
     latest: dict[tuple[str, int], SampleLoss] = {}
     for line in record.ranks:

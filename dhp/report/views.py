@@ -61,20 +61,19 @@ def learning_views(record: RunRecord, links: Mapping[int, str]) -> Iterator[Draw
         found = [one for one in record.evaluations if one.dataset == name and one.loss is not None]
         label = f"held out: {name}" if name else "held out: all"
         lines.append(Line(label, [one.step for one in found], [one.loss or 0.0 for one in found]))
-    yield line_chart("loss", "Loss", lines, "nats a token")
+    yield line_chart("loss", "Loss", lines, record.loss_unit)
     accuracy = [
         Line(name or "all", [one.step for one in of], [one.accuracy or 0.0 for one in of])
         for name in names
         if (of := [one for one in record.evaluations if one.dataset == name and one.accuracy is not None])
     ]
-    compares = any(one.preferences for one in (*steps, *record.evaluations))
     if accuracy:
-        title = "Held-out preferences that are won" if compares else "Held-out tokens that are the likeliest"
+        title = "Held-out preferences that are won" if record.compares else "Held-out tokens that are the likeliest"
         yield line_chart("accuracy", title, accuracy, "share of 1", zero=True)
-    if compares:
+    if record.compares:
         yield line_chart("margin", "What the better answers gain beyond the worse ones", _margins(record), "nats")
     norms = [Line("all together", *_series(steps, "grad_norm"), links=links), *_by_name(steps, "stage_norms", 1.0)]
-    yield line_chart("grad_norm", "Norm of the gradient before clipping", norms, "nats a token", zero=True)
+    yield line_chart("grad_norm", "Norm of the gradient before clipping", norms, record.loss_unit, zero=True)
     rates = _by_name(steps, "lr", 1.0)
     if rates:
         yield line_chart("lr", "Learning rates", rates, "factor", zero=True)

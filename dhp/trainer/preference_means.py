@@ -19,6 +19,8 @@ _NOWHERE: Place = ("", -1)
 
 def add_by_side(info: StepInfo, shards: Shards, sharing: int) -> dict[Place, tuple[SampleSum, SampleSum]]:
     """Of preferences: what the shards of a stage have of both sides of each, added. As `add_by_sample` otherwise."""
+    if not info.marks:  # no sample of the batch could be read
+        return {}
     first, second = (add_by_sample(_only(info, side), shards, sharing) for side in (True, False))
     return {place: (one, second[place]) for place, one in first.items() if place != _NOWHERE}
 
@@ -43,8 +45,8 @@ def preference_means(
     refers, beta = OBJECTIVES[training.objective].refers, training.preference.beta
     rows = []
     for info, of_batch in zip(infos, shards, strict=True):
-        marks = _marks(info) if info.marks else {}
-        for place, sides in add_by_side(info, of_batch, sharing).items() if marks else ():
+        marks = _marks(info)
+        for place, sides in add_by_side(info, of_batch, sharing).items():
             of_place = marks[place]  # side by side; of a row that the step has twice, both times
             times, sign = len(of_place) // 2, -1 if of_place[0].side == REJECTED else 1
             logps = [-side.total / (times if refers else max(side.targets, 1)) for side in sides]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.folder import Unfinished
+from dhp.checkpoint.folder import Unfinished, find_checkpoint
 from dhp.checkpoint.resume import OPTIMIZER, read_start
 from dhp.cluster.hangs.watch import wait_all
 from dhp.config.command_line import compose_config, job_overrides, to_yaml
@@ -34,7 +34,7 @@ from dhp.trainer.references import find_references
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import Session, open_run
 from dhp.trainer.settings import fixed_settings
-from dhp.trainer.token_calls import TokenCalls
+from dhp.trainer.token_calls import TokenCalls, call
 from dhp.trainer.trainer import ADVICE, NonfiniteCount
 
 
@@ -94,6 +94,7 @@ class Run(TokenCalls):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._ended = "the run is over, as its `with` block was left. Begin another one"
         self._exits.__exit__(*error)
 
     @property
@@ -123,15 +124,18 @@ class Run(TokenCalls):
         """Those of a step."""
         return range(micro_batches(self.config))
 
+    @call
     def read(self, step: int) -> Batch:
         """The data of a step, each rank's own, as refs; once they have been read."""
         wait_all(self._session.data.request(step), self.config.cluster.step_timeout_s)
         return self._session.take_batch(step)
 
+    @call
     def update(self, batch: Batch) -> dict[str, list[Ref]]:
         """Submit the norm of all gradients, and each stage's optimizer step clipped by it: reports by stage."""
         return update_weights(dict(self.stages), self._session.graph.ties, batch).reports
 
+    @call
     def wait(self, refs: Mapping[str, list[Ref]]) -> StepResult:
         """Wait until all that was submitted is done. refs: as `update` returns them. Raises the first failure of any
         rank."""
@@ -147,6 +151,7 @@ class Run(TokenCalls):
             )
         return StepResult(sum(share for share in shares if share is not None), first.grad_norm, reports, first.finite)
 
+    @call
     def optim_step(self) -> StepResult:
         """The optimizer step of what `forward_backward` has added up, clipped by the norm of all gradients; waits for
         it. Raises as `wait`, and ConfigError behind the last step that the learning rate is made for."""
@@ -164,14 +169,20 @@ class Run(TokenCalls):
         """The samples, tokens and useful operations of a batch."""
         return self._session.info(batch.info)
 
+    @call
     def save(self, step: int) -> Path:
-        """Write a checkpoint after `step` steps, from which `training.resume` continues; its path."""
+        """Write a checkpoint after `step` steps, from which `training.resume` continues; its path. Raises
+        CheckpointError where there is one already, which is never written over, or where it cannot be written."""
+        if not isinstance(step, int) or step < 0:
+            raise ConfigError(f"a checkpoint is saved after so many steps, 0 or more, and not after {step!r}")
         return self._saver.save(step, self._plan, self._session.start.skipped_samples)
 
+    @call
     def load(self, checkpoint: str | Path) -> None:
-        """Have all ranks go on from a checkpoint, with its weights, optimizer states and number of steps, in the place
-        of theirs; gradients are dropped. Raises CheckpointError where it is damaged, or trains other weights."""
-        session, start = self._session, read_start(Path(checkpoint), self._say)
+        """Have all ranks go on from a checkpoint, or from a run's newest one, with its weights, optimizer states and
+        number of steps, in the place of theirs; gradients are dropped. Raises CheckpointError where it is damaged, or
+        trains other weights."""
+        session, start = self._session, read_start(find_checkpoint(Path(checkpoint)), self._say)
         now = fixed_settings(session.config)
         start.check(
             {key: now[key] for key in ("training.trainable", "training.frozen", OPTIMIZER, "lora")},

@@ -240,11 +240,12 @@ class Saver:
         """Write a checkpoint after `step` optimizer steps, and wait for it; its path. Raises CheckpointError where it
         cannot be written."""
         self.finish()
+        self._failed = ""
         saving = self._begin(step, background=False)
         if saving is not None:
             self.staged(saving, plan, skipped)
             self.finish()
-        if self.newest is None or not self.has(step):
+        if self.newest is None or self._failed:
             raise CheckpointError(f"there is no checkpoint after step {step}: {self._failed}")
         return self.newest
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -18,8 +18,9 @@ from dhp.config.ranges import INTERLEAVED
 from dhp.config.resolve import check_answers
 from dhp.config.rules import DEEPSPEED
 from dhp.core.batch import Answer, Batch, Sampling, StepData, StepInfo
-from dhp.core.errors import ConfigError
+from dhp.core.errors import CheckpointError, ConfigError, DataError, RunEnded
 from dhp.core.reports import EvaluatedShare
+from dhp.core.text import one_line
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import EngineProtocol
 from dhp.step.step import AnswerRefs, accumulate_gradients, answer_batch, evaluate_batch, report_losses
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
     Samples = Sequence[TokenSample | Sample]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class TokenLosses:
@@ -41,17 +45,43 @@ class TokenLosses:
     log_probabilities: list[np.ndarray]
 
 
+def call(method: Callable[P, T]) -> Callable[P, T]:
+    """A method of a run that goes on: of one that is over, or whose ranks may stand anywhere since a call failed, it
+    raises RunEnded and submits nothing."""
+
+    @wraps(method)
+    def checked(*given: P.args, **named: P.kwargs) -> T:
+        run: Any = given[0]
+        if run._ended:
+            raise RunEnded(run._ended)
+        try:
+            return method(*given, **named)
+        except (ConfigError, DataError, CheckpointError):  # before anything is submitted, or of files alone
+            raise
+        except BaseException as error:
+            run._ended = (
+                f"the run cannot go on: {method.__name__} failed ({type(error).__name__}: "
+                f"{one_line(str(error))[:200]}), and its ranks may have gradients of a part of it. Leave its `with` "
+                "block, and begin one that resumes"
+            )
+            raise
+
+    return checked
+
+
 class TokenCalls:
     """What `Run` computes of samples that it is handed. Raises DataError and ConfigError before anything is submitted,
     and what `wait_all` raises."""
 
     _session: Session
     step: int  # optimizer steps done
+    _ended = ""  # why no call can follow
 
     def __init__(self) -> None:
         self._unstepped: list[tuple[StepInfo, float]] = []  # of gradients that wait for the step: counts, and the loss
         self._batches = 0  # read so far
 
+    @call
     def forward(
         self, samples: Samples, temperature: float = 1.0, entropies: bool = False, adapters: bool = True
     ) -> list[np.ndarray]:
@@ -68,6 +98,7 @@ class TokenCalls:
             shares = evaluate_batch(session.stages, session.graph, session.put(data)).shares
             return self._losses(data, shares)[1]
 
+    @call
     def forward_backward(
         self,
         samples: Samples,
@@ -96,6 +127,7 @@ class TokenCalls:
         self._unstepped.append((data.info, found.loss))
         return found
 
+    @call
     def drop_gradients(self) -> None:
         """Forget those that wait for `optim_step`."""
         self._unstepped.clear()
@@ -103,6 +135,7 @@ class TokenCalls:
             stage.group.execute_all_async(EngineProtocol.drop_gradients)
         self._waited(())
 
+    @call
     def generate(self, prompts: Samples, sampling: Sampling) -> list[Answer]:
         """Answers of the ranks that train. sampling: its seed and a prompt's place decide what is drawn; without `stop`
         answers end as the model's do."""
@@ -121,6 +154,7 @@ class TokenCalls:
             answers += self._answers(refs)
         return answers[: len(read)]
 
+    @call
     def weights(self) -> Iterator[tuple[str, Any]]:
         """All weights by the keys of an export, in its number formats, a layer at a time."""
         from dhp.trainer.weight_stream import stream_weights

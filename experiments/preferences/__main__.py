@@ -7,8 +7,8 @@ the usual optimizer: `trl`, with a reference model, which TRL asks for where sam
 with the references given, which it refuses there. On a CPU TRL scores every position, on GPUs the answers' alone.
 
 Before anything is timed TRL's losses of DPO, KTO and ORPO must be dhp's within 1e-6 of themselves in float64, where its
-model gives it log-probabilities in float64; `as_it_is`: how far DPO's are off as TRL takes these, which is in float32. Without TRL
-`dpo` and `sft` are compared alone.
+model gives it log-probabilities in float64; `as_it_is`: how far DPO's are off as TRL takes these, which is in float32.
+Without TRL `dpo` and `sft` are compared alone.
 
 A JSON line: `beside_sft`, `beside_trl` and `beside_trl_cached` are medians over rounds of dpo's seconds / the other's.
 """

@@ -9,7 +9,7 @@ import pytest
 from dhp.batch.token_samples import TokenBatcher, TokenSample, with_marks
 from dhp.core.axes import Degrees
 from dhp.core.batch import Sampling
-from dhp.core.errors import DataError
+from dhp.core.errors import ConfigError, DataError
 from dhp.core.preferences import CHOSEN, REJECTED
 from dhp.objectives.objectives import find_loss
 from tests.helpers.layouts import Case
@@ -70,7 +70,16 @@ REFUSED: list[tuple[Any, str]] = [
         replace(PICTURE, token_ids=list(PICTURE.token_ids)[1:] + [IMAGE_TOKEN]),
         "have 16 placeholders of images, .* 15 to",
     ),
-    (replace(PICTURE, image_grid_thw=[(1, 6, 8)]), "says 48 patches, and its pixels have the shape .60, 1176."),
+    (replace(PICTURE, image_grid_thw=[(1, 6, 8)]), "says 48 patches of 1176 .* pixels have the shape .60, 1176."),
+    (replace(PICTURE, pixel_values=PICTURE.pixel_values[:, 1:]), "60 patches of 1176 .* the shape .60, 1175."),
+    (replace(PICTURE, image_grid_thw=np.array([1, 6, 10])), r"image_grid_thw has the shape \(3,\)"),
+    (
+        replace(PICTURE, pixel_values=PICTURE.pixel_values * np.nan),
+        "its pixels of image_grid_thw have numbers that are",
+    ),
+    (TokenSample([5, 6.5, 3]), "its token_ids are float64. They are whole numbers"),
+    ({"token_ids": [5, 6]}, "it is a dict. Give TokenSamples"),
+    (TokenSample([5] * 40000), "40000 tokens.* are more than the 32768 positions that the model knows"),
     (replace(PICTURE, pixel_values=None, image_grid_thw=None), "have 15 placeholders of images, .* become 0 tokens"),
     (TokenSample([5, VIDEO_TOKEN, 7]), "have 1 placeholders of videos, .* become 0 tokens"),
     (TokenSample([]), r"have the shape \(0,\)"),
@@ -97,8 +106,35 @@ def test_a_column_that_is_no_number_where_nothing_counts_it_is_taken(made: Token
 def test_columns_that_a_loss_reads_must_be_there(made: TokenBatcher) -> None:
     with pytest.raises(DataError, match="sample 0 has no column old_logps, which the loss reads. It has weights"):
         made.read([replace(PICTURE, columns={})], ["old_logps"])
-    with pytest.raises(DataError, match="0 samples are nothing to compute"):
+    with pytest.raises(DataError, match="0 samples is nothing to compute"):
         made.read([])
+    with pytest.raises(DataError, match="a TokenSample is nothing to compute. Give a list"):
+        made.read(PICTURE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("normalizer", [0, -1.0, float("nan")])
+def test_what_losses_are_divided_by_is_above_0(normalizer: float, made: TokenBatcher) -> None:
+    with pytest.raises(DataError, match=f"normalizer={normalizer} divides the losses"):
+        made.make(made.read([PICTURE]), find_loss("cross_entropy", {}, ())[0], normalizer, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 2.0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"seed": None},
+    ],
+)
+def test_sampling_that_draws_nothing_sensible_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="max_new_tokens is above 0, top_k 0 or more"):
+        Sampling(4, **wrong)
+    for count in (0, -2, 2.5):
+        with pytest.raises(ConfigError, match="max_new_tokens is above 0"):
+            Sampling(count)  # type: ignore[arg-type]
 
 
 def test_pairs_stay_together_in_rows_and_have_sums_of_the_reference(made: TokenBatcher) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,10 +45,11 @@ from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.core.batch import IGNORED, SOUND, ProcessorOutput
 from dhp.core.errors import ConfigError
+from dhp.core.preferences import Mark
 from dhp.data.media.sources import Sound, Video
 from dhp.data.read.annotations import Annotations, read_annotations, require_key
 from dhp.data.read.records import Record, Turn
-from dhp.data.sample.sample import LENGTH_COLUMNS, Sample
+from dhp.data.sample.sample import LENGTH_COLUMNS, Sample, joined_sides
 from dhp.models.contract.generic_processor import ContractProcessor
 from dhp.models.contract.random_pictures import pack
 from dhp.models.families.llava import LlavaProcessor
@@ -341,6 +343,16 @@ def test_the_first_token_is_never_learned(tokenizer: Any) -> None:
     text = "It is red."
     first, second = runs_of(make_sample(tokenizer, text, text), tokenizer)
     assert (first.tokens, first.learned, second.learned) == (1, False, True) and first.text + second.text == text
+
+
+def test_an_answer_to_another_prompt_is_not_learned(tokenizer: Any) -> None:
+    own, other = (
+        replace(make_sample(tokenizer, text, text), mark=Mark(side)) for text, side in (("It is red.", 1), ("No.", 0))
+    )
+    assert any(run.learned for run in runs_of(own, tokenizer)) and not any(
+        run.learned for run in runs_of(other, tokenizer)
+    )
+    assert lengths(joined_sides(own, other))["learned"] == own.target_tokens
 
 
 def test_the_prompt_without_colours_and_with_them() -> None:

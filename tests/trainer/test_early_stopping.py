@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from dhp.config.command_line import compose_config
+from dhp.config.resolve import resolve
 from dhp.config.training import EarlyStoppingConfig
+from dhp.core.errors import ConfigError
 from dhp.observe.metrics import EvalMetrics
 from dhp.trainer.early_stopping import EarlyStopping, metric_value
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
@@ -84,3 +87,25 @@ def test_a_run_ends_and_one_that_goes_on_ends_where_it_would_have(tiny_assets: P
 
 def _state(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "checkpoint.json").read_text())["early_stopping"]
+
+
+@pytest.mark.parametrize(
+    ("objective", "metric", "said"),
+    [
+        ("sft", "eval_margin", "margins are of preferences"),
+        ("dpo", "eval_exact/shapes", "of preferences there is none"),
+    ],
+)
+def test_a_metric_that_never_is_there_is_refused(objective: str, metric: str, said: str) -> None:
+    asked = (f"training.objective={objective}", f"training.early_stopping.metric={metric}", "training.eval_steps=2")
+    with pytest.raises(ConfigError, match=said):
+        resolve(compose_config("tiny", overrides=["data.eval_datasets=[shapes]", *asked]))
+
+
+@pytest.mark.parametrize(
+    ("objective", "key"),
+    [("kto", "label_smoothing=0.1"), ("dpo", "liked_weight=2.0"), ("orpo", "reference=base"), ("sft", "beta=0.2")],
+)
+def test_a_setting_that_the_objective_does_not_read_is_refused(objective: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} with training.objective={objective}, which does not read it"):
+        resolve(compose_config("tiny", overrides=[f"training.objective={objective}", f"training.preference.{key}"]))

@@ -117,6 +117,10 @@ def test_both_sides_are_added_over_shards() -> None:
     assert means["accuracy"] == 0.5  # the first moved as much on both sides
 
 
+def test_a_batch_that_could_not_be_read_has_no_preferences() -> None:
+    assert add_by_side(info(order=(((),),), marks=()), [None], 1) == {}
+
+
 def test_a_row_that_a_step_has_twice_counts_once() -> None:
     """Where data are fewer than a step's: its sums are of both times, and so are its references."""
     training = TrainingConfig(objective="dpo", preference=PreferenceConfig(beta=0.5))

@@ -189,6 +189,12 @@ def test_one_that_is_asked_for_is_there_when_it_returns(tmp_path: Path, clock: C
     ranks.error = "no room"
     with pytest.raises(CheckpointError, match="there is no checkpoint after step 4: no room"):
         saver.save(4, PLAN, 0)
+    ranks.error = None
+    with pytest.raises(CheckpointError, match="step_3 is complete already: this step was saved before, or another run"):
+        saver.save(3, PLAN, 0)
+    assert saver.save(4, PLAN, 0) == tmp_path / "step_4"
+    with pytest.raises(CheckpointError, match="step_4 is complete already"):  # the newest one, too
+        saver.save(4, PLAN, 0)
 
 
 def test_what_training_waits_is_that_of_each_checkpoint(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dhp.batch.token_samples import TokenSample
+from dhp.config.schema import Config
 from dhp.core.axes import Degrees
-from dhp.core.errors import ConfigError, DataError
+from dhp.core.batch import Sampling
+from dhp.core.errors import ConfigError, DataError, PartFailed, RunEnded
 from dhp.core.parameters import AdapterSettings
 from dhp.data.sample.sample import Sample
+from dhp.objectives.log_probabilities import TokenLoss
+from dhp.objectives.objective import Head
+from dhp.objectives.objectives import find_loss
+from dhp.trainer.token_calls import TokenCalls
 from tests.helpers.exact_ranks import EXACT
 from tests.helpers.layouts import Case, Running, _found_gradients
 from tests.helpers.norms import use_exact_norms
@@ -239,7 +246,7 @@ def test_a_loss_of_weights_that_sum_to_nothing_is_refused(
     nothing = [replace(one, columns={"weights": np.zeros(len(one.token_ids))}) for one in SAMPLES]
     with pytest.raises(DataError, match="would be divided by 0, the sum"):
         calls._read(nothing, "cross_entropy", None, {})
-    with pytest.raises(DataError, match="would be divided by -2"):
+    with pytest.raises(DataError, match="normalizer=-2.0 divides the losses"):
         calls._read(nothing, "cross_entropy", -2.0, {})
 
 
@@ -262,3 +269,46 @@ def test_a_reference_of_a_run_without_adapters_is_refused(started: Any) -> None:
         started(CASES[0]).forward(SAMPLES, adapters=False)
     with pytest.raises(ConfigError, match="temperature=0.0 divides logits"):
         started(CASES[0]).forward(SAMPLES, temperature=0.0)
+
+
+def test_a_call_that_fails_on_the_ranks_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = LocalCalls.__new__(LocalCalls)
+    TokenCalls.__init__(calls)
+
+    def read(*_: Any) -> Any:
+        raise PartFailed("rank 0 of text: a loss raised")
+
+    calls.__dict__["_session"] = SimpleNamespace(config=Config())
+    with pytest.raises(ConfigError, match="no named loss"), monkeypatch.context() as patch:
+        patch.setattr(TokenCalls, "_read", lambda *_: find_loss("ppo", {}, ("weight",)))
+        calls.forward(SAMPLES)
+    monkeypatch.setattr(TokenCalls, "_read", read)
+    with pytest.raises(PartFailed):
+        calls.forward(SAMPLES)
+    with pytest.raises(RunEnded, match="cannot go on: forward failed .PartFailed: rank 0 of text: a loss raised"):
+        calls.generate(SAMPLES, Sampling(4))
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    logps = torch.zeros(3, requires_grad=True)
+    for cost in (detached, nothing):
+        objective = TokenLoss(cost, (), {})
+        chosen = (torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long), torch.ones(3))
+        with pytest.raises(ValueError, match="the loss has no gradient"):
+            objective.sum_costs(logps, Head(torch.nn.Linear(1, 1)), chosen)
+        objective.sum_costs(logps.detach(), Head(torch.nn.Linear(1, 1)), chosen)  # while judged
+
+
+def detached(logps: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    return -logps.detach().sum()
+
+
+def nothing(logps: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    return columns["weights"].sum()
+
+
+def test_a_column_that_no_named_loss_reads_is_named() -> None:
+    with pytest.raises(ConfigError, match="no named loss reads the column 'weight'; did you mean weights"):
+        find_loss("cross_entropy", {}, ("weight",))
+    assert find_loss("cross_entropy", {}, ("old_logps", "advantages"))[1] == ()
+    assert find_loss(squared, {}, ("mine", "weights"))[1] == ("mine", "weights")

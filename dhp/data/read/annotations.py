@@ -27,7 +27,7 @@ from dhp.data.read.formats import (
     read_unknown,
     renamed,
 )
-from dhp.data.read.preferences import split_sides
+from dhp.data.read.preferences import compared, split_sides
 from dhp.data.read.records import Fields, Record, Turn, check_left, check_paired, located
 from dhp.data.remote.places import Place, Shards
 from dhp.data.remote.remote_files import RemoteFile, RemoteFolder, Source, look_up
@@ -309,8 +309,26 @@ class Annotations:
         record = self._record(index)
         if self.compares != SINGLES:
             return record
-        other = self._record((index + 1) % len(self))  # whose answer is one to another prompt
-        return replace(record, other=replace(record, turns=(*record.turns[:-1], other.turns[-1])))
+        stranger = self._stranger(index, record)
+        return replace(record, other=replace(record, turns=(*record.turns[:-1], stranger.turns[-1])))
+
+    def _stranger(self, index: int, record: Record) -> Record:
+        """A row behind this one that asks something else: the next one, else at doubled distances, as several answers
+        to a prompt often stand together."""
+        distance = 1
+        while distance < len(self):
+            try:
+                other = self._record((index + distance) % len(self))
+            except DataError:  # which tells of itself
+                pass
+            else:
+                if other.turns[:-1] != record.turns[:-1]:
+                    return other
+            distance *= 2
+        raise DataError(
+            f"{record.where}: no row was found that asks something else, and kto compares with answers to other "
+            "prompts. Mix the rows of the file"
+        )
 
     def _record(self, index: int) -> Record:
         where = self.where(index)
@@ -325,6 +343,7 @@ class Annotations:
                 sides = split_sides(raw, self.compares)
                 first, second = parse_record(sides.first, *about), sides.second
                 other = None if second is None else parse_record(second, *about)
+                first, other = compared(first, other, sides.turns)
                 return replace(first, other=other, liked=sides.liked)
             except RecursionError as error:
                 raise DataError("it is nested too deep") from error

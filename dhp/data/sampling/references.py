@@ -52,7 +52,11 @@ class ReferenceTable:
         if record.dataset not in self._known:
             table = self._load(record.dataset)
             if table is None:
-                raise DataError(f"no log-probabilities of the reference are in {self._paths[record.dataset].parent}")
+                raise DataError(
+                    f"no log-probabilities of the reference are in {self._paths[record.dataset].parent} for this model "
+                    "and these rows: a run with them computes them before its first step. Set data.cache_dir to that "
+                    "run's, or begin one with the dataset among data.eval_datasets"
+                )
             self._known[record.dataset] = table
         first, second = self._known[record.dataset][record.position - 1].tolist()
         if first != first or second != second:

@@ -13,6 +13,7 @@ from dhp.data.read.annotations import read_annotations
 from dhp.data.read.records import Record, Turn
 
 USER, GOOD, BAD = "What is on it?", "A circle.", "A square."
+OTHER, BEFORE = "Which colour?", [("user", "Is it a shape?"), ("assistant", "Yes.")]
 
 
 def said(role: str, text: Any) -> dict[str, Any]:
@@ -96,6 +97,58 @@ def test_the_second_side_may_show_other_pictures_where_the_format_says_so(folder
     assert [str(one) for one in record.images] != [str(one) for one in record.other.images]
 
 
+EARLIER = [said(*one) for one in BEFORE]
+LONGER = {
+    "TRL": {"prompt": [*EARLIER, said("user", USER)], "chosen": [said("assistant", GOOD)], "rejected": BAD},
+    "TRL, implicit": {
+        f"{side}": [*EARLIER, said("user", USER), said("assistant", answer)]
+        for side, answer in (("chosen", GOOD), ("rejected", BAD))
+    },
+    "LLaMA-Factory": {
+        "conversations": [value("human", BEFORE[0][1]), value("gpt", BEFORE[1][1]), value("human", USER)],
+        "chosen": value("gpt", GOOD),
+        "rejected": value("gpt", BAD),
+    },
+    "ms-swift": {"messages": [*EARLIER, said("user", USER), said("assistant", GOOD)], "rejected_response": BAD},
+}
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_answers_before_the_compared_ones_are_not_learned(name: str, folder: Path) -> None:
+    (record,) = read(folder, LONGER[name])
+    assert record.other is not None and texts(record)[1] == BEFORE[1][1] == texts(record.other)[1]
+    for side in (record, record.other):
+        assert [turn.learned for turn in side.turns if turn.role == "assistant"] == [False, True]
+
+
+def test_of_single_answers_the_completion_is_learned(folder: Path) -> None:
+    asked, again = [said("user", USER)], [said("assistant", GOOD), said("user", OTHER), said("assistant", BAD)]
+    rows: list[Any] = [
+        {"messages": [*EARLIER, *asked, said("assistant", GOOD)], "label": False},
+        {"prompt": [*EARLIER, *asked], "completion": [said("assistant", GOOD)], "label": True},
+        {"prompt": [*EARLIER, *asked], "completion": again, "label": True},
+        SINGLE["ms-swift"] | {"messages": [said("user", OTHER), said("assistant", GOOD)]},
+    ]
+    found = read(folder, *rows, compares=SINGLES)
+    learned = [[turn.learned for turn in one.turns if turn.role == "assistant"] for one in found]
+    assert learned == [[False, True], [False, True], [False, True, True], [True]]
+
+
+def test_the_other_answer_is_one_to_another_prompt(folder: Path) -> None:
+    """Answers to a prompt stand together, and the row between the two prompts is defective."""
+    rows = [{"prompt": USER, "completion": f"It is {number}.", "label": number % 2 == 0} for number in range(5)]
+    rows += [{"prompt": OTHER, "completion": ["?"], "label": True}, *({**one, "prompt": OTHER} for one in rows)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_annotations("set", folder / "rows.jsonl", folder, compares=SINGLES)
+    for index in (*range(5), *range(6, 11)):
+        record = found.record(index)
+        assert record.other is not None and texts(record.other)[0] == texts(record)[0]
+        answered = [row["completion"] for row in rows if row["prompt"] != texts(record)[0]]
+        assert texts(record.other)[1] in answered
+    with pytest.raises(DataError, match="line 1 .*no row was found that asks something else"):
+        read(folder, *rows[:5], compares=SINGLES)
+
+
 SINGLE = {
     "TRL": {"prompt": USER, "completion": GOOD, "label": True, "images": ["a.png"]},
     "TRL, turns": {
@@ -117,11 +170,11 @@ SINGLE = {
 def test_single_answers_and_those_of_the_next_row(name: str, folder: Path) -> None:
     row = SINGLE[name]
     label = "kto_tag" if "kto_tag" in row else "label"
-    changed = json.loads(json.dumps(row).replace(GOOD, BAD)) | {label: False}
+    changed = json.loads(json.dumps(row).replace(GOOD, BAD).replace(USER, OTHER)) | {label: False}
     liked, disliked = read(folder, row, changed, compares=SINGLES)
     assert (liked.liked, disliked.liked) == (True, False)
     assert liked.other is not None and texts(liked) == [USER, GOOD] and texts(liked.other) == [USER, BAD]
-    assert disliked.other is not None and texts(disliked.other) == [USER, GOOD]
+    assert disliked.other is not None and texts(disliked.other) == [OTHER, GOOD]
     assert liked.sides == (1, 0) and disliked.sides == (-1, 0)
 
 
@@ -140,7 +193,19 @@ def test_single_answers_and_those_of_the_next_row(name: str, folder: Path) -> No
         ({"messages": [said("user", USER)], "rejected_response": BAD}, PAIRS, "needs 'messages' to end with an answer"),
         ({"prompt": USER, "chosen": GOOD, "rejected": BAD, "tools": ["x"]}, PAIRS, "tool calls are not read"),
         ({"prompt": USER, "completion": GOOD}, SINGLES, "kto needs one of 'label' and 'kto_tag', true or false"),
-        ({"prompt": USER, "completion": GOOD, "label": 3}, SINGLES, "needs one of 'label'"),
+        ({"prompt": USER, "completion": GOOD, "label": 3}, SINGLES, "needs one of 'label'.*the row has label=3"),
+        ({"prompt": USER, "completion": GOOD, "label": None}, SINGLES, "the row has label=None. Correct"),
+        ({"prompt": USER, "chosen": GOOD, "rejected": BAD}, SINGLES, r"the row has \['chosen', 'prompt', 'rejected'\]"),
+        ({"prompt": USER, "completion": "", "label": True}, SINGLES, "its answer, 'completion', is empty"),
+        ({"prompt": USER, "completion": GOOD, "label": True}, PAIRS, "train with training.objective=kto"),
+        (
+            {
+                "chosen": [said("user", USER), said("assistant", GOOD)],
+                "rejected": [said("user", "Who?"), said("assistant", BAD)],
+            },
+            PAIRS,
+            "turn 1 of both sides differs, and is user: they answer different questions",
+        ),
         ({"prompt": USER, "chosen": GOOD, "rejected": BAD}, "", "set training.objective=dpo or orpo"),
         ({"prompt": USER, "response": GOOD, "label": False}, "", "set training.objective=kto"),
     ],
