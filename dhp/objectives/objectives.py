@@ -56,8 +56,8 @@ def find_loss(
     strange = [column for column in columns if column not in _READ] if loss in ("dpo", *LOSSES) else []
     if strange:
         raise ConfigError(
-            f"no named loss reads the column {strange[0]!r}{did_you_mean([nearest(strange[0], sorted(_READ))])}. Leave "
-            "it out of the samples, or give a function of your own, which gets all columns"
+            f"no named loss reads the column {strange[0]!r}: leave it out of the samples, or give a function of your "
+            f"own, which gets all columns{did_you_mean([nearest(strange[0], sorted(_READ))])}"
         )
     if loss == "dpo":
         _check_settings("dpo", signature(PreferenceConfig), (), settings)

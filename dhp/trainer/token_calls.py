@@ -18,7 +18,7 @@ from dhp.config.ranges import INTERLEAVED
 from dhp.config.resolve import check_answers
 from dhp.config.rules import DEEPSPEED
 from dhp.core.batch import Answer, Batch, Sampling, StepData, StepInfo
-from dhp.core.errors import CheckpointError, ConfigError, DataError, RunEnded
+from dhp.core.errors import ConfigError, PartFailed, RunEnded
 from dhp.core.reports import EvaluatedShare
 from dhp.core.text import one_line
 from dhp.step.schedule import make_schedule
@@ -56,14 +56,15 @@ def call(method: Callable[P, T]) -> Callable[P, T]:
             raise RunEnded(run._ended)
         try:
             return method(*given, **named)
-        except (ConfigError, DataError, CheckpointError):  # before anything is submitted, or of files alone
-            raise
         except BaseException as error:
-            run._ended = (
-                f"the run cannot go on: {method.__name__} failed ({type(error).__name__}: "
-                f"{one_line(str(error))[:200]}), and its ranks may have gradients of a part of it. Leave its `with` "
-                "block, and begin one that resumes"
-            )
+            if isinstance(error, PartFailed) or not isinstance(
+                error, Exception
+            ):  # others come before anything is submitted
+                reason = one_line(str(error).partition("\n")[0])[:200]
+                run._ended = (
+                    f"the run cannot go on: {method.__name__} failed ({type(error).__name__}: {reason}), and its ranks "
+                    "may have gradients of a part of it. Leave its `with` block, and begin one that resumes"
+                )
             raise
 
     return checked
@@ -183,7 +184,8 @@ class TokenCalls:
 
         if not 0 < temperature < inf:
             raise ConfigError(f"temperature={temperature} divides logits: it is a number above 0")
-        objective, names = find_loss(loss, settings, tuple(samples[0].columns) if len(samples) else ())
+        first = samples[0] if isinstance(samples, Sequence) and len(samples) else None  # `read` tells what else it is
+        objective, names = find_loss(loss, settings, tuple(getattr(first, "columns", ())))
         objective.temperature = temperature
         read = self._batcher.read(samples, names)
         read = with_marks(read) if objective.compares else read
