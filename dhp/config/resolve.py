@@ -15,6 +15,7 @@ from dhp.config.hydra_errors import translated_errors
 from dhp.config.keys import unknown_keys
 from dhp.config.layout import LAYOUTS, resolve_part
 from dhp.config.parts import OPTIONAL, decoder, encoders, parts, sections, split_share
+from dhp.config.preferences import PREFERENCES, check_preference
 from dhp.config.ranges import (
     check_cluster,
     check_data,
@@ -24,7 +25,7 @@ from dhp.config.ranges import (
     require,
     require_choice,
 )
-from dhp.config.rules import FSDP, PREFERENCES, check_balance, check_optimizer, check_preference, check_run, with_engine
+from dhp.config.rules import FSDP, check_balance, check_optimizer, check_run, with_engine
 from dhp.config.schema import ClusterConfig, Config, StageEntry
 from dhp.config.steps import micro_batches
 from dhp.core.errors import ConfigError, raise_all
@@ -206,16 +207,11 @@ def check_evaluation(config: Config) -> None:
             raise ConfigError(f"training.{key}={value} does not exist; choose from {', '.join(known)}{hint}")
     require(stopping.patience >= 1, "training.early_stopping.patience", stopping.patience, "patience >= 1")
     require(stopping.min_delta >= 0, "training.early_stopping.min_delta", stopping.min_delta, "min_delta >= 0")
-    compares = training.objective in PREFERENCES
-    if str(stopping.metric).startswith(MARGIN) and training.objective == "sft":
+    metric, compares = str(stopping.metric).partition("/")[0], training.objective in PREFERENCES
+    if (metric == "eval_exact" and compares) or (metric == MARGIN and training.objective == "sft"):
         raise ConfigError(
-            f"training.early_stopping.metric={stopping.metric} with training.objective=sft: margins are of "
-            "preferences. Set the metric to eval_loss, eval_accuracy or eval_exact"
-        )
-    if str(stopping.metric).startswith("eval_exact") and compares:
-        raise ConfigError(
-            f"training.early_stopping.metric={stopping.metric} with training.objective={training.objective}: of "
-            "preferences there is none. Set the metric to eval_margin, eval_accuracy or eval_loss"
+            f"training.early_stopping.metric={stopping.metric} with training.objective={training.objective}, of which "
+            "no evaluation has it. Set the metric to eval_loss or eval_accuracy"
         )
     if stopping.metric is not None and training.eval_steps is None:
         raise ConfigError(
