@@ -73,13 +73,13 @@ class Collator:
             **_grids(row),
         }
         # Each sample's alone: a family may count the pictures of all that it is given.
-        found = [self._positions((sample,)) for sample in row] or [self._positions(())]
+        found = [self.positions((sample,)) for sample in row] or [self.positions(())]
         longest = named["input_ids"].shape[1]
         named["position_ids"] = torch.cat([F.pad(one, (0, longest - one.shape[-1])) for one in found], dim=-2)
         return named
 
-    def _positions(self, row: Row) -> Tensor:
-        """Of one sample, or of a token of padding."""
+    def positions(self, row: Row) -> Tensor:
+        """Positions of one sample's tokens, or of a token of padding, [..., 1, L]."""
         ids = _pad_rows([s.input_ids for s in row], self._pad, torch.tensor([len(s.input_ids) for s in row] or [1]))
         kinds, grids = _pad_rows([s.mm_token_type_ids for s in row], 0, torch.tensor([ids.shape[1]])), _grids(row)
         return self._family.processor.position_ids(

@@ -65,6 +65,12 @@ class TokenBatcher:
             raise DataError(f"{what} is nothing to compute. Give a list of one sample at least")
         return [self._read(number, one, names) for number, one in enumerate(samples)]
 
+    def positions(self, sample: Sample) -> np.ndarray:
+        """Those that the model is given of a `read` sample's tokens, [L], or [3, L] of a model that counts in time,
+        height and width."""
+        made: np.ndarray = Collator(self.family, self._pad, True).positions((sample,)).numpy()
+        return made.reshape(-1, made.shape[-1]).squeeze()
+
     def make(self, samples: Sequence[Sample], objective: Objective, total: float | None, number: int) -> StepData:
         """One step of `read` samples; of an objective that compares, one behind another are the sides of a preference.
         total: N; None: the sum of their weights. number: of the step, for what is drawn at random."""

@@ -122,6 +122,8 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
         NotImplementedError for what is asked beside, DataError for samples."""
         temperature = _read_temperature(data)
         samples = read_samples(data)
+        if (positions := data.get("position_ids", None)) is not None:
+            require_positions(positions, self.run.positions(samples))
         tokens = int(data["loss_mask"].sum()) if "loss_mask" in data.keys() else None
         tensordict_utils.assign_non_tensor(data, sp_size=1, dp_size=1, batch_num_tokens=tokens)
         entropies = bool(tensordict_utils.get_non_tensor_data(data, "calculate_entropy", False))
@@ -244,7 +246,6 @@ def read_samples(data: Any) -> list[TokenSample]:
     if not ids.is_nested:
         raise DataError(f"input_ids are padded, {list(ids.shape)}; the engine takes rows without padding, as verl's do")
     rows = [row.tolist() for row in ids.unbind()]
-    _require_plain_positions(data.get("position_ids", None))
     pictures = [{} for _ in rows] if shown is None else [_patches(number, one) for number, one in enumerate(shown)]
     return [TokenSample(row, [False] + [True] * (len(row) - 1), **of) for row, of in zip(rows, pictures, strict=True)]
 
@@ -258,13 +259,19 @@ def _patches(number: int, given: Any) -> dict[str, Any]:
     return {key: one.float().cpu().numpy() if isinstance(one, Tensor) else one for key, one in of.items()}
 
 
-def _require_plain_positions(positions: Any) -> None:
-    """Those of text are counted from 0; those of pictures are made anew of ids and grids."""
-    if positions is None or positions.dim() != 2:
-        return
-    for number, row in enumerate(positions.unbind()):
-        if not torch.equal(row.cpu(), torch.arange(len(row))):
-            raise DataError(f"sample {number}: its position_ids are not 0 to {len(row) - 1}, as the engine makes them")
+def require_positions(given: Any, made: Sequence[np.ndarray]) -> None:
+    """Raises DataError where verl's positions are none of those that the run makes of token ids and grids. given: rows
+    of [L], or of [4, L]: in order, and in time, height and width. made: as `TokenCalls.positions` returns them."""
+    for number, (row, own) in enumerate(zip(given.unbind(), made, strict=True)):
+        found, length = row.cpu().numpy(), own.shape[-1]
+        wanted = np.broadcast_to(own, (3, length))
+        if found.ndim == 2:
+            wanted = np.vstack([np.arange(length), wanted])
+        if found.shape[-1] != length or (found != wanted).any():
+            raise DataError(
+                f"sample {number}: its position_ids are {found[..., :6].tolist()} …, and the model is given "
+                f"{wanted[..., :6].tolist()} … of these token ids and grids"
+            )
 
 
 def _read_temperature(data: Any) -> float:

@@ -156,6 +156,12 @@ class TokenCalls:
         return answers[: len(read)]
 
     @call
+    def positions(self, samples: Samples) -> list[np.ndarray]:
+        """Those that the model is given of each sample's tokens, [L], or [3, L] where it counts in time, height and
+        width: made of token ids and grids."""
+        return list(map(self._batcher.positions, self._batcher.read(samples)))
+
+    @call
     def weights(self) -> Iterator[tuple[str, Any]]:
         """All weights by the keys of an export, in its number formats, a layer at a time."""
         from dhp.trainer.weight_stream import stream_weights

@@ -94,7 +94,8 @@ def _compare_weights(engine: Any, samples: list[TokenSample]) -> dict[str, Any]:
     """A step on pictures, then names, formats, shapes and bytes of both seams beside the export of the checkpoint."""
     from dhp.seams.vllm_weights import RunWeights
 
-    data, before = batch(samples, max_token_len_per_gpu=2000), sums(engine.get_per_tensor_param()[0])
+    image = engine.run._batcher.family.processor.image_token_id
+    data, before = batch(samples, image, max_token_len_per_gpu=2000), sums(engine.get_per_tensor_param()[0])
     steps = [engine.train_batch(data, squared_ratio) for _ in range(2)]
     folder = Path(engine.run.config.run_dir)
     engine.save_checkpoint(str(folder / "by_verl"))

@@ -25,6 +25,7 @@ from tests.helpers.exact_ranks import EXACT
 from tests.helpers.layouts import Case, Running, _found_gradients
 from tests.helpers.norms import use_exact_norms
 from tests.helpers.runs import FIRST, ONE_ACTOR_EACH, tiny, train
+from tests.helpers.tiny import IMAGE_TOKEN
 from tests.helpers.token_loops import LocalCalls, PlainLoop, batcher, token_sample, without_tokenizer
 from tests.helpers.verl_interface import nested
 
@@ -83,7 +84,24 @@ def started(seam: ModuleType, monkeypatch: pytest.MonkeyPatch, four_layers_model
         one.__exit__()
 
 
-def batch(samples: Sequence[TokenSample] = SAMPLES, **flags: Any) -> Any:
+def positions(sample: TokenSample, image: int = IMAGE_TOKEN) -> Tensor:
+    """As verl has them, [4, L]: in order, and those of Qwen2.5-VL (Bai et al. 2025, section 2.1.3), written out: a
+    picture's begin behind the largest before it, and text goes on behind the largest of all."""
+    ids, grids, found = np.asarray(sample.token_ids), list(sample.image_grid_thw or ()), np.zeros((3, 0), int)
+    at = 0
+    while at < len(ids):
+        start = int(found.max(initial=-1)) + 1
+        if ids[at] == image and grids:
+            t, h, w = grids.pop(0)
+            block = np.stack(np.indices((t, h // 2, w // 2))).reshape(3, -1)
+        else:
+            block = np.zeros((3, 1), int)
+        found = np.concatenate([found, block + start], 1)
+        at += block.shape[1]
+    return torch.from_numpy(np.concatenate([np.arange(len(ids))[None], found]))
+
+
+def batch(samples: Sequence[TokenSample] = SAMPLES, image: int = IMAGE_TOKEN, **flags: Any) -> Any:
     """What verl hands to its engines: rows without padding, with columns for a loss."""
     rows = [torch.tensor([*map(int, one.token_ids)]) for one in samples]
     random = np.random.default_rng(5)
@@ -92,7 +110,7 @@ def batch(samples: Sequence[TokenSample] = SAMPLES, **flags: Any) -> Any:
         "input_ids": nested(rows),
         "loss_mask": nested([one.long() for one in mask]),
         "advantages": nested([torch.from_numpy(random.normal(size=len(row))).float() for row in rows]),
-        "position_ids": nested([torch.arange(len(row)) for row in rows]),
+        "position_ids": nested(positions(one, image) for one in samples),
     }
     shown: list[dict[str, Tensor]] = [{} for _ in rows]
     for inputs, one in zip(shown, samples, strict=True):
@@ -238,9 +256,15 @@ def test_samples_that_would_be_others_are_refused(started: Start, seam: ModuleTy
     ):
         engine.infer_batch(batch(fewer))
     data = batch()
-    data["position_ids"] = nested([torch.arange(len(one.token_ids)) + 1 for one in SAMPLES])
-    with pytest.raises(DataError, match="sample 0: its position_ids are not 0 to"):
+    data["position_ids"] = nested([torch.arange(len(one.token_ids)) for one in SAMPLES])
+    with pytest.raises(DataError, match=r"0: its position_ids are \[0, 1, 2, 3, 4, 5\] …, and the model is given"):
         engine.infer_batch(data)
+    data["position_ids"] = nested([positions(one) + (torch.arange(4) == 2)[:, None] for one in SAMPLES])
+    with pytest.raises(DataError, match="sample 0: its position_ids are"):
+        engine.infer_batch(data)
+    text = batch([SAMPLES[1]])
+    text["position_ids"] = nested([torch.arange(len(SAMPLES[1].token_ids))])
+    engine.infer_batch(text)
     with pytest.raises(DataError, match="input_ids are padded, .2, 4.; .* without padding"):
         seam.read_samples({"input_ids": torch.ones(2, 4, dtype=torch.long)})
     with pytest.raises(NotImplementedError, match="sample 0: the dhp engine does not read input_features"):
