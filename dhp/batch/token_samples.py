@@ -61,7 +61,7 @@ class TokenBatcher:
     def read(self, samples: Sequence[TokenSample | Sample], names: Sequence[str] = ()) -> list[Sample]:
         """names: of columns that each needs. Raises DataError for what cannot be computed, by sample and place."""
         if not isinstance(samples, Sequence) or not len(samples):
-            what = "0 samples" if isinstance(samples, Sequence) else f"a {type(samples).__name__}"
+            what = "no sample" if isinstance(samples, Sequence) else f"a {type(samples).__name__}"
             raise DataError(f"{what} is nothing to compute. Give a list of one sample at least")
         return [self._read(number, one, names) for number, one in enumerate(samples)]
 
@@ -69,7 +69,8 @@ class TokenBatcher:
         """Those that the model is given of a `read` sample's tokens, [L], or [3, L] of a model that counts in time,
         height and width."""
         made: np.ndarray = Collator(self.family, self._pad, True).positions((sample,)).numpy()
-        return made.reshape(-1, made.shape[-1]).squeeze()
+        made = made.reshape(-1, made.shape[-1])
+        return made[0] if len(made) == 1 else made
 
     def make(self, samples: Sequence[Sample], objective: Objective, total: float | None, number: int) -> StepData:
         """One step of `read` samples; of an objective that compares, one behind another are the sides of a preference.

@@ -249,8 +249,8 @@ def inspect_sample(config: Config, index: int, out: Path) -> None:
         runs += [*([TextRun(heading, 0, 0, False)] if heading else []), *runs_of(side, tokenizer)]
         if not side.again:
             of = pictures_of(of_side, side, processor, images) + clips_of(of_side, side)
-            name = heading.strip("\n —")
-            shown += [replace(one, caption=f"{name}, {one.caption}") if name else one for one in of]
+            side_name = heading.strip("\n —")
+            shown += [replace(one, caption=f"{side_name}, {one.caption}") if side_name else one for one in of]
     counts, title = lengths(sample), f"sample {index} of {feed.dataset_size}: {record.where}"
     held = placeholders(runs)
     template = config.data.chat_template or f"the model's own ({name})"

@@ -27,7 +27,8 @@ def check_preference(config: Config) -> None:
     if unread:
         raise ConfigError(
             f"{key}{unread[0]}={getattr(asked, unread[0])} with training.objective={objective}, which does "
-            f"not read it. Of {', '.join(_READ_BY[unread[0]])} it is a setting. Leave it out, or set the objective"
+            f"not read it. Of {', '.join(_READ_BY[unread[0]])} it is a setting. Leave it out, set the objective, or "
+            "set it in the stage that has that objective"
         )
     require(asked.beta > 0, f"{key}beta", asked.beta, "beta > 0")
     smoothing = asked.label_smoothing

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from inspect import Signature, signature
+from types import MappingProxyType
 from typing import Any
 
 from dhp.config.training import PreferenceConfig
@@ -68,8 +69,8 @@ def find_loss(
             f"the loss {cost!r} is no function of a module, so ranks cannot import it. Define it at the top of a "
             "module, and give it or its name, `module.function`"
         )
-    entropies = dict.fromkeys({ENTROPIES} & signature(cost).parameters.keys())
-    _check_settings(str(loss), signature(cost), (None, None), {**entropies, **settings})
+    entropies = {ENTROPIES} & signature(cost).parameters.keys()
+    _check_settings(str(loss), signature(cost), (None, None), settings, dict.fromkeys(entropies))
     return TokenLoss(cost, names, settings), names
 
 
@@ -87,8 +88,15 @@ def _imported(loss: str | TokenCost) -> TokenCost:
     return found
 
 
-def _check_settings(loss: str, taken: Signature, first: tuple[None, ...], settings: Mapping[str, Any]) -> None:
+def _check_settings(
+    loss: str,
+    taken: Signature,
+    first: tuple[None, ...],
+    settings: Mapping[str, Any],
+    given: Mapping[str, None] = MappingProxyType({}),
+) -> None:
+    """first, given: what it gets besides."""
     try:
-        taken.bind(*first, **settings)
+        taken.bind(*first, **given, **settings)
     except TypeError as error:
         raise ConfigError(f"loss={loss} does not take the settings {dict(settings)}: {error}") from error

@@ -65,6 +65,7 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
         self.model_config, self.engine_config, self.mode = model_config, engine_config, None
         self._exits, self._started = ExitStack(), list[Run]()  # one at most
         self._adapters = True  # whether they take part in a forward
+        self._saved: Path | None = None  # of this step
         self._waiting = False  # whether gradients wait for the optimizer's step
         self._last: StepResult | None = None
         atexit.register(self.close)  # verl ends no engine
@@ -88,7 +89,7 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
         """End the run's actors."""
         self._exits.close()
         self._started.clear()
-        self._waiting, self._last = False, None
+        self._waiting, self._last, self._saved = False, None, None
 
     @property
     def run(self) -> Run:
@@ -142,7 +143,8 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
         if not forward_only:
             self._waiting = True
             weighed = [_weigh(one, slopes[at]) for at, one in enumerate(samples)]
-            self.run.forward_backward(weighed, "linear", normalizer=1.0, temperature=temperature)
+            loss = "linear" if entropies else "cross_entropy"
+            self.run.forward_backward(weighed, loss, normalizer=1.0, temperature=temperature)
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
     def _cost(
@@ -170,7 +172,7 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
 
     def optimizer_step(self) -> float:
         """The gradient's norm before clipping; where it is not finite, nothing was updated."""
-        self._last, self._waiting = self.run.optim_step(), False
+        self._last, self._waiting, self._saved = self.run.optim_step(), False, None
         return self._last.grad_norm
 
     def lr_scheduler_step(self) -> float:
@@ -210,8 +212,9 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
     ) -> None:
         """Save below the run's own directory, and link or copy it to `local_path`, which others may remove."""
         _refuse("save_checkpoint", hdfs_path=hdfs_path, max_ckpt_to_keep=max_ckpt_to_keep)
-        checkpoint = self.run.save(self.run.step)
-        shutil.copytree(checkpoint, local_path, copy_function=_link, dirs_exist_ok=True)
+        if self._saved is None:
+            self._saved = self.run.save(self.run.step)
+        shutil.copytree(self._saved, local_path, copy_function=_link, dirs_exist_ok=True)
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **kwargs: Any
@@ -220,7 +223,7 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
         _refuse("load_checkpoint", hdfs_path=hdfs_path)
         if local_path is not None:
             self.run.load(Path(local_path))
-            self._waiting = False
+            self._waiting, self._saved = False, None
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ class Run(TokenCalls):
     def save(self, step: int) -> Path:
         """Write a checkpoint after `step` steps, from which `training.resume` continues; its path. Raises
         CheckpointError where there is one already, which is never written over, or where it cannot be written."""
-        if not isinstance(step, int) or step < 0:
+        if not isinstance(step, Integral) or step < 0:
             raise ConfigError(f"a checkpoint is saved after so many steps, 0 or more, and not after {step!r}")
         return self._saver.save(step, self._plan, self._session.start.skipped_samples)
 
@@ -190,5 +191,6 @@ class Run(TokenCalls):
         )
         self._unstepped.clear()
         session.start = start
+        self._ended = f"the run cannot go on: {checkpoint} was loaded in part. Leave its `with` block"
         session.start_stages(self._plan.steps, again=True)
-        self.step = start.step
+        self.step, self._ended = start.step, ""

@@ -18,7 +18,7 @@ from dhp.config.ranges import INTERLEAVED
 from dhp.config.resolve import check_answers
 from dhp.config.rules import DEEPSPEED
 from dhp.core.batch import Answer, Batch, Sampling, StepData, StepInfo
-from dhp.core.errors import ConfigError, PartFailed, RunEnded
+from dhp.core.errors import ClusterError, ConfigError, PartFailed, RunEnded
 from dhp.core.reports import EvaluatedShare
 from dhp.core.text import one_line
 from dhp.step.schedule import make_schedule
@@ -57,9 +57,7 @@ def call(method: Callable[P, T]) -> Callable[P, T]:
         try:
             return method(*given, **named)
         except BaseException as error:
-            if isinstance(error, PartFailed) or not isinstance(
-                error, Exception
-            ):  # others come before anything is submitted
+            if isinstance(error, PartFailed | ClusterError) or not isinstance(error, Exception):
                 reason = one_line(str(error).partition("\n")[0])[:200]
                 run._ended = (
                     f"the run cannot go on: {method.__name__} failed ({type(error).__name__}: {reason}), and its ranks "
@@ -89,12 +87,12 @@ class TokenCalls:
         """Log-probabilities of each sample's target tokens, float64 [targets], without dropout. temperature: by which
         logits are divided. entropies: [targets, 2], each beside the entropy of what it is of, in nats. adapters: false:
         by the model without them, a reference."""
-        from dhp.objectives.log_probabilities import linear
+        from dhp.objectives.log_probabilities import cross_entropy, linear
 
         session = self._session
         if not adapters and not any(part.lora.rank for part in parts(session.config).values()):
             raise ConfigError("adapters=False is a forward without adapters, and no part has any: set text.lora.rank")
-        data = self._read(samples, linear if entropies else "cross_entropy", 1.0, {}, temperature)
+        data = self._read(samples, linear if entropies else cross_entropy, 1.0, {}, temperature, columns=())
         with nullcontext() if adapters else _without_adapters(session):
             shares = evaluate_batch(session.stages, session.graph, session.put(data)).shares
             return self._losses(data, shares)[1]
@@ -184,14 +182,17 @@ class TokenCalls:
         normalizer: float | None,
         settings: dict[str, Any],
         temperature: float = 1.0,
+        columns: tuple[str, ...] | None = None,
     ) -> StepData:
         from dhp.batch.token_samples import with_marks
         from dhp.objectives.objectives import find_loss
 
         if not 0 < temperature < inf:
             raise ConfigError(f"temperature={temperature} divides logits: it is a number above 0")
-        first = samples[0] if isinstance(samples, Sequence) and len(samples) else None  # `read` tells what else it is
-        objective, names = find_loss(loss, settings, tuple(getattr(first, "columns", ())))
+        if columns is None:  # `read` tells what else the samples may be
+            first = samples[0] if isinstance(samples, Sequence) and len(samples) else None
+            columns = tuple(getattr(first, "columns", ()))
+        objective, names = find_loss(loss, settings, columns)
         objective.temperature = temperature
         read = self._batcher.read(samples, names)
         read = with_marks(read) if objective.compares else read

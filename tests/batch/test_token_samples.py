@@ -106,7 +106,7 @@ def test_a_column_that_is_no_number_where_nothing_counts_it_is_taken(made: Token
 def test_columns_that_a_loss_reads_must_be_there(made: TokenBatcher) -> None:
     with pytest.raises(DataError, match="sample 0 has no column old_logps, which the loss reads. It has weights"):
         made.read([replace(PICTURE, columns={})], ["old_logps"])
-    with pytest.raises(DataError, match="0 samples is nothing to compute"):
+    with pytest.raises(DataError, match="no sample is nothing to compute"):
         made.read([])
     with pytest.raises(DataError, match="a TokenSample is nothing to compute. Give a list"):
         made.read(PICTURE)  # type: ignore[arg-type]

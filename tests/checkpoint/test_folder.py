@@ -50,7 +50,7 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
 
 def test_a_complete_one_is_never_replaced(tmp_path: Path) -> None:
     done = write(tmp_path, 3)
-    with pytest.raises(CheckpointError, match="step_3 is complete already: another run writes to the same"):
+    with pytest.raises(CheckpointError, match="step_3 is complete already: this step was saved before, or another run"):
         open_checkpoint(tmp_path / "checkpoints", 3)
     assert read_about(done)["step"] == 3 and (done / "model" / "config.json").read_text() == "{}"
 

@@ -67,4 +67,4 @@ def test_a_loop_on_token_ids_samples_trains_saves_and_loads(
     assert found["export"]
     assert "optim_step was called after step 3, the run's last one" in found["behind"]
     assert _is_run(tmp_path / "run")  # which overwrite=true replaces
-    assert found["empty"] == "0 samples are nothing to compute. Give one at least"
+    assert found["empty"] == "no sample is nothing to compute. Give a list of one sample at least"

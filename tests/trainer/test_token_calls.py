@@ -275,12 +275,12 @@ def test_a_call_that_fails_on_the_ranks_ends_the_run(monkeypatch: pytest.MonkeyP
     calls = LocalCalls.__new__(LocalCalls)
     TokenCalls.__init__(calls)
 
-    def read(*_: Any) -> Any:
+    def read(*_: Any, **__: Any) -> Any:
         raise PartFailed("rank 0 of text: a loss raised")
 
     calls.__dict__["_session"] = SimpleNamespace(config=Config())
     with pytest.raises(ConfigError, match="no named loss"), monkeypatch.context() as patch:
-        patch.setattr(TokenCalls, "_read", lambda *_: find_loss("ppo", {}, ("weight",)))
+        patch.setattr(TokenCalls, "_read", lambda *_, **__: find_loss("ppo", {}, ("weight",)))
         calls.forward(SAMPLES)
     monkeypatch.setattr(TokenCalls, "_read", read)
     with pytest.raises(PartFailed):
@@ -312,3 +312,12 @@ def test_a_column_that_no_named_loss_reads_is_named() -> None:
         find_loss("cross_entropy", {}, ("weight",))
     assert find_loss("cross_entropy", {}, ("old_logps", "advantages"))[1] == ()
     assert find_loss(squared, {}, ("mine", "weights"))[1] == ("mine", "weights")
+    with pytest.raises(ConfigError, match="does not take the settings .*entropies"):
+        find_loss(explore, {"entropies": 1.0}, ())
+
+
+@pytest.mark.parametrize("entropies", [False, True])
+def test_a_forward_reads_no_columns(entropies: bool, started: Any) -> None:
+    mine = [replace(SAMPLES[1], columns={"returns": np.ones(len(SAMPLES[1].token_ids))}), SAMPLES[4]]
+    first, second = started(CASES[0]).forward(mine, entropies=entropies)
+    assert len(first) and len(second)

@@ -27,7 +27,7 @@ from dhp.data.read.formats import (
     read_unknown,
     renamed,
 )
-from dhp.data.read.preferences import compared, split_sides
+from dhp.data.read.preferences import compared, split_answer, split_sides
 from dhp.data.read.records import Fields, Record, Turn, check_left, check_paired, located
 from dhp.data.remote.places import Place, Shards
 from dhp.data.remote.remote_files import RemoteFile, RemoteFolder, Source, look_up
@@ -277,6 +277,7 @@ def _of_messages(raw: Mapping[str, Any], singular: bool, plural: bool) -> tuple[
 
 
 AUTO = "auto"
+_NEAR = 256  # rows among which an answer to another prompt is looked for one by one
 _PROBED_SAMPLES = 100  # samples whose keys may tell the format
 
 
@@ -309,22 +310,22 @@ class Annotations:
         record = self._record(index)
         if self.compares != SINGLES:
             return record
-        stranger = self._stranger(index, record)
-        return replace(record, other=replace(record, turns=(*record.turns[:-1], stranger.turns[-1])))
+        question, _ = split_answer(record)
+        return replace(record, other=replace(record, turns=(*question, *self._strange_answer(index, record))))
 
-    def _stranger(self, index: int, record: Record) -> Record:
-        """A row behind this one that asks something else: the next one, else at doubled distances, as several answers
-        to a prompt often stand together."""
-        distance = 1
-        while distance < len(self):
+    def _strange_answer(self, index: int, record: Record) -> tuple[Turn, ...]:
+        """That of a row behind this one that asks something else: of the next one, else at doubled distances, as
+        answers to a prompt often stand together, else of the next ones one by one."""
+        doubled = [2**power for power in range(len(self).bit_length())]
+        for distance in dict.fromkeys((*doubled, *range(1, _NEAR))):
+            if distance >= len(self):
+                continue
             try:
-                other = self._record((index + distance) % len(self))
+                question, answer = split_answer(self._record((index + distance) % len(self)))
             except DataError:  # which tells of itself
-                pass
-            else:
-                if other.turns[:-1] != record.turns[:-1]:
-                    return other
-            distance *= 2
+                continue
+            if question != split_answer(record)[0]:
+                return answer
         raise DataError(
             f"{record.where}: no row was found that asks something else, and kto compares with answers to other "
             "prompts. Mix the rows of the file"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from dhp.core.errors import DataError
 from dhp.core.preferences import SINGLES
+from dhp.data.read.formats import ANSWER_KEYS
 from dhp.data.read.records import ANSWERS, Record, Turn, is_set
 
 _LISTS = {"messages": ("role", "content", "assistant"), "conversations": ("from", "value", "gpt")}
@@ -71,7 +72,7 @@ def _split_single(raw: Mapping[str, Any]) -> Sides:
         )
     row, turns = {key: value for key, value in raw.items() if key != labels[0]}, 1
     empty = [key for key in _ANSWERS if key in row and not is_set(row[key])]
-    if empty and not any(is_set(row.get(key)) for key in (*_ANSWERS, *_LISTS)):
+    if empty and not any(is_set(row.get(key)) for key in (*ANSWER_KEYS, *_LISTS, "conversation", "texts")):
         raise DataError(f"its answer, {empty[0]!r}, is empty. Leave such rows out")
     if isinstance(row.get("completion"), list):
         turns = len(row["completion"])
@@ -96,6 +97,13 @@ def compared(first: Record, second: Record | None, turns: int) -> tuple[Record, 
             "questions. A preference is of two answers to one; leave such rows out"
         )
     return _behind(first, same), _behind(second, same)
+
+
+def split_answer(record: Record) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+    """Turns of the question of a single answer, and of the answer."""
+    learned = (at for at, turn in enumerate(record.turns) if turn.role == ANSWERS and turn.learned)
+    first = next(learned, len(record.turns) - 1)
+    return record.turns[:first], record.turns[first:]
 
 
 def _said(turn: Turn) -> tuple[str, str]:

@@ -130,6 +130,10 @@ def test_of_single_answers_the_completion_is_learned(folder: Path) -> None:
         SINGLE["ms-swift"] | {"messages": [said("user", OTHER), said("assistant", GOOD)]},
     ]
     found = read(folder, *rows, compares=SINGLES)
+    assert found[2].other is not None and found[1].other is not None
+    assert texts(found[2].other) == [BEFORE[0][1], BEFORE[1][1], USER, GOOD]  # none of its answers, of several turns
+    assert texts(found[1].other)[3:] == [GOOD] == texts(found[3])[1:]  # the row behind it asks the same
+    assert [turn.learned for turn in found[2].other.turns[1::2]] == [False, True]
     learned = [[turn.learned for turn in one.turns if turn.role == "assistant"] for one in found]
     assert learned == [[False, True], [False, True], [False, True, True], [True]]
 
@@ -145,6 +149,9 @@ def test_the_other_answer_is_one_to_another_prompt(folder: Path) -> None:
         assert record.other is not None and texts(record.other)[0] == texts(record)[0]
         answered = [row["completion"] for row in rows if row["prompt"] != texts(record)[0]]
         assert texts(record.other)[1] in answered
+    many = [{"prompt": USER if at != 3 else OTHER, "completion": f"{at}", "label": True} for at in range(5)]
+    first, *_ = read(folder, *many, compares=SINGLES)  # 1, 2 and 4 rows on stands the same prompt
+    assert first.other is not None and texts(first.other) == [USER, "3"]
     with pytest.raises(DataError, match="line 1 .*no row was found that asks something else"):
         read(folder, *rows[:5], compares=SINGLES)
 
@@ -220,3 +227,9 @@ def test_prompts_have_one_side(folder: Path) -> None:
     prompt, answer = record.up_to_answer()
     assert prompt.other is None and answer == GOOD
     assert isinstance(prompt.turns[0], Turn)
+
+
+def test_a_column_that_a_table_left_empty_is_no_answer(folder: Path) -> None:
+    row = {"query": USER, "answer": GOOD, "output": None, "label": True}
+    first, _ = read(folder, row, row | {"query": OTHER}, compares=SINGLES)
+    assert texts(first) == [USER, GOOD]
