@@ -130,7 +130,9 @@ class DhpEngine(BaseEngine):  # type: ignore[misc]
         entropies = bool(tensordict_utils.get_non_tensor_data(data, "calculate_entropy", False))
         scores = self.run.forward(samples, temperature, entropies, adapters=self._adapters)
         # At each token what belongs to the one behind it, [tokens, 1 or 2].
-        rows = [torch.from_numpy(np.pad(one.reshape(len(one), -1), ((0, 1), (0, 0)))).float() for one in scores]
+        rows = [
+            torch.from_numpy(np.pad(one.reshape(len(one), 1 + entropies), ((0, 1), (0, 0)))).float() for one in scores
+        ]
         micro_batches, indices = prepare_micro_batches(data)
         order = [at for of in indices for at in of] if indices is not None else range(len(samples))
         left, outputs, slopes = iter(order), list[dict[str, Any]](), dict[int, Tensor]()

@@ -95,7 +95,7 @@ class TokenCalls:
         data = self._read(samples, linear if entropies else cross_entropy, 1.0, {}, temperature, columns=())
         with nullcontext() if adapters else _without_adapters(session):
             shares = evaluate_batch(session.stages, session.graph, session.put(data)).shares
-            return self._losses(data, shares)[1]
+            return [one.reshape(len(one), 2) if entropies else one for one in self._losses(data, shares)[1]]
 
     @call
     def forward_backward(
@@ -202,7 +202,6 @@ class TokenCalls:
     def _losses(self, data: StepData, refs: Sequence[Any]) -> tuple[float, list[np.ndarray]]:
         """The loss, and log-probabilities by sample, beside what else was reported. refs: of the shards where the head
         is."""
-        beside: tuple[int, ...] = ()
         shares: list[EvaluatedShare] = self._waited(refs)
         sharing = self._session.graph.stages[-1].degrees.sequence
         runs: dict[int, list[tuple[int, np.ndarray]]] = {}
@@ -210,12 +209,11 @@ class TokenCalls:
             for micro_batch, of_rows in (share.samples.tokens if share.samples else {}).items():
                 places = data.info.order[micro_batch][shard // sharing]
                 for sample, first, values in of_rows:
-                    beside = values.shape[1:]
                     turned = -values if values.ndim == 1 else values * (-1, 1)  # losses, and entropies behind them
                     runs.setdefault(places[sample][1], []).append((first, turned))
         every = range(max((place for row in data.info.order for of in row for _, place in of), default=-1) + 1)
         ordered = [[run for _, run in sorted(runs.get(at, ()), key=lambda one: one[0])] for at in every]
-        found = [np.concatenate([np.zeros((0, *beside)), *of]) for of in ordered]
+        found = [np.concatenate(of) if of else np.zeros(0) for of in ordered]
         return sum(share.loss for share in shares), found
 
     def _answers(self, refs: AnswerRefs) -> list[Answer]:

@@ -204,6 +204,16 @@ def test_entropies_at_a_temperature_have_gradients_too(case: Case, started: Star
         assert float((row[:-1] - plain.scores(one, 0.7)[1].detach()).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("entropies", [False, True])
+def test_a_row_of_one_token_has_nothing_to_predict(entropies: bool, started: Start) -> None:
+    engine, _ = started(CASES[0])
+    given = [TokenSample([7]), SAMPLES[1]]
+    found = engine.infer_batch(batch(given, calculate_entropy=entropies))["model_output"]
+    assert set(found) == ({"log_probs", "entropy"} if entropies else {"log_probs"})
+    for rows in found.values():
+        assert [len(row) for row in rows.unbind()] == [1, len(SAMPLES[1].token_ids)] and not rows.unbind()[0].any()
+
+
 def test_inference_leaves_no_gradient_and_training_forgets_those_of_a_failure(started: Start) -> None:
     engine, calls = started(CASES[0])
     with engine.eval_mode():

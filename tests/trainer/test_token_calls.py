@@ -153,6 +153,8 @@ def test_samples_without_targets_have_no_log_probabilities(started: Any) -> None
     for entropies, width in ((False, ()), (True, (2,))):
         first, second = started(CASES[0]).forward([nothing, SAMPLES[1]], entropies=entropies)
         assert first.shape == (0, *width) and second.shape[1:] == width and len(second)
+        (alone,) = started(CASES[0]).forward([nothing], entropies=entropies)
+        assert alone.shape == (0, *width)
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, CASES[1], CASES[2], CASES[4]), ids=str)

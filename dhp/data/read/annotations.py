@@ -311,9 +311,11 @@ class Annotations:
         if self.compares != SINGLES:
             return record
         question, _ = split_answer(record)
-        return replace(record, other=replace(record, turns=(*question, *self._strange_answer(index, record))))
+        return replace(
+            record, other=replace(record, turns=(*question, *self._strange_answer(index, question, record.where)))
+        )
 
-    def _strange_answer(self, index: int, record: Record) -> tuple[Turn, ...]:
+    def _strange_answer(self, index: int, question: tuple[Turn, ...], where: str) -> tuple[Turn, ...]:
         """That of a row behind this one that asks something else: of the next one, else at doubled distances, as
         answers to a prompt often stand together, else of the next ones one by one."""
         doubled = [2**power for power in range(len(self).bit_length())]
@@ -321,13 +323,13 @@ class Annotations:
             if distance >= len(self):
                 continue
             try:
-                question, answer = split_answer(self._record((index + distance) % len(self)))
+                asked, answer = split_answer(self._record((index + distance) % len(self)))
             except DataError:  # which tells of itself
                 continue
-            if question != split_answer(record)[0]:
+            if asked != question:
                 return answer
         raise DataError(
-            f"{record.where}: no row was found that asks something else, and kto compares with answers to other "
+            f"{where}: no row was found that asks something else, and kto compares with answers to other "
             "prompts. Mix the rows of the file"
         )
 
